@@ -1,0 +1,49 @@
+# make demo   set up, then the main job on a small real model, on CPU
+# make test   set up, then lint, types, floors and all default tests
+# The virtual environment is .venv; constraints.txt holds the exact versions.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: demo test test-slow lint format bench setup clean
+.DEFAULT_GOAL := test
+
+demo: setup
+	$(BIN)/crelle demo
+
+test: setup lint
+	$(BIN)/pytest -n 2
+
+test-slow: setup
+	$(BIN)/pytest -m "not gpu"
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h')
+
+bench: setup
+	$(BIN)/python bench/quantize.py
+
+setup: $(VENV)/installed
+
+# torch first and alone: its exact pin finds a CPU build, a range could pull gigabytes of CUDA packages.
+$(VENV)/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out

@@ -1,0 +1,37 @@
+"""Crelle: large language models at 1 to 4 bits per weight, on a CPU, on one GPU, and through vLLM.
+
+>>> from crelle import LLM
+>>> llm = LLM.load("out/smollm2-3bit")                        # doctest: +SKIP
+>>> print(llm.generate("The capital of France is").text)      # doctest: +SKIP
+
+The names below load their modules on first use, so `import crelle` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from crelle.version import __version__
+
+_HOME = {
+    "LLM": "crelle.engine.llm",
+    "Completion": "crelle.engine.llm",
+    "Sampling": "crelle.engine.sampler",
+    "CrelleError": "crelle.errors",
+    "perplexity": "crelle.eval.perplexity",
+    "quantize": "crelle.quantizers.driver",
+}
+
+__all__ = ["LLM", "Completion", "CrelleError", "Sampling", "__version__", "perplexity", "quantize"]
+
+if TYPE_CHECKING:
+    from crelle.engine.llm import LLM, Completion
+    from crelle.engine.sampler import Sampling
+    from crelle.errors import CrelleError
+    from crelle.eval.perplexity import perplexity
+    from crelle.quantizers.driver import quantize
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'crelle' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,35 @@
+"""Every error that Crelle raises on purpose, on one page.
+
+    CrelleError                 a sentence for the user; the command line prints it and exits with code 2
+    ├── FormatError             bytes on disk do not mean what they claim (truncated, altered, unknown version)
+    ├── SchemeError             a scheme string, an option or an argument that makes no sense
+    ├── UnsupportedError        the request is sound, but nothing here can do it; lists every reason
+    ├── CapacityError           it does not fit: context, memory or disk
+    └── BuildError              a compiler said no: the command, where its log lies, its first error line
+
+A message names the value that was wrong and the remedy. `assert` is for our own invariants only.
+"""
+
+
+class CrelleError(Exception):
+    """Base of all errors whose message is written for the person at the keyboard."""
+
+
+class FormatError(CrelleError):
+    """A file or directory is not what it claims to be."""
+
+
+class SchemeError(CrelleError):
+    """A scheme, option or argument that cannot be understood."""
+
+
+class UnsupportedError(CrelleError):
+    """Nothing installed can carry out this (sound) request."""
+
+
+class CapacityError(CrelleError):
+    """Context, memory or disk is too small."""
+
+
+class BuildError(CrelleError):
+    """Compiling a kernel failed."""
