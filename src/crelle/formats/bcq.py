@@ -1,0 +1,197 @@
+"""Binary-coded weights, and uniform grids as their special case.
+
+    BCQTensor      w = z + sum_p alpha_p * b_p        b_p in {-1, +1}, P planes
+    UniformTensor  w = scale * (q - zero)             q = 0 ... 2^P - 1, zero an integer of the same range
+
+Both hold the codes as the same bit-planes and share scales among G inputs of one output row.
+A uniform grid is the case  alpha_p = scale * 2^(P-2-p),  z = scale * ((2^P - 1)/2 - zero);  `to_bcq` is exact.
+
+Layout (the only place it is defined; docs/formats/bcq.md draws it). N outputs, K inputs, C = ceil(K/G) groups:
+    planes  uint8 [P, N, ceil(K/8)]    bit j of planes[p, n, k] belongs to input 8k+j; set means +1
+                                       plane 0 is the most significant; bits beyond K are 0
+    BCQ:      alpha  f16 [P, N, C]     z  f16 [N, C], absent when the grid is symmetric
+    uniform:  scale  f16 [N, C]        zero  uint8 [N, ceil(C*P/8)], a dense stream of P-bit integers,
+                                       absent when the grid is symmetric (zero = 2^(P-1))
+    Scales may also be bf16 or f32. The last group of a row is shorter where G does not divide K.
+Bits per weight: BCQ  P + 16 (P + 1) / G;  uniform  P + (16 + P) / G.   Source: LUT-GEMM, arXiv 2206.09557.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from crelle.errors import FormatError
+from crelle.formats.base import Spec, expect, shape_of, take
+from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_BITS = 8
+
+
+def groups_in(K: int, group: int) -> int:
+    """Number of groups in a row of K inputs."""
+    return -(-K // group)
+
+
+def spread(per_group: Tensor, group: int, K: int) -> Tensor:
+    """Repeat one value per group [..., C] over the inputs [..., K]."""
+    return per_group.repeat_interleave(group, dim=-1)[..., :K]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planes:
+    """What both encodings share: the planes, K (the packing rounds it up) and the group."""
+
+    planes: Tensor  # uint8 [P, N, ceil(K/8)]
+    K: int
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.planes.shape[1], self.K
+
+    @property
+    def bits(self) -> int:
+        return self.planes.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes.device
+
+    def _dimensions(self) -> Spec:
+        return {"shape": list(self.shape), "bits": self.bits, "group": self.group}
+
+    def codes(self) -> Tensor:
+        """Return the integer codes uint8 [N, K]; plane 0 gives the top bit."""
+        return unpack_planes(self.planes, self.K)
+
+
+def _planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> tuple[Tensor, int, int]:
+    """Check what both encodings share and return (planes, K, group)."""
+    N, K = shape_of(spec)
+    bits, group = spec["bits"], spec["group"]
+    if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+        raise FormatError(f"{where}: bits must be 1 to {MAX_BITS}, got {bits!r}")
+    if type(group) is not int or not 1 <= group <= K:
+        raise FormatError(f"{where}: group must be 1 to K = {K}, got {group!r}")
+    return expect(tensors, "planes", (bits, N, -(-K // 8)), (torch.uint8,), where), K, group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BCQTensor(_Planes):
+    """w = z + sum_p alpha_p b_p, group-wise."""
+
+    format: ClassVar[str] = "bcq"
+    alpha: Tensor  # float [P, N, C]
+    z: Tensor | None = None  # float [N, C]
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, alpha: Tensor, z: Tensor | None, group: int) -> Self:
+        """Build from codes [N, K] whose top bit belongs to alpha[0]."""
+        return cls(pack_planes(codes, alpha.shape[0]), codes.shape[-1], group, alpha.contiguous(), z)
+
+    @classmethod
+    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
+        return ["planes", "alpha", "z"] if spec.get("bias") else ["planes", "alpha"]
+
+    @classmethod
+    def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        take(spec, cls, {"format", "shape", "bits", "group", "bias"})
+        planes, K, group = _planes_of(spec, tensors, cls.format)
+        P, N, C = planes.shape[0], planes.shape[1], groups_in(K, group)
+        alpha = expect(tensors, "alpha", (P, N, C), SCALE_DTYPES, cls.format)
+        z = expect(tensors, "z", (N, C), SCALE_DTYPES, cls.format) if spec["bias"] else None
+        return cls(planes, K, group, alpha, z)
+
+    def spec(self) -> Spec:
+        return {"format": self.format, **self._dimensions(), "bias": self.z is not None}
+
+    def tensors(self) -> dict[str, Tensor]:
+        parts = {"planes": self.planes, "alpha": self.alpha}
+        return parts if self.z is None else parts | {"z": self.z}
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        N, K = self.shape
+        w = torch.zeros(N, K, dtype=wide, device=self.device)
+        for p in reversed(range(self.bits)):  # small terms first, so that the sum rounds least
+            w += spread(self.alpha[p].to(wide), self.group, K) * unpack_signs(self.planes[p], K, wide)
+        if self.z is not None:
+            w += spread(self.z.to(wide), self.group, K)
+        return w.to(dtype)
+
+    def rows(self, start: int, stop: int) -> "BCQTensor":
+        z = None if self.z is None else self.z[start:stop]
+        return BCQTensor(self.planes[:, start:stop], self.K, self.group, self.alpha[:, start:stop], z)
+
+    def to(self, device: torch.device | str) -> "BCQTensor":
+        z = None if self.z is None else self.z.to(device)
+        return BCQTensor(self.planes.to(device), self.K, self.group, self.alpha.to(device), z)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UniformTensor(_Planes):
+    """w = scale * (q - zero), group-wise."""
+
+    format: ClassVar[str] = "uniform"
+    scale: Tensor  # float [N, C]
+    zero: Tensor | None = None  # uint8 [N, ceil(C*P/8)]
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int) -> Self:
+        """Build from codes [N, K] and integer zero points [N, C] (None: 2^(bits-1) everywhere)."""
+        packed = None if zero is None else pack_stream(zero, bits)
+        return cls(pack_planes(codes, bits), codes.shape[-1], group, scale.contiguous(), packed)
+
+    @classmethod
+    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
+        return ["planes", "scale"] if spec.get("symmetric") else ["planes", "scale", "zero"]
+
+    @classmethod
+    def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        take(spec, cls, {"format", "shape", "bits", "group", "symmetric"})
+        planes, K, group = _planes_of(spec, tensors, cls.format)
+        P, N, C = planes.shape[0], planes.shape[1], groups_in(K, group)
+        scale = expect(tensors, "scale", (N, C), SCALE_DTYPES, cls.format)
+        zero = None
+        if not spec["symmetric"]:
+            zero = expect(tensors, "zero", (N, -(-C * P // 8)), (torch.uint8,), cls.format)
+        return cls(planes, K, group, scale, zero)
+
+    def spec(self) -> Spec:
+        return {"format": self.format, **self._dimensions(), "symmetric": self.zero is None}
+
+    def tensors(self) -> dict[str, Tensor]:
+        parts = {"planes": self.planes, "scale": self.scale}
+        return parts if self.zero is None else parts | {"zero": self.zero}
+
+    def zeros(self) -> Tensor:
+        """Return the zero points as integers uint8 [N, C]."""
+        if self.zero is None:
+            return torch.full(self.scale.shape, 1 << (self.bits - 1), dtype=torch.uint8, device=self.device)
+        return unpack_stream(self.zero, self.bits, self.scale.shape[-1])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        zero, scale = self.zeros().to(wide), self.scale.to(wide)
+        w = self.codes().to(wide).sub_(spread(zero, self.group, self.K)).mul_(spread(scale, self.group, self.K))
+        return w.to(dtype)
+
+    def to_bcq(self) -> BCQTensor:
+        """Return the same numbers as planes with alphas: exact, because every product below fits f32."""
+        scale = self.scale.to(torch.float32)
+        place = torch.tensor([2.0 ** (self.bits - 2 - p) for p in range(self.bits)], device=self.device)
+        alpha = place[:, None, None] * scale  # [P, N, C]
+        z = scale * ((2**self.bits - 1) / 2 - self.zeros().to(torch.float32))
+        return BCQTensor(self.planes, self.K, self.group, alpha, z)
+
+    def rows(self, start: int, stop: int) -> "UniformTensor":
+        zero = None if self.zero is None else self.zero[start:stop]
+        return UniformTensor(self.planes[:, start:stop], self.K, self.group, self.scale[start:stop], zero)
+
+    def to(self, device: torch.device | str) -> "UniformTensor":
+        zero = None if self.zero is None else self.zero.to(device)
+        return UniformTensor(self.planes.to(device), self.K, self.group, self.scale.to(device), zero)

@@ -1,0 +1,129 @@
+"""Reading and writing files so that nothing is ever half true.
+
+Writers go through a temporary name and a rename; readers turn every way a file can be broken into one sentence.
+Nothing here, or anywhere in Crelle, unpickles.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from crelle.errors import CapacityError, FormatError
+
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+
+
+@contextmanager
+def writing(path: Path, remedy: str = "") -> Iterator[None]:
+    """Turn a full disk, a missing permission and their kin into a sentence about `path`."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path if path.exists() else path.parent).free / 1e6
+            raise CapacityError(f"no space left while writing {path} ({free:.1f} MB free). {remedy}".strip()) from e
+        raise FormatError(f"cannot write {path}: {e.strerror or e}. {remedy}".strip()) from e
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write data under a temporary name, force it to the disk, then give it its name."""
+    tmp = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            with open(tmp, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(tmp, path)
+        except OSError:
+            tmp.unlink(missing_ok=True)
+            raise
+
+
+def sync_directory(path: Path) -> None:
+    """Force the names in a directory to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def to_json(value: Any) -> bytes:
+    """Return value as readable JSON; the same value always gives the same bytes."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or say what is wrong with it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as e:
+        raise FormatError(f"{path} does not exist") from e
+    except OSError as e:
+        raise FormatError(f"cannot read {path}: {e.strerror or e}") from e
+    except ValueError as e:
+        raise FormatError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} should hold a JSON object, but holds a {type(value).__name__}")
+    return value
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def looks_pickled(path: Path) -> bool:
+    """Tell whether a file is a pickle (or a zip archive of pickles, as torch.save writes)."""
+    if path.suffix in _PICKLE_SUFFIXES:
+        return True
+    with open(path, "rb") as f:
+        head = f.read(4)
+    return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head == b"PK\x03\x04"
+
+
+def refuse_pickle(path: Path) -> FormatError:
+    """Return the error for a file that only unpickling could open."""
+    return FormatError(
+        f"{path} is a pickle, and loading a pickle runs whatever code is in it, so Crelle never does; "
+        "save the model as safetensors and point at that"
+    )
+
+
+class ShardReader:
+    """One safetensors file, mapped into memory; tensors are read when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise FormatError(f"{path} is missing")
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as e:
+            if looks_pickled(path):
+                raise refuse_pickle(path) from e
+            raise FormatError(f"{path} is truncated or not a safetensors file ({e})") from e
+
+    def names(self) -> list[str]:
+        return list(self._file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except SafetensorError as e:
+            raise FormatError(f"{self.path} does not hold the tensor '{name}' that it should ({e})") from e
+        return tensor

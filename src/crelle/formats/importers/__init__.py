@@ -1,0 +1,1 @@
+"""What people already have: readers of other projects' files."""

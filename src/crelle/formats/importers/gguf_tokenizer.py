@@ -1,0 +1,123 @@
+"""The tokenizer inside a GGUF file, written as tokenizer.json + tokenizer_config.json.
+
+Two families: byte-level BPE (`gpt2`: Llama 3, Qwen, SmolLM; vocabulary and merges are in the file, the splitting rule
+is only named there) and SentencePiece BPE (`llama`: Llama 1 and 2, Mistral; the merges follow from the scores).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crelle.errors import UnsupportedError
+from crelle.formats.files import to_json, write_whole
+
+if TYPE_CHECKING:
+    from crelle.formats.importers.gguf import GGUFFile
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types in GGUF
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
+
+
+def write_tokenizer(file: "GGUFFile", to: Path) -> None:
+    """Write the file's tokenizer into a directory, in the form that transformers loads."""
+    tokens: list[str] = file.get("tokenizer.ggml.tokens")
+    kinds: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    model = file.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(tokens, file.get("tokenizer.ggml.merges"), file.get("tokenizer.ggml.pre", "gpt-2"))
+    elif model == "llama":
+        tokenizer = _sentencepiece(file, tokens, kinds)
+    else:
+        raise UnsupportedError(f"{file.path} has a '{model}' tokenizer; from GGUF Crelle reads 'gpt2' and 'llama'")
+    _add_special(tokenizer, tokens, kinds)
+    named = _special_names(file, tokens)
+    bos = file.get("tokenizer.ggml.add_bos_token", model == "llama")
+    if bos and "bos_token" in named:
+        _prepend(tokenizer, named["bos_token"], tokens.index(named["bos_token"]))
+    write_whole(to / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "add_bos_token": bool(bos),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.config["max_position_embeddings"],
+    }
+    if "tokenizer.chat_template" in file.fields:
+        config["chat_template"] = file.get("tokenizer.chat_template")
+    write_whole(to / "tokenizer_config.json", to_json(config))
+
+
+def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
+    if pre == "gpt-2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    elif pre in _SPLITS:
+        split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    else:
+        known = ", ".join(["gpt-2", "smollm", *_SPLITS])
+        raise UnsupportedError(f"the file's text-splitting rule '{pre}' is unknown; known are: {known}")
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: "GGUFFile", tokens: list[str], kinds: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores: list[float] = file.get("tokenizer.ggml.scores")
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    vocab = {t: i for i, t in enumerate(tokens)}
+    pairs = _merges_of_scores(vocab, scores)
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        undo.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(undo)
+    return tokenizer
+
+
+def _merges_of_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose result scores best; list all pairs in that order."""
+    found = []
+    for token, i in vocab.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                found.append((-scores[i], vocab[left], vocab[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
+    from tokenizers import AddedToken
+
+    special = [
+        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL
+    ]
+    plain = [AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _special_names(file: "GGUFFile", tokens: list[str]) -> dict[str, str]:
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: file.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in ids.items()}
+    return {name: tokens[i] for name, i in found.items() if 0 <= i < len(tokens)}
+
+
+def _prepend(tokenizer: Any, bos: str, bos_id: int) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+    )

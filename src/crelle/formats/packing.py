@@ -1,0 +1,61 @@
+"""How codes become bytes: bit-planes for weights, dense bit streams for small side tables. Pure torch.
+
+    planes   codes [..., K] of P bits  ->  uint8 [P, ..., ceil(K/8)]
+             plane 0 holds the most significant bit; bit j of byte k is input 8k+j; the padding bits are 0
+    stream   codes [..., G] of P bits  ->  uint8 [..., ceil(G*P/8)]
+             code i occupies bits i*P ... i*P+P-1 of its row, little end first
+
+Plane 0 is the most significant so that the first p planes of a tensor are a coarser version of it.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _bytes_of_bits(bits: Tensor) -> Tensor:
+    """Pack 0/1 [..., n] into uint8 [..., ceil(n/8)], little end first."""
+    n = bits.shape[-1]
+    bits = torch.nn.functional.pad(bits.to(torch.uint8), (0, -n % 8))
+    bits = bits.reshape(*bits.shape[:-1], -1, 8)  # [..., n/8, 8]
+    out = bits[..., 0].clone()
+    for j in range(1, 8):
+        out |= bits[..., j] << j
+    return out
+
+
+def _bits_of_bytes(data: Tensor, n: int) -> Tensor:
+    """Unpack uint8 [..., ceil(n/8)] into 0/1 uint8 [..., n]."""
+    place = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data.unsqueeze(-1) >> place) & 1).flatten(-2)[..., :n]
+
+
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes [..., K] (integers below 2**bits) as bit-planes [bits, ..., ceil(K/8)]."""
+    return torch.stack([_bytes_of_bits((codes >> (bits - 1 - p)) & 1) for p in range(bits)])
+
+
+def unpack_planes(planes: Tensor, K: int) -> Tensor:
+    """Return the codes uint8 [..., K] of bit-planes [P, ..., ceil(K/8)]."""
+    P = planes.shape[0]
+    codes = _bits_of_bytes(planes[0], K)
+    for p in range(1, P):
+        codes = (codes << 1) | _bits_of_bytes(planes[p], K)
+    return codes
+
+
+def unpack_signs(plane: Tensor, K: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return one plane [..., ceil(K/8)] as -1/+1 [..., K]."""
+    return _bits_of_bytes(plane, K).to(dtype).mul_(2).sub_(1)
+
+
+def pack_stream(codes: Tensor, bits: int) -> Tensor:
+    """Return codes [..., G] as a dense little-endian bit stream [..., ceil(G*bits/8)]."""
+    place = torch.arange(bits, dtype=torch.uint8, device=codes.device)
+    return _bytes_of_bits(((codes.to(torch.uint8).unsqueeze(-1) >> place) & 1).flatten(-2))
+
+
+def unpack_stream(data: Tensor, bits: int, G: int) -> Tensor:
+    """Return the codes uint8 [..., G] of a dense bit stream."""
+    place = torch.arange(bits, dtype=torch.uint8, device=data.device)
+    each = _bits_of_bytes(data, G * bits).reshape(*data.shape[:-1], G, bits)
+    return (each << place).sum(-1, dtype=torch.uint8)

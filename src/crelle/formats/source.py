@@ -1,0 +1,104 @@
+"""Where weights come from: one interface over a Hugging Face directory, a GGUF file and our own checkpoints.
+
+Everybody upstairs asks `open_weights(path)` and then speaks of tensors by their Hugging Face names.
+"""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from crelle.errors import FormatError
+from crelle.formats.base import QuantTensor
+from crelle.formats.checkpoint import CONFIG, INDEX, Checkpoint, copy_tokenizer_files, is_checkpoint
+from crelle.formats.dense import DenseTensor
+from crelle.formats.files import ShardReader, looks_pickled, read_json, refuse_pickle
+
+
+class Weights(Protocol):
+    """A model's config, tokenizer and tensors; a tensor is read from the disk when it is asked for."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def matrix(self, module: str) -> QuantTensor:
+        """Return the weight of a linear layer or embedding, encoded as it is stored."""
+        ...
+
+    def copy_tokenizer(self, to: Path) -> None:
+        """Write the tokenizer's files into a directory."""
+        ...
+
+
+class HFDirectory:
+    """A model as transformers saves it: config.json and safetensors shards."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path, self.config = path, config
+        self.files = self._shard_files()
+        self._where = {name: shard for shard in map(ShardReader, self.files) for name in shard.names()}
+
+    def _shard_files(self) -> list[Path]:
+        if (index := self.path / INDEX).exists():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict):
+                raise FormatError(f"{index} has no weight_map")
+            return [self.path / s for s in sorted(set(shards.values()))]
+        if found := sorted(self.path.glob("*.safetensors")):
+            return found
+        for f in sorted(self.path.iterdir()):
+            if f.is_file() and f.stat().st_size and looks_pickled(f):
+                raise refuse_pickle(f)
+        raise FormatError(f"{self.path} holds no *.safetensors file")
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shard(name).shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return self._shard(name).read(name)
+
+    def _shard(self, name: str) -> ShardReader:
+        if name not in self._where:
+            raise FormatError(f"{self.path} has no tensor '{name}'")
+        return self._where[name]
+
+    def matrix(self, module: str) -> QuantTensor:
+        return DenseTensor(self.read(f"{module}.weight"))
+
+    def copy_tokenizer(self, to: Path) -> None:
+        copy_tokenizer_files(self.path, to)
+
+
+def open_weights(path: str | Path, verify: bool = True) -> Weights:
+    """Open whatever lies at `path`, or say in a sentence why not."""
+    path = Path(path)
+    if not path.exists():
+        raise FormatError(f"{path} does not exist; give a model directory (config.json, *.safetensors) or a .gguf file")
+    if path.is_file():
+        with open(path, "rb") as f:
+            magic = f.read(4)
+        if magic == b"GGUF":
+            from crelle.formats.importers.gguf import GGUFFile
+
+            return GGUFFile(path)
+        if path.stat().st_size and looks_pickled(path):
+            raise refuse_pickle(path)
+        raise FormatError(f"{path} is neither a GGUF file nor a directory; give a model directory or a .gguf file")
+    if not (path / CONFIG).is_file():
+        raise FormatError(f"{path} has no config.json, so it is not a model directory")
+    config = read_json(path / CONFIG)
+    if is_checkpoint(config):
+        return Checkpoint(path, verify)
+    if other := config.get("quantization_config"):
+        method = other.get("quant_method") if isinstance(other, dict) else other
+        raise FormatError(f"{path} is already quantized by '{method}', which this Crelle cannot read")
+    return HFDirectory(path, config)
