@@ -1,0 +1,64 @@
+"""Readable torch kernels: the oracle of every other kernel, and the last resort.
+
+dense        a weight that is not quantized, as it is
+dequantized  quantized weights turned back into numbers once, at load: quick anywhere, 2 or 4 bytes a weight
+reference    turned back into numbers at every call, a slab of rows at a time: small, slow, plain
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crelle.formats.base import QuantTensor
+from crelle.kernels.select import Problem
+
+_SLAB = 1 << 22  # weights that `reference` holds as numbers at one time
+
+
+def matmul_fp64(x: Tensor, w: QuantTensor) -> Tensor:
+    """Return x @ W.T in f64: what every kernel is measured against."""
+    return x.double() @ w.dequantize(torch.float64).T
+
+
+class Dense:
+    """Multiply by a plain matrix."""
+
+    name: ClassVar[str] = "dense"
+
+    def supports(self, problem: Problem) -> str | None:
+        return None if problem.format == "dense" else f"takes plain matrices only, not '{problem.format}'"
+
+    def prepare(self, w: QuantTensor, dtype: torch.dtype) -> Tensor:
+        return w.dequantize(dtype)
+
+    def run(self, x: Tensor, prepared: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, prepared)
+
+
+class Dequantized(Dense):
+    """Multiply by the numbers that the codes stand for, computed once."""
+
+    name: ClassVar[str] = "dequantized"
+
+    def supports(self, problem: Problem) -> str | None:
+        return None if problem.format != "dense" else "has nothing to dequantize in a plain matrix"
+
+
+class Reference:
+    """Dequantize a slab of rows, multiply, forget it, take the next."""
+
+    name: ClassVar[str] = "reference"
+
+    def supports(self, problem: Problem) -> str | None:
+        return None
+
+    def prepare(self, w: QuantTensor, dtype: torch.dtype) -> QuantTensor:
+        return w
+
+    def run(self, x: Tensor, prepared: QuantTensor) -> Tensor:
+        N, K = prepared.shape
+        step = max(1, _SLAB // K)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        slabs = [x.to(wide) @ prepared.rows(n, min(n + step, N)).dequantize(wide).T for n in range(0, N, step)]
+        return torch.cat(slabs, dim=-1).to(x.dtype)
