@@ -1,0 +1,168 @@
+"""From a model on disk to a quantized one, a layer at a time.
+
+The source is read lazily and at most one layer is in memory. Each layer becomes one shard, on disk before the next
+begins, so a killed run loses at most a layer: `resume=True` goes on from the journal and ends in the same bytes.
+Quantized are the matrices inside the numbered layers; embeddings, the output head and norms are stored as they are
+(f32 that GGUF unpacked from a quantized type: as f16).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CrelleError, FormatError, SchemeError
+from crelle.formats.base import QuantTensor, nbytes
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter
+from crelle.formats.source import Weights, open_weights
+from crelle.quantizers.scheme import Quantizer, Store, parse
+from crelle.version import __version__
+
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+_DENSE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is read, quantized and written together: a layer, or one of the matrices around the layers."""
+
+    name: str
+    tensors: tuple[str, ...]
+    weights: int  # how many numbers, for the progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run did."""
+
+    out: Path
+    scheme: str
+    bits_per_weight: float  # over the quantized matrices, every scale counted
+    bytes: int  # of those matrices
+    seconds: float
+    resumed_units: int
+
+
+Progress = Callable[[int, int, str], None]  # called after each unit: weights done, weights in all, the unit's name
+
+
+def quantize(
+    source: str | Path,
+    out: str | Path,
+    scheme: str,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Quantize the model at `source` into a new checkpoint at `out`.
+
+    `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
+    the first pattern that matches counts.
+    """
+    begun = perf_counter()
+    out = Path(out).absolute()
+    default, special = parse(scheme), {p: parse(s) for p, s in (overrides or {}).items()}
+    weights = open_weights(source)
+    if isinstance(weights, Checkpoint):
+        raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
+    units = plan(weights)
+    _all_patterns_match(special, weights)
+    written = {p: str(q) for p, q in special.items()}
+    recipe = {
+        "crelle": __version__,
+        "format_version": FORMAT_VERSION,
+        "source": _fingerprint(weights),
+        "scheme": str(default),
+        "overrides": written,
+    }
+    all_weights, done, resumed = sum(u.weights for u in units), 0, 0
+    with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
+        for i, unit in enumerate(units, start=1):
+            shard = f"model-{i:05d}-of-{len(units):05d}.safetensors"
+            if writer.has(shard):
+                resumed += 1
+            else:
+                writer.add(shard, *_quantize_unit(weights, unit, default, special))
+            done += unit.weights
+            if progress:
+                progress(done, all_weights, unit.name)
+        weights.copy_tokenizer(writer.partial)
+        writer.finish(weights.config, str(default), written)
+    size, count = measure(Checkpoint(out, verify=False))
+    return Report(out, str(default), 8 * size / max(1, count), size, perf_counter() - begun, resumed)
+
+
+def plan(weights: Weights) -> list[Unit]:
+    """Group a model's tensors into units: first what stands before the layers, the layers, then the rest."""
+    members: dict[str, list[str]] = {}
+    for name in weights.names():
+        layer = _LAYER.match(name)
+        matrix = len(weights.shape(name)) == 2
+        key = layer[1] if layer else name.rpartition(".")[0] if matrix else "rest"
+        members.setdefault(key, []).append(name)
+    if not any(_LAYER.match(f"{key}.") for key in members):
+        raise FormatError(f"{weights.path} has no numbered layers, so there is nothing to quantize")
+    keys = sorted(members, key=_natural)
+    return [Unit(k, tuple(sorted(members[k])), sum(prod(weights.shape(n)) for n in members[k])) for k in keys]
+
+
+def _natural(text: str) -> list[tuple[int, int | str]]:
+    """Sort key that puts layer 10 behind layer 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _quantize_unit(
+    weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer]
+) -> tuple[dict[str, QuantTensor], dict[str, Tensor]]:
+    """Return a unit's matrices, encoded, by module; and its other tensors by name."""
+    matrices: dict[str, QuantTensor] = {}
+    others: dict[str, Tensor] = {}
+    for name in unit.tensors:
+        module, _, kind = name.rpartition(".")
+        tensor = weights.read(name)
+        if kind != "weight" or tensor.dim() != 2:
+            others[name] = tensor
+            continue
+        chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
+        if chosen is None:
+            chosen = default if _LAYER.match(name) else _as_stored(weights, tensor)
+        try:
+            matrices[module] = chosen.fit(tensor)
+        except CrelleError as e:
+            raise type(e)(f"'{name}': {e}") from e
+    return matrices, others
+
+
+def _as_stored(weights: Weights, tensor: Tensor) -> Quantizer:
+    """Keep a matrix's type; f32 that a GGUF reader made from fewer bits is kept as f16."""
+    from_gguf = weights.path.is_file() and tensor.dtype == torch.float32
+    return Store("fp16" if from_gguf else _DENSE.get(tensor.dtype, "fp32"))
+
+
+def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:
+    modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
+    for pattern in special:
+        if not any(fnmatchcase(m, pattern) for m in modules):
+            raise SchemeError(f"the override '{pattern}' matches no matrix; names look like '{modules[0]}'")
+
+
+def _fingerprint(weights: Weights) -> list[list[str | int]]:
+    """Tell this source from another, without reading it whole: names, sizes and times of its files."""
+    root = weights.path
+    files = [root] if root.is_file() else sorted(f for f in root.iterdir() if f.suffix in {".safetensors", ".json"})
+    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
+def measure(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return (bytes, weights) of the matrices that are not plain numbers; of all of them if there are none."""
+    encoded = [m for m, spec in checkpoint.specs.items() if spec["format"] != "dense"]
+    chosen = encoded or [m for m in checkpoint.specs if _LAYER.match(f"{m}.")]
+    return sum(nbytes(checkpoint.matrix(m)) for m in chosen), sum(prod(checkpoint.specs[m]["shape"]) for m in chosen)

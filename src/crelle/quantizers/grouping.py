@@ -1,0 +1,41 @@
+"""Rows cut into groups: every solver works on a plain matrix of groups, whatever K and the group size are."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from crelle.errors import FormatError
+from crelle.formats.bcq import groups_in
+
+_SLAB = 1 << 22  # weights that a solver works on at one time: bounds its memory, whatever the matrix
+
+
+def row_slabs(N: int, K: int) -> Iterator[slice]:
+    """Cut N rows of K weights into slabs that bound a solver's memory."""
+    step = max(1, _SLAB // K)
+    return (slice(n, min(n + step, N)) for n in range(0, N, step))
+
+
+def to_groups(w: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
+    """Return w [N, K] as groups [N, C, G] and which elements are real (None: all; a last group may be short)."""
+    N, K = w.shape
+    C = groups_in(K, group)
+    if C * group == K:
+        return w.reshape(N, C, group), None
+    padded = torch.nn.functional.pad(w, (0, C * group - K)).reshape(N, C, group)
+    real = (torch.arange(C * group, device=w.device) < K).reshape(1, C, group)
+    return padded, real
+
+
+def from_groups(g: Tensor, K: int) -> Tensor:
+    """Return groups [N, C, G] as rows [N, K]."""
+    return g.flatten(1)[:, :K]
+
+
+def require_finite(w: Tensor) -> Tensor:
+    """Return w as f32; NaN or infinity in a weight is a broken model, not something to round."""
+    w = w.to(torch.float32)
+    if not torch.isfinite(w).all():
+        raise FormatError("the weight holds NaN or infinity")
+    return w

@@ -1,0 +1,66 @@
+"""Round to nearest on a uniform grid.
+
+Asymmetric: the grid spans [min(w, 0), max(w, 0)] of the group, zero is a grid point.
+    scale = (max - min) / (2^P - 1)      zero = round(-min / scale)      q = clamp(round(w / scale) + zero)
+Symmetric: zero = 2^(P-1), scale = 2 max|w| / (2^P - 1).
+The scale is rounded to its stored type first, and the codes are chosen for the rounded scale.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.bcq import UniformTensor
+from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, to_groups
+from crelle.quantizers.scheme import Grid, Group
+
+_TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
+
+
+@dataclass(frozen=True, slots=True)
+class RTN(Grid):
+    """Round to nearest: seconds for a model, no data; fine at 4 bits and more."""
+
+    scheme: ClassVar[str] = "rtn"
+    bits: int = 4
+    group: Group = 128
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        Grid.__post_init__(self)
+        if self.symmetric and self.bits == 1:
+            raise SchemeError("a symmetric grid of 1 bit has no level above zero; use bcq:bits=1,bias=false")
+
+    def fit(self, weight: Tensor) -> UniformTensor:
+        """Return the weight [N, K] on its grid."""
+        weight = require_finite(weight)
+        N, K = weight.shape
+        group = self.group_for(K)
+        parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K)]
+        codes, scale, zero = (torch.cat(t) for t in zip(*parts, strict=True))
+        return UniformTensor.from_codes(codes, self.bits, scale, None if self.symmetric else zero, group)
+
+    def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        top = 2**self.bits - 1
+        g, _ = to_groups(w, group)  # [N, C, G]; the padding is 0, which every grid contains
+        if self.symmetric:
+            scale = 2 * g.abs().amax(-1) / top
+            zero = torch.full_like(scale, 2.0 ** (self.bits - 1))
+        else:
+            low, high = g.amin(-1).clamp(max=0), g.amax(-1).clamp(min=0)
+            scale = (high - low) / top
+            zero = (-low / scale.clamp(min=_TINY)).round().clamp(0, top)
+        stored = _storable(scale)
+        codes = (g / stored.float().unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, top)
+        return from_groups(codes.to(torch.uint8), w.shape[1]), stored, zero.to(torch.uint8)
+
+
+def _storable(scale: Tensor) -> Tensor:
+    """Return the scales as f16; weights beyond its range are a sentence, not an infinity."""
+    stored = scale.clamp(min=_TINY).to(torch.float16)
+    if not torch.isfinite(stored).all():
+        raise SchemeError(f"a group's scale {scale.max().item():.3g} is beyond the range of f16")
+    return stored
