@@ -1,0 +1,35 @@
+"""From a path to a model that runs."""
+
+from pathlib import Path
+
+import torch
+
+from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.source import Weights, open_weights
+from crelle.models.llama import Builder, Llama, LlamaConfig
+
+
+def choose_device(device: str) -> torch.device:
+    """Turn cpu | cuda | auto into a device, or say why not."""
+    if device not in ("cpu", "cuda", "auto"):
+        raise UnsupportedError(f"there is no device '{device}'; choose cpu, cuda or auto")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("no CUDA device is visible to torch; use --device cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def build(weights: Weights, device: torch.device, dtype: torch.dtype | None = None, kernel: str | None = None) -> Llama:
+    """Build the model that the weights' config describes. Default dtype: f32 on a CPU, f16 on a GPU."""
+    try:
+        config = LlamaConfig.from_hf(weights.config)
+    except KeyError as e:
+        raise FormatError(f"{weights.path}: the model's config lacks the key {e}") from e
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
+    builder = Builder(weights, frozenset(weights.names()), dtype, device, kernel)
+    return Llama(builder, config).eval()
+
+
+def load(path: str | Path, device: str = "auto", kernel: str | None = None) -> tuple[Llama, Weights]:
+    """Open a path and build its model."""
+    weights = open_weights(path)
+    return build(weights, choose_device(device), kernel=kernel), weights
