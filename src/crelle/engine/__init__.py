@@ -1,0 +1,1 @@
+"""Floor 5: from prompts to text."""

@@ -1,0 +1,180 @@
+"""LLM: a model, its tokenizer, and text out of it. One object from quantizer to server."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import overload
+
+import torch
+
+from crelle.engine.sampler import Sampler, Sampling
+from crelle.engine.tokenizer import Detokenizer, Message, Tokenizer
+from crelle.errors import CapacityError, SchemeError
+from crelle.formats.files import read_json
+from crelle.formats.source import Weights
+from crelle.models.llama import Llama
+from crelle.models.loader import load
+
+Prompt = str | list[int]  # text, or token ids that are taken as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a prompt was continued with."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop": an end token or a stop string; "length": max_tokens or the context is full
+    prompt_tokens: int
+    first_token_seconds: float  # from the call to the first token
+    tokens_per_second: float  # of the tokens after the first
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One step of a stream: the text that became certain; the last piece carries the completion."""
+
+    text: str
+    completion: Completion | None = None
+
+
+class LLM:
+    """A language model that is ready to speak.
+
+    >>> llm = LLM.load("out/smollm2-3bit")                                     # doctest: +SKIP
+    >>> llm.generate("Once upon a time", Sampling(max_tokens=40)).text         # doctest: +SKIP
+    """
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, weights: Weights) -> None:
+        self.model, self.tokenizer, self.weights = model, tokenizer, weights
+        self.end_ids = _end_ids(weights)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, device: str = "auto", threads: int | None = None, kernel: str | None = None
+    ) -> "LLM":
+        """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
+
+        device: cpu, cuda or auto.  threads: of torch on the CPU.  kernel: insist on one (see `crelle explain`).
+        """
+        if threads is not None:
+            if threads < 1:
+                raise SchemeError(f"threads must be at least 1, got {threads}")
+            torch.set_num_threads(threads)
+        model, weights = load(path, device, kernel)
+        return cls(model, Tokenizer.of(weights), weights)
+
+    @overload
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str], sampling: Sampling | None = None) -> list[Completion]: ...
+
+    def generate(self, prompt: Prompt | list[str], sampling: Sampling | None = None) -> Completion | list[Completion]:
+        """Continue a prompt (text or token ids), or each of a list of texts."""
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            return [self._run(str(p), sampling) for p in prompt]
+        return self._run(prompt, sampling)  # type: ignore[arg-type]
+
+    def _run(self, prompt: Prompt, sampling: Sampling | None) -> Completion:
+        for piece in self.stream(prompt, sampling):
+            if piece.completion:
+                return piece.completion
+        raise AssertionError("a stream ends with its completion")
+
+    def chat(self, messages: list[Message], sampling: Sampling | None = None) -> Iterator[Piece]:
+        """Stream the assistant's answer to a conversation."""
+        return self.stream(self.tokenizer.encode_chat(messages), sampling)
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Piece]:
+        """Continue a prompt, piece by piece as the text becomes certain."""
+        sampling = sampling or Sampling()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(ids)
+        return self._steps(ids, sampling)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        c = self.model.c
+        if not ids:
+            raise SchemeError("the prompt is empty: it needs at least one token")
+        if len(ids) >= c.context:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens, the model's context holds {c.context} with at least one to come; "
+                "shorten the prompt"
+            )
+        if bad := next((i for i in ids if not 0 <= i < c.vocabulary), None):
+            raise SchemeError(f"token id {bad} is outside the vocabulary of {c.vocabulary}")
+
+    def _steps(self, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
+        begun = perf_counter()
+        cache, sampler = self.model.new_cache(), Sampler(sampling, self.model.device)
+        text, new = StopFilter(Detokenizer(self.tokenizer), sampling.stop), list[int]()
+        room = min(sampling.max_tokens, self.model.c.context - len(ids))
+        feed, first, reason = ids, 0.0, "length"
+        while len(new) < room:
+            tokens = torch.tensor([feed], device=self.model.device)
+            token = sampler.draw(self.model(tokens, cache, last=True)[0, -1], ids + new)
+            first = first or perf_counter() - begun
+            if token in self.end_ids:
+                reason = "stop"
+                break
+            new.append(token)
+            feed = [token]
+            if piece := text.push(token):
+                yield Piece(piece)
+            if text.stopped:
+                reason = "stop"
+                break
+        rest = text.finish()
+        seconds = perf_counter() - begun - first
+        speed = (len(new) - 1) / seconds if len(new) > 1 and seconds > 0 else 0.0
+        yield Piece(rest, Completion(text.text, new, reason, len(ids), first, speed))
+
+
+class StopFilter:
+    """Passes text on, but holds back what may turn out to be the beginning of a stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._all, self._given = "", 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that was let through."""
+        return self._all[: self._given]
+
+    def push(self, token: int) -> str:
+        return self._let(self._detokenizer.push(token), hold=True)
+
+    def finish(self) -> str:
+        return "" if self.stopped else self._let(self._detokenizer.finish(), hold=False)
+
+    def _let(self, text: str, hold: bool) -> str:
+        self._all += text
+        found = [i for s in self._stop if (i := self._all.find(s, max(0, self._given))) >= 0]
+        if found:
+            self.stopped, end = True, min(found)
+        else:
+            end = len(self._all) - (self._held() if hold else 0)
+        piece, self._given = self._all[self._given : end], end
+        return piece
+
+    def _held(self) -> int:
+        """How many characters at the end could begin a stop string."""
+        pending = len(self._all) - self._given
+        for n in range(min(pending, max(map(len, self._stop), default=1) - 1), 0, -1):
+            if any(s.startswith(self._all[-n:]) for s in self._stop):
+                return n
+        return 0
+
+
+def _end_ids(weights: Weights) -> frozenset[int]:
+    """The tokens that end a text: what config.json and generation_config.json say."""
+    said = [weights.config.get("eos_token_id")]
+    if (file := weights.path / "generation_config.json").is_file():
+        said.append(read_json(file).get("eos_token_id"))
+    ids: set[int] = set()
+    for s in said:
+        ids |= set(s) if isinstance(s, list) else {s} if isinstance(s, int) else set()
+    return frozenset(ids)

@@ -1,0 +1,80 @@
+"""From logits to the next token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to choose tokens, and when to stop. The defaults are greedy."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0  # 0 = always the most likely token
+    top_k: int = 0  # keep the k most likely tokens; 0 = all
+    top_p: float = 1.0  # keep the most likely tokens that together have this probability
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one
+    repetition_penalty: float = 1.0  # > 1 makes tokens that stand in the text already less likely
+    seed: int | None = None  # same seed, same text
+    stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (all) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+        }
+        for name, (fine, wanted) in bounds.items():
+            if not fine:
+                raise SchemeError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise SchemeError("stop must be a tuple of strings, none of them empty")
+
+
+class Sampler:
+    """Draws tokens for one sequence."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self.s = sampling
+        self._random = torch.Generator(device)
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    def draw(self, logits: Tensor, so_far: Sequence[int]) -> int:
+        """Return the next token for logits [V], given all tokens so far."""
+        if self.s.repetition_penalty != 1.0:
+            logits = _penalize(logits, so_far, self.s.repetition_penalty)
+        if self.s.temperature == 0:
+            return int(logits.argmax())
+        kept = _truncate(logits / self.s.temperature, self.s)
+        return int(torch.multinomial(kept.softmax(-1), 1, generator=self._random))
+
+
+def _penalize(logits: Tensor, so_far: Sequence[int], penalty: float) -> Tensor:
+    """Divide positive and multiply negative logits of tokens already seen (Keskar et al. 2019)."""
+    seen = torch.tensor(sorted(set(so_far)), device=logits.device)
+    old = logits[seen]
+    return logits.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty))
+
+
+def _truncate(logits: Tensor, s: Sampling) -> Tensor:
+    """Set to -inf what top_k, top_p and min_p leave out, in that order; the most likely token always stays."""
+    if 0 < s.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(s.top_k).values[-1], -torch.inf)
+    if s.top_p < 1:
+        ordered, index = logits.sort(descending=True)
+        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        logits = logits.index_fill(0, index[mass_before >= s.top_p], -torch.inf)
+    if s.min_p > 0:
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p < s.min_p * p.max(), -torch.inf)
+    return logits

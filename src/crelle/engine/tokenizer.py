@@ -1,0 +1,112 @@
+"""Text to token ids and back.
+
+tokenizer.json is read with the `tokenizers` library itself: loading transformers for it would take longer than the
+first token. transformers is loaded only for chat templates and for tokenizers that have no tokenizer.json.
+"""
+
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.files import read_json
+from crelle.formats.source import Weights
+
+Message = dict[str, str]  # {"role": "user", "content": "…"}
+
+
+class Tokenizer:
+    """The tokenizer in a model's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config = path / "tokenizer_config.json"
+        self.config = read_json(config) if config.exists() else {}
+        self._fast = self._load_fast()
+
+    @classmethod
+    def of(cls, weights: Weights) -> "Tokenizer":
+        """Load the tokenizer that belongs to some weights (a GGUF file carries it inside)."""
+        if weights.path.is_dir():
+            return cls(weights.path)
+        with tempfile.TemporaryDirectory(prefix="crelle-tokenizer-") as d:
+            weights.copy_tokenizer(Path(d))
+            tokenizer = cls(Path(d))
+            _ = tokenizer._slow  # while its files exist
+            return tokenizer
+
+    def _load_fast(self) -> Any:
+        from tokenizers import Tokenizer as Fast
+
+        file = self.path / "tokenizer.json"
+        if not file.exists():
+            return self._slow.backend_tokenizer
+        try:
+            return Fast.from_file(str(file))
+        except Exception as e:  # the library raises bare Exception
+            raise FormatError(f"{file} is not a tokenizer that can be read: {e}") from e
+
+    @cached_property
+    def _slow(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
+        except (OSError, ValueError) as e:
+            raise FormatError(f"{self.path} holds no tokenizer that transformers can load: {e}") from e
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The token that every text starts with here, if there is one."""
+        token = self.config.get("bos_token")
+        token = token["content"] if isinstance(token, dict) else token
+        added = self._fast.encode("", add_special_tokens=True).ids
+        wanted = self.config.get("add_bos_token")
+        if wanted is False or (wanted is None and not added):
+            return None
+        if added:
+            return int(added[0])
+        bos: int | None = self._fast.token_to_id(token) if token else None
+        return bos
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Return the ids of a text; `bos` puts the start token first where this tokenizer has that habit."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._fast.decode(ids, skip_special_tokens=True)
+        return text
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant is to speak."""
+        if not self._slow.chat_template:
+            raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
+        text = self._slow.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.encode(text, bos=False)
+
+
+class Detokenizer:
+    """Turns a growing list of ids into text, giving out only what later tokens cannot change."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._ids = tokenizer, list[int]()
+        self._start = self._read = 0  # ids before `_read` are given out; `_start` begins the context they decode in
+
+    def push(self, token: int) -> str:
+        """Add a token, return the text that became certain (nothing while a character is still incomplete)."""
+        self._ids.append(token)
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._start : self._read])
+        now = self._tokenizer.decode(self._ids[self._start :])
+        if not final and now.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return now[len(before) :]

@@ -1,0 +1,68 @@
+"""Perplexity: exp of the mean negative log-likelihood per token, over windows that do not overlap.
+
+A window holds `context` tokens. Where the tokenizer starts texts with BOS, each window is BOS + context - 1 tokens of
+the text, and all of those count; otherwise the first token of a window is only read and context - 1 count.
+A last window that is not full is left out.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from crelle.engine.llm import LLM
+from crelle.errors import CapacityError, SchemeError
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """A perplexity and what it was measured on."""
+
+    perplexity: float
+    tokens: int  # of the text, in full windows
+    windows: int
+    context: int
+    bos: bool
+
+
+def perplexity(
+    llm: LLM,
+    text: str,
+    *,
+    context: int = 2048,
+    tokens: int | None = None,
+    bos: bool = True,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Perplexity:
+    """Measure a model on a text; `tokens` limits how much of it, `bos=False` leaves BOS out in any case.
+
+    `progress` is called after each window with (windows done, of how many, the perplexity so far as text).
+    """
+    limit = llm.model.c.context
+    if context > limit:
+        raise CapacityError(f"a window of {context} tokens does not fit the model's context of {limit}")
+    start = [llm.tokenizer.bos_id] if bos and llm.tokenizer.bos_id is not None else []
+    body = context - len(start)
+    if body < 1 or context < 2:
+        raise SchemeError(f"context must be at least 2, got {context}")
+    ids = llm.tokenizer.encode(text, bos=False)[:tokens]
+    count = len(ids) // body
+    if count == 0:
+        raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower --context")
+    total, predicted = 0.0, 0
+    for i in range(count):
+        window = torch.tensor([start + ids[i * body : (i + 1) * body]], device=llm.model.device)
+        logits = llm.model(window, llm.model.new_cache())
+        loss = F.cross_entropy(logits[0, :-1].float(), window[0, 1:], reduction="sum")
+        total += loss.item()
+        predicted += window.shape[1] - 1
+        if progress:
+            progress(i + 1, count, f"{_exp(total / predicted):.2f}")
+    return Perplexity(_exp(total / predicted), count * body, count, context, bool(start))
+
+
+def _exp(loss: float) -> float:
+    """Exponential that stays finite: a broken model has a perplexity of 1e304, not an exception."""
+    return math.exp(min(700.0, loss))

@@ -1,0 +1,67 @@
+"""One model measured whole: size, perplexity, speed, a sample of its text; and the picture of several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crelle.engine.llm import LLM
+from crelle.engine.sampler import Sampling
+from crelle.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the report."""
+
+    scheme: str
+    bits_per_weight: float
+    megabytes: float  # the whole model on disk
+    perplexity: float
+    tokens_per_second: float
+    quantize_seconds: float
+    sample: str
+
+    @classmethod
+    def of(
+        cls, llm: LLM, scheme: str, bits_per_weight: float, perplexity: float, quantize_seconds: float, prompt: str
+    ) -> "Row":
+        """Let the very model that was evaluated speak, and take its speed and its size on disk."""
+        llm.generate(prompt, Sampling(max_tokens=4))  # the first call pays for what is set up lazily
+        said = llm.generate(prompt, Sampling(max_tokens=48))
+        path = llm.weights.path
+        files = [path] if path.is_file() else list(path.iterdir())
+        megabytes = sum(f.stat().st_size for f in files) / 1e6
+        return cls(scheme, bits_per_weight, megabytes, perplexity, said.tokens_per_second, quantize_seconds, said.text)
+
+
+def plot_perplexity(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw perplexity over bits per weight; the unquantized model is the dashed line."""
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise UnsupportedError("drawing needs matplotlib: pip install 'crelle[plots]'") from e
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plain = [r for r in rows if r.bits_per_weight >= 16]
+    small = sorted((r for r in rows if r.bits_per_weight < 16), key=lambda r: r.bits_per_weight)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.plot([r.bits_per_weight for r in small], [r.perplexity for r in small], "o-", color="#1f5fa8")
+    for r in small:
+        axes.annotate(
+            f"{r.scheme}\n{r.perplexity:.1f}",
+            (r.bits_per_weight, r.perplexity),
+            xytext=(6, 6),
+            textcoords="offset points",
+        )
+    for r in plain:
+        axes.axhline(r.perplexity, linestyle="--", color="#888888")
+        axes.annotate(
+            f"{r.scheme}: {r.perplexity:.1f}", (1, r.perplexity), xycoords=("axes fraction", "data"),
+            xytext=(-4, -12), textcoords="offset points", ha="right", color="#555555",
+        )  # fmt: skip
+    axes.set(xlabel="bits per weight (scales counted)", ylabel="perplexity (log scale)", yscale="log", title=title)
+    axes.margins(x=0.18, y=0.15)
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
