@@ -1,0 +1,68 @@
+"""crelle chat: talk to a model in the terminal."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, use_threads
+from crelle.cli.generate import MaxTokens, MinP, Penalty, Seed, Temperature, TopK, TopP
+
+NAME = "chat"
+
+
+def run(
+    model: Model,
+    system: Annotated[str | None, typer.Option("--system", help="What the assistant is told beforehand.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    kernel: KernelName = None,
+    json: Json = False,
+) -> None:
+    """Chat with a model: one line is one message; an empty line or Ctrl-D ends.
+
+    The conversation is written with the model's own chat template. With `--json` the whole conversation is printed as
+    one object at the end, so that it can be scripted: `echo "Hi" | crelle chat out/smollm2-3bit --json`.
+    """
+    from crelle.engine.llm import LLM
+    from crelle.engine.sampler import Sampling
+    from crelle.engine.tokenizer import Message
+
+    use_threads(threads)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    llm = LLM.load(model, device=device, kernel=kernel)
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    while line := _ask():
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for piece in llm.chat(messages, sampling):
+            answer += piece.text
+            if not json:
+                print(piece.text, end="", flush=True)
+        if not json:
+            print()
+        messages.append({"role": "assistant", "content": answer})
+    if json:
+        print_json({"messages": messages})
+
+
+def _ask() -> str:
+    """Return the next line; empty at the end of the input. The prompt sign shows only to a person."""
+    if sys.stdin.isatty():
+        err.print("[bold]>[/bold] ", end="")
+    return sys.stdin.readline().strip()

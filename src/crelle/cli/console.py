@@ -1,0 +1,67 @@
+"""What all commands share: their options, one JSON object on standard output, progress and errors on standard error."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda or auto (cuda if there is one).")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: all cores given to us.")]
+KernelName = Annotated[
+    str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
+]
+Model = Annotated[Path, typer.Argument(help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.")]
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON object to standard output."""
+    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+
+
+class Track(Protocol):
+    """Moves a progress bar: how much is done, of how much, and a word about what is under way."""
+
+    def __call__(self, done: int, total: int, note: str) -> None: ...
+
+
+@contextmanager
+def tracking(what: str) -> Iterator[Track]:
+    """Show a progress bar with time left on standard error while the block runs."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task(what, total=None)
+
+        def track(done: int, total: int, note: str) -> None:
+            bar.update(task, description=f"{what} {note}", completed=done, total=total)
+
+        yield track
+
+
+def use_threads(threads: int | None) -> None:
+    """Set torch's thread count; by default what the affinity mask allows."""
+    import torch
+
+    from crelle.errors import SchemeError
+
+    if threads is not None and threads < 1:
+        raise SchemeError(f"--threads must be at least 1, got {threads}")
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

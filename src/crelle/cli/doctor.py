@@ -1,0 +1,87 @@
+"""crelle doctor: what this machine and installation can do."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from crelle.cli.console import Json, out, print_json
+from crelle.version import __version__
+
+NAME = "doctor"
+
+
+def run(json: Json = False) -> None:
+    """Check the installation and say what is missing and what it would bring.
+
+    Nothing that is listed as absent stops Crelle from working: it tells what runs on a slower path and why.
+    """
+    checks = examine()
+    if json:
+        print_json({"crelle": __version__, "checks": checks})
+        return
+    table = Table("what", "state", "detail")
+    for c in checks:
+        colour = {"ok": "green", "absent": "yellow", "problem": "red"}[c["state"]]
+        table.add_row(c["what"], f"[{colour}]{c['state']}[/{colour}]", escape(c["detail"]))
+    out.print(table)
+
+
+def examine() -> list[dict[str, Any]]:
+    """Return one entry a check: what, state (ok, absent, problem), detail."""
+    import torch
+
+    from crelle.eval.smollm2 import cache_directory
+
+    cores = len(os.sched_getaffinity(0))
+    checks = [
+        _check("python", "ok", f"{platform.python_version()} on {platform.machine()}"),
+        _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores given to us"),
+        _extension(),
+        _cuda(),
+        *(_package(name, use) for name, use in _PACKAGES.items()),
+        _check("cache", "ok", str(cache_directory())),
+    ]
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        spin = "not PASSIVE: waiting torch threads spin, which can cost a factor of 20 when cores are shared"
+        checks.append(_check("OMP_WAIT_POLICY", "problem", spin))
+    return checks
+
+
+_PACKAGES = {
+    "transformers": "tokenizers and chat templates",
+    "safetensors": "reading and writing weights",
+    "gguf": "reading .gguf files",
+    "matplotlib": "plots (pip install 'crelle[plots]')",
+}
+
+
+def _check(what: str, state: str, detail: str) -> dict[str, Any]:
+    return {"what": what, "state": state, "detail": detail}
+
+
+def _package(name: str, use: str) -> dict[str, Any]:
+    try:
+        return _check(name, "ok", f"{version(name)}: {use}")
+    except PackageNotFoundError:
+        return _check(name, "absent", use)
+
+
+def _extension() -> dict[str, Any]:
+    from crelle.kernels import cpu
+
+    if reason := cpu.available():
+        return _check("C++ kernels", "absent", f"{reason}; everything runs on the torch kernels")
+    core = cpu.core()
+    return _check("C++ kernels", "ok", f"instruction set {core.isa()} of {', '.join(core.isas())}")
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _check("CUDA", "absent", "no device is visible to torch; everything runs on the CPU")
+    return _check("CUDA", "ok", f"{torch.cuda.get_device_name()}, torch built for CUDA {torch.version.cuda}")

@@ -1,0 +1,44 @@
+"""crelle eval: perplexity."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crelle.cli.console import Device, Json, KernelName, Model, Threads, out, print_json, tracking, use_threads
+
+NAME = "eval"
+
+
+def run(
+    model: Model,
+    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
+    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 2048,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
+    bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
+    device: Device = "auto",
+    threads: Threads = None,
+    kernel: KernelName = None,
+    json: Json = False,
+) -> None:
+    """Measure perplexity: lower is better, and the ratio to the unquantized model tells what quantizing cost.
+
+    Windows do not overlap. Each starts with BOS where the tokenizer adds one (BOS + context-1 tokens). The model that
+    is measured is the very object that generates.
+
+    **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
+    """
+    from crelle.engine.llm import LLM
+    from crelle.eval.perplexity import perplexity
+    from crelle.eval.text import read_text
+
+    use_threads(threads)
+    corpus = read_text(text)
+    llm = LLM.load(model, device=device, kernel=kernel)
+    with tracking("perplexity") as track:
+        result = perplexity(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)
+    if json:
+        print_json(result)
+    else:
+        windows = f"{result.windows} windows of {result.context}" + (" with BOS" if result.bos else "")
+        out.print(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens, {windows}", highlight=False)

@@ -1,0 +1,63 @@
+"""crelle explain: which kernel multiplies by which matrix, and why not the others."""
+
+from typing import Any
+
+from rich.table import Table
+
+from crelle.cli.console import Device, Json, Model, out, print_json
+
+NAME = "explain"
+
+
+def run(model: Model, device: Device = "auto", json: Json = False) -> None:
+    """Print layer → kernel → why not the others.
+
+    Nothing falls back silently to something slower or less exact: this is where one sees what runs. Pass one of the
+    names as `--kernel` to `generate` or `eval` to insist on it.
+    """
+    rows = decisions(model, device)
+    if json:
+        print_json({"device": rows[0]["problem"]["device"] if rows else device, "layers": rows})
+        return
+    table = Table("matrices", "problem", "kernel", "why not the others")
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        why = "\n".join(f"{k}: {v}" for k, v in row["others"].items())
+        alike.setdefault((row["describes"], row["kernel"], why), []).append(row["name"])
+    for (problem, kernel, why), names in alike.items():
+        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
+        table.add_row(shown, problem, kernel, why)
+    out.print(table)
+
+
+def decisions(model: Any, device: str) -> list[dict[str, Any]]:
+    """Return for every matrix the kernel that would be chosen and what each other kernel says."""
+    import torch
+
+    from crelle.formats.source import open_weights
+    from crelle.kernels.select import Problem, explain, select
+    from crelle.models.loader import choose_device
+
+    where = choose_device(device)
+    dtype = torch.float32 if where.type == "cpu" else torch.float16
+    weights = open_weights(model)
+    rows = []
+    for name in weights.names():
+        if len(weights.shape(name)) != 2 or "embed" in name:
+            continue
+        w = weights.matrix(name.removesuffix(".weight"))
+        problem = Problem(w.format, *w.shape, w.bits, w.group, where.type, dtype)
+        chosen = select(problem).name
+        others = {k: why or "could run it, but is less preferred" for k, why in explain(problem) if k != chosen}
+        facts = {"format": w.format, "N": w.shape[0], "K": w.shape[1], "bits": w.bits, "group": w.group}
+        facts |= {"device": where.type, "dtype": str(dtype).removeprefix("torch.")}
+        rows.append(
+            {
+                "name": name.removesuffix(".weight"),
+                "problem": facts,
+                "describes": str(problem),
+                "kernel": chosen,
+                "others": others,
+            }
+        )
+    return rows

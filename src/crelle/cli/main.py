@@ -1,0 +1,58 @@
+"""`crelle`: the entry point, and the one place where an error becomes a sentence and an exit code."""
+
+import os
+import sys
+from typing import Annotated
+
+# Torch's OpenMP threads spin while they wait, which starves whoever has the other core. This must be set before torch
+# is loaded; a user's own setting wins.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import typer
+
+from crelle.cli import chat, demo, doctor, evaluate, explain, generate, inspect, quantize
+from crelle.cli.console import err, print_json
+from crelle.errors import CrelleError
+from crelle.version import __version__
+
+app = typer.Typer(
+    name="crelle",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Make large language models 1 to 4 bits small and run them fast.\n\n"
+    "Start with `crelle demo`, or: `crelle quantize MODEL OUT --scheme bcq:bits=3,group=64`, then "
+    "`crelle generate OUT --prompt 'Hello'`.",
+)
+
+for command in (quantize, inspect, evaluate, generate, chat, explain, doctor, demo):
+    app.command(name=command.NAME)(command.run)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"crelle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except CrelleError as e:
+        if "--json" in sys.argv:
+            print_json({"error": str(e)})
+        err.print(f"crelle: {e}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()
