@@ -51,8 +51,8 @@ class QuantTensor(Protocol):
         """Return what a reader must know besides the tensors."""
         ...
 
-    def rows(self, start: int, stop: int) -> Self:
-        """Return output rows [start, stop) as a tensor of the same format."""
+    def rows(self, which: slice | Tensor) -> Self:
+        """Return some output rows, by slice or by index, as a tensor of the same format."""
         ...
 
     def to(self, device: torch.device | str) -> Self: ...
@@ -93,7 +93,7 @@ def take(spec: Mapping[str, Any], cls: type, keys: set[str]) -> None:
 
 def shape_of(spec: Mapping[str, Any]) -> tuple[int, int]:
     """Return (N, K) of a spec, or refuse it."""
-    shape = spec["shape"]
+    shape = spec.get("shape")
     if not (isinstance(shape, list | tuple) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
         raise FormatError(f"a weight's shape must be two positive integers, got {shape!r}")
     return shape[0], shape[1]

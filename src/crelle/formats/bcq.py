@@ -123,9 +123,9 @@ class BCQTensor(_Planes):
             w += spread(self.z.to(wide), self.group, K)
         return w.to(dtype)
 
-    def rows(self, start: int, stop: int) -> "BCQTensor":
-        z = None if self.z is None else self.z[start:stop]
-        return BCQTensor(self.planes[:, start:stop], self.K, self.group, self.alpha[:, start:stop], z)
+    def rows(self, which: slice | Tensor) -> "BCQTensor":
+        z = None if self.z is None else self.z[which]
+        return BCQTensor(self.planes[:, which], self.K, self.group, self.alpha[:, which], z)
 
     def to(self, device: torch.device | str) -> "BCQTensor":
         z = None if self.z is None else self.z.to(device)
@@ -181,16 +181,16 @@ class UniformTensor(_Planes):
         return w.to(dtype)
 
     def to_bcq(self) -> BCQTensor:
-        """Return the same numbers as planes with alphas: exact, because every product below fits f32."""
+        """Return the same numbers as planes with alphas; exact for f16 and bf16 scales: every product fits f32."""
         scale = self.scale.to(torch.float32)
         place = torch.tensor([2.0 ** (self.bits - 2 - p) for p in range(self.bits)], device=self.device)
         alpha = place[:, None, None] * scale  # [P, N, C]
         z = scale * ((2**self.bits - 1) / 2 - self.zeros().to(torch.float32))
         return BCQTensor(self.planes, self.K, self.group, alpha, z)
 
-    def rows(self, start: int, stop: int) -> "UniformTensor":
-        zero = None if self.zero is None else self.zero[start:stop]
-        return UniformTensor(self.planes[:, start:stop], self.K, self.group, self.scale[start:stop], zero)
+    def rows(self, which: slice | Tensor) -> "UniformTensor":
+        zero = None if self.zero is None else self.zero[which]
+        return UniformTensor(self.planes[:, which], self.K, self.group, self.scale[which], zero)
 
     def to(self, device: torch.device | str) -> "UniformTensor":
         zero = None if self.zero is None else self.zero.to(device)

@@ -29,8 +29,8 @@ from typing import Any, Self
 import safetensors.torch
 from torch import Tensor
 
-from crelle.errors import FormatError
-from crelle.formats.base import QuantTensor, Spec
+from crelle.errors import CapacityError, FormatError
+from crelle.formats.base import QuantTensor, Spec, shape_of
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.files import ShardReader, read_json, sha256, sync_directory, to_json, write_whole, writing
@@ -38,7 +38,7 @@ from crelle.formats.files import ShardReader, read_json, sha256, sync_directory,
 FORMAT_VERSION = 1
 CONFIG, INDEX, JOURNAL = "config.json", "model.safetensors.index.json", "progress.json"
 FORMATS: dict[str, type[QuantTensor]] = {c.format: c for c in (BCQTensor, UniformTensor, DenseTensor)}
-_KEYS = {"quant_method", "format_version", "scheme", "overrides", "tensors", "shards"}
+_KEYS = {"quant_method": str, "format_version": int, "scheme": str, "overrides": dict, "tensors": dict, "shards": dict}
 
 
 def is_checkpoint(config: Mapping[str, Any]) -> bool:
@@ -71,14 +71,26 @@ class Checkpoint:
                 f"{where} has format version {q.get('format_version')!r}; this Crelle reads version {FORMAT_VERSION}. "
                 "A newer Crelle may read it"
             )
-        if unknown := sorted(set(q) - _KEYS):
+        if unknown := sorted(set(q) - set(_KEYS)):
             raise FormatError(f"{where}: quantization_config has the unknown key '{unknown[0]}'")
-        if missing := sorted(_KEYS - set(q)):
-            raise FormatError(f"{where}: quantization_config lacks the key '{missing[0]}'")
+        for key, kind in _KEYS.items():
+            if key not in q:
+                raise FormatError(f"{where}: quantization_config lacks the key '{key}'")
+            if not isinstance(q[key], kind):
+                raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {q[key]!r}")
         for name, spec in q["tensors"].items():
             if not isinstance(spec, dict) or spec.get("format") not in FORMATS:
                 known = ", ".join(sorted(FORMATS))
                 raise FormatError(f"{where}: '{name}' has an unknown format in {spec!r} (known: {known})")
+            try:
+                shape_of(spec)
+            except FormatError as e:
+                raise FormatError(f"{where}: '{name}': {e}") from e
+        for name, facts in q["shards"].items():
+            if Path(name).name != name:
+                raise FormatError(f"{where}: the shard '{name}' should be a plain file name, beside config.json")
+            if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
+                raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {facts!r}")
         return q
 
     @staticmethod
@@ -168,8 +180,11 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
+        if isinstance(error, CapacityError):
+            remedy = f"What is finished stays in {self.partial}: make room and run again with --resume"
+            raise CapacityError(f"{error} {remedy}") from error
 
     def close(self) -> None:
         """Let go of the lock; what is written stays."""
@@ -178,14 +193,16 @@ class CheckpointWriter:
     def _take_up(self) -> None:
         """Believe the journal of a killed run as far as its files bear it out."""
         journal = read_json(self.partial / JOURNAL)
-        old = journal.get("recipe", {})
+        old, shards = journal.get("recipe"), journal.get("shards")
+        if not (isinstance(old, dict) and isinstance(shards, dict)):
+            raise FormatError(f"{self.partial / JOURNAL} is not the journal of a run; pass --overwrite to start anew")
         if changed := sorted(k for k in self.recipe | old if self.recipe.get(k) != old.get(k)):
             k = changed[0]
             raise FormatError(
                 f"cannot resume: {self.partial} was begun with {k} = {old.get(k)!r}, now it is {self.recipe.get(k)!r}; "
                 "use the same again, or --overwrite to start anew"
             )
-        for name, facts in journal.get("shards", {}).items():
+        for name, facts in shards.items():
             path = self.partial / name
             if path.is_file() and path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]:
                 self._shards[name] = facts
@@ -202,15 +219,14 @@ class CheckpointWriter:
         flat = {f"{m}.{t}": v.contiguous() for m, w in matrices.items() for t, v in w.tensors().items()}
         flat |= {name: v.contiguous() for name, v in others.items()}
         path = self.partial / shard
-        with writing(path, f"What is finished stays in {self.partial}: make room and run again with --resume"):
-            write_whole(path, safetensors.torch.save(flat, metadata={"format": "pt"}))
-            self._shards[shard] = {
-                "sha256": sha256(path),
-                "bytes": path.stat().st_size,
-                "specs": {m: w.spec() for m, w in matrices.items()},
-                "names": sorted(flat),
-            }
-            self._journal()
+        write_whole(path, safetensors.torch.save(flat, metadata={"format": "pt"}))
+        self._shards[shard] = {
+            "sha256": sha256(path),
+            "bytes": path.stat().st_size,
+            "specs": {m: w.spec() for m, w in matrices.items()},
+            "names": sorted(flat),
+        }
+        self._journal()
 
     def finish(self, config: Mapping[str, Any], scheme: str, overrides: Mapping[str, str]) -> None:
         """Write the config and the index, then rename the directory to its name."""

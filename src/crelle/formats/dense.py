@@ -44,8 +44,8 @@ class DenseTensor:
     def spec(self) -> Spec:
         return {"format": self.format, "shape": list(self.shape)}
 
-    def rows(self, start: int, stop: int) -> "DenseTensor":
-        return DenseTensor(self.weight[start:stop])
+    def rows(self, which: slice | Tensor) -> "DenseTensor":
+        return DenseTensor(self.weight[which])
 
     def to(self, device: torch.device | str) -> "DenseTensor":
         return DenseTensor(self.weight.to(device))

@@ -47,8 +47,8 @@ class HFDirectory:
     def _shard_files(self) -> list[Path]:
         if (index := self.path / INDEX).exists():
             shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict):
-                raise FormatError(f"{index} has no weight_map")
+            if not (isinstance(shards, dict) and all(isinstance(s, str) for s in shards.values())):
+                raise FormatError(f"{index} has no weight_map from tensors to files")
             return [self.path / s for s in sorted(set(shards.values()))]
         if found := sorted(self.path.glob("*.safetensors")):
             return found

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.errors import FormatError, UnsupportedError
+from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
 
@@ -45,18 +45,27 @@ class GGUFFile:
 
         self.path = path
         try:
-            reader = gguf.GGUFReader(path)
+            self._understand(gguf.GGUFReader(path))
+        except CrelleError:
+            raise
         except Exception as e:  # the package raises whatever its parsing trips over
             raise FormatError(f"{path} is truncated or not a valid GGUF file ({e})") from e
+
+    def _understand(self, reader: Any) -> None:
+        path = self.path
         self.fields = reader.fields
         self._tensors = {t.name: t for t in reader.tensors}
         end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
         if end > path.stat().st_size:
             raise FormatError(f"{path} is truncated: it should have {end} bytes and has {path.stat().st_size}")
+        if (parts := self.get("split.count", 1)) > 1:
+            raise UnsupportedError(f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` first")
         self.arch = str(self.get("general.architecture"))
         if self.arch not in _CLASSES:
             known = ", ".join(_CLASSES)
             raise UnsupportedError(f"{path} holds a '{self.arch}' model; from GGUF Crelle reads {known}")
+        if "token_embd.weight" not in self._tensors:
+            raise FormatError(f"{path} has no tensor 'token_embd.weight', so it is not a whole model")
         self.config = self._config()
         self._where = {hf: t for t in self._tensors if (hf := _hf_name(t)) is not None}
 

