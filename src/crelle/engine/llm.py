@@ -13,6 +13,7 @@ from crelle.engine.tokenizer import Detokenizer, Message, Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.files import read_json
 from crelle.formats.source import Weights
+from crelle.kernels.threads import set_threads
 from crelle.models.llama import Llama
 from crelle.models.loader import load
 
@@ -56,12 +57,10 @@ class LLM:
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
-        device: cpu, cuda or auto.  threads: of torch on the CPU.  kernel: insist on one (see `crelle explain`).
+        device: cpu, cuda or auto.  threads: on the CPU.  kernel: insist on one (see `crelle explain`).
         """
         if threads is not None:
-            if threads < 1:
-                raise SchemeError(f"threads must be at least 1, got {threads}")
-            torch.set_num_threads(threads)
+            set_threads(threads)
         model, weights = load(path, device, kernel)
         return cls(model, Tokenizer.of(weights), weights)
 
@@ -102,13 +101,13 @@ class LLM:
                 f"the prompt has {len(ids)} tokens, the model's context holds {c.context} with at least one to come; "
                 "shorten the prompt"
             )
-        if bad := next((i for i in ids if not 0 <= i < c.vocabulary), None):
-            raise SchemeError(f"token id {bad} is outside the vocabulary of {c.vocabulary}")
+        if bad := [i for i in ids if not 0 <= i < c.vocabulary]:
+            raise SchemeError(f"token id {bad[0]} is outside the vocabulary of {c.vocabulary}")
 
     def _steps(self, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         begun = perf_counter()
         cache, sampler = self.model.new_cache(), Sampler(sampling, self.model.device)
-        text, new = StopFilter(Detokenizer(self.tokenizer), sampling.stop), list[int]()
+        text, new = StopFilter(Detokenizer(self.tokenizer, ids), sampling.stop), list[int]()
         room = min(sampling.max_tokens, self.model.c.context - len(ids))
         feed, first, reason = ids, 0.0, "length"
         while len(new) < room:
@@ -123,9 +122,9 @@ class LLM:
             if piece := text.push(token):
                 yield Piece(piece)
             if text.stopped:
-                reason = "stop"
                 break
         rest = text.finish()
+        reason = "stop" if text.stopped else reason
         seconds = perf_counter() - begun - first
         speed = (len(new) - 1) / seconds if len(new) > 1 and seconds > 0 else 0.0
         yield Piece(rest, Completion(text.text, new, reason, len(ids), first, speed))
@@ -152,9 +151,9 @@ class StopFilter:
 
     def _let(self, text: str, hold: bool) -> str:
         self._all += text
-        found = [i for s in self._stop if (i := self._all.find(s, max(0, self._given))) >= 0]
+        found = [(i + len(s), i) for s in self._stop if (i := self._all.find(s, self._given)) >= 0]
         if found:
-            self.stopped, end = True, min(found)
+            self.stopped, end = True, min(found)[1]  # the one that is complete first, however the text was cut
         else:
             end = len(self._all) - (self._held() if hold else 0)
         piece, self._given = self._all[self._given : end], end

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 
+_COLD = 1e-6  # colder than this, logits / temperature leaves f32 and only the most likely token remains anyway
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -30,6 +32,7 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
         }
         for name, (fine, wanted) in bounds.items():
             if not fine:
@@ -53,7 +56,7 @@ class Sampler:
         """Return the next token for logits [V], given all tokens so far."""
         if self.s.repetition_penalty != 1.0:
             logits = _penalize(logits, so_far, self.s.repetition_penalty)
-        if self.s.temperature == 0:
+        if self.s.temperature < _COLD:
             return int(logits.argmax())
         kept = _truncate(logits / self.s.temperature, self.s)
         return int(torch.multinomial(kept.softmax(-1), 1, generator=self._random))

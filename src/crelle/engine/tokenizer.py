@@ -5,14 +5,16 @@ first token. transformers is loaded only for chat templates and for tokenizers t
 """
 
 import tempfile
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from crelle.errors import FormatError, UnsupportedError
+from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.files import read_json
 from crelle.formats.source import Weights
 
+_TAIL = 8  # ids of a prompt that decide how the text after it decodes
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 
 
@@ -61,18 +63,22 @@ class Tokenizer:
         """The token that every text starts with here, if there is one."""
         token = self.config.get("bos_token")
         token = token["content"] if isinstance(token, dict) else token
-        added = self._fast.encode("", add_special_tokens=True).ids
+        probe = self._fast.encode("a", add_special_tokens=True)
+        added = probe.special_tokens_mask[0]  # 1 where the post-processor put something before the text
         wanted = self.config.get("add_bos_token")
         if wanted is False or (wanted is None and not added):
             return None
         if added:
-            return int(added[0])
+            return int(probe.ids[0])
         bos: int | None = self._fast.token_to_id(token) if token else None
         return bos
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Return the ids of a text; `bos` puts the start token first where this tokenizer has that habit."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        except TypeError as e:  # what the library says of lone surrogates: bytes that were never UTF-8
+            raise SchemeError("the text cannot be encoded: it is not valid Unicode (UTF-8)") from e
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids: list[int]) -> str:
@@ -83,16 +89,27 @@ class Tokenizer:
         """Return the ids of a conversation, up to where the assistant is to speak."""
         if not self._slow.chat_template:
             raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
-        text = self._slow.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        from jinja2 import TemplateError
+
+        try:
+            text = self._slow.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as e:
+            raise UnsupportedError(f"the model's chat template refuses this conversation: {e}") from e
         return self.encode(text, bos=False)
 
 
 class Detokenizer:
-    """Turns a growing list of ids into text, giving out only what later tokens cannot change."""
+    """Turns a growing list of ids into text, giving out only what later tokens cannot change.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._ids = tokenizer, list[int]()
-        self._start = self._read = 0  # ids before `_read` are given out; `_start` begins the context they decode in
+    The text continues a prompt: SentencePiece drops the space of a text's first word, but not of a later one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer, self._ids = tokenizer, list(prompt[-_TAIL:])
+        # ids before `_read` are given out; `_start` begins the context they decode in
+        self._start, self._read = 0, len(self._ids)
+        while self._read and self._tokenizer.decode(self._ids[: self._read]).endswith("\N{REPLACEMENT CHARACTER}"):
+            self._read -= 1  # ids that end within a character: we give the whole character out
 
     def push(self, token: int) -> str:
         """Add a token, return the text that became certain (nothing while a character is still incomplete)."""

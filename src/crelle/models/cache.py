@@ -22,23 +22,26 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.length, self.context = 0, context
+        # per layer [2, B, Hkv, capacity, D]: keys, then values
         empty = torch.empty(2, batch, heads, 0, head_size, dtype=dtype, device=device)
-        self._kv = [empty] * layers
+        self.layers = [empty] * layers
 
     def grow(self, more: int) -> None:
         """Make room for `more` tokens, or say that the context is full."""
         need = self.length + more
         if need > self.context:
             raise CapacityError(f"{need} tokens do not fit the model's context of {self.context}")
-        have = self._kv[0].shape[3]
+        have = self.layers[0].shape[3]
         if need > have:
             room = min(self.context, max(2 * have, -(-need // _STEP) * _STEP))
-            self._kv = [torch.cat([kv, kv.new_empty(*kv.shape[:3], room - have, kv.shape[4])], 3) for kv in self._kv]
+            self.layers = [
+                torch.cat([kv, kv.new_empty(*kv.shape[:3], room - have, kv.shape[4])], 3) for kv in self.layers
+            ]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, T, Hkv, D] behind what is there; return all of the layer's keys and values."""
         end = self.length + k.shape[1]
-        kv = self._kv[layer]
+        kv = self.layers[layer]
         kv[0, :, :, self.length : end] = k.transpose(1, 2)
         kv[1, :, :, self.length : end] = v.transpose(1, 2)
         return kv[0, :, :, :end], kv[1, :, :, :end]

@@ -1,4 +1,4 @@
-"""The one linear layer of all models: a weight in any format, multiplied by whatever kernel was chosen for it."""
+"""The linear layer and the embedding of all models: weights in any format, whatever kernel was chosen for them."""
 
 import torch
 from torch import Tensor, nn
@@ -6,6 +6,18 @@ from torch import Tensor, nn
 from crelle.formats.base import QuantTensor
 from crelle.kernels import ops
 from crelle.kernels.select import Problem
+
+
+class QuantEmbedding(nn.Module):
+    """Rows of a matrix in any format, turned into numbers when they are looked up."""
+
+    def __init__(self, w: QuantTensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.dtype = w, dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.weight.rows(tokens.flatten()).dequantize(self.dtype)  # [tokens, width]
+        return rows.reshape(*tokens.shape, -1)
 
 
 class QuantLinear(nn.Module):

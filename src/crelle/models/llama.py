@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.errors import UnsupportedError
+from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.dense import DenseTensor
 from crelle.formats.source import Weights
+from crelle.kernels.select import Problem, explain
 from crelle.models.cache import KVCache
-from crelle.models.linear import QuantLinear
+from crelle.models.fused import MAX_ROWS, Decoder, fuse
+from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.rope import Rope
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,6 +31,7 @@ class LlamaConfig:
     """What the code below depends on."""
 
     width: int
+    inner: int  # of the feed-forward
     layers: int
     heads: int
     kv_heads: int
@@ -52,12 +54,13 @@ class LlamaConfig:
         head_size = c.get("head_dim") or width // heads
         return cls(
             width=width,
+            inner=c["intermediate_size"],
             layers=c["num_hidden_layers"],
             heads=heads,
             kv_heads=c.get("num_key_value_heads") or heads,
             head_size=head_size,
             vocabulary=c["vocab_size"],
-            context=c.get("max_position_embeddings", 2048),
+            context=c.get("max_position_embeddings") or 2048,
             norm_eps=c.get("rms_norm_eps", 1e-6),
             tied=c.get("tie_word_embeddings", False),
             rope=Rope.from_hf(c, head_size),
@@ -77,7 +80,7 @@ def _windows(c: dict[str, Any]) -> tuple[int | None, ...]:
         return (window,) * layers
     if not c.get("use_sliding_window", False):
         return (None,) * layers
-    full = c.get("max_window_layers", 0)
+    full = c.get("max_window_layers", 28)  # transformers' default
     return tuple(None if i < full else window for i in range(layers))
 
 
@@ -101,10 +104,11 @@ class Attention(nn.Module):
         super().__init__()
         at = f"model.layers.{i}.self_attn"
         self.layer, self.c, self.window = i, c, c.windows[i]
-        self.q_proj, self.k_proj = build.linear(f"{at}.q_proj"), build.linear(f"{at}.k_proj")
-        self.v_proj, self.o_proj = build.linear(f"{at}.v_proj"), build.linear(f"{at}.o_proj")
-        self.q_norm = build.norm(f"{at}.q_norm", c.norm_eps, optional=True)
-        self.k_norm = build.norm(f"{at}.k_norm", c.norm_eps, optional=True)
+        q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
+        self.q_proj, self.k_proj = build.linear(f"{at}.q_proj", q, c.width), build.linear(f"{at}.k_proj", kv, c.width)
+        self.v_proj, self.o_proj = build.linear(f"{at}.v_proj", kv, c.width), build.linear(f"{at}.o_proj", c.width, q)
+        self.q_norm = build.norm(f"{at}.q_norm", c.head_size, c.norm_eps, optional=True)
+        self.k_norm = build.norm(f"{at}.k_norm", c.head_size, c.norm_eps, optional=True)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
         B, T, _ = x.shape
@@ -140,10 +144,11 @@ class Layer(nn.Module):
         super().__init__()
         at = f"model.layers.{i}"
         self.attention = Attention(build, i, c)
-        self.norm_attention = build.norm(f"{at}.input_layernorm", c.norm_eps)
-        self.norm_mlp = build.norm(f"{at}.post_attention_layernorm", c.norm_eps)
-        self.gate, self.up = build.linear(f"{at}.mlp.gate_proj"), build.linear(f"{at}.mlp.up_proj")
-        self.down = build.linear(f"{at}.mlp.down_proj")
+        self.norm_attention = build.norm(f"{at}.input_layernorm", c.width, c.norm_eps)
+        self.norm_mlp = build.norm(f"{at}.post_attention_layernorm", c.width, c.norm_eps)
+        self.gate = build.linear(f"{at}.mlp.gate_proj", c.inner, c.width)
+        self.up = build.linear(f"{at}.mlp.up_proj", c.inner, c.width)
+        self.down = build.linear(f"{at}.mlp.down_proj", c.width, c.inner)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
         x = x + self.attention(self.norm_attention(x), cos_sin, cache)
@@ -157,17 +162,19 @@ class Llama(nn.Module):
     def __init__(self, build: "Builder", c: LlamaConfig) -> None:
         super().__init__()
         self.c, self.dtype, self.device = c, build.dtype, build.device
-        embedding = build.matrix("model.embed_tokens")
-        self.embedding = embedding.dequantize(build.dtype)  # [V, width]
+        embedding = build.matrix("model.embed_tokens", c.vocabulary, c.width)
+        self.embedding = QuantEmbedding(embedding, build.dtype)
         self.layers = nn.ModuleList(Layer(build, i, c) for i in range(c.layers))
-        self.norm = build.norm("model.norm", c.norm_eps)
-        tied = DenseTensor(self.embedding) if embedding.format == "dense" else embedding
-        self.head = build.linear("lm_head", tied if c.tied else None)
+        self.norm = build.norm("model.norm", c.width, c.norm_eps)
+        self.head = build.linear("lm_head", c.vocabulary, c.width, embedding if c.tied else None)
+        self.decoder = fuse(self)  # the whole step for one token in C++, or why there is none
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
-        x = F.embedding(tokens, self.embedding)  # [B, T, width]
+        if isinstance(self.decoder, Decoder) and tokens.shape[1] == 1 and tokens.shape[0] <= MAX_ROWS:
+            return self._decode(self.decoder, tokens, cache)
+        x = self.embedding(tokens)  # [B, T, width]
         position = torch.arange(cache.length, cache.length + tokens.shape[1], device=self.device)
         cos_sin = self.c.rope.angles(position, self.dtype)
         cache.grow(tokens.shape[1])
@@ -176,6 +183,14 @@ class Llama(nn.Module):
         cache.advance(tokens.shape[1])
         x = self.norm(x[:, -1:] if last else x)
         return self.head(x).float()  # type: ignore[no-any-return]
+
+    def _decode(self, decoder: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Run one token of each sequence through the fused step."""
+        cache.grow(1)
+        position = torch.full((tokens.shape[0],), cache.length)
+        logits = decoder.step(tokens[:, 0].contiguous(), position, cache.layers)
+        cache.advance(1)
+        return logits[:, None]
 
     def new_cache(self, batch: int = 1) -> KVCache:
         c = self.c
@@ -196,17 +211,33 @@ class Builder:
     device: torch.device
     kernel: str | None
 
-    def matrix(self, module: str) -> QuantTensor:
-        return self.weights.matrix(module).to(self.device)
+    def matrix(self, module: str, N: int, K: int) -> QuantTensor:
+        w = self.weights.matrix(module)
+        self._check(f"{module}.weight", w.shape, (N, K))
+        return w.to(self.device)
 
-    def tensor(self, name: str) -> Tensor:
-        return self.weights.read(name).to(self.device, self.dtype)
+    def vector(self, name: str, size: int) -> Tensor:
+        v = self.weights.read(name)
+        self._check(name, tuple(v.shape), (size,))
+        return v.to(self.device, self.dtype)
 
-    def linear(self, module: str, w: QuantTensor | None = None) -> QuantLinear:
-        bias = self.tensor(f"{module}.bias") if f"{module}.bias" in self.names else None
-        return QuantLinear(module, w or self.matrix(module), bias, self.dtype, self.kernel)
+    def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            has, asks = (" x ".join(map(str, shape)) for shape in (found, wanted))
+            raise FormatError(f"{self.weights.path}: '{name}' is {has}, but the model's config asks for {asks}")
 
-    def norm(self, module: str, eps: float, optional: bool = False) -> Any:
+    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> QuantLinear:
+        w = w or self.matrix(module, N, K)
+        bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
+        return QuantLinear(module, w, bias, self.dtype, self._kernel_for(w))
+
+    def _kernel_for(self, w: QuantTensor) -> str | None:
+        """Insist on the named kernel, except where a plain matrix (often the head) has nothing for it to do."""
+        if self.kernel and w.format == "dense" and dict(explain(Problem.of(w, self.dtype))).get(self.kernel):
+            return None
+        return self.kernel
+
+    def norm(self, module: str, size: int, eps: float, optional: bool = False) -> Any:
         if optional and f"{module}.weight" not in self.names:
             return None
-        return RMSNorm(self.tensor(f"{module}.weight"), eps)
+        return RMSNorm(self.vector(f"{module}.weight", size), eps)

@@ -24,9 +24,14 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype | None = No
         config = LlamaConfig.from_hf(weights.config)
     except KeyError as e:
         raise FormatError(f"{weights.path}: the model's config lacks the key {e}") from e
+    except (TypeError, ArithmeticError) as e:
+        raise FormatError(f"{weights.path}: the model's config makes no sense ({e})") from e
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
     builder = Builder(weights, frozenset(weights.names()), dtype, device, kernel)
-    return Llama(builder, config).eval()
+    model = Llama(builder, config).eval()
+    if kernel and all(layer.kernel != kernel for layer in model.linears()):
+        raise UnsupportedError(f"kernel '{kernel}' has nothing to do in {weights.path}: no matrix there is quantized")
+    return model
 
 
 def load(path: str | Path, device: str = "auto", kernel: str | None = None) -> tuple[Llama, Weights]:

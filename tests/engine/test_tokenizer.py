@@ -1,0 +1,176 @@
+"""Ids equal those of transformers; when a text starts with BOS; what cannot be a tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
+from tokenizers import pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from crelle.engine.tokenizer import Tokenizer
+from crelle.errors import FormatError, SchemeError, UnsupportedError
+
+BOS, START, END = 256, 257, 258
+TEMPLATES = {"bos": "<|bos|> $A", "bos and eos": "<|bos|> $A <|end|>", "eos": "$A <|end|>"}
+TEXTS = (
+    "Once upon a time",
+    "",
+    " ",
+    "\n",
+    " leading and  double spaces ",
+    "naïve 漢字 🙂\n\ttab",
+    "a</s>b<s>",
+    "1234 5.6 it's",
+)
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def tokenizer_with(to: Path, post: str | None, **config: Any) -> Tokenizer:
+    """The byte tokenizer with another post-processor and other settings."""
+    write_tokenizer(to)
+    fast = Fast.from_file(str(to / "tokenizer.json"))
+    if post:
+        special = [("<|bos|>", BOS), ("<|end|>", END)]
+        fast.post_processor = processors.TemplateProcessing(single=TEMPLATES[post], special_tokens=special)
+    else:
+        fast.post_processor = processors.Sequence([])
+    fast.save(str(to / "tokenizer.json"))
+    change_config(to, **config)
+    return Tokenizer(to)
+
+
+@pytest.mark.parametrize(
+    ("post", "add_bos_token", "expected"),
+    [
+        (None, None, None),
+        (None, False, None),
+        (None, True, BOS),  # the config's word, though tokenizer.json does not do it
+        ("bos", None, BOS),
+        ("bos", True, BOS),
+        ("bos", False, None),
+        ("bos and eos", None, BOS),
+        ("bos and eos", False, None),
+        ("eos", None, None),  # what is added behind a text does not start it
+        ("eos", True, BOS),
+        ("eos", False, None),
+    ],
+)
+def test_text_starts_with_bos_where_config_or_post_processor_say_so(
+    post: str | None, add_bos_token: bool | None, expected: int | None, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_with(tmp_path, post, add_bos_token=add_bos_token)
+    text = tokenizer.encode("A", bos=False)
+    assert tokenizer.bos_id == expected
+    assert tokenizer.encode("A") == ([] if expected is None else [expected]) + text
+    assert len(text) == 1
+
+
+def test_bos_token_may_be_written_as_an_object(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, None, add_bos_token=True, bos_token={"content": "<|start|>", "lstrip": False})
+    assert tokenizer.bos_id == START
+
+
+def test_no_bos_token_no_bos(tmp_path: Path) -> None:
+    assert tokenizer_with(tmp_path, None, add_bos_token=True, bos_token=None).bos_id is None
+
+
+@settings(deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_decode_undoes_encode(text: str, tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("<|bos|>", "")
+
+
+def test_ids_equal_those_of_transformers(tiny_model: Path) -> None:
+    ours, theirs = Tokenizer(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+
+
+def test_stories15m_ids_equal_those_of_transformers(data: Path) -> None:
+    ours, theirs = Tokenizer(data / "stories15M"), AutoTokenizer.from_pretrained(data / "stories15M")
+    lines = (data / "text" / "tinystories-test.txt").read_text().splitlines()[:50]
+    for text in (*TEXTS, *lines, "\n".join(lines)):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.bos_id == 1
+    assert ours.encode("Once") == [1, *ours.encode("Once", bos=False)]
+
+
+def test_tokenizer_without_tokenizer_json_is_made_by_transformers(tmp_path: Path) -> None:
+    """As older Qwen2 directories are: vocab.json and merges.txt."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {t: i for i, t in enumerate([*alphabet, "ab", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", **special}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("abb") == [vocabulary["ab"], vocabulary["b"]]
+    assert tokenizer.bos_id is None
+
+
+def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="holds no tokenizer"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\xff\xfe", b"not json", b""])
+def test_broken_tokenizer_json_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(FormatError, match=r"tokenizer\.json is not a tokenizer that can be read"):
+        Tokenizer(tmp_path)
+
+
+def test_text_that_is_not_unicode_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(SchemeError, match="not valid Unicode"):
+        Tokenizer(tiny_model).encode("a\udcff")
+
+
+# Chat --------------------------------------------------------------------------------------------------------------
+
+TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hé?"}]
+
+
+def test_conversation_is_written_with_the_models_template(tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    ids = tokenizer.encode_chat(TALK)
+    peer = AutoTokenizer.from_pretrained(tiny_model)
+    text = peer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|start|>assistant\n")
+    assert ids == peer(text, add_special_tokens=False)["input_ids"]
+    assert (ids.count(BOS), ids.count(START), ids.count(END)) == (0, 3, 2)  # the template alone decides about BOS
+
+
+def test_template_in_a_file_of_its_own_is_found(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    change_config(tmp_path, chat_template=None)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}!")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(TALK)) == "Hé?!"
+
+
+def test_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    change_config(tmp_path, chat_template=None)
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        Tokenizer(tmp_path).encode_chat(TALK)
+
+
+def test_what_the_template_refuses_is_a_sentence(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    change_config(tmp_path, chat_template="{{ raise_exception('no system role here') }}")
+    with pytest.raises(UnsupportedError, match="template refuses this conversation: no system role here"):
+        Tokenizer(tmp_path).encode_chat(TALK)
