@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, use_threads
+from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, reading_input, use_threads
 from crelle.cli.generate import MaxTokens, MinP, Penalty, Seed, Temperature, TopK, TopP
 
 NAME = "chat"
@@ -65,4 +65,5 @@ def _ask() -> str:
     """Return the next line; empty at the end of the input. The prompt sign shows only to a person."""
     if sys.stdin.isatty():
         err.print("[bold]>[/bold] ", end="")
-    return sys.stdin.readline().strip()
+    with reading_input():
+        return sys.stdin.readline().strip()

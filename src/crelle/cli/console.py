@@ -1,7 +1,6 @@
 """What all commands share: their options, one JSON object on standard output, progress and errors on standard error."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -21,7 +20,9 @@ Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; def
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
 ]
-Model = Annotated[Path, typer.Argument(help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.")]
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.")
+]
 
 
 def print_json(value: Any) -> None:
@@ -56,12 +57,19 @@ def tracking(what: str) -> Iterator[Track]:
         yield track
 
 
-def use_threads(threads: int | None) -> None:
-    """Set torch's thread count; by default what the affinity mask allows."""
-    import torch
-
+@contextmanager
+def reading_input() -> Iterator[None]:
+    """Turn bytes on standard input that are not text into a sentence."""
     from crelle.errors import SchemeError
 
-    if threads is not None and threads < 1:
-        raise SchemeError(f"--threads must be at least 1, got {threads}")
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise SchemeError(f"standard input is not UTF-8 text: {e}") from e
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the thread count of torch and of our kernels; by default what the affinity mask allows."""
+    from crelle.kernels.threads import set_threads
+
+    set_threads(threads)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Column, Table
 
 from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads
@@ -64,8 +65,10 @@ def run(
         return
     out.print(_table(rows))
     for r in rows:
-        out.print(f"\n[bold]{r.scheme}[/bold]\n{PROMPT}[cyan]{r.sample}[/cyan]", highlight=False)
-    out.print(f"\npicture: {picture}\nfigures: {directory / 'demo.json'}", highlight=False)
+        out.print(f"\n[bold]{r.scheme}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
+    out.print(
+        f"\npicture: {picture}\nfigures: {directory / 'demo.json'}", highlight=False, markup=False, soft_wrap=True
+    )
 
 
 def _table(rows: "list[Row]") -> Table:

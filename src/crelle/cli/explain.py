@@ -1,10 +1,13 @@
 """crelle explain: which kernel multiplies by which matrix, and why not the others."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from crelle.cli.console import Device, Json, Model, out, print_json
+
+if TYPE_CHECKING:
+    from crelle.formats.source import Weights
 
 NAME = "explain"
 
@@ -42,10 +45,8 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     dtype = torch.float32 if where.type == "cpu" else torch.float16
     weights = open_weights(model)
     rows = []
-    for name in weights.names():
-        if len(weights.shape(name)) != 2 or "embed" in name:
-            continue
-        w = weights.matrix(name.removesuffix(".weight"))
+    for name, stored in _multiplied(weights).items():
+        w = weights.matrix(stored)
         problem = Problem(w.format, *w.shape, w.bits, w.group, where.type, dtype)
         chosen = select(problem).name
         others = {k: why or "could run it, but is less preferred" for k, why in explain(problem) if k != chosen}
@@ -53,7 +54,7 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
         facts |= {"device": where.type, "dtype": str(dtype).removeprefix("torch.")}
         rows.append(
             {
-                "name": name.removesuffix(".weight"),
+                "name": name,
                 "problem": facts,
                 "describes": str(problem),
                 "kernel": chosen,
@@ -61,3 +62,12 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _multiplied(weights: "Weights") -> dict[str, str]:
+    """Return each layer that multiplies by a matrix, and where that is stored: a tied head is the embedding."""
+    matrices = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
+    found = {m: m for m in matrices if "embed" not in m}
+    if weights.config.get("tie_word_embeddings"):
+        found["lm_head"] = "model.embed_tokens"
+    return found

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, use_threads
+from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, reading_input, use_threads
 
 NAME = "generate"
 
@@ -57,11 +57,13 @@ def run(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    with reading_input():
+        text = sys.stdin.read() if prompt == "-" else prompt
     llm = LLM.load(model, device=device, kernel=kernel)
+    pieces = llm.stream(text, sampling)
     if not json:
         print(text, end="", flush=True)
-    for piece in llm.stream(text, sampling):
+    for piece in pieces:
         if not json:
             print(piece.text, end="", flush=True)
         if done := piece.completion:

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
 
-from crelle.cli import chat, demo, doctor, evaluate, explain, generate, inspect, quantize
+from crelle.cli import bench, chat, demo, doctor, evaluate, explain, generate, inspect, quantize
 from crelle.cli.console import err, print_json
 from crelle.errors import CrelleError
 from crelle.version import __version__
@@ -27,6 +27,7 @@ app = typer.Typer(
 
 for command in (quantize, inspect, evaluate, generate, chat, explain, doctor, demo):
     app.command(name=command.NAME)(command.run)
+app.add_typer(bench.app, name=bench.NAME)
 
 
 def _version(wanted: bool) -> None:
@@ -49,9 +50,6 @@ def main() -> None:
             print_json({"error": str(e)})
         err.print(f"crelle: {e}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 if __name__ == "__main__":

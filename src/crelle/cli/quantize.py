@@ -15,6 +15,10 @@ def run(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face directory or a .gguf file.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
     scheme: Annotated[str, typer.Option("--scheme", help="The recipe, e.g. rtn:bits=4,group=128.")],
+    head: Annotated[
+        str | None,
+        typer.Option("--head", metavar="BITS|SCHEME", help="Quantize the embedding and the output head too."),
+    ] = None,
     override: Annotated[
         list[str] | None,
         typer.Option("--override", metavar="PATTERN=SCHEME", help="Another recipe for some matrices; repeatable."),
@@ -43,6 +47,8 @@ def run(
 
     `crelle quantize model.gguf out/m --scheme rtn:bits=3,group=64 --override '*.down_proj=rtn:bits=4,group=64'`
 
+    `crelle quantize model.gguf out/m --scheme bcq:bits=2,group=64 --head 4`
+
     A run that was killed continues with `--resume` and ends in the same bytes.
     """
     from crelle.quantizers.driver import quantize
@@ -56,7 +62,14 @@ def run(
         overrides[pattern] = recipe
     with tracking("quantizing") as track:
         report = quantize(
-            source, target, scheme, overrides=overrides, resume=resume, overwrite=overwrite, progress=track
+            source,
+            target,
+            scheme,
+            head=head_scheme(head),
+            overrides=overrides,
+            resume=resume,
+            overwrite=overwrite,
+            progress=track,
         )
     if json:
         print_json(report)
@@ -67,5 +80,11 @@ def run(
         f"{report.out}: {report.scheme}, {report.bits_per_weight:.3f} bits per weight, "
         f"{report.bytes / 1e6:.1f} MB of quantized weights, {report.seconds:.1f} s",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
+
+
+def head_scheme(head: str | None) -> str | None:
+    """Return the scheme that --head means: a bare number of bits is round to nearest in groups of 64."""
+    return f"rtn:bits={head},group=64" if head and head.lstrip("-").isdigit() else head

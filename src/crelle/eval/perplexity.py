@@ -42,11 +42,15 @@ def perplexity(
     """
     limit = llm.model.c.context
     if context > limit:
-        raise CapacityError(f"a window of {context} tokens does not fit the model's context of {limit}")
+        raise CapacityError(
+            f"a window of {context} tokens does not fit the model's context of {limit}; lower --context"
+        )
     start = [llm.tokenizer.bos_id] if bos and llm.tokenizer.bos_id is not None else []
     body = context - len(start)
     if body < 1 or context < 2:
         raise SchemeError(f"context must be at least 2, got {context}")
+    if tokens is not None and tokens < 1:
+        raise SchemeError(f"tokens must be at least 1, got {tokens}")
     ids = llm.tokenizer.encode(text, bos=False)[:tokens]
     count = len(ids) // body
     if count == 0:

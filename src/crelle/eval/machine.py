@@ -1,0 +1,53 @@
+"""What a measurement was made on and with: goes into every result file, together with the command."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from crelle.version import __version__
+
+
+def cpu_name() -> str:
+    """Return the processor's own name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def facts() -> dict[str, Any]:
+    """Return machine, versions, commit and command."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["crelle", *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform(terse=True)},
+        "versions": {"crelle": __version__, "python": platform.python_version(), **_versions("torch", "numpy")},
+    }
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def _commit() -> str:
+    """Return the commit of the source tree we run from, with a + when it was changed since; '' outside of one."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "src"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
