@@ -4,7 +4,9 @@ Greedy (rounds=0): z = mean(w); then plane by plane, b = sign(residual), alpha =
 Alternating (Xu et al. 2018, arXiv 1802.00150): from a start, in turn
     codes fixed:  alpha and z are a least-squares problem of P+1 unknowns per group
     alphas fixed: the best code of a weight is the nearest of the 2^P levels
-Neither step can raise the error. Two starts, greedy and the uniform grid; each group keeps the better end.
+Neither step can raise the error. Three starts: greedy, the uniform grid, and the best of one plane fewer with a greedy
+plane more. Each group keeps the start or end that is best once its scales are rounded to f16, so the stored error is
+never above greedy's and never rises with a plane.
 
 What makes it quick: the weights of a group are sorted once. The weights of one level are then an interval of the sorted
 group, so a round needs only the 2^P - 1 borders (binary search) and differences of prefix sums, never the weights.
@@ -50,28 +52,24 @@ class BCQ(Grid):
         g, real = to_groups(w, group)
         shape = g.shape  # [N, C, G]
         real = None if real is None else real.expand(shape).flatten(0, 1)
-        sums = _SortedGroups.of(g.flatten(0, 1), real)  # [R, G], R = N C groups
-        alpha, z = _greedy(g.flatten(0, 1), real, self.bits, self.bias)
+        alpha, z = _greedy(g.flatten(0, 1), real, self.bits, self.bias)  # [R, P], [R], R = N C groups
         if self.rounds:
-            ends = [_alternate(sums, *start, self.rounds, self.bias) for start in self._starts(sums, alpha, z)]
-            alpha, z = _better(sums, ends)
+            alpha, z = self._best(_SortedGroups.of(g.flatten(0, 1), real), g.flatten(0, 1), real, alpha, z)
         alpha, z = _canonical(alpha, z)
         stored_alpha, stored_z = _storable(alpha), _storable(z)
         codes = _nearest(g.flatten(0, 1), stored_alpha.float(), stored_z.float())
         codes = from_groups(codes.reshape(shape), w.shape[1])
         return codes, stored_alpha.reshape(*shape[:2], -1), stored_z.reshape(shape[:2])
 
-    def _starts(self, sums: "_SortedGroups", alpha: Tensor, z: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The greedy solution, and a uniform grid over the group's range."""
-        if self.bits == 1:
-            return [(alpha, z)]
-        low, high = sums.range()
-        if not self.bias:
-            high = torch.maximum(high.abs(), low.abs())
-            low = -high
-        place = 2.0 ** torch.arange(self.bits - 2, -2, -1, device=low.device)
-        step = (high - low) / (2**self.bits - 1)
-        return [(alpha, z), (step[:, None] * place, (low + high) / 2)]
+    def _best(
+        self, sums: "_SortedGroups", g: Tensor, real: Tensor | None, alpha: Tensor, z: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the best solution found with as many planes as the greedy one has."""
+        P = alpha.shape[1]
+        starts = [(alpha, z), _uniform(sums, P, self.bias)]
+        if P > 1:  # the greedy planes are nested: without the last they are the greedy solution of one plane fewer
+            starts.append(_grow(g, real, *self._best(sums, g, real, alpha[:, :-1], z)))
+        return _better(sums, starts + [_alternate(sums, *start, self.rounds, self.bias) for start in starts])
 
 
 class _SortedGroups(NamedTuple):
@@ -138,6 +136,25 @@ def _greedy(g: Tensor, real: Tensor | None, P: int, bias: bool) -> tuple[Tensor,
     return torch.stack(alpha, dim=1), z
 
 
+def _grow(g: Tensor, real: Tensor | None, alpha: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a plane to a solution, greedily on its residual."""
+    levels, _ = _levels(alpha, z)
+    residual = (g - levels.gather(1, _ranks(g, levels))).abs()
+    a = residual.mean(-1) if real is None else (residual * real).sum(-1) / real.sum(-1)
+    return torch.cat([alpha, a[:, None]], dim=1), z
+
+
+def _uniform(sums: _SortedGroups, P: int, bias: bool) -> tuple[Tensor, Tensor]:
+    """A uniform grid over the range of each group, around zero if there is no z."""
+    low, high = sums.range()
+    if not bias:
+        high = torch.maximum(high.abs(), low.abs())
+        low = -high
+    place = 2.0 ** torch.arange(P - 2, -2, -1, device=low.device)
+    step = (high - low) / (2**P - 1)
+    return step[:, None] * place, (low + high) / 2
+
+
 def _alternate(s: _SortedGroups, alpha: Tensor, z: Tensor, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
     """Alternate between codes and scales; a group whose codes no longer change is at its end and leaves the loop."""
     P, U = alpha.shape[1], alpha.shape[1] + bias
@@ -193,11 +210,13 @@ def _squared_error(s: _SortedGroups, alpha: Tensor, z: Tensor) -> Tensor:
     return s.squares - 2 * (v * total).sum(-1) + (v * v * count).sum(-1)
 
 
-def _better(s: _SortedGroups, ends: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Take for each group the end with the least error."""
-    best = torch.stack([_squared_error(s, *end) for end in ends]).argmin(0)  # [R]
-    alpha, z = ends[0]
-    for i, (other_alpha, other_z) in enumerate(ends[1:], start=1):
+def _better(s: _SortedGroups, found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Take for each group the solution with the least error, all as f16 would store them."""
+    found = [(alpha.half().float(), z.half().float()) for alpha, z in found]
+    errors = torch.stack([_squared_error(s, *f) for f in found])
+    best = errors.nan_to_num(nan=torch.inf).argmin(0)  # [R]
+    alpha, z = found[0]
+    for i, (other_alpha, other_z) in enumerate(found[1:], start=1):
         alpha = torch.where((best == i)[:, None], other_alpha, alpha)
         z = torch.where(best == i, other_z, z)
     return alpha, z
@@ -211,9 +230,13 @@ def _canonical(alpha: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 def _nearest(g: Tensor, alpha: Tensor, z: Tensor) -> Tensor:
     """Return the code of the level nearest to each weight, uint8 [R, G]."""
     levels, order = _levels(alpha, z)
+    return order.gather(1, _ranks(g, levels)).to(torch.uint8)
+
+
+def _ranks(g: Tensor, levels: Tensor) -> Tensor:
+    """Return which of the ascending levels [R, L] is nearest to each weight, [R, G]."""
     borders = (levels[:, 1:] + levels[:, :-1]) / 2
-    rank = torch.searchsorted(borders.contiguous(), g.contiguous(), out_int32=False)
-    return order.gather(1, rank).to(torch.uint8)
+    return torch.searchsorted(borders.contiguous(), g.contiguous())
 
 
 def _storable(t: Tensor) -> Tensor:

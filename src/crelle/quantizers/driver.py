@@ -20,6 +20,7 @@ from torch import Tensor
 from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter
+from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.source import Weights, open_weights
 from crelle.quantizers.scheme import Quantizer, Store, parse
 from crelle.version import __version__
@@ -57,6 +58,7 @@ def quantize(
     out: str | Path,
     scheme: str,
     *,
+    head: str | None = None,
     overrides: Mapping[str, str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -64,24 +66,28 @@ def quantize(
 ) -> Report:
     """Quantize the model at `source` into a new checkpoint at `out`.
 
+    `head` is a scheme for the embedding and the output head, which otherwise stay as they are.
     `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
     the first pattern that matches counts.
     """
     begun = perf_counter()
     out = Path(out).absolute()
-    default, special = parse(scheme), {p: parse(s) for p, s in (overrides or {}).items()}
+    default = parse(scheme)
     weights = open_weights(source)
     if isinstance(weights, Checkpoint):
         raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
-    units = plan(weights)
+    special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
+    if head is not None:
+        special |= {m: parse(head) for m in _matrices(weights) if not _LAYER.match(f"{m}.") and m not in special}
+    units = plan(weights)
     written = {p: str(q) for p, q in special.items()}
     recipe = {
         "crelle": __version__,
         "format_version": FORMAT_VERSION,
         "source": _fingerprint(weights),
         "scheme": str(default),
-        "overrides": written,
+        "overrides": [list(item) for item in written.items()],  # a list: the first pattern that matches counts
     }
     all_weights, done, resumed = sum(u.weights for u in units), 0, 0
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
@@ -133,7 +139,7 @@ def _quantize_unit(
             continue
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
         if chosen is None:
-            chosen = default if _LAYER.match(name) else _as_stored(weights, tensor)
+            chosen = default if _LAYER.match(name) else _as_stored(weights, name, tensor)
         try:
             matrices[module] = chosen.fit(tensor)
         except CrelleError as e:
@@ -141,17 +147,22 @@ def _quantize_unit(
     return matrices, others
 
 
-def _as_stored(weights: Weights, tensor: Tensor) -> Quantizer:
+def _as_stored(weights: Weights, name: str, tensor: Tensor) -> Quantizer:
     """Keep a matrix's type; f32 that a GGUF reader made from fewer bits is kept as f16."""
-    from_gguf = weights.path.is_file() and tensor.dtype == torch.float32
-    return Store("fp16" if from_gguf else _DENSE.get(tensor.dtype, "fp32"))
+    unpacked = isinstance(weights, GGUFFile) and weights.packed(name)
+    return Store("fp16" if unpacked else _DENSE.get(tensor.dtype, "fp32"))
 
 
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:
-    modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
+    modules = _matrices(weights)
     for pattern in special:
         if not any(fnmatchcase(m, pattern) for m in modules):
             raise SchemeError(f"the override '{pattern}' matches no matrix; names look like '{modules[0]}'")
+
+
+def _matrices(weights: Weights) -> list[str]:
+    """Names of the modules whose weight is a matrix."""
+    return [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
 
 
 def _fingerprint(weights: Weights) -> list[list[str | int]]:

@@ -1,0 +1,320 @@
+"""From a model on disk to a checkpoint: what is quantized, what is kept, and what a death in between leaves."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tiny_gguf as tiny
+import torch
+from conftest import TINY, write_tiny_model
+from gguf import GGMLQuantizationType as Type
+
+from crelle.errors import FormatError, SchemeError
+from crelle.formats.base import nbytes
+from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
+from crelle.formats.source import HFDirectory
+from crelle.quantizers import driver
+from crelle.quantizers.driver import quantize
+from crelle.quantizers.scheme import parse
+
+SCHEME = "rtn:bits=3,group=16"
+LINEARS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in directory.iterdir()}
+
+
+def tensors_of(model: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(model / "model.safetensors")
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A tiny model that is ours to change."""
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+@pytest.mark.parametrize("scheme", [SCHEME, "bcq:bits=2,group=row", "fp16", "rtn:bits=4,group=32,symmetric=true"])
+def test_layers_are_quantized_and_the_rest_is_kept(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+    report = quantize(tiny_model, tmp_path / "out", scheme)
+    made, source, quantizer = Checkpoint(tmp_path / "out"), tensors_of(tiny_model), parse(scheme)
+    assert sorted(made.names()) == sorted(source)
+    inside = [f"model.layers.{i}.{p}" for i in range(3) for p in LINEARS]
+    for module in inside:
+        want, got = quantizer.fit(source[f"{module}.weight"]), made.matrix(module)
+        assert got.spec() == want.spec()
+        assert all(torch.equal(t, got.tensors()[k]) for k, t in want.tensors().items())
+    for module in ("model.embed_tokens", "lm_head"):
+        assert torch.equal(made.matrix(module).dequantize(), source[f"{module}.weight"])
+    norms = [n for n in source if "norm" in n]
+    assert len(norms) == 7
+    for name in norms:
+        assert torch.equal(made.read(name), source[name])
+    assert made.scheme == report.scheme == scheme
+    assert report.bytes == sum(nbytes(made.matrix(m)) for m in inside)
+    assert report.bits_per_weight == 8 * report.bytes / sum(source[f"{m}.weight"].numel() for m in inside)
+
+
+def test_config_and_tokenizer_go_along(tiny_model: Path, tmp_path: Path) -> None:
+    quantize(tiny_model, tmp_path / "out", SCHEME)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "crelle"
+    assert config == TINY
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tiny_model / name).read_bytes()
+
+
+def test_every_layer_is_a_shard_in_the_order_of_the_model(tmp_path: Path) -> None:
+    many = write_tiny_model(tmp_path / "m", num_hidden_layers=11, hidden_size=24, intermediate_size=16, head_dim=4)
+    quantize(many, tmp_path / "out", SCHEME)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = sorted(set(index.values()))
+    assert len(shards) == 11 + 3  # the embedding, the head, the last norm
+    layers = [{n.split(".")[2] for n, s in index.items() if s == shard and ".layers." in n} for shard in shards]
+    assert [layer for layer in layers if layer] == [{str(i)} for i in range(11)]
+
+
+def test_only_the_layer_at_hand_is_read(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    read, add = HFDirectory.read, CheckpointWriter.add
+
+    def reading(self: HFDirectory, name: str) -> torch.Tensor:
+        log.append(name)
+        return read(self, name)
+
+    def adding(self: CheckpointWriter, shard: str, *rest: Any) -> None:
+        log.append("written")
+        add(self, shard, *rest)
+
+    monkeypatch.setattr(HFDirectory, "read", reading)
+    monkeypatch.setattr(CheckpointWriter, "add", adding)
+    quantize(tiny_model, tmp_path / "out", SCHEME)
+    turns = " ".join(log).split("written")
+    in_layers = [{n.split(".")[2] for n in turn.split() if ".layers." in n} for turn in turns]
+    assert all(len(layers) <= 1 for layers in in_layers)
+    names = [n for n in log if n != "written"]
+    assert sorted(names) == sorted(tensors_of(tiny_model))  # each once
+
+
+def test_progress_counts_every_weight(tiny_model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    quantize(tiny_model, tmp_path / "out", SCHEME, progress=lambda *now: seen.append(now))
+    done = [d for d, _, _ in seen]
+    total = sum(t.numel() for t in tensors_of(tiny_model).values())
+    assert done == sorted(done)
+    assert {t for _, t, _ in seen} == {done[-1]} == {total}
+    assert "model.layers.2" in [name for _, _, name in seen]
+
+
+# Overrides
+
+
+def test_overrides_apply_to_what_they_match_the_first_first(tiny_model: Path, tmp_path: Path) -> None:
+    overrides = {
+        "*.down_proj": "bcq:bits=2,group=20",
+        "model.layers.0.*": "rtn:bits=8,group=row",
+        "model.embed_tokens": "rtn:bits=4,group=24",
+    }
+    quantize(tiny_model, tmp_path / "out", SCHEME, overrides=overrides)
+    made = Checkpoint(tmp_path / "out")
+
+    def kind(module: str) -> tuple[str, int, int]:
+        w = made.matrix(module)
+        return w.format, w.bits, w.group
+
+    assert kind("model.layers.0.mlp.down_proj") == kind("model.layers.2.mlp.down_proj") == ("bcq", 2, 20)
+    assert kind("model.layers.0.mlp.up_proj") == ("uniform", 8, 72)
+    assert kind("model.layers.1.mlp.up_proj") == ("uniform", 3, 16)
+    assert kind("model.embed_tokens") == ("uniform", 4, 24)
+    assert kind("lm_head") == ("dense", 32, 72)
+    assert made.quantization["overrides"] == overrides
+
+
+def test_head_quantizes_what_is_outside_the_layers(tiny_model: Path, tmp_path: Path) -> None:
+    head = "rtn:bits=5,group=24"
+    quantize(tiny_model, tmp_path / "out", SCHEME, head=head, overrides={"lm_head": "rtn:bits=8,group=72"})
+    made = Checkpoint(tmp_path / "out")
+    assert made.matrix("model.embed_tokens").bits == 5
+    assert made.matrix("lm_head").bits == 8  # an override goes before
+    assert made.matrix("model.layers.0.mlp.up_proj").bits == 3
+    assert made.quantization["overrides"] == {"lm_head": "rtn:bits=8,group=72", "model.embed_tokens": head}
+
+
+def test_an_override_that_matches_nothing_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SchemeError, match=r"the override '\*\.dwon_proj' matches no matrix; names look like '"):
+        quantize(tiny_model, tmp_path / "out", SCHEME, overrides={"*.dwon_proj": "fp16"})
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("options", [{"overrides": {"*": "rtn:bits=9"}}, {"head": "rtn:bits=9"}])
+def test_a_bad_scheme_anywhere_is_refused_before_anything_is_written(
+    tiny_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(SchemeError, match="bits must be 1 to 8, got 9"):
+        quantize(tiny_model, tmp_path / "out", SCHEME, **options)
+    assert not list(tmp_path.glob("out*"))
+
+
+# Sources
+
+
+def test_a_quantized_model_is_not_quantized_again(tiny_model: Path, tmp_path: Path) -> None:
+    quantize(tiny_model, tmp_path / "out", SCHEME)
+    with pytest.raises(FormatError, match=f"is already quantized \\({SCHEME}\\); start from the original model"):
+        quantize(tmp_path / "out", tmp_path / "twice", SCHEME)
+
+
+def test_a_broken_weight_is_named(model: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(model)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    safetensors.torch.save_file(tensors, model / "model.safetensors")
+    with pytest.raises(FormatError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight': the weight holds NaN"):
+        quantize(model, tmp_path / "out", SCHEME)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_layers_is_refused(model: Path, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"head.weight": torch.zeros(4, 4)}, model / "model.safetensors")
+    with pytest.raises(FormatError, match="has no numbered layers"):
+        quantize(model, tmp_path / "out", SCHEME)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        (Type.F32, torch.float32),
+        (Type.F16, torch.float16),
+        (Type.BF16, torch.bfloat16),
+        (Type.Q8_0, torch.float16),
+    ],
+    ids=lambda k: getattr(k, "name", None),
+)
+def test_what_is_kept_of_a_gguf_keeps_its_type(tmp_path: Path, kind: Type, stored: torch.dtype) -> None:
+    file = tiny.write_tiny_gguf(tmp_path / "m.gguf", kind=kind)
+    quantize(file, tmp_path / "out", SCHEME)
+    made = Checkpoint(tmp_path / "out")
+    assert made.matrix("lm_head").tensors()["weight"].dtype == stored
+    assert made.matrix("model.layers.0.self_attn.q_proj").format == "uniform"
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert made.config["model_type"] == "llama"
+
+
+# Resuming
+
+
+def stop_after(units: int, model: Path, out: Path, scheme: str = SCHEME, **options: Any) -> None:
+    """Let a run end in the middle."""
+
+    class StoppedError(Exception):
+        pass
+
+    left = units
+
+    def progress(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        quantize(model, out, scheme, progress=progress, **options)
+
+
+def test_resume_takes_over_what_is_finished(model: Path, tmp_path: Path) -> None:
+    stop_after(4, model, tmp_path / "a")
+    report = quantize(model, tmp_path / "a", SCHEME, resume=True)
+    assert report.resumed_units == 4
+    assert quantize(model, tmp_path / "b", SCHEME).resumed_units == 0
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_resume_without_anything_to_resume_just_runs(model: Path, tmp_path: Path) -> None:
+    assert quantize(model, tmp_path / "a", SCHEME, resume=True).resumed_units == 0
+
+
+def test_an_unfinished_run_is_neither_taken_over_nor_lost_unasked(model: Path, tmp_path: Path) -> None:
+    stop_after(2, model, tmp_path / "a")
+    before = contents(tmp_path / "a.partial")
+    with pytest.raises(FormatError, match=r"holds an unfinished run: pass --resume .* or --overwrite"):
+        quantize(model, tmp_path / "a", SCHEME)
+    assert contents(tmp_path / "a.partial") == before
+    assert quantize(model, tmp_path / "a", "fp16", overwrite=True).resumed_units == 0
+
+
+TWO = {"*.down_proj": "fp16", "*.layers.0.*": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "options"),
+    [
+        ("scheme", {"scheme": "rtn:bits=4,group=16"}),
+        ("overrides", {"overrides": {}}),
+        ("overrides", {"overrides": {**TWO, "*.up_proj": "fp16"}}),
+        ("overrides", {"overrides": dict(reversed(TWO.items()))}),
+        ("overrides", {"head": "fp16"}),
+    ],
+    ids=["scheme", "fewer", "more", "another order", "head"],
+)
+def test_resume_with_another_recipe_is_refused(
+    model: Path, tmp_path: Path, changed: str, options: dict[str, Any]
+) -> None:
+    stop_after(3, model, tmp_path / "a", overrides=TWO)
+    with pytest.raises(FormatError, match=f"cannot resume: .* was begun with {changed} = "):
+        quantize(model, tmp_path / "a", **{"scheme": SCHEME, "overrides": TWO, **options}, resume=True)
+
+
+def test_resume_with_another_source_is_refused(model: Path, tmp_path: Path) -> None:
+    stop_after(3, model, tmp_path / "a")
+    write_tiny_model(model, seed=1)
+    with pytest.raises(FormatError, match=r"cannot resume: .* was begun with source = "):
+        quantize(model, tmp_path / "a", SCHEME, resume=True)
+
+
+def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(3, model, tmp_path / "a")
+    monkeypatch.setattr(driver, "__version__", "99.0")
+    with pytest.raises(FormatError, match=r"was begun with crelle = .*, now it is '99\.0'"):
+        quantize(model, tmp_path / "a", SCHEME, resume=True)
+
+
+@pytest.mark.parametrize("mode", ["fresh", "overwrite"])
+def test_death_at_any_step_loses_nothing(tmp_path: Path, mode: str) -> None:
+    source = write_tiny_model(tmp_path / "m", num_hidden_layers=2, hidden_size=24, intermediate_size=40, head_dim=4)
+    (tmp_path / "work").mkdir()
+    script = Path(__file__).with_name("dying.py")
+    command = [sys.executable, script, source, tmp_path / "work", mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["deaths"] > 40
+    assert result["wrong"] == []
+
+
+def test_a_run_killed_at_three_places_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 12, "hidden_size": 96, "intermediate_size": 128, "head_dim": 16}
+    source, out = write_tiny_model(tmp_path / "m", **sizes), tmp_path / "out"
+    scheme = "bcq:bits=2,group=48,rounds=5"
+    command = [sys.executable, "-m", "crelle.cli.main", "quantize", source, out, "--scheme", scheme, "--threads", "1"]
+    finished = 0
+    for places in (3, 6, 10):
+        run = subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(list(tmp_path.glob("out.partial/*.safetensors"))) < places:
+            assert run.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.002)
+        os.kill(run.pid, signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+        assert not out.exists()
+        finished = places
+    report = quantize(source, out, scheme, resume=True)
+    assert report.resumed_units >= finished - 1  # the journal may not have got as far as the last shard
+    quantize(source, tmp_path / "undisturbed", scheme)
+    assert contents(out) == contents(tmp_path / "undisturbed")

@@ -1,0 +1,102 @@
+"""Schemes: a string that round-trips, and a sentence for every string that makes no sense."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crelle.errors import SchemeError
+from crelle.formats.dense import DenseTensor
+from crelle.quantizers.bcq import BCQ
+from crelle.quantizers.rtn import RTN
+from crelle.quantizers.scheme import Store, parse
+
+bits = st.integers(1, 8)
+group = st.one_of(st.just("row"), st.integers(1, 4096))
+rtn = st.builds(RTN, bits=bits, group=group, symmetric=st.just(False)) | st.builds(
+    RTN, bits=st.integers(2, 8), group=group, symmetric=st.just(True)
+)
+bcq = st.builds(BCQ, bits=bits, group=group, rounds=st.integers(0, 99), bias=st.booleans())
+store = st.builds(Store, st.sampled_from(["fp16", "bf16", "fp32"]))
+
+
+@given(rtn | bcq | store)
+def test_scheme_strings_round_trip(quantizer: RTN | BCQ | Store) -> None:
+    assert parse(str(quantizer)) == quantizer
+    assert str(parse(str(quantizer))) == str(quantizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("rtn", "rtn:bits=4,group=128"),
+        ("bcq", "bcq:bits=3,group=128"),
+        ("rtn:bits=4", "rtn:bits=4,group=128"),
+        (" bcq: group = 64 , bits=2 ", "bcq:bits=2,group=64"),
+        ("rtn:group=row,bits=3", "rtn:bits=3,group=row"),
+        ("rtn:bits=4,group=64,symmetric=false", "rtn:bits=4,group=64"),
+        ("rtn:symmetric=true", "rtn:bits=4,group=128,symmetric=true"),
+        ("bcq:rounds=20,bias=true", "bcq:bits=3,group=128"),
+        ("bcq:rounds=0,bias=false", "bcq:bits=3,group=128,rounds=0,bias=false"),
+        ("fp16", "fp16"),
+    ],
+)
+def test_defaults_are_filled_in_and_left_out(given: str, written: str) -> None:
+    assert str(parse(given)) == written
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sentence"),
+    [
+        ("", "there is no scheme ''"),
+        ("gptr:bits=4", "there is no scheme 'gptr'; known are: fp16, bf16, fp32, rtn, bcq"),
+        ("RTN:bits=4", "there is no scheme 'RTN'"),
+        ("rtn:bits=4,colour=red", "scheme 'rtn' has no setting 'colour'; it has: bits, group, symmetric"),
+        ("bcq:symmetric=true", "scheme 'bcq' has no setting 'symmetric'"),
+        ("rtn:bits=0", "bits must be 1 to 8, got 0"),
+        ("rtn:bits=9", "bits must be 1 to 8, got 9"),
+        ("bcq:bits=-3", "bits must be 1 to 8, got -3"),
+        ("rtn:group=0", "group must be at least 1, or 'row' for a whole row; got 0"),
+        ("bcq:group=-1", "group must be at least 1"),
+        ("rtn:bits=3.5", "bits must be a whole number, got '3.5'"),
+        ("rtn:bits=four", "bits must be a whole number, got 'four'"),
+        ("rtn:bits=row", "bits must be a whole number, got 'row'"),
+        ("rtn:group=column", "group must be a whole number or 'row', got 'column'"),
+        ("rtn:symmetric=yes", "symmetric must be true or false, got 'yes'"),
+        ("bcq:rounds=-1", "rounds must be 0 (greedy) or more, got -1"),
+        ("rtn:bits", "'bits' should read key=value"),
+        ("rtn:bits=", "'bits=' should read key=value"),
+        ("rtn:=4", "has no setting ''"),
+        ("rtn:bits=4,bits=3", "bits is given twice"),
+        ("rtn:bits=1,symmetric=true", "a symmetric grid of 1 bit has no level above zero"),
+        ("fp16:bits=4", "scheme 'fp16' takes no settings, got 'bits=4'"),
+    ],
+)
+def test_schemes_that_make_no_sense_are_a_sentence(scheme: str, sentence: str) -> None:
+    with pytest.raises(SchemeError) as refused:
+        parse(scheme)
+    assert sentence in str(refused.value)
+
+
+@given(st.text(max_size=30) | st.text("rtnbcq:its=,0123 group", max_size=30))
+def test_garbage_is_parsed_or_refused_but_never_breaks(scheme: str) -> None:
+    try:
+        quantizer = parse(scheme)
+    except SchemeError:
+        return
+    assert parse(str(quantizer)) == quantizer
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_store_keeps_the_numbers_at_its_width(name: str, dtype: torch.dtype) -> None:
+    w = torch.randn(3, 5)
+    stored = Store(name).fit(w)
+    assert isinstance(stored, DenseTensor)
+    assert torch.equal(stored.weight, w.to(dtype))
+
+
+def test_a_weight_beyond_f16_is_refused() -> None:
+    with pytest.raises(SchemeError, match="does not fit the range of fp16"):
+        Store("fp16").fit(torch.tensor([[1e6]]))
