@@ -60,5 +60,5 @@ class Reference:
         N, K = prepared.shape
         step = max(1, _SLAB // K)
         wide = torch.promote_types(x.dtype, torch.float32)
-        slabs = [x.to(wide) @ prepared.rows(n, min(n + step, N)).dequantize(wide).T for n in range(0, N, step)]
+        slabs = [x.to(wide) @ prepared.rows(slice(n, n + step)).dequantize(wide).T for n in range(0, N, step)]
         return torch.cat(slabs, dim=-1).to(x.dtype)

@@ -8,7 +8,7 @@ The list below is in order of preference; the first kernel that supports the pro
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ class Problem:
 class Kernel(Protocol):
     """One way to multiply. Implementations hold no state: what they need travels in what `prepare` returns."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str: ...
 
     def supports(self, problem: Problem) -> str | None: ...
 
@@ -56,9 +57,10 @@ class Kernel(Protocol):
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """All kernels of this installation, most preferred first."""
+    from crelle.kernels.cpu.planes import Cpu
     from crelle.kernels.reference import Dense, Dequantized, Reference
 
-    return (Dense(), Dequantized(), Reference())
+    return (Dense(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
 
 
 def explain(problem: Problem, among: Sequence[Kernel] | None = None) -> list[tuple[str, str | None]]:

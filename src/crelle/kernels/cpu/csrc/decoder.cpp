@@ -1,0 +1,402 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "matmul.h"
+
+namespace crelle::cpu {
+namespace {
+
+constexpr int kMatrices = 7;  // of a layer
+size_t padded(size_t floats) { return (floats + 15) / 16 * 16; }
+float *floats_of(Buffer &b) { return reinterpret_cast<float *>(b.data()); }
+
+// Cut matrices that are multiplied in one phase into shares of equal bytes, each a run of whole units. `together`:
+// the matrices have the same rows, and a thread gets the same rows of each.
+template <class Share>
+void cut(const std::vector<const Matrix *> &group, bool together, int threads, std::vector<Share> *out) {
+  int unit = 16;
+  for (const Matrix *m : group) unit = std::max(unit, m->unit());
+  double total = 0, begun = 0;
+  for (const Matrix *m : group) total += m->bytes_per_row() * m->N;
+  for (size_t i = 0; i < group.size(); ++i) {
+    const Matrix &m = *group[i];
+    out[i].assign(threads, {0, 0});
+    if (together && i > 0) {
+      out[i] = out[0];
+      continue;
+    }
+    const double each = together ? total / m.N : m.bytes_per_row();
+    int row = 0;
+    for (int t = 0; t < threads; ++t) {
+      out[i][t].row0 = row;
+      const double end = (total * (t + 1) / threads - begun) / each;  // rows up to here, if they could be cut
+      if (t + 1 == threads) row = m.N;
+      while (row < m.N && row + 0.5 * unit <= end) row = std::min(m.N, row + unit);
+      out[i][t].row1 = row;
+    }
+    begun += each * m.N;
+  }
+}
+
+}  // namespace
+
+double Matrix::bytes_per_row() const {
+  return coded ? static_cast<double>(coded->blocks) * coded->block_bytes / coded->N : double(K) * size_of(dense.type);
+}
+
+std::pair<const uint8_t *, const uint8_t *> Matrix::bytes(int row0, int row1) const {
+  if (!coded) return {dense.row(row0), dense.row(row1)};
+  return {coded->block(row0 / coded->R), coded->block((row1 + coded->R - 1) / coded->R)};
+}
+
+std::string Model::problem() const {
+  const int q = heads * head_size, kv = kv_heads * head_size;
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads) return "heads must be a multiple of kv_heads";
+  if (head_size < 2 || head_size % 2 || frequency.size() != size_t(head_size) / 2)
+    return "head_size must be even, with head_size/2 rope frequencies";
+  if (layers.empty()) return "a model has at least one layer";
+  const auto is = [](const Matrix &m, int N, int K) { return m.N == N && m.K == K; };
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const LayerWeights &l = layers[i];
+    if (!is(l.q, q, width) || !is(l.k, kv, width) || !is(l.v, kv, width) || !is(l.o, width, q) ||
+        !is(l.gate, l.gate.N, width) || !is(l.up, l.gate.N, width) || !is(l.down, width, l.gate.N))
+      return "layer " + std::to_string(i) + " has a matrix of another shape than the model's sizes ask for";
+    if (!l.q_norm != !l.k_norm) return "layer " + std::to_string(i) + " has only one of q_norm and k_norm";
+  }
+  if (embedding.K != width || head.K != width || head.N < 1) return "embedding and head must have `width` columns";
+  return "";
+}
+
+Decoder::Decoder(Model model) : model_(std::move(model)) {
+  const auto place = [&](Matrix &m) { m.kind = kind_of(m); };
+  for (LayerWeights &l : model_.layers)
+    for (Matrix *m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) place(*m);
+  place(model_.head);
+  ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front()->isa);
+}
+
+int Decoder::kind_of(const Matrix &m) {
+  if (!m.coded) return -1;
+  const auto same = [&](const Weight *w) {
+    return w->isa == m.coded->isa && w->stream == m.coded->stream && w->plan == m.coded->plan;
+  };
+  const auto found = std::find_if(kinds_.begin(), kinds_.end(), same);
+  const int kind = static_cast<int>(found - kinds_.begin());
+  if (found == kinds_.end()) kinds_.push_back(m.coded);
+  return kind;
+}
+
+void Decoder::set_cache(Cache cache) {
+  std::lock_guard lock(mutex_);
+  cache_ = std::move(cache);
+  B_ = 0;  // arrange anew
+}
+
+void Decoder::time_phases(bool on) {
+  std::lock_guard lock(mutex_);
+  timing_ = on;
+  std::fill(std::begin(seconds_), std::end(seconds_), 0.0);
+  waited_ = prepared_ = 0;
+}
+
+// Everything that allocates; does nothing from the second step on.
+void Decoder::arrange(int threads, int B) {
+  if (threads == threads_ && B <= B_) {
+    for (auto &of_kind : encoded_) of_kind[0].M = B;
+    return;
+  }
+  const int H = model_.heads, D = model_.head_size, layers = int(model_.layers.size());
+  size_t widest = padded(std::max(model_.width, H * D));
+  if (threads != threads_) {
+    shares_.assign(layers * kMatrices + 1, {});
+    for (int i = 0; i < layers; ++i) {
+      const LayerWeights &l = model_.layers[i];
+      auto *s = &shares_[i * kMatrices];
+      cut({&l.q, &l.k, &l.v}, false, threads, s);
+      cut({&l.o}, false, threads, s + 3);
+      cut({&l.gate, &l.up}, true, threads, s + 4);
+      cut({&l.down}, false, threads, s + 6);
+    }
+    cut({&model_.head}, false, threads, &shares_.back());
+  }
+  encoded_.resize(kinds_.size());
+  for (size_t i = 0; i < kinds_.size(); ++i) {
+    encoded_[i].resize(threads);
+    for (int t = 0; t < threads; ++t) encoded_[i][t].shape(*kinds_[i], t ? 1 : B, model_.precision);
+  }
+  size_t inner = 0;
+  for (const LayerWeights &l : model_.layers) inner = std::max(inner, padded(l.gate.N));
+  runs_ = (cache_.capacity + kRun - 1) / kRun + 1;
+  stream_.grow(B * padded(model_.width) * 4);
+  qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
+  hidden_.grow(B * inner * 2 * 4);
+  parts_.grow(size_t(B) * H * runs_ * sizeof(Attended));
+  sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
+  angles_.grow(size_t(B) * padded(D) * 4);
+  logits_.grow(size_t(B) * padded(model_.head.N) * 4);
+  // A thread's own: the input of a product, its output, a query, a key, a value, scores.
+  scratch_floats_ = B * widest * 2 + 4 * padded(D) + padded(kRun + 1);
+  scratch_.grow(threads * scratch_floats_ * 4);
+  best_.assign(size_t(threads) * B, 0);
+  if (threads != threads_) meeting_.reset(threads);
+  threads_ = threads, B_ = B;
+}
+
+struct Decoder::Work {
+  Decoder &d;
+  const int64_t *token, *position, *row;
+  const int t, n, B;
+  float *logits;
+  int64_t *best;
+
+  const Model &model = d.model_;
+  const Ops &ops = *d.ops_;
+  const int width = model.width, H = model.heads, Hkv = model.kv_heads, D = model.head_size;
+  const size_t ld = padded(width), ld_qkv = padded(size_t(H + 2 * Hkv) * D), ld_in = padded(std::max(width, H *D));
+  float *const stream = floats_of(d.stream_), *const qkv = floats_of(d.qkv_);
+  // With one row every thread has an input of its own; more rows are shared and lie in the first thread's.
+  const bool alone = B == 1;
+  float *const own = floats_of(d.scratch_) + t * d.scratch_floats_;
+  float *const input = alone ? own : floats_of(d.scratch_);
+  float *const output = own + B * ld_in, *const head_scratch = output + B * ld_in;
+  const int in0 = alone ? 0 : part(B, t, n), in1 = alone ? 1 : part(B, t + 1, n);
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point last{};
+
+  void run() {
+    if (d.timing_) last = Clock::now();
+    embed();
+    meet(Embed);
+    for (size_t i = 0; i < model.layers.size(); ++i) {
+      const LayerWeights &l = model.layers[i];
+      const std::vector<Share> *share = &d.shares_[i * kMatrices];
+      warm(l.q, share[0][t]);
+      norm(l.norm_attention);
+      encode({&l.q, &l.k, &l.v}, input, ld_in);
+      float *q = qkv, *k = q + H * D, *v = k + Hkv * D;
+      multiply(l.q, share[0], input, ld_in, q, ld_qkv);
+      multiply(l.k, share[1], input, ld_in, k, ld_qkv);
+      multiply(l.v, share[2], input, ld_in, v, ld_qkv);
+      meet(Qkv);
+      attention(l, int(i));
+      meet(Attention);
+      warm(l.o, share[3][t]);
+      combine_heads(l);
+      encode({&l.o}, input, ld_in);
+      multiply(l.o, share[3], input, ld_in, output, ld_in);
+      add_to_stream(share[3][t]);
+      meet(Output);
+      warm(l.gate, share[4][t]);
+      norm(l.norm_mlp);
+      encode({&l.gate, &l.up}, input, ld_in);
+      feed_forward(l, share);
+      meet(GateUp);
+      warm(l.down, share[6][t]);
+      const size_t inner = padded(l.gate.N);
+      encode({&l.down}, floats_of(d.hidden_), inner);
+      multiply(l.down, share[6], floats_of(d.hidden_), inner, output, ld_in);
+      add_to_stream(share[6][t]);
+      meet(Down);
+    }
+    warm(model.head, d.shares_.back()[t]);
+    norm(model.norm);
+    encode({&model.head}, input, ld_in);
+    finish();
+  }
+
+  void meet(Phase phase) {
+    if (!d.timing_ || t > 0) return d.meeting_.arrive_and_wait(t, n);
+    const auto here = Clock::now();
+    d.meeting_.arrive_and_wait(t, n);
+    d.waited_ += seconds_since(here);
+    d.seconds_[phase] += seconds_since(last);
+    last = Clock::now();
+  }
+
+  static double seconds_since(Clock::time_point then) {
+    return std::chrono::duration<double>(Clock::now() - then).count();
+  }
+
+  void embed() {
+    for (int b = part(B, t, n); b < part(B, t + 1, n); ++b) {
+      float *x = stream + b * ld;
+      if (model.embedding.coded)
+        dequantize_row(*model.embedding.coded, int(token[b]), x);
+      else
+        ops.load(model.embedding.dense.type, model.embedding.dense.row(int(token[b])), x, width);
+      float *cos = floats_of(d.angles_) + b * padded(D), *sin = cos + D / 2;
+      for (int i = 0; i < D / 2; ++i) {
+        const float angle = static_cast<float>(position[b]) * model.frequency[i];
+        cos[i] = std::cos(angle), sin[i] = std::sin(angle);
+      }
+    }
+  }
+
+  // Ask for the first lines of the matrix: they arrive while its input is prepared. No more than a core keeps in
+  // flight, or the preparation would wait behind them.
+  static void warm(const Matrix &m, const Share &s) {
+    auto [at, end] = m.bytes(s.row0, s.row1);
+    end = std::min(end, at + 32 * 64);
+    for (; at < end; at += 64) __builtin_prefetch(at);
+  }
+
+  void norm(const float *weight) {
+    for (int b = in0; b < in1; ++b) ops.rms_norm(stream + b * ld, weight, model.norm_eps, width, input + b * ld_in);
+  }
+
+  // Turn this thread's rows of x into the integers that the matrices take; afterwards all rows are ready.
+  void encode(std::initializer_list<const Matrix *> group, const float *x, size_t ldx) {
+    uint64_t done = 0;  // bit i: encoding i
+    for (const Matrix *m : group) {
+      if (m->kind < 0 || done >> m->kind & 1) continue;
+      encode_rows(d.encoded_[m->kind][alone ? t : 0], x, ldx, in0, in1);
+      done |= uint64_t{1} << m->kind;
+    }
+    if (!alone) d.meeting_.arrive_and_wait(t, n);
+    if (d.timing_ && t == 0) d.prepared_ += seconds_since(last);
+  }
+
+  void multiply(const Matrix &m, const std::vector<Share> &shares, const float *x, size_t ldx, float *y, size_t ldy) {
+    const auto [row0, row1] = shares[t];
+    if (row0 >= row1) return;
+    if (m.coded)
+      matmul_rows(*m.coded, d.encoded_[m.kind][alone ? t : 0], y, ldy, row0, row1);
+    else
+      ops.dense(m.dense, x, ldx, B, y, ldy, row0, row1);
+    if (m.bias)
+      for (int b = 0; b < B; ++b) ops.add(y + b * ldy + row0, m.bias + row0, row1 - row0);
+  }
+
+  void add_to_stream(const Share &s) {
+    for (int b = 0; b < B; ++b) ops.add(stream + b * ld + s.row0, output + b * ld_in + s.row0, s.row1 - s.row0);
+  }
+
+  // The runs of keys that row b sees: [first, last] in steps of kRun from position 0 on.
+  int first_key(const LayerWeights &l, int b) const {
+    return l.window && position[b] >= l.window ? int(position[b]) - l.window + 1 : 0;
+  }
+
+  // Pieces of work: row of the batch, kv head, run of keys, query head; neighbours read the same keys. Each thread
+  // takes those whose middle lies in its share of all keys.
+  void attention(const LayerWeights &l, int layer) {
+    const int G = H / Hkv;
+    int64_t total = 0, done = 0;
+    constexpr int kFixed = 16;  // what a piece costs besides its keys, in keys
+    for (int b = 0; b < B; ++b) {
+      const int first = first_key(l, b), last = int(position[b]);
+      total += int64_t(H) * (last - first + 1 + kFixed * (last / kRun - first / kRun + 1));
+    }
+    for (int b = 0; b < B; ++b) {
+      const int first = first_key(l, b), last = int(position[b]);
+      for (int kv = 0; kv < Hkv; ++kv)
+        for (int run = first / kRun; run <= last / kRun; ++run) {
+          const int from = std::max(first, run * kRun), to = std::min(last, run * kRun + kRun - 1);
+          const int cost = to - from + 1 + kFixed;
+          for (int g = 0; g < G; ++g, done += cost) {
+            const int64_t middle = 2 * done + cost;  // twice
+            if (middle * n >= 2 * total * t && middle * n < 2 * total * (t + 1))
+              attend(l, layer, b, kv, kv * G + g, from, to, run - first / kRun);
+          }
+        }
+    }
+  }
+
+  void attend(const LayerWeights &l, int layer, int b, int kv, int head, int from, int to, int run) {
+    const float *row_qkv = qkv + b * ld_qkv, *cos = floats_of(d.angles_) + b * padded(D), *sin = cos + D / 2;
+    float *q = head_scratch, *key = q + padded(D), *new_k = key + padded(D), *new_v = new_k + padded(D);
+    const Number type = d.cache_.type;
+    const size_t row_bytes = D * size_of(type), plane = size_t(d.cache_.capacity) * row_bytes;
+    uint8_t *k = d.cache_.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane;
+    uint8_t *v = k + size_t(d.cache_.rows) * Hkv * plane;
+
+    for (int i = 0; i < 16; ++i) __builtin_prefetch(k + from * row_bytes + i * 64);
+
+    const auto place = [&](const float *from_row, const float *norm, float *out) {
+      if (norm)
+        ops.rms_norm(from_row, norm, model.norm_eps, D, out);
+      else
+        std::copy_n(from_row, D, out);
+      ops.turn(out, cos, sin, D);
+    };
+    place(row_qkv + head * D, l.q_norm, q);
+    ops.scale(q, 1.0f / std::sqrt(static_cast<float>(D)), D);
+    std::fill(q + D, q + padded(D), 0.0f);
+
+    Attend a{type,          D,       q,       k + from * row_bytes, v + from * row_bytes,
+             to - from + 1, nullptr, nullptr, new_v + padded(D)};
+    if (to == position[b]) {  // every head computes the new key again rather than wait for the one that stores it
+      place(row_qkv + (H + kv) * D, l.k_norm, key);
+      uint8_t *own_k = reinterpret_cast<uint8_t *>(new_k), *own_v = reinterpret_cast<uint8_t *>(new_v);
+      ops.store(type, key, own_k, D);
+      ops.store(type, row_qkv + (H + Hkv + kv) * D, own_v, D);
+      a.k_own = own_k, a.v_own = own_v;
+      --a.count;
+      if (head % (H / Hkv) == 0) {
+        std::copy_n(own_k, row_bytes, k + to * row_bytes);
+        std::copy_n(own_v, row_bytes, v + to * row_bytes);
+      }
+    }
+    const size_t at = (size_t(b) * H + head) * d.runs_ + run;
+    reinterpret_cast<Attended *>(d.parts_.data())[at] = ops.attend(a, floats_of(d.sums_) + at * padded(D));
+  }
+
+  void combine_heads(const LayerWeights &l) {
+    for (int b = in0; b < in1; ++b) {
+      const int runs = int(position[b]) / kRun - first_key(l, b) / kRun + 1;
+      for (int h = 0; h < H; ++h) {
+        const size_t at = (size_t(b) * H + h) * d.runs_;
+        ops.combine(reinterpret_cast<const Attended *>(d.parts_.data()) + at, floats_of(d.sums_) + at * padded(D),
+                    padded(D), runs, D, input + b * ld_in + h * D);
+      }
+    }
+  }
+
+  void feed_forward(const LayerWeights &l, const std::vector<Share> *share) {
+    const size_t inner = padded(l.gate.N);
+    float *gate = floats_of(d.hidden_), *up = gate + B * inner;
+    multiply(l.gate, share[4], input, ld_in, gate, inner);
+    multiply(l.up, share[5], input, ld_in, up, inner);
+    const auto [row0, row1] = share[4][t];
+    for (int b = 0; b < B; ++b) ops.silu_mul(gate + b * inner + row0, up + b * inner + row0, row1 - row0);
+  }
+
+  void finish() {
+    const int V = model.head.N;
+    float *y = logits ? logits : floats_of(d.logits_);
+    const size_t ldy = logits ? V : padded(V);
+    const Share share = d.shares_.back()[t];
+    multiply(model.head, d.shares_.back(), input, ld_in, y, ldy);
+    if (best)
+      for (int b = 0; b < B; ++b)
+        d.best_[size_t(t) * B + b] =
+            share.row0 < share.row1 ? share.row0 + ops.argmax(y + b * ldy + share.row0, share.row1 - share.row0) : -1;
+    meet(Head);
+    if (!best || t > 0) return;
+    for (int b = 0; b < B; ++b) {
+      best[b] = d.best_[b];
+      for (int i = 1; i < n; ++i) {  // in the order of rows: the first of equals wins
+        const int64_t other = d.best_[size_t(i) * B + b];
+        if (other >= 0 && (best[b] < 0 || y[b * ldy + other] > y[b * ldy + best[b]])) best[b] = other;
+      }
+    }
+  }
+};
+
+void Decoder::step(const int64_t *token, const int64_t *position, const int64_t *row, int B, float *logits,
+                   int64_t *best) {
+  std::lock_guard lock(mutex_);
+  for (bool done = false; !done;) {
+    const int threads = Pool::get().threads();
+    arrange(threads, B);
+    Pool::get().run_team([&](int t, int n) {
+      if (n != threads) return;  // somebody changed the number since: arrange again
+      Work{*this, token, position, row, t, n, B, logits, best}.run();
+      if (t == 0) done = true;
+    });
+  }
+}
+
+}  // namespace crelle::cpu

@@ -1,0 +1,118 @@
+// One decode step of a Llama-family model: B tokens in, B rows of logits out, one parallel region in between.
+//
+// A step of a small model is 150 products of 5 to 10 microseconds each; what a framework does between two of them
+// costs as much. Here all threads walk through the layers together and meet at five barriers a layer:
+//
+//   attention input   norm, encode           q, k, v rows                       |
+//   attention         rope, append           (row, kv head, run of keys, head)  |
+//   attention output  combine, encode        o rows, added to the stream        |
+//   mlp input         norm, encode           gate and up rows, SiLU * mul       |
+//   mlp output        encode                 down rows, added to the stream     |
+//
+// What comes before a product is small and every thread does all of it for itself when B = 1: that is cheaper than one
+// more barrier. With more rows the threads share them and meet once more. Which thread computes a row never changes
+// the row, so results are the same for any number of threads.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "activations.h"
+#include "meeting.h"
+#include "memory.h"
+#include "ops.h"
+#include "pool.h"
+#include "weight.h"
+
+namespace crelle::cpu {
+
+// A prepared quantized matrix, or a plain one where it lies; borrowed.
+struct Matrix {
+  const Weight *coded = nullptr;
+  Dense dense;
+  const float *bias = nullptr;  // [N] or none
+  int N = 0, K = 0;
+  int kind = -1;  // which of the decoder's encodings of its input it takes; -1: the plain floats
+
+  int unit() const { return coded ? coded->R : 16; }  // rows that shares of threads are made of
+  double bytes_per_row() const;
+  std::pair<const uint8_t *, const uint8_t *> bytes(int row0, int row1) const;  // where the rows of a share lie
+};
+
+struct LayerWeights {
+  Matrix q, k, v, o, gate, up, down;
+  const float *norm_attention = nullptr, *norm_mlp = nullptr;  // [width]
+  const float *q_norm = nullptr, *k_norm = nullptr;            // [D] or none
+  int window = 0;                                              // how far back attention sees; 0: all the way
+};
+
+struct Model {
+  int width = 0, heads = 0, kv_heads = 0, head_size = 0;
+  float norm_eps = 0;
+  std::vector<float> frequency;  // [D/2], radians per position
+  Matrix embedding, head;
+  const float *norm = nullptr;
+  std::vector<LayerWeights> layers;
+  Precision precision = Precision::Exact;
+
+  std::string problem() const;  // what does not fit together, or empty
+};
+
+// Keys and values of all layers, each [2, rows, kv_heads, capacity, head_size]; borrowed.
+struct Cache {
+  Number type = Number::F32;
+  int rows = 0, capacity = 0;
+  std::vector<uint8_t *> layers;
+};
+
+class Decoder {
+public:
+  static constexpr int kRows = 16;  // tokens of a step, at most
+  static constexpr int kRun = 64;   // keys of one piece of attention work
+  enum Phase { Embed, Qkv, Attention, Output, GateUp, Down, Head, kPhases };
+
+  explicit Decoder(Model model);
+
+  void set_cache(Cache cache);
+  const Cache &cache() const { return cache_; }
+  const Model &model() const { return model_; }
+
+  // Token i stands at position[i] of cache row row[i]. logits [B, V] may be null; best [B] may be null.
+  void step(const int64_t *token, const int64_t *position, const int64_t *row, int B, float *logits, int64_t *best);
+
+  // Seconds that thread 0 has spent in each phase, the barrier at its end included, since it was asked to look.
+  void time_phases(bool on);
+  const double *seconds() const { return seconds_; }
+  double waited() const { return waited_; }      // of these, at barriers
+  double prepared() const { return prepared_; }  // of these, on norms and encodings before a product
+
+private:
+  struct Share {
+    int row0, row1;
+  };
+  struct Work;  // what one thread does in one step
+
+  void arrange(int threads, int B);
+  int kind_of(const Matrix &m);
+
+  Model model_;
+  Cache cache_;
+  const Ops *ops_;
+  std::mutex mutex_;
+  Meeting meeting_;
+  int threads_ = 0, B_ = 0;                        // what the buffers below are arranged for
+  std::vector<const Weight *> kinds_;              // one weight for every way in which activations are encoded
+  std::vector<std::vector<Activations>> encoded_;  // [kind][thread]
+  std::vector<std::vector<Share>> shares_;         // [layer * 7 + matrix, head at the end][thread]
+  Buffer stream_, qkv_, hidden_, sums_, parts_, angles_, logits_, scratch_;
+  size_t scratch_floats_ = 0;  // of one thread
+  int runs_ = 0;               // of the longest sequence that fits the cache
+  std::vector<int64_t> best_;  // [thread][B]
+  bool timing_ = false;
+  double seconds_[kPhases] = {}, waited_ = 0, prepared_ = 0;
+};
+
+}  // namespace crelle::cpu

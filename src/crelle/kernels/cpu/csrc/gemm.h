@@ -1,0 +1,35 @@
+// Products with many rows of x (prefill): the weights are turned into numbers block by block and multiplied as tiles.
+//
+// A Gemm is an addition to an instruction set whose streams it can read. It works in two phases over the pool:
+//   pack   x [M, K] into tiles of 16 rows, shared by all threads
+//   run    output rows of one thread; the block's numbers stay in L2 while all tiles of x pass by
+#pragma once
+
+#include <cstddef>
+
+#include "activations.h"
+#include "weight.h"
+
+namespace crelle::cpu {
+
+struct Gemm {
+  int rows;  // of x from which on this is the faster way
+  size_t (*pack_bytes)(const Weight &w, int M, Precision p);
+  void (*pack)(const Weight &w, const float *x, int M, Precision p, uint8_t *out, int tile0, int tile1);
+  void (*run)(const Weight &w, const uint8_t *packed, int M, Precision p, float *y, size_t ldy, int b0, int b1);
+  // The same for x and y that lie in tiles of 16 rows side by side, x [K][16], y [N, padded to whole blocks][16]: no
+  // transposition anywhere. Pack one tile; multiply all of them, tile t of y at t * pitch, replaced or added to.
+  void (*pack_tile)(const Weight &w, const float *x, Precision p, uint8_t *out);
+  void (*run_tiles)(const Weight &w, const uint8_t *packed, int tiles, Precision p, float *y, size_t pitch, bool add,
+                    int b0, int b1);
+};
+
+constexpr int kTileRows = 16;
+inline int tiles_of(int M) { return (M + kTileRows - 1) / kTileRows; }
+
+#if defined(__x86_64__)
+extern const Gemm kAmxGemm;
+bool request_amx();  // ask the kernel for the tile registers; false when it refuses
+#endif
+
+}  // namespace crelle::cpu

@@ -1,0 +1,87 @@
+#include "isa.h"
+
+#include <atomic>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace crelle::cpu {
+
+#if defined(__x86_64__)
+namespace {
+
+struct Features {
+  bool avx2 = false, avx512 = false, vbmi = false, amx = false;
+};
+
+// cpuid says what the core has, xgetbv which registers the system saves; both must agree.
+Features detect() {
+  Features f;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(1, 0, &a, &b, &c, &d)) return f;
+  const bool fma = c >> 12 & 1, osxsave = c >> 27 & 1, avx = c >> 28 & 1, f16c = c >> 29 & 1;
+  if (!osxsave || !avx) return f;
+  unsigned lo, hi;
+  __asm__("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+  const bool ymm = (lo & 0x06) == 0x06, zmm = (lo & 0xe6) == 0xe6;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return f;
+  const bool avx2 = b >> 5 & 1;
+  const bool foundation = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+  const bool vbmi = c >> 1 & 1, vnni = c >> 11 & 1;
+  f.avx2 = ymm && avx2 && fma && f16c;
+  f.avx512 = f.avx2 && zmm && foundation && dq && bw && vl;
+  f.vbmi = f.avx512 && vbmi && vnni;
+  const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1, tiles_saved = (lo >> 17 & 3) == 3;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return f;
+  const bool avx512_bf16 = a >> 5 & 1;
+  f.amx = f.vbmi && avx512_bf16 && amx_bf16 && amx_tile && tiles_saved && request_amx();
+  return f;
+}
+
+}  // namespace
+#endif
+
+const std::vector<const Isa *> &isas() {
+  static const std::vector<const Isa *> list = [] {
+    std::vector<const Isa *> v;
+#if defined(__x86_64__)
+    const Features f = detect();
+    static const Isa amx = [] {  // the streams of VBMI, tiles for many rows
+      Isa isa = kVbmi;
+      isa.name = "amx";
+      isa.gemm = &kAmxGemm;
+      return isa;
+    }();
+    if (f.amx) v.push_back(&amx);
+    if (f.vbmi) v.push_back(&kVbmi);
+    if (f.avx512) v.push_back(&kAvx512);
+    if (f.avx2) v.push_back(&kAvx2);
+#elif defined(__aarch64__)
+    v.push_back(&kNeon);
+#endif
+    v.push_back(&kGeneric);
+    return v;
+  }();
+  return list;
+}
+
+namespace {
+std::atomic<const Isa *> chosen{nullptr};
+}
+
+const Isa &isa() {
+  const Isa *p = chosen.load(std::memory_order_relaxed);
+  return p ? *p : *isas().front();
+}
+
+bool set_isa(const std::string &name) {
+  for (const Isa *p : isas())
+    if (name == p->name) {
+      chosen.store(p, std::memory_order_relaxed);
+      return true;
+    }
+  return false;
+}
+
+}  // namespace crelle::cpu

@@ -1,0 +1,156 @@
+// The Python face of the module: arrays in and out, the GIL released while the work is done.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <optional>
+#include <stdexcept>
+
+#include "isa.h"
+#include "matmul.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace crelle::cpu;
+
+void bind_timing(nb::module_ &m);   // timing.cpp
+void bind_decoder(nb::module_ &m);  // decoder_bindings.cpp
+
+namespace {
+
+template <class T, int Dim>
+using In = nb::ndarray<const T, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
+template <class T, int Dim>
+using Out = nb::ndarray<T, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char *what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+Stored stored(Kind kind, const In<uint8_t, 3> &planes, int K, int G) {
+  require(planes.shape(0) >= 1 && planes.shape(0) <= 8, "planes must be 1 to 8");
+  require(K >= 1 && planes.shape(2) == size_t(K + 7) / 8, "planes must be [P, N, ceil(K/8)]");
+  require(G >= 1 && G <= K && (G == K || G % 8 == 0), "the group must be K or a multiple of 8");
+  return {kind, int(planes.shape(1)), K, int(planes.shape(0)), G, planes.data(), nullptr, nullptr, nullptr};
+}
+
+Weight prepare_bcq(In<uint8_t, 3> planes, int K, int G, In<float, 3> alpha, std::optional<In<float, 2>> z) {
+  Stored s = stored(Kind::Bcq, planes, K, G);
+  const size_t C = Plan(K, G).groups;
+  require(alpha.shape(0) == size_t(s.P) && alpha.shape(1) == size_t(s.N) && alpha.shape(2) == C,
+          "alpha must be [P, N, ceil(K/G)]");
+  require(!z || (z->shape(0) == size_t(s.N) && z->shape(1) == C), "z must be [N, ceil(K/G)]");
+  s.scale = alpha.data();
+  s.z = z ? z->data() : nullptr;
+  nb::gil_scoped_release release;
+  return prepare_weight(s, isa());
+}
+
+Weight prepare_uniform(In<uint8_t, 3> planes, int K, int G, In<float, 2> scale, std::optional<In<uint8_t, 2>> zero) {
+  Stored s = stored(Kind::Uniform, planes, K, G);
+  const size_t C = Plan(K, G).groups;
+  require(scale.shape(0) == size_t(s.N) && scale.shape(1) == C, "scale must be [N, ceil(K/G)]");
+  require(!zero || (zero->shape(0) == size_t(s.N) && zero->shape(1) == C), "zero must be [N, ceil(K/G)]");
+  s.scale = scale.data();
+  s.zero = zero ? zero->data() : nullptr;
+  nb::gil_scoped_release release;
+  return prepare_weight(s, isa());
+}
+
+Precision precision_of(const std::string &name) {
+  if (name == "int8") return Precision::Int8;
+  if (name == "exact") return Precision::Exact;
+  throw std::invalid_argument("precision must be 'int8' or 'exact', got '" + name + "'");
+}
+
+void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::string &precision) {
+  require(x.shape(1) == size_t(w.K), "x must be [M, K]");
+  require(y.shape(0) == x.shape(0) && y.shape(1) == size_t(w.N), "y must be [M, N]");
+  const Precision p = precision_of(precision);
+  nb::gil_scoped_release release;
+  matmul(x.data(), int(x.shape(0)), w, y.data(), p);
+}
+
+void py_prepare(Activations &a, In<float, 2> x, const Weight &w, const std::string &precision) {
+  require(x.shape(1) == size_t(w.K), "x must be [M, K]");
+  const Precision p = precision_of(precision);
+  nb::gil_scoped_release release;
+  prepare_activations(a, x.data(), int(x.shape(0)), w, p);
+}
+
+void py_matmul_prepared(const Activations &a, const Weight &w, Out<float, 2> y) {
+  require(a.fits(w), "the activations were prepared for a weight of another group size, width or layout");
+  require(y.shape(0) == size_t(a.M) && y.shape(1) == size_t(w.N), "y must be [M, N]");
+  nb::gil_scoped_release release;
+  matmul(w, a, y.data(), w.N);
+}
+
+void py_dequantize(const Weight &w, Out<float, 2> out) {
+  require(out.shape(0) == size_t(w.N) && out.shape(1) == size_t(w.K), "out must be [N, K]");
+  nb::gil_scoped_release release;
+  Pool::get().run([&](int t, int n) {
+    for (int r = part(w.N, t, n); r < part(w.N, t + 1, n); ++r) dequantize_row(w, r, out.data() + size_t(r) * w.K);
+  });
+}
+
+uint64_t py_read(const Weight &w) {
+  nb::gil_scoped_release release;
+  std::atomic<uint64_t> all{0};
+  Pool::get().run([&](int t, int n) {
+    const int b0 = part(w.blocks, t, n), b1 = part(w.blocks, t + 1, n);
+    all ^= isa().read(w.block(b0), size_t(b1 - b0) * w.block_bytes);
+  });
+  return all;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "Crelle's CPU kernels: products with bit-plane and integer-coded matrices";
+
+  nb::class_<Weight>(m, "Weight", "A matrix laid out for one instruction set; immutable.")
+      .def_prop_ro("shape", [](const Weight &w) { return nb::make_tuple(w.N, w.K); })
+      .def_ro("bits", &Weight::P)
+      .def_prop_ro("group", [](const Weight &w) { return w.plan.G; })
+      .def_prop_ro("kind", [](const Weight &w) { return w.kind == Kind::Bcq ? "bcq" : "uniform"; })
+      .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
+      .def_prop_ro("nbytes", [](const Weight &w) { return w.blocks * w.block_bytes; })
+      .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
+      .def("dequantize", &py_dequantize, "out"_a.noconvert());
+
+  nb::class_<Activations>(m, "Activations", "x turned into integers once, for every weight that fits.")
+      .def(nb::init<>())
+      .def("prepare", &py_prepare, "x"_a.noconvert(), "weight"_a, "precision"_a)
+      .def("fits", &Activations::fits, "weight"_a)
+      .def("matmul", &py_matmul_prepared, "weight"_a, "y"_a.noconvert());
+
+  m.def("prepare_bcq", &prepare_bcq, "planes"_a.noconvert(), "K"_a, "group"_a, "alpha"_a.noconvert(),
+        "z"_a.none().noconvert() = nb::none());
+  m.def("prepare_uniform", &prepare_uniform, "planes"_a.noconvert(), "K"_a, "group"_a, "scale"_a.noconvert(),
+        "zero"_a.none().noconvert() = nb::none());
+  m.def("matmul", &py_matmul, "x"_a.noconvert(), "weight"_a, "y"_a.noconvert(), "precision"_a);
+
+  bind_timing(m);
+  bind_decoder(m);
+  m.def(
+      "isas",
+      [] {
+        std::vector<std::string> names;
+        for (const Isa *p : isas()) names.emplace_back(p->name);
+        return names;
+      },
+      "Instruction sets this machine can run, the best first.");
+  m.def("isa", [] { return isa().name; }, "The one that weights are laid out for from now on.");
+  m.def(
+      "set_isa",
+      [](const std::string &name) {
+        if (!set_isa(name)) throw std::invalid_argument("this machine or build has no instruction set '" + name + "'");
+      },
+      "name"_a);
+  m.def("threads", [] { return Pool::get().threads(); });
+  m.def("set_threads", [](int n) { Pool::get().set_threads(n); }, "n"_a, "0: as many as the affinity mask allows.");
+}

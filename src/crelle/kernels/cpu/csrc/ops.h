@@ -1,0 +1,99 @@
+// The small work between the products of a decode step: one table of functions per instruction set.
+//
+// All of it is written once, over vectors of 16 floats (lanes.h), and compiled once per set of compiler flags:
+//   small_ops.h   RMSNorm, rope, SiLU * mul, sums, conversions, argmax
+//   dense.h       products with matrices that are not quantized
+//   attention.h   one query head over a run of cached keys and values
+// A result depends on its inputs only, never on which thread computed it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "isa.h"
+
+namespace crelle::cpu {
+
+enum class Number : uint8_t { F32, F16, BF16 };
+inline size_t size_of(Number n) { return n == Number::F32 ? 4 : 2; }
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat {
+  uint16_t bits;
+};
+
+// A plain matrix [N, K], rows one after the other; somebody else owns the memory, any alignment.
+struct Dense {
+  const uint8_t *data = nullptr;
+  Number type = Number::F32;
+  int N = 0, K = 0;
+
+  const uint8_t *row(int n) const { return data + size_t(n) * K * size_of(type); }
+};
+
+// One query head over the keys and values [count, D] of neighbouring positions and, apart from them, of the token
+// itself, which another thread may be writing into the cache at this moment.
+struct Attend {
+  Number type;  // of the cache
+  int D;
+  const float *q;        // [D rounded up to 16, zeros behind], turned and scaled
+  const uint8_t *k, *v;  // [count, D]
+  int count;
+  const uint8_t *k_own, *v_own;  // [D] or null
+  float *scores;                 // scratch, count + 1 rounded up to 16
+};
+
+// sum = sum_i exp(score_i - top), out [D] = sum_i exp(score_i - top) v_i; parts of a sequence are combined later.
+struct Attended {
+  float top, sum;
+};
+
+// A block of tokens, all query heads of one key/value head: see prefill_attention.h. Queries and outputs lie in tiles
+// of 16 tokens, [heads * D][16], `pitch` floats from tile to tile.
+constexpr int kBlockTokens = 48;
+struct AttendBlock {
+  Number type;           // of the cache
+  int D, heads, window;  // heads that share the keys; window 0: all the way back
+  int position, count;   // of the first token; tokens, at most kBlockTokens
+  size_t pitch;
+  const float *q;        // turned and scaled
+  const uint8_t *k, *v;  // from position 0 on; the tokens' own are there
+  float *out;
+};
+
+struct Ops {
+  const char *name;
+  void (*load)(Number type, const uint8_t *from, float *to, int n);
+  void (*store)(Number type, const float *from, uint8_t *to, int n);
+  void (*rms_norm)(const float *x, const float *weight, float eps, int n, float *y);  // y may be x
+  void (*turn)(float *x, const float *cos, const float *sin, int D);  // rope: pairs (i, i + D/2), angles [D/2]
+  void (*silu_mul)(float *gate, const float *up, int n);              // gate = silu(gate) * up
+  void (*add)(float *x, const float *y, int n);                       // x += y
+  void (*scale)(float *x, float factor, int n);
+  int (*argmax)(const float *x, int n);  // the first of equals; NaN never wins
+  // y[m, n] for M rows of x and outputs [row0, row1)
+  void (*dense)(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1);
+  Attended (*attend)(const Attend &a, float *out);
+  // out [D] = the softmax over `parts` runs; run i's sums are at sums + i * stride
+  void (*combine)(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out);
+  // Over tiles of 16 tokens, [n][16]: see tiles.h.
+  void (*tile_of_rows)(const float *rows, size_t ld, int count, int n, bool add, float *tile);
+  void (*rows_of_tile)(const float *tile, int count, int n, float *rows, size_t ld);
+  void (*norm_tile)(const float *x, const float *weight, float eps, int n, float *y);
+  void (*turn_tile)(float *x, const float *cos, const float *sin, float factor, int D);
+  void (*add_to_tile)(float *x, const float *bias, int n);
+  void (*attend_block)(const AttendBlock &a, float *scratch);
+  size_t (*attend_block_scratch)(int heads, int D);  // in floats
+};
+
+extern const Ops kOpsGeneric;
+#if defined(__x86_64__)
+extern const Ops kOpsAvx2, kOpsAvx512;
+#endif
+
+// The best of them for an instruction set that this machine can run.
+const Ops &ops_of(const Isa &isa);
+
+}  // namespace crelle::cpu

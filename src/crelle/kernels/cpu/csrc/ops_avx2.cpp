@@ -1,0 +1,43 @@
+// The small ops for AVX2 + FMA + F16C.
+#include <immintrin.h>
+
+#include "half.h"
+#include "ops.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace avx2 {
+
+#include "lanes.h"
+#include "small_ops.h"
+#include "dense.h"
+#include "attention.h"
+#include "tiles.h"
+#include "prefill_attention.h"
+
+}  // namespace avx2
+}  // namespace
+
+const Ops kOpsAvx2{"avx2",
+                   avx2::load_numbers,
+                   avx2::store_numbers,
+                   avx2::rms_norm,
+                   avx2::turn,
+                   avx2::silu_mul,
+                   avx2::add,
+                   avx2::scale,
+                   avx2::argmax,
+                   avx2::dense,
+                   avx2::attend,
+                   avx2::combine,
+                   avx2::tile_of_rows,
+                   avx2::rows_of_tile,
+                   avx2::norm_tile,
+                   avx2::turn_tile,
+                   avx2::add_to_tile,
+                   avx2::attend_block,
+                   avx2::attend_block_scratch};
+
+}  // namespace crelle::cpu

@@ -1,0 +1,43 @@
+// The small ops for AVX-512 F/BW/VL/DQ.
+#include <immintrin.h>
+
+#include "half.h"
+#include "ops.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace avx512 {
+
+#include "lanes.h"
+#include "small_ops.h"
+#include "dense.h"
+#include "attention.h"
+#include "tiles.h"
+#include "prefill_attention.h"
+
+}  // namespace avx512
+}  // namespace
+
+const Ops kOpsAvx512{"avx512",
+                     avx512::load_numbers,
+                     avx512::store_numbers,
+                     avx512::rms_norm,
+                     avx512::turn,
+                     avx512::silu_mul,
+                     avx512::add,
+                     avx512::scale,
+                     avx512::argmax,
+                     avx512::dense,
+                     avx512::attend,
+                     avx512::combine,
+                     avx512::tile_of_rows,
+                     avx512::rows_of_tile,
+                     avx512::norm_tile,
+                     avx512::turn_tile,
+                     avx512::add_to_tile,
+                     avx512::attend_block,
+                     avx512::attend_block_scratch};
+
+}  // namespace crelle::cpu

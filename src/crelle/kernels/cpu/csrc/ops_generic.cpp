@@ -1,0 +1,41 @@
+// The small ops for any machine: the compiler's own choice of vectors.
+#include "half.h"
+#include "ops.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace generic {
+
+#include "lanes.h"
+#include "small_ops.h"
+#include "dense.h"
+#include "attention.h"
+#include "tiles.h"
+#include "prefill_attention.h"
+
+}  // namespace generic
+}  // namespace
+
+const Ops kOpsGeneric{"generic",
+                      generic::load_numbers,
+                      generic::store_numbers,
+                      generic::rms_norm,
+                      generic::turn,
+                      generic::silu_mul,
+                      generic::add,
+                      generic::scale,
+                      generic::argmax,
+                      generic::dense,
+                      generic::attend,
+                      generic::combine,
+                      generic::tile_of_rows,
+                      generic::rows_of_tile,
+                      generic::norm_tile,
+                      generic::turn_tile,
+                      generic::add_to_tile,
+                      generic::attend_block,
+                      generic::attend_block_scratch};
+
+}  // namespace crelle::cpu

@@ -1,0 +1,143 @@
+// Attention of a block of queries over all keys that they see, in f32 whatever the cache holds.
+//
+// Lanes are queries: 16 tokens of one head, as in tiles.h. Scores, softmax and outputs then need no sums across lanes,
+// and keys and values are read as they lie, a number at a time for all lanes. Query heads that share keys stand side
+// by side. Keys come in runs of kKeys; the softmax is kept up to date from run to run (largest score so far, sum,
+// weighted values), so that a run's scores never leave L1.
+//
+// Included inside a namespace of the including file, after lanes.h and small_ops.h.
+
+constexpr int kKeys = 64;                                     // of a run
+constexpr int kBeside = kRegisters >= 32 ? 3 : 1;             // vectors of queries at a time
+constexpr int kDeep = kRegisters >= 32 ? 8 : kRegisters / 2;  // keys, or numbers of a value, at a time
+
+// Vectors of queries that are looked at together, and what is known of them so far.
+template <int W>
+struct Queries {
+  const float *q[W];  // [D][16]
+  float *out[W];      // [D][16]
+  float *top[W], *total[W];
+  int position[W];  // of lane 0
+};
+
+// Scores of R keys for W vectors of queries: out [R][W].
+template <int R, int W>
+CRELLE_INLINE void block_scores(const float *k, const Queries<W> &a, int D, float *out) {
+  Vec sums[R][W] = {};
+  for (int d = 0; d < D; ++d) {
+    Vec v[W];
+    for (int w = 0; w < W; ++w) v[w] = load(a.q[w] + d * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int w = 0; w < W; ++w) sums[r][w] += v[w] * k[size_t(r) * D + d];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) store(out + (r * W + w) * kLanes, sums[r][w]);
+}
+
+// Numbers [d, d + R) of the outputs: out = out * factor + sum over keys of weight * value.
+template <int R, int W>
+CRELLE_INLINE void block_values(const float *v, const float *weights, int keys, int D, const Vec (&factor)[W], int d,
+                                const Queries<W> &a) {
+  Vec sums[R][W];
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) sums[r][w] = load(a.out[w] + (d + r) * kLanes) * factor[w];
+  for (int i = 0; i < keys; ++i) {
+    Vec p[W];
+    for (int w = 0; w < W; ++w) p[w] = load(weights + (i * W + w) * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int w = 0; w < W; ++w) sums[r][w] += p[w] * v[size_t(i) * D + d + r];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) store(a.out[w] + (d + r) * kLanes, sums[r][w]);
+}
+
+// Scores of one vector of queries to weights, exp(score - largest so far); returns what earlier weights shrink by.
+template <int W>
+CRELLE_INLINE Vec block_softmax(float *s, int from, int keys, int position, int window, float *tops, float *totals) {
+  if (from + keys - 1 > position || (window && from <= position + kLanes - 1 - window)) {
+    const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Int here = lane + position, oldest = window ? here - window : Int{} - 1;
+    for (int i = 0; i < keys; ++i) {
+      const Int key = Int{} + (from + i);
+      store(s + i * W * kLanes, (key <= here) & (key > oldest) ? load(s + i * W * kLanes) : all(-__builtin_inff()));
+    }
+  }
+  const Vec before = load(tops);
+  Vec top = before, total = {};
+  for (int i = 0; i < keys; ++i) top = larger(load(s + i * W * kLanes), top);
+  for (int i = 0; i < keys; ++i) {
+    const Vec x = load(s + i * W * kLanes) - top, e = x < -87.0f ? Vec{} : exp_of(x);
+    store(s + i * W * kLanes, e);
+    total += e;
+  }
+  const Vec change = before - top, factor = change < -87.0f ? Vec{} : exp_of(change);
+  store(tops, top);
+  store(totals, load(totals) * factor + total);
+  return factor;
+}
+
+// Keys and values [from, from + keys).
+template <int W>
+void block_run(const AttendBlock &b, const Queries<W> &a, const float *k, const float *v, int from, int keys,
+               float *scores) {
+  const int D = b.D;
+  int i = 0;
+  for (; i + kDeep <= keys; i += kDeep) block_scores<kDeep, W>(k + size_t(i) * D, a, D, scores + i * W * kLanes);
+  for (; i < keys; ++i) block_scores<1, W>(k + size_t(i) * D, a, D, scores + i * W * kLanes);
+  Vec factor[W];
+  for (int w = 0; w < W; ++w)
+    factor[w] = block_softmax<W>(scores + w * kLanes, from, keys, a.position[w], b.window, a.top[w], a.total[w]);
+  int d = 0;
+  for (; d + kDeep <= D; d += kDeep) block_values<kDeep, W>(v, scores, keys, D, factor, d, a);
+  for (; d < D; ++d) block_values<1, W>(v, scores, keys, D, factor, d, a);
+}
+
+inline size_t attend_block_scratch(int heads, int D) {  // in floats
+  return 2 * size_t(heads) * kBlockTokens + size_t{kKeys} * kBeside * kLanes + 2 * size_t{kKeys} * D;
+}
+
+inline void attend_block(const AttendBlock &b, float *scratch) {
+  const int D = b.D, tiles = (b.count + kLanes - 1) / kLanes, vectors = tiles * b.heads;
+  float *tops = scratch, *totals = tops + vectors * kLanes, *scores = totals + vectors * kLanes;
+  float *wide_k = scores + kKeys * kBeside * kLanes, *wide_v = wide_k + size_t{kKeys} * D;
+
+  const auto at = [&](int i) { return i / b.heads * b.pitch + size_t(i % b.heads) * D * kLanes; };  // of vector i
+  for (int i = 0; i < vectors; ++i) {
+    store(tops + i * kLanes, all(-1e30f));  // finite: a run that a query does not see changes nothing
+    store(totals + i * kLanes, Vec{});
+    __builtin_memset(b.out + at(i), 0, D * sizeof(Vec));
+  }
+
+  const size_t row = D * size_of(b.type);
+  const int end = b.position + b.count, oldest = b.window ? b.position - b.window + 1 : 0;
+  for (int from = oldest > 0 ? oldest / kKeys * kKeys : 0; from < end; from += kKeys) {
+    const int to = from + kKeys < end ? from + kKeys : end;
+    const float *k = reinterpret_cast<const float *>(b.k + from * row);
+    const float *v = reinterpret_cast<const float *>(b.v + from * row);
+    if (b.type != Number::F32) {
+      load_numbers(b.type, b.k + from * row, wide_k, (to - from) * D), k = wide_k;
+      load_numbers(b.type, b.v + from * row, wide_v, (to - from) * D), v = wide_v;
+    }
+    const auto look = [&](int i, auto beside) {
+      constexpr int W = decltype(beside)::value;
+      Queries<W> a;
+      for (int w = 0; w < W; ++w) {
+        a.q[w] = b.q + at(i + w), a.out[w] = b.out + at(i + w);
+        a.top[w] = tops + (i + w) * kLanes, a.total[w] = totals + (i + w) * kLanes;
+        a.position[w] = b.position + (i + w) / b.heads * kLanes;
+      }
+      const int last = a.position[W - 1] + kLanes;  // the first key that none of them sees
+      if (from >= last || (b.window && to <= a.position[0] - b.window + 1)) return;
+      block_run<W>(b, a, k, v, from, (to < last ? to : last) - from, scores);
+    };
+    int i = 0;
+    for (; i + kBeside <= vectors; i += kBeside) look(i, std::integral_constant<int, kBeside>{});
+    for (; i < vectors; ++i) look(i, std::integral_constant<int, 1>{});
+  }
+
+  for (int i = 0; i < vectors; ++i) {
+    const Vec inverse = 1.0f / load(totals + i * kLanes);
+    float *out = b.out + at(i);
+    for (int d = 0; d < D * kLanes; d += kLanes) store(out + d, load(out + d) * inverse);
+  }
+}

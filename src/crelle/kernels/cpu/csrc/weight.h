@@ -1,0 +1,82 @@
+// A weight matrix [N, K] laid out for one instruction set: one sequential stream of codes and scales.
+//
+// The stream is cut into blocks of R output rows. A block holds, in the order in which the kernel reads it,
+//
+//   zeros   uint8 [groups][R]                            uniform grids with stored zero points only
+//   for each group:
+//     scales  f16 or f32 [P][R] (BCQ), [R] (uniform)     then z [R] (BCQ with bias); padded to 64 bytes
+//     codes   [chunk][...]                               see Stream
+//
+// so that a thread reads one long run of memory: the hardware prefetcher follows it, and no second stream of scales
+// competes for it. Scales are kept as f16 when that loses nothing, as f32 otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "memory.h"
+#include "plan.h"
+
+namespace crelle::cpu {
+
+struct Isa;
+
+enum class Kind : uint8_t {
+  Bcq,      // w = z + sum_p alpha_p b_p
+  Uniform,  // w = scale (q - zero)
+};
+
+// How the codes lie in the stream, and what the activations must look like.
+enum class Stream : uint8_t {
+  // Bit-planes, a dword per row: [chunk][R/16][P][16 rows][4 bytes]. Byte j of a row's dword is 8 inputs of one plane.
+  // Activations: a table of 16 signed sums for every 4 inputs, four tables to a 64-byte register (vpermb).
+  QuadPlanes,
+  // Bit-planes, a byte per row: [chunk][4][P][R bytes]. Even bytes are rows 0...R/2-1, odd bytes the other half.
+  // Activations: the same tables, biased to be unsigned, one 16-byte lane each (pshufb, tbl).
+  BytePlanes,
+  // 4-bit codes: [chunk][4][R/16][16 rows][4 bytes]. Low nibbles are inputs 8v...8v+3, high nibbles 8v+4...8v+7.
+  // Activations: int8 digits, four to a dword (vpdpbusd).
+  Nibbles,
+  // 8-bit codes: [chunk][8][R/16][16 rows][4 bytes]. Activations: int8 digits.
+  Bytes,
+};
+
+inline bool takes_tables(Stream s) { return s == Stream::QuadPlanes || s == Stream::BytePlanes; }
+
+struct Weight {
+  const Isa *isa = nullptr;  // the kernels that understand this layout
+  Kind kind = Kind::Bcq;
+  Stream stream = Stream::QuadPlanes;
+  int N = 0, K = 0, P = 0;
+  Plan plan;
+  int R = 0;                 // rows of a block
+  int blocks = 0;            // ceil(N / R)
+  bool bias = false;         // BCQ: z present; uniform: zero points stored (absent: 2^(P-1))
+  bool wide_scales = false;  // f32 rather than f16
+  size_t chunk_bytes = 0;    // codes of one chunk of a block
+  size_t scale_bytes = 0;    // scales of one group of a block, padded
+  size_t zeros_bytes = 0;    // zero points of a block, padded
+  size_t block_bytes = 0;
+  Buffer data;
+
+  const uint8_t *block(int b) const { return data.data() + size_t(b) * block_bytes; }
+  size_t scale_size() const { return wide_scales ? 4 : 2; }
+};
+
+// Storage as crelle.formats.bcq defines it, scales widened to f32. Any pointer may be unaligned.
+struct Stored {
+  Kind kind;
+  int N, K, P, G;
+  const uint8_t *planes;  // [P, N, ceil(K/8)], plane 0 is the most significant
+  const float *scale;     // BCQ alpha [P, N, C]; uniform scale [N, C]
+  const float *z;         // BCQ bias [N, C] or null
+  const uint8_t *zero;    // uniform zero points [N, C] or null
+};
+
+// Lay a stored matrix out for `isa`. Runs on the pool.
+Weight prepare_weight(const Stored &s, const Isa &isa);
+
+// The numbers of row n, [K], from the prepared layout: for tests, embeddings and tied heads.
+void dequantize_row(const Weight &w, int n, float *out);
+
+}  // namespace crelle::cpu

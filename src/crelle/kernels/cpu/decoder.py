@@ -1,0 +1,227 @@
+"""The fused decode step: a whole Llama-family model in C++, one token per sequence at a time.
+
+    parts = ModelParts(width=..., layers=[LayerParts(...), ...], ...)
+    decoder = Decoder(parts)
+    logits = decoder.step(tokens, positions, kv)        # [B, V]; kv: per layer [2, rows, Hkv, capacity, D]
+
+It takes prepared weights (crelle.kernels.cpu.planes.CpuWeight) and plain tensors (f32, f16, bf16: read where they lie,
+widened in registers) as they come, and gives what the same layers give one by one in f32: the products are the same
+C++ kernels, the rest differs by the rounding of sums. `unsupported` says beforehand what cannot be fused.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import UnsupportedError
+from crelle.formats.base import QuantTensor
+from crelle.formats.dense import DENSE_DTYPES, DenseTensor
+from crelle.kernels.cpu import available, core
+from crelle.kernels.cpu.planes import CpuWeight, Precision
+from crelle.kernels.ops import Prepared
+
+Matrix = CpuWeight | Tensor  # [N, K]
+MAX_ROWS = 16  # sequences of one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinearParts:
+    """y = x @ W.T + bias."""
+
+    weight: Matrix
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerParts:
+    """One transformer layer."""
+
+    q: LinearParts
+    k: LinearParts
+    v: LinearParts
+    o: LinearParts
+    gate: LinearParts
+    up: LinearParts
+    down: LinearParts
+    norm_attention: Tensor  # [width]
+    norm_mlp: Tensor  # [width]
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    window: int | None = None  # how far back attention sees; None = all the way
+
+    def linears(self) -> dict[str, LinearParts]:
+        return {n: getattr(self, n) for n in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelParts:
+    """A model taken apart. Rope turns pairs (i, i + D/2) of a head by position * frequency[i]."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_eps: float
+    frequency: Tensor  # f32 [D/2]
+    embedding: Matrix  # [V, width]
+    layers: Sequence[LayerParts]
+    norm: Tensor  # [width]
+    head: LinearParts  # [V, width]; may share the embedding's memory
+
+
+def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
+    """Return what a decoder multiplies by in place of `prepared`, or why it cannot."""
+    if isinstance(w, DenseTensor):
+        return w.weight  # as stored: 16 bits are not widened in memory
+    if isinstance(prepared.data, CpuWeight | Tensor):
+        return prepared.data
+    return f"kernel '{prepared.kernel.name}' multiplies the format '{w.format}', which the fused step cannot"
+
+
+def unsupported(parts: ModelParts) -> str | None:
+    """Return why a model cannot be decoded by the fused step, or None when it can."""
+    if (reason := available()) is not None:
+        return f"the C++ extension {reason}"
+    if parts.head_size % 2:
+        return f"needs an even head size, got {parts.head_size}"
+    for name, m in _matrices(parts):
+        if isinstance(m, CpuWeight):
+            continue
+        if m.device.type != "cpu":
+            return f"runs on the CPU, {name} is on {m.device}"
+        if m.dtype not in DENSE_DTYPES:
+            return f"takes plain matrices of f32, f16 or bf16, {name} is {str(m.dtype).removeprefix('torch.')}"
+        if not m.is_contiguous():
+            return f"reads plain matrices row by row, {name} is not contiguous"
+    coded = [m for _, m in _matrices(parts) if isinstance(m, CpuWeight)]
+    if len(kinds := {m.precision for m in coded}) > 1:
+        return f"needs one precision in all layers, got {' and '.join(sorted(kinds))}"
+    if len(isas := {m.data.isa for m in coded}) > 1:
+        return f"needs weights laid out for one instruction set, got {' and '.join(sorted(isas))}"
+    return None
+
+
+class Decoder:
+    """Decode steps of one model. Keeps its parts alive; holds on to the cache of the latest step."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        if reason := unsupported(parts):
+            raise UnsupportedError(f"the fused decode step {reason}")
+        precisions: set[Precision] = {m.precision for _, m in _matrices(parts) if isinstance(m, CpuWeight)}
+        self.vocabulary = _shape(parts.head.weight)[0]
+        try:
+            self._core = core().Decoder(_plain(parts), precisions.pop() if precisions else "exact")
+        except ValueError as e:
+            raise UnsupportedError(f"the fused decode step cannot run this model: {e}") from e
+        self._kv: list[Tensor] = []
+
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: Sequence[Tensor],
+        *,
+        rows: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits f32 [B, V] for tokens [B] that stand at positions [B] (all int64) of the cache's rows.
+
+        Appends each token's key and value at its position and attends over [0, position]. `kv` holds per layer
+        [2, rows, Hkv, capacity, D] in f32, f16 or bf16; token i belongs to row rows[i], or to row i.
+        """
+        self._take_cache(kv)
+        logits = torch.empty(tokens.shape[0], self.vocabulary) if out is None else out
+        self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), logits.numpy(), None)
+        return logits
+
+    def step_greedy(
+        self, tokens: Tensor, positions: Tensor, kv: Sequence[Tensor], *, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the most likely next tokens [B], the first of equals; the logits stay inside."""
+        self._take_cache(kv)
+        best = torch.empty(tokens.shape[0], dtype=torch.int64)
+        self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), None, best.numpy())
+        return best
+
+    def generate_greedy(
+        self, token: int, position: int, kv: Sequence[Tensor], count: int, ends: Sequence[int] = ()
+    ) -> list[int]:
+        """Return up to `count` most likely tokens after `token`, the first of `ends` included; room must be there."""
+        self._take_cache(kv)
+        out = torch.empty(count, dtype=torch.int64)
+        made = self._core.generate(token, position, out.numpy(), list(ends))
+        return out[:made].tolist()
+
+    def prefill(
+        self, tokens: Tensor, position: int, kv: Sequence[Tensor], *, row: int = 0, last: bool = True
+    ) -> Tensor:
+        """Return logits f32 [1, V] of the last, or [T, V] of all, of tokens [T] that stand at `position` and behind it.
+
+        Appends their keys and values to a row of the cache, which holds those of [0, position) and has room for all.
+        """
+        self._take_cache(kv)
+        logits = torch.empty(1 if last else tokens.shape[0], self.vocabulary)
+        self._core.prefill(tokens.numpy(), position, row, logits.numpy(), last)
+        return logits
+
+    def prefill_phases(self) -> dict[str, float]:
+        """Return seconds per phase of the latest prefill."""
+        return dict(self._core.prefill_phases())
+
+    def time_phases(self, on: bool = True) -> None:
+        """Start (anew) to measure the phases of a step."""
+        self._core.time_phases(on)
+
+    def phases(self) -> dict[str, float]:
+        """Return seconds per phase since `time_phases`; of all of them, those `waiting` and `preparing` inputs."""
+        return dict(self._core.phases())
+
+    def _take_cache(self, kv: Sequence[Tensor]) -> None:
+        # A cache that grew consists of new tensors. Those of before are held, so that no new one can pass for them.
+        if len(kv) != len(self._kv) or any(a is not b for a, b in zip(kv, self._kv, strict=True)):
+            self._core.set_cache(list(kv))
+            self._kv = list(kv)
+
+
+def _matrices(parts: ModelParts) -> Iterator[tuple[str, Matrix]]:
+    yield "the embedding", parts.embedding
+    for i, layer in enumerate(parts.layers):
+        for name, linear in layer.linears().items():
+            yield f"{name} of layer {i}", linear.weight
+    yield "the head", parts.head.weight
+
+
+def _numpy(t: Tensor | None) -> Any:
+    return None if t is None else t.numpy()  # crosses the border to C++ quicker than a tensor
+
+
+def _shape(m: Matrix) -> tuple[int, int]:
+    N, K = m.shape if isinstance(m, Tensor) else m.data.shape
+    return N, K
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Names and what C++ reads under them."""
+
+    values: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def _plain(part: Any) -> Any:
+    """Turn parts into what C++ takes: prepared weights and plain matrices as they are, vectors as f32."""
+    if isinstance(part, CpuWeight):
+        return part.data
+    if isinstance(part, Tensor):
+        part = part.detach()
+        return part.contiguous() if part.dim() == 2 else part.float().contiguous()
+    if isinstance(part, LinearParts | LayerParts | ModelParts):
+        return _Plain({n: _plain(getattr(part, n)) for n in part.__dataclass_fields__})
+    if isinstance(part, list | tuple):
+        return [_plain(p) for p in part]
+    return part

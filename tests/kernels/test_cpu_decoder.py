@@ -1,0 +1,474 @@
+"""The fused decode step against the layers one by one, and its building blocks against torch in f64."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from conftest import write_tiny_model
+from torch import Tensor
+
+from crelle.errors import UnsupportedError
+from crelle.formats.source import open_weights
+from crelle.kernels.cpu import available
+from crelle.kernels.cpu.planes import Cpu, Precision
+from crelle.models.llama import Llama
+from crelle.models.loader import build
+from crelle.quantizers.scheme import parse
+
+if (reason := available()) is not None:
+    pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
+
+from crelle.kernels.cpu import _core
+from crelle.kernels.cpu.decoder import Decoder, LayerParts, LinearParts, Matrix, ModelParts, matrix, unsupported
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# Relative error (Frobenius) of the logits against the same layers run one by one. Where the layers round x to integers,
+# a last bit that differs in x may round the other way, a step of 2^-15 ("exact") or 2^-7 of the segment's largest.
+TOLERANCE = {"dense": 1e-5, "exact": 3e-4, "int8": 3e-2}
+OPS = 2e-6  # of a building block against f64
+
+
+@pytest.fixture(params=_core.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _core.isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = _core.threads()
+    yield
+    _core.set_threads(before)
+
+
+def error(y: Tensor, wanted: Tensor) -> float:
+    return float((y.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def take_apart(model: Llama, **changes: Any) -> ModelParts:
+    """What models/llama.py does to get a decoder."""
+
+    def part(w: Any) -> Matrix:
+        found = matrix(w.weight, w.prepared)
+        assert not isinstance(found, str), found
+        return found
+
+    def linear(w: Any) -> LinearParts:
+        return LinearParts(weight=part(w), bias=w.bias)
+
+    def norm(w: Any) -> Any:
+        return None if w is None else w.weight
+
+    layers = [
+        LayerParts(
+            q=linear(layer.attention.q_proj),
+            k=linear(layer.attention.k_proj),
+            v=linear(layer.attention.v_proj),
+            o=linear(layer.attention.o_proj),
+            gate=linear(layer.gate),
+            up=linear(layer.up),
+            down=linear(layer.down),
+            norm_attention=layer.norm_attention.weight,
+            norm_mlp=layer.norm_mlp.weight,
+            q_norm=norm(layer.attention.q_norm),
+            k_norm=norm(layer.attention.k_norm),
+            window=layer.attention.window,
+        )
+        for layer in model.layers
+    ]
+    c, embedding = model.c, model.embedding.weight
+    plain = embedding.format == "dense"
+    return ModelParts(
+        **{
+            "width": c.width,
+            "heads": c.heads,
+            "kv_heads": c.kv_heads,
+            "head_size": c.head_size,
+            "norm_eps": c.norm_eps,
+            "frequency": c.rope.frequency,
+            "embedding": embedding.weight if plain else Cpu().prepare(embedding, torch.float32),
+            "layers": layers,
+            "norm": model.norm.weight,
+            "head": linear(model.head),
+            **changes,
+        }
+    )
+
+
+def quantize(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
+    from crelle.quantizers.driver import quantize as run
+
+    run(source, to, scheme, overrides=overrides)
+    return to
+
+
+def open_model(path: Path, kernel: str | None = None) -> Llama:
+    return build(open_weights(path), torch.device("cpu"), kernel=kernel)
+
+
+def cast(path: Path, dtype: torch.dtype) -> Path:
+    """Rewrite a model's matrices in another dtype."""
+    file = path / "model.safetensors"
+    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def add_vectors(path: Path, names: dict[str, int], seed: int = 7) -> Path:
+    """Give every layer of a model biases or q/k norms that write_tiny_model does not write."""
+    rng, file = torch.Generator().manual_seed(seed), path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    layers = 1 + max(int(n.split(".")[2]) for n in tensors if n.startswith("model.layers."))
+    for i in range(layers):
+        for name, size in names.items():
+            tensors[f"model.layers.{i}.self_attn.{name}"] = 1 + 0.3 * torch.randn(size, generator=rng)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def some_tokens(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randint(0, 259, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fused(model: Llama, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
+    """Logits of tokens [B, T] from `prompt` on, a step each, into outputs full of NaN."""
+    cache, all_logits = model.new_cache(tokens.shape[0]), []
+    model(tokens[:, :prompt], cache)
+    for i in range(prompt, tokens.shape[1]):
+        cache.grow(1)
+        out = torch.full((tokens.shape[0], model.c.vocabulary), float("nan"))
+        positions = torch.full((tokens.shape[0],), cache.length)
+        all_logits.append(decoder.step(tokens[:, i].contiguous(), positions, cache.layers, out=out))
+        cache.advance(1)
+    return torch.stack(all_logits, dim=1)
+
+
+def one_by_one(model: Llama, tokens: Tensor, prompt: int) -> Tensor:
+    """The same through the layers in Python."""
+    model.decoder = "not in this test"
+    cache = model.new_cache(tokens.shape[0])
+    model(tokens[:, :prompt], cache)
+    steps = [model(tokens[:, i : i + 1], cache) for i in range(prompt, tokens.shape[1])]
+    return torch.cat(steps, dim=1)
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "multi-head": {"num_key_value_heads": 6},
+    "one kv head": {"num_key_value_heads": 1},
+    "wide heads": {"head_dim": 80, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "odd": {
+        "hidden_size": 50,
+        "intermediate_size": 77,
+        "head_dim": 6,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 17},
+    "long window": {"model_type": "mistral", "sliding_window": 70},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+}
+
+
+def write_variant(to: Path, variant: str) -> Path:
+    path = write_tiny_model(to, **VARIANTS[variant])
+    if variant == "qwen2":
+        add_vectors(path, {"q_proj.bias": 72, "k_proj.bias": 24, "v_proj.bias": 24})
+    if variant == "qwen3":
+        add_vectors(path, {"q_norm.weight": 12, "k_norm.weight": 12})
+    return path
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dense_step_matches_layers(variant: str, tmp_path: Path, isa: str) -> None:
+    model = open_model(write_variant(tmp_path / "m", variant))
+    tokens = some_tokens(1, 90)  # beyond one run of 64 keys
+    got = fused(model, Decoder(take_apart(model)), tokens, 3)
+    assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE["dense"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=2,group=24"])
+def test_quantized_step_matches_layers(variant: str, scheme: str, tmp_path: Path) -> None:
+    model = open_model(quantize(write_variant(tmp_path / "m", variant), tmp_path / "q", scheme))
+    assert {w.kernel for w in model.linears()} == {"cpu", "dense"}
+    tokens = some_tokens(1, 40)
+    got = fused(model, Decoder(take_apart(model)), tokens, 3)
+    assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "overrides"),
+    [
+        ("bcq:bits=3,group=32", {"lm_head": "rtn:bits=4,group=24"}),
+        ("rtn:bits=8,group=72", {"model.embed_tokens": "rtn:bits=4,group=8"}),
+        (
+            "rtn:bits=2,group=16",
+            {"*.q_proj": "bcq:bits=1,group=32", "*.v_proj": "fp16", "*.up_proj": "rtn:bits=4,group=32"},
+        ),
+        ("rtn:bits=4,group=40", {"model.layers.1.*": "bf16", "*.down_proj": "bcq:bits=3,group=8"}),
+    ],
+)
+def test_mixed_formats_match_f64(scheme: str, overrides: dict[str, str], tmp_path: Path, isa: str) -> None:
+    path = quantize(write_tiny_model(tmp_path / "m"), tmp_path / "q", scheme, overrides)
+    tokens = some_tokens(1, 20)
+    wanted = one_by_one(build(open_weights(path), torch.device("cpu"), torch.float64, "reference"), tokens, 3)
+    got = fused(model := open_model(path), Decoder(take_apart(model)), tokens, 3)
+    assert error(got, wanted) < TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dense_dtypes_are_read_in_place(dtype: torch.dtype, tmp_path: Path, isa: str) -> None:
+    model = open_model(cast(write_tiny_model(tmp_path / "m", tie_word_embeddings=True), dtype))
+    parts = take_apart(model)
+    assert isinstance(parts.embedding, Tensor)
+    assert parts.embedding.dtype == dtype
+    assert parts.embedding is parts.head.weight
+    tokens = some_tokens(1, 12)
+    assert error(fused(model, Decoder(parts), tokens, 3), one_by_one(model, tokens, 3)) < TOLERANCE["dense"]
+
+
+@pytest.mark.parametrize("precision", ["exact", "int8"])
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=3,group=32"])
+def test_precision_is_that_of_the_weights(precision: Precision, scheme: str, tmp_path: Path, isa: str) -> None:
+    model = open_model(quantize(write_tiny_model(tmp_path / "m"), tmp_path / "q", scheme))
+    for w in model.linears():
+        if w.kernel == "cpu":
+            object.__setattr__(w.prepared, "data", Cpu(precision).prepare(w.weight, torch.float32))
+    tokens = some_tokens(1, 20)
+    got = fused(model, Decoder(take_apart(model)), tokens, 3)
+    assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE[precision]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("decoder")
+    return quantize(write_tiny_model(to / "m"), to / "q", "bcq:bits=2,group=24", {"*.q_proj": "rtn:bits=4,group=72"})
+
+
+# --- batches, caches, threads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("B", [2, 5, 16])
+def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
+    """Rows at different positions, in one cache, in any order of its rows: bitwise what each gives alone."""
+    model = open_model(quantized)
+    decoder = Decoder(take_apart(model))
+    lengths = [(7 * b + 3) % 71 + 1 for b in range(B)]
+    kv = [torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(model.c.layers)]
+    rows = torch.arange(B).flip(0).contiguous()
+    next_tokens, wanted = some_tokens(B, seed=5), []
+    for b, length in enumerate(lengths):
+        prompt, cache = some_tokens(1, length, seed=b), model.new_cache()
+        model(prompt, cache)
+        for layer in range(model.c.layers):
+            kv[layer][:, rows[b], :, :length] = cache.layers[layer][:, 0, :, :length]
+        cache.grow(1)
+        alone = decoder.step(next_tokens[b : b + 1].contiguous(), torch.tensor([length]), cache.layers)
+        wanted.append((alone[0], [own[:, 0, :, length].clone() for own in cache.layers]))
+    out = torch.full((B, model.c.vocabulary), float("nan"))
+    got = decoder.step(next_tokens, torch.tensor(lengths), kv, rows=rows, out=out)
+    for b, (logits, own) in enumerate(wanted):
+        assert torch.equal(got[b], logits)
+        for layer in range(model.c.layers):
+            assert torch.equal(kv[layer][:, rows[b], :, lengths[b]], own[layer])
+            assert kv[layer][:, rows[b], :, lengths[b] + 1 :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cache_of_16_bits(dtype: torch.dtype, tiny_model: Path, isa: str) -> None:
+    model = open_model(tiny_model)
+    decoder, tokens = Decoder(take_apart(model)), some_tokens(1, 80)
+    cache = model.new_cache()
+    cache.layers = [kv.to(dtype) for kv in cache.layers]
+    exact = one_by_one(model, tokens, 1)
+    got = []
+    for i in range(80):
+        cache.grow(1)
+        got.append(decoder.step(tokens[:, i].contiguous(), torch.tensor([i]), cache.layers))
+        cache.advance(1)
+    assert error(torch.stack(got[1:], dim=1), exact) < (2e-3 if dtype == torch.float16 else 2e-2)
+
+
+def test_cache_may_grow_or_change(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crelle.models.cache._STEP", 8)
+    model = open_model(quantized)
+    decoder, tokens = Decoder(take_apart(model)), some_tokens(1, 60)
+    first = fused(model, decoder, tokens, 1)
+    monkeypatch.setattr("crelle.models.cache._STEP", 256)
+    assert torch.equal(first, fused(model, decoder, tokens, 1))
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_result_does_not_depend_on_threads(B: int, quantized: Path, isa: str) -> None:
+    model = open_model(quantized)
+    decoder, tokens, results = Decoder(take_apart(model)), some_tokens(B, 75), []
+    for threads in (1, 2, 3, 2, 7):
+        _core.set_threads(threads)
+        cache = model.new_cache(B)
+        cache.grow(75)
+        for i in range(75):
+            y = decoder.step(tokens[:, i].contiguous(), torch.full((B,), i), cache.layers)
+        results.append((y, [kv[:, :, :, :75].clone() for kv in cache.layers]))
+    for y, kv in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(kv, results[0][1], strict=True))
+
+
+def test_rerun_is_bitwise_equal(quantized: Path) -> None:
+    model = open_model(quantized)
+    decoder, tokens = Decoder(take_apart(model)), some_tokens(1, 30)
+    assert torch.equal(fused(model, decoder, tokens, 1), fused(model, decoder, tokens, 1))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_greedy_is_the_argmax(threads: int, quantized: Path) -> None:
+    _core.set_threads(threads)
+    model = open_model(quantized)
+    decoder, wanted = Decoder(take_apart(model)), []
+    cache, token = model.new_cache(), 5
+    cache.grow(30)
+    for i in range(30):
+        where = torch.tensor([token]), torch.tensor([i])
+        token = int(decoder.step(*where, cache.layers).argmax())
+        assert int(decoder.step_greedy(*where, cache.layers)) == token
+        wanted.append(token)
+    assert decoder.generate_greedy(5, 0, cache.layers, 30) == wanted
+    end = wanted[10]
+    assert decoder.generate_greedy(5, 0, cache.layers, 30, [end]) == wanted[: wanted.index(end) + 1]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_refusals_are_sentences(quantized: Path) -> None:
+    model = open_model(quantized)
+    parts = take_apart(model)
+    assert unsupported(parts) is None
+    wrong = {
+        "f32, f16 or bf16": {"embedding": torch.zeros(259, 72, dtype=torch.float64)},
+        "not contiguous": {"embedding": torch.zeros(72, 259).T},
+        "multiple of kv_heads": {"kv_heads": 4},
+        "`width` columns": {"embedding": torch.zeros(259, 71)},
+        "rope frequencies": {"frequency": torch.ones(5)},
+        "one precision": {
+            "head": LinearParts(weight=Cpu("int8").prepare(parse("rtn:bits=4").fit(torch.ones(259, 72)), torch.float32))
+        },
+    }
+    for sentence, change in wrong.items():
+        with pytest.raises(UnsupportedError, match=sentence):
+            Decoder(take_apart(model, **change))
+    slow = open_model(quantized, "reference").layers[0].gate
+    assert "reference" in str(matrix(slow.weight, slow.prepared))
+
+
+def test_step_checks_its_arguments(quantized: Path) -> None:
+    model = open_model(quantized)
+    decoder, cache = Decoder(take_apart(model)), model.new_cache(2)
+    cache.grow(4)
+
+    def step(tokens: list[int], positions: list[int], rows: list[int] | None = None, kv: Any = None) -> Tensor:
+        given = None if rows is None else torch.tensor(rows)
+        return decoder.step(torch.tensor(tokens), torch.tensor(positions), kv or cache.layers, rows=given)
+
+    assert step([1, 2], [0, 0]).isfinite().all()
+    for sentence, bad in {
+        "no such token": ([259], [0]),
+        "outside of the cache": ([1], [96]),
+        "one position": ([1, 2], [0]),
+        "no such row": ([1], [0], [2]),
+        "share a row": ([1, 2], [0, 1], [1, 1]),
+        "1 to 16 tokens": ([1] * 17, [0] * 17),
+        "one array per layer": ([1], [0], None, cache.layers[:1]),
+        "alike in all layers": ([1], [0], None, [cache.layers[0][:, :, :1].contiguous(), *cache.layers[1:]]),
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            step(*bad)
+
+
+# --- building blocks --------------------------------------------------------------------------------------------------
+
+SIZES = [1, 7, 16, 17, 64, 100, 576]
+
+
+def random(*shape: int, seed: int = 11) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("K", SIZES)
+def test_rms_norm(K: int, isa: str) -> None:
+    x, weight, y = random(3, K), random(K, seed=2), torch.full((3, K), float("nan"))
+    _core.rms_norm(x.numpy(), weight.numpy(), 1e-5, y.numpy())
+    wide = x.double()
+    assert error(y, wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight) < OPS
+
+
+@pytest.mark.parametrize("D", [2, 12, 64, 80, 128])
+def test_rope(D: int, isa: str) -> None:
+    x, angle = random(5, D), random(D // 2, seed=2)
+    a, b = x.double().chunk(2, dim=-1)
+    c, s = angle.cos().double(), angle.sin().double()
+    wanted = torch.cat([a * c - b * s, b * c + a * s], dim=-1)
+    _core.rope(x.numpy(), angle.cos().numpy(), angle.sin().numpy())
+    assert error(x, wanted) < OPS
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_silu_mul(n: int, isa: str) -> None:
+    gate, up = 4 * random(n), random(n, seed=2)
+    wanted = F.silu(gate.double()) * up.double()
+    _core.silu_mul(gate.numpy(), up.numpy())
+    assert error(gate, wanted) < OPS
+
+
+def test_silu_of_large_numbers(isa: str) -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e30])
+    wanted = F.silu(gate)
+    _core.silu_mul(gate.numpy(), torch.ones(8).numpy())
+    assert torch.allclose(gate, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_argmax_is_the_first_of_equals(n: int, isa: str) -> None:
+    x = random(n).round()
+    assert _core.argmax(x.numpy()) == int((x == x.max()).nonzero()[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 64, 576), (1, 7, 33), (4, 9, 16), (5, 13, 100), (16, 3, 1), (2, 1, 65)])
+def test_dense_matmul(M: int, N: int, K: int, dtype: torch.dtype, isa: str) -> None:
+    x, w = random(M, K), random(N, K + 1, seed=2).to(dtype).flatten()[1 : 1 + N * K].view(N, K)  # unaligned
+    y = torch.full((M, N), float("nan"))
+    _core.dense_matmul(x.numpy(), w, y.numpy())
+    assert error(y, x.double() @ w.double().T) < OPS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [6, 16, 64, 80, 128])
+def test_attention(D: int, dtype: torch.dtype, isa: str) -> None:
+    q = 3 * random(D)
+    for S in (1, 2, 15, 16, 17, 64, 65, 200):
+        k, v = random(S, D, seed=2).to(dtype), random(S, D, seed=3).to(dtype)
+        out = torch.full((D,), float("nan"))
+        _core.attention(q.numpy(), k, v, out.numpy())
+        weight = torch.softmax(k.double() @ q.double() / math.sqrt(D), dim=0)
+        assert error(out, weight @ v.double()) < 2 * OPS, S
+
+
+def test_attention_survives_large_scores(isa: str) -> None:
+    q, k, v = torch.full((16,), 100.0), random(130, 16), random(130, 16, seed=3)
+    out = torch.full((16,), float("nan"))
+    _core.attention(q.numpy(), k, v, out.numpy())
+    assert error(out, torch.softmax(k.double() @ q.double() / 4, dim=0) @ v.double()) < 1e-4

@@ -1,0 +1,245 @@
+"""The C++ products against f64, on every instruction set that this machine has."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.kernels.cpu import available
+from crelle.kernels.cpu.planes import Cpu, CpuWeight, Precision
+from crelle.kernels.reference import matmul_fp64
+from crelle.kernels.select import Problem
+
+if (reason := available()) is not None:
+    pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
+
+from crelle.kernels.cpu import _core
+
+# Relative error (Frobenius) of x @ W.T that each precision may have on Gaussian inputs.
+TOLERANCE: dict[Precision, float] = {"int8": 1.5e-2, "exact": 1e-4}
+PRECISIONS: list[Precision] = ["int8", "exact"]
+KINDS = ["bcq", "uniform"]
+
+# N, K, G: whole blocks; odd everything; groups of 8, 24 and 32; row-wise; several segments to a group; a last group
+# that is shorter, and one that is shorter than a chunk.
+SHAPES = [
+    (64, 256, 128),
+    (67, 333, 64),
+    (33, 136, 8),
+    (17, 240, 24),
+    (96, 256, 32),
+    (65, 515, 515),
+    (40, 1000, 384),
+    (31, 264, 128),
+    (5, 40, 40),
+]
+
+
+@pytest.fixture(params=_core.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _core.isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = _core.threads()
+    yield
+    _core.set_threads(before)
+
+
+def weight(
+    kind: str, N: int, K: int, P: int, G: int, *, bias: bool, dtype: torch.dtype = torch.float16, seed: int = 0
+) -> BCQTensor | UniformTensor:
+    rng = torch.Generator().manual_seed(hash((N, K, P, G, seed)) & 0xFFFF)
+    C = -(-K // G)
+    codes = torch.randint(0, 2**P, (N, K), generator=rng, dtype=torch.uint8)
+    if kind == "bcq":
+        alpha = (torch.rand(P, N, C, generator=rng) * 0.02 + 0.01).to(dtype)
+        z = (torch.randn(N, C, generator=rng) * 0.02).to(dtype) if bias else None
+        return BCQTensor.from_codes(codes, alpha, z, G)
+    scale = (torch.rand(N, C, generator=rng) * 0.02 + 0.01).to(dtype)
+    zero = torch.randint(0, 2**P, (N, C), generator=rng, dtype=torch.uint8) if bias else None
+    return UniformTensor.from_codes(codes, P, scale, zero, G)
+
+
+def inputs(M: int, K: int, seed: int = 1) -> Tensor:
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(seed))
+
+
+def product(x: Tensor, prepared: CpuWeight) -> Tensor:
+    """Multiply into an output full of NaN: what is not written shows."""
+    y = torch.full((x.shape[0], prepared.data.shape[0]), float("nan"))
+    _core.matmul(x.numpy(), prepared.data, y.numpy(), prepared.precision)
+    return y
+
+
+def error(y: Tensor, want: Tensor) -> float:
+    return ((y.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", range(1, 9))
+def test_matmul_matches_oracle(isa: str, kind: str, P: int, precision: Precision) -> None:
+    for i, (N, K, G) in enumerate(SHAPES):
+        w = weight(kind, N, K, P, G, bias=i % 2 == 0)
+        x = inputs(3, K)
+        y = product(x, Cpu(precision).prepare(w, torch.float32))
+        assert error(y, matmul_fp64(x, w)) < TOLERANCE[precision], (N, K, G)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", range(1, 9))
+def test_many_rows_match_oracle(isa: str, kind: str, P: int, precision: Precision) -> None:
+    """Prefill: from 24 rows on AMX multiplies tiles; 24, 40 and 65 rows fill its tiles differently."""
+    shapes = SHAPES if isa == "amx" else SHAPES[:2]
+    for i, (N, K, G) in enumerate(shapes):
+        w = weight(kind, N, K, P, G, bias=i % 2 == 1, dtype=torch.float32 if i % 3 == 0 else torch.float16)
+        prepared = Cpu(precision).prepare(w, torch.float32)
+        for M in (24, 40, 65) if isa == "amx" else (65,):
+            x = inputs(M, K)
+            y = product(x, prepared)
+            assert error(y, matmul_fp64(x, w)) < TOLERANCE[precision], (M, N, K, G)
+
+
+def test_more_rows_than_are_packed_at_once(isa: str) -> None:
+    w, x = weight("uniform", 16, 64, 4, 32, bias=True), inputs(1030, 64)
+    assert error(product(x, Cpu("exact").prepare(w, torch.float32)), matmul_fp64(x, w)) < TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_prepared_weight_holds_the_same_numbers(isa: str, kind: str, dtype: torch.dtype, bias: bool) -> None:
+    for P in (1, 3, 4, 8):
+        for N, K, G in SHAPES:
+            w = weight(kind, N, K, P, G, bias=bias, dtype=dtype)
+            out = torch.full(w.shape, float("nan"))
+            Cpu().prepare(w, torch.float32).data.dequantize(out.numpy())
+            torch.testing.assert_close(out, w.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matmul_with_wide_scales(isa: str, kind: str) -> None:
+    for P in (2, 4):
+        w = weight(kind, 50, 300, P, 64, bias=True, dtype=torch.float32)
+        x = inputs(2, 300)
+        assert error(product(x, Cpu("exact").prepare(w, torch.float32)), matmul_fp64(x, w)) < TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
+def test_matmul_is_bitwise_equal_on_rerun_and_for_any_thread_count(
+    isa: str, kind: str, P: int, precision: Precision
+) -> None:
+    w = Cpu(precision).prepare(weight(kind, 301, 200, P, 64, bias=True), torch.float32)
+    for M in (1, 5, 33):
+        x = inputs(M, 200)
+        first = product(x, w)
+        for threads in (1, 2, 3, 8):
+            _core.set_threads(threads)
+            assert torch.equal(product(x, w), first), threads
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
+def test_batched_equals_single_rows(isa: str, kind: str, P: int, precision: Precision) -> None:
+    w = Cpu(precision).prepare(weight(kind, 70, 200, P, 64, bias=True), torch.float32)
+    x = inputs(9, 200)
+    rows = torch.cat([product(x[m : m + 1].contiguous(), w) for m in range(9)])
+    assert torch.equal(product(x, w), rows)
+
+
+def test_exact_error_is_far_below_int8(isa: str) -> None:
+    w, x = weight("bcq", 128, 1024, 3, 128, bias=True), inputs(4, 1024)
+    errors = {p: error(product(x, Cpu(p).prepare(w, torch.float32)), matmul_fp64(x, w)) for p in PRECISIONS}
+    assert errors["exact"] < errors["int8"] / 50
+
+
+def test_an_outlier_spoils_its_own_segment_only(isa: str) -> None:
+    """One activation scale per 128 inputs: a spike in the last segment leaves the others' error as it was."""
+    w, x = weight("bcq", 64, 512, 2, 128, bias=False), inputs(1, 512)
+    w_first = BCQTensor(w.planes, w.K, w.group, w.alpha.clone().index_fill_(2, torch.tensor(3), 0.0))  # type: ignore[union-attr]
+    prepared = Cpu("int8").prepare(w_first, torch.float32)
+    calm = product(x, prepared)
+    x[0, 500] = 1000.0
+    assert torch.equal(product(x, prepared), calm)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
+def test_extreme_inputs(isa: str, value: float) -> None:
+    w = weight("uniform", 40, 160, 4, 32, bias=True)
+    x = inputs(2, 160).sign() * value
+    y = product(x, Cpu("exact").prepare(w, torch.float32))
+    want = matmul_fp64(x, w)
+    assert torch.isfinite(y).all()
+    assert (y.double() - want).norm() <= TOLERANCE["exact"] * want.norm()
+
+
+def test_activations_are_shared_by_weights_that_fit(isa: str) -> None:
+    cpu = Cpu("exact")
+    a, b = (cpu.prepare(weight("bcq", N, 256, 3, 64, bias=True, seed=N), torch.float32) for N in (48, 80))
+    other = cpu.prepare(weight("bcq", 48, 256, 3, 128, bias=True), torch.float32)
+    x = inputs(2, 256)
+    shared = _core.Activations()
+    shared.prepare(x.numpy(), a.data, "exact")
+    assert shared.fits(b.data)
+    assert not shared.fits(other.data)
+    for w in (a, b):
+        y = torch.full((2, w.data.shape[0]), float("nan"))
+        shared.matmul(w.data, y.numpy())
+        assert torch.equal(y, product(x, w))
+    with pytest.raises(ValueError, match="another group size"):
+        shared.matmul(other.data, torch.empty(2, 48).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_run_takes_and_gives_every_float_type(dtype: torch.dtype) -> None:
+    w = weight("bcq", 48, 128, 3, 64, bias=True)
+    kernel = Cpu()
+    x = inputs(2, 128).to(dtype)
+    y = kernel.run(x, kernel.prepare(w, dtype))
+    assert y.dtype == dtype
+    assert error(y, matmul_fp64(x, w)) < (1e-4 if dtype == torch.float32 else 1e-2)
+
+
+def test_run_takes_strided_and_unaligned_inputs(isa: str) -> None:
+    w, kernel = weight("uniform", 48, 129, 4, 64, bias=True), Cpu()
+    prepared = kernel.prepare(w, torch.float32)
+    x = inputs(4, 259)[:, 1:130]
+    assert torch.equal(kernel.run(x, prepared), kernel.run(x.clone(), prepared))
+
+
+def problem(**changes: Any) -> Problem:
+    what = {"format": "bcq", "N": 8, "K": 64, "bits": 2, "group": 32, "device": "cpu", "dtype": torch.float32}
+    return Problem(**(what | changes))
+
+
+def test_supports_gives_reasons() -> None:
+    kernel = Cpu()
+    assert kernel.supports(problem()) is None
+    assert kernel.supports(problem(group=64)) is None
+    assert "multiple of 8" in (kernel.supports(problem(group=20)) or "")
+    assert "'dense'" in (kernel.supports(problem(format="dense")) or "")
+    assert "cuda" in (kernel.supports(problem(device="cuda")) or "")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    w = Cpu().prepare(weight("bcq", 8, 64, 2, 32, bias=False), torch.float32).data
+    with pytest.raises(ValueError, match=r"x must be"):
+        _core.matmul(torch.zeros(1, 63).numpy(), w, torch.zeros(1, 8).numpy(), "exact")
+    with pytest.raises(ValueError, match=r"y must be"):
+        _core.matmul(torch.zeros(1, 64).numpy(), w, torch.zeros(1, 9).numpy(), "exact")
+    with pytest.raises(ValueError, match="precision must be"):
+        _core.matmul(torch.zeros(1, 64).numpy(), w, torch.zeros(1, 8).numpy(), "int4")
+    with pytest.raises(ValueError, match="no instruction set"):
+        _core.set_isa("avx1024")
