@@ -112,7 +112,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def crelle() -> Run:
-    """Run the command line in a process of its own: crelle("inspect", path, "--json")."""
+    """Run the command line in a process of its own, e.g. `crelle("inspect", path, "--json")`."""
 
     def run(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "crelle.cli.main", *map(str, args)]

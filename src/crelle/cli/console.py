@@ -54,7 +54,11 @@ def tracking(what: str) -> Iterator[Track]:
         def track(done: int, total: int, note: str) -> None:
             bar.update(task, description=f"{what} {note}", completed=done, total=total)
 
-        yield track
+        try:
+            yield track
+        except BaseException:
+            bar.live.transient = True  # a bar that stopped half way tells nothing: the error's sentence stands alone
+            raise
 
 
 @contextmanager

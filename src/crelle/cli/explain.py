@@ -18,9 +18,13 @@ def run(model: Model, device: Device = "auto", json: Json = False) -> None:
     Nothing falls back silently to something slower or less exact: this is where one sees what runs. Pass one of the
     names as `--kernel` to `generate` or `eval` to insist on it.
     """
+    from crelle.models.fused import why_not
+
     rows = decisions(model, device)
+    where = rows[0]["problem"]["device"]
+    one_by_one = why_not(where, {row["kernel"] for row in rows})
     if json:
-        print_json({"device": rows[0]["problem"]["device"] if rows else device, "layers": rows})
+        print_json({"device": where, "fused": one_by_one is None, "why_not_fused": one_by_one, "layers": rows})
         return
     table = Table("matrices", "problem", "kernel", "why not the others")
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -31,6 +35,8 @@ def run(model: Model, device: Device = "auto", json: Json = False) -> None:
         shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
         table.add_row(shown, problem, kernel, why)
     out.print(table)
+    fused = "in the fused C++ step: one call a token" if one_by_one is None else f"layer by layer: {one_by_one}"
+    out.print(f"decoding runs {fused}", highlight=False, soft_wrap=True)
 
 
 def decisions(model: Any, device: str) -> list[dict[str, Any]]:

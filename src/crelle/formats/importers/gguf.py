@@ -139,6 +139,10 @@ class GGUFFile:
             raise FormatError(f"{self.path} has no tensor '{name}'")
         return self._tensors[self._where[name]]
 
+    def packed(self, name: str) -> bool:
+        """Tell whether a tensor is stored in a quantized type, so that `read` has to unpack it."""
+        return self._tensor(name).tensor_type.name not in ("F32", "F16", "BF16")
+
     def read(self, name: str) -> Tensor:
         import gguf
 
