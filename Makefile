@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow lint format bench setup clean
+.PHONY: demo test test-slow lint format sanitize valgrind bench setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -30,6 +30,17 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h')
+
+# The C++ core under the address and undefined-behaviour sanitizers, then a small case of it under valgrind
+# (which knows no AVX-512, so there the AVX2 and generic kernels run).
+sanitize: setup
+	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/sanitize -G Ninja -DCRELLE_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/sanitize
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
+	CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so) $(BIN)/pytest tests/kernels -k "cpu and not pool and not without_the_core"
+
+valgrind: setup
+	valgrind --quiet --error-exitcode=1 env PYTHONMALLOC=malloc $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
 
 bench: setup
 	$(BIN)/python bench/quantize.py
