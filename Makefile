@@ -45,16 +45,19 @@ valgrind: setup
 bench: setup
 	$(BIN)/python bench/quantize.py
 
-setup: $(VENV)/installed
+# An editable install knows the modules that there were when it was made: a new file is a reason to install again.
+MODULES := $(shell find src -name '*.py' | sort | cksum | cut -d' ' -f1)
+
+setup: $(VENV)/installed-$(MODULES)
 
 # torch first and alone: its exact pin finds a CPU build, a range could pull gigabytes of CUDA packages.
-$(VENV)/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+$(VENV)/installed-$(MODULES): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	touch $@
+	rm -f $(VENV)/installed-* && touch $@
 
 clean:
 	rm -rf $(VENV) build out

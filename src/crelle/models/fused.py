@@ -1,7 +1,7 @@
-"""Hands a model over to the fused decode step in C++, where all of its layers can go there.
+"""Hands a model over to C++, where all of its layers can go there.
 
-The prompt runs through the layers of llama.py, one by one; each further token is one call into C++ over the same
-prepared weights and the same cache.
+The prompt is one call into C++, and so is each further token, over the same prepared weights and the same cache that
+the layers of llama.py use.
 """
 
 from collections.abc import Iterable

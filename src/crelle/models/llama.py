@@ -172,8 +172,8 @@ class Llama(nn.Module):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
-        if isinstance(self.decoder, Decoder) and tokens.shape[1] == 1 and tokens.shape[0] <= MAX_ROWS:
-            return self._decode(self.decoder, tokens, cache)
+        if isinstance(self.decoder, Decoder):
+            return self._fused(self.decoder, tokens, cache, last)
         x = self.embedding(tokens)  # [B, T, width]
         position = torch.arange(cache.length, cache.length + tokens.shape[1], device=self.device)
         cos_sin = self.c.rope.angles(position, self.dtype)
@@ -184,13 +184,19 @@ class Llama(nn.Module):
         x = self.norm(x[:, -1:] if last else x)
         return self.head(x).float()  # type: ignore[no-any-return]
 
-    def _decode(self, decoder: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Run one token of each sequence through the fused step."""
-        cache.grow(1)
-        position = torch.full((tokens.shape[0],), cache.length)
-        logits = decoder.step(tokens[:, 0].contiguous(), position, cache.layers)
-        cache.advance(1)
-        return logits[:, None]
+    def _fused(self, decoder: Decoder, tokens: Tensor, cache: KVCache, last: bool) -> Tensor:
+        """The same in C++: one token of each sequence as one step, longer portions sequence by sequence."""
+        B, T = tokens.shape
+        cache.grow(T)
+        if T == 1 and B <= MAX_ROWS:
+            position = torch.full((B,), cache.length)
+            logits = decoder.step(tokens[:, 0].contiguous(), position, cache.layers)[:, None]
+        else:
+            portion = [tokens[b].contiguous() for b in range(B)]
+            at, kv = cache.length, cache.layers
+            logits = torch.stack([decoder.prefill(t, at, kv, row=b, last=last) for b, t in enumerate(portion)])
+        cache.advance(T)
+        return logits
 
     def new_cache(self, batch: int = 1) -> KVCache:
         c = self.c
