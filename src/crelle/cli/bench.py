@@ -11,6 +11,7 @@ from crelle.cli.console import Json, KernelName, Model, err, out, print_json
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
+    from crelle.eval.decode import Speed
     from crelle.eval.gemv import Gemv
 
 NAME = "bench"
@@ -116,7 +117,7 @@ def decode(
     **Example**: `crelle bench decode out/m --threads 1,2 --llama-bench ./llama-bench --llama-model q4_0.gguf`
     """
     from crelle.engine.llm import LLM
-    from crelle.eval.decode import Speed, measure, measure_llama_bench
+    from crelle.eval.decode import measure, measure_llama_bench
 
     if llama_model and not llama_bench:
         raise SchemeError("--llama-model needs --llama-bench, the program to run it with")
@@ -130,6 +131,7 @@ def decode(
                 rows.append(measure_llama_bench(llama_bench, gguf, n, tokens=tokens, prompt=prompt))
     if results:
         _write(results, [asdict(r) for r in rows])
+        _plot_decode(results.with_suffix(".png"), rows)
     if json:
         print_json(rows[0] if len(rows) == 1 else {"rows": [asdict(r) for r in rows]})
         return
@@ -165,6 +167,13 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path.with_suffix(".json"), to_json({**facts(), "rows": rows}))
+
+
+def _plot_decode(path: Path, rows: "list[Speed]") -> None:
+    from crelle.eval.plots import plot_bars
+
+    labels = [f"{r.who}, {r.threads} threads" for r in rows]
+    plot_bars(path, labels, {"decode": [r.decode_tokens_per_second for r in rows]}, "decoding", "tokens per second")
 
 
 def _plot_gemv(path: Path, rows: "list[Gemv]") -> None:

@@ -25,11 +25,16 @@ def facts() -> dict[str, Any]:
     """Return machine, versions, commit and command."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["crelle", *sys.argv[1:]]),
+        "command": " ".join(["crelle", *(_without_place(a) for a in sys.argv[1:])]),
         "commit": _commit(),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform(terse=True)},
         "versions": {"crelle": __version__, "python": platform.python_version(), **_versions("torch", "numpy")},
     }
+
+
+def _without_place(argument: str) -> str:
+    """Leave out where on this machine a file lies: a result file is for others to read."""
+    return Path(argument).name if argument.startswith(("/", "~")) else argument
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -43,11 +43,11 @@ def plot_perplexity(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.plot([r.bits_per_weight for r in small], [r.perplexity for r in small], "o-", color="#1f5fa8")
     middle = sum(r.bits_per_weight for r in small) / max(1, len(small))
     for r in small:
-        right = r.bits_per_weight > middle  # labels point inwards, so that none leaves the picture
+        right = r.bits_per_weight > middle  # labels stay inside the picture and off the falling line
         axes.annotate(
             f"{r.scheme}\n{r.perplexity:.1f}",
             (r.bits_per_weight, r.perplexity),
-            xytext=(-8 if right else 8, 8),
+            xytext=(-10, -26) if right else (8, 8),
             textcoords="offset points",
             ha="right" if right else "left",
         )
