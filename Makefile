@@ -40,7 +40,7 @@ sanitize: setup
 	CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so) $(BIN)/pytest tests/kernels -k "cpu and not pool and not without_the_core"
 
 valgrind: setup
-	valgrind --quiet --error-exitcode=1 env PYTHONMALLOC=malloc $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
+	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/valgrind.supp $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
 
 bench: setup
 	$(BIN)/python bench/quantize.py
