@@ -1,7 +1,7 @@
 """Hands a model over to C++, where all of its layers can go there.
 
-The prompt is one call into C++, and so is each further token, over the same prepared weights and the same cache that
-the layers of llama.py use.
+The prompt of a quantized model is one call into C++, and so is each further token of any model, over the same prepared
+weights and the same cache that the layers of llama.py use.
 """
 
 from collections.abc import Iterable
