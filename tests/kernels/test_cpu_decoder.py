@@ -1,12 +1,10 @@
 """The fused decode step against the layers one by one, and its building blocks against torch in f64."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from conftest import write_tiny_model
@@ -23,119 +21,25 @@ from crelle.quantizers.scheme import parse
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
+from cpu_models import (
+    DTYPES,
+    TOLERANCE,
+    VARIANTS,
+    cast,
+    error,
+    open_model,
+    quantize,
+    some_tokens,
+    take_apart,
+    write_variant,
+)
+
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.decoder import Decoder, LayerParts, LinearParts, Matrix, ModelParts, matrix, unsupported
+from crelle.kernels.cpu.decoder import Decoder, LinearParts, matrix, unsupported
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 
-# Relative error (Frobenius) of the logits against the same layers run one by one. Where the layers round x to integers,
-# a last bit that differs in x may round the other way, a step of 2^-15 ("exact") or 2^-7 of the segment's largest.
-TOLERANCE = {"dense": 1e-5, "exact": 3e-4, "int8": 3e-2}
 OPS = 2e-6  # of a building block against f64
-
-
-@pytest.fixture(params=_core.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _core.isa()
-    _core.set_isa(request.param)
-    yield request.param
-    _core.set_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = _core.threads()
-    yield
-    _core.set_threads(before)
-
-
-def error(y: Tensor, wanted: Tensor) -> float:
-    return float((y.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def take_apart(model: Llama, **changes: Any) -> ModelParts:
-    """What models/llama.py does to get a decoder."""
-
-    def part(w: Any) -> Matrix:
-        found = matrix(w.weight, w.prepared)
-        assert not isinstance(found, str), found
-        return found
-
-    def linear(w: Any) -> LinearParts:
-        return LinearParts(weight=part(w), bias=w.bias)
-
-    def norm(w: Any) -> Any:
-        return None if w is None else w.weight
-
-    layers = [
-        LayerParts(
-            q=linear(layer.attention.q_proj),
-            k=linear(layer.attention.k_proj),
-            v=linear(layer.attention.v_proj),
-            o=linear(layer.attention.o_proj),
-            gate=linear(layer.gate),
-            up=linear(layer.up),
-            down=linear(layer.down),
-            norm_attention=layer.norm_attention.weight,
-            norm_mlp=layer.norm_mlp.weight,
-            q_norm=norm(layer.attention.q_norm),
-            k_norm=norm(layer.attention.k_norm),
-            window=layer.attention.window,
-        )
-        for layer in model.layers
-    ]
-    c, embedding = model.c, model.embedding.weight
-    plain = embedding.format == "dense"
-    return ModelParts(
-        **{
-            "width": c.width,
-            "heads": c.heads,
-            "kv_heads": c.kv_heads,
-            "head_size": c.head_size,
-            "norm_eps": c.norm_eps,
-            "frequency": c.rope.frequency,
-            "embedding": embedding.weight if plain else Cpu().prepare(embedding, torch.float32),
-            "layers": layers,
-            "norm": model.norm.weight,
-            "head": linear(model.head),
-            **changes,
-        }
-    )
-
-
-def quantize(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
-    from crelle.quantizers.driver import quantize as run
-
-    run(source, to, scheme, overrides=overrides)
-    return to
-
-
-def open_model(path: Path, kernel: str | None = None) -> Llama:
-    return build(open_weights(path), torch.device("cpu"), kernel=kernel)
-
-
-def cast(path: Path, dtype: torch.dtype) -> Path:
-    """Rewrite a model's matrices in another dtype."""
-    file = path / "model.safetensors"
-    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in safetensors.torch.load_file(file).items()}
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    return path
-
-
-def add_vectors(path: Path, names: dict[str, int], seed: int = 7) -> Path:
-    """Give every layer of a model biases or q/k norms that write_tiny_model does not write."""
-    rng, file = torch.Generator().manual_seed(seed), path / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    layers = 1 + max(int(n.split(".")[2]) for n in tensors if n.startswith("model.layers."))
-    for i in range(layers):
-        for name, size in names.items():
-            tensors[f"model.layers.{i}.self_attn.{name}"] = 1 + 0.3 * torch.randn(size, generator=rng)
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    return path
-
-
-def some_tokens(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randint(0, 259, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fused(model: Llama, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
@@ -161,34 +65,6 @@ def one_by_one(model: Llama, tokens: Tensor, prompt: int) -> Tensor:
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"tie_word_embeddings": True},
-    "multi-head": {"num_key_value_heads": 6},
-    "one kv head": {"num_key_value_heads": 1},
-    "wide heads": {"head_dim": 80, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "odd": {
-        "hidden_size": 50,
-        "intermediate_size": 77,
-        "head_dim": 6,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-    },
-    "mistral": {"model_type": "mistral", "sliding_window": 17},
-    "long window": {"model_type": "mistral", "sliding_window": 70},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3"},
-}
-
-
-def write_variant(to: Path, variant: str) -> Path:
-    path = write_tiny_model(to, **VARIANTS[variant])
-    if variant == "qwen2":
-        add_vectors(path, {"q_proj.bias": 72, "k_proj.bias": 24, "v_proj.bias": 24})
-    if variant == "qwen3":
-        add_vectors(path, {"q_norm.weight": 12, "k_norm.weight": 12})
-    return path
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

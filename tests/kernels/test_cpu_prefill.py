@@ -1,6 +1,5 @@
 """A prompt in C++ against the same layers one by one in Python: shapes, portions, windows, caches, threads."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,40 +14,24 @@ from crelle.models.llama import Llama
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
-from test_cpu_decoder import DTYPES, TOLERANCE, VARIANTS, add_vectors, cast, error, open_model, quantize, take_apart
+from cpu_models import (
+    DTYPES,
+    TOLERANCE,
+    VARIANTS,
+    cast,
+    error,
+    open_model,
+    quantize,
+    some_tokens,
+    take_apart,
+    write_variant,
+)
 
 from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.decoder import Decoder
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 CONTEXT = 1300  # three portions of 512
-
-
-@pytest.fixture(params=_core.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _core.isa()
-    _core.set_isa(request.param)
-    yield request.param
-    _core.set_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = _core.threads()
-    yield
-    _core.set_threads(before)
-
-
-def write_variant(to: Path, variant: str) -> Path:
-    path = write_tiny_model(to, **VARIANTS[variant], max_position_embeddings=CONTEXT)
-    if variant == "qwen2":
-        add_vectors(path, {"q_proj.bias": 72, "k_proj.bias": 24, "v_proj.bias": 24, "o_proj.bias": 72})
-    if variant == "qwen3":
-        add_vectors(path, {"q_norm.weight": 12, "k_norm.weight": 12})
-    return path
-
-
-def some_tokens(T: int, seed: int = 3) -> Tensor:
-    return torch.randint(0, 259, (T,), generator=torch.Generator().manual_seed(seed))
 
 
 def nan_cache(model: Llama, rows: int = 1, capacity: int = CONTEXT, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -81,13 +64,15 @@ def check(model: Llama, T: int, tolerance: float, pieces: tuple[int, ...] = ()) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_prompt_matches_layers(variant: str, tmp_path: Path, isa: str) -> None:
-    check(open_model(write_variant(tmp_path / "m", variant)), 150, TOLERANCE["dense"])
+    check(open_model(write_variant(tmp_path / "m", variant, max_position_embeddings=CONTEXT)), 150, TOLERANCE["dense"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=2,group=24"])
 def test_quantized_prompt_matches_layers(variant: str, scheme: str, tmp_path: Path) -> None:
-    model = open_model(quantize(write_variant(tmp_path / "m", variant), tmp_path / "q", scheme))
+    model = open_model(
+        quantize(write_variant(tmp_path / "m", variant, max_position_embeddings=CONTEXT), tmp_path / "q", scheme)
+    )
     assert {w.kernel for w in model.linears()} == {"cpu", "dense"}
     check(model, 101, TOLERANCE["exact"])
 
@@ -114,7 +99,12 @@ def test_long_prompts_go_in_portions(T: int, mixed: Path) -> None:
 @pytest.mark.parametrize("variant", ["llama", "mistral", "long window"])
 @pytest.mark.parametrize("pieces", [(1, 1, 30), (70,), (63, 64, 2), (120,)])
 def test_goes_on_from_a_cache(variant: str, pieces: tuple[int, ...], tmp_path: Path, isa: str) -> None:
-    check(open_model(write_variant(tmp_path / "m", variant)), 180, TOLERANCE["dense"], pieces)
+    check(
+        open_model(write_variant(tmp_path / "m", variant, max_position_embeddings=CONTEXT)),
+        180,
+        TOLERANCE["dense"],
+        pieces,
+    )
 
 
 @pytest.mark.parametrize("precision", ["exact", "int8"])

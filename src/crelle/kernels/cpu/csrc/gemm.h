@@ -12,8 +12,15 @@
 
 namespace crelle::cpu {
 
+// What is multiplied: x and W as bf16, or x rounded to int8 and W's codes. Int8 takes uniform grids whose groups are
+// whole rows or multiples of 64, and only where the precision is Int8.
+enum class Tiles : uint8_t { Bf16, Int8 };
+
 struct Gemm {
   int rows;  // of x from which on this is the faster way
+  // Groups of at least this many inputs are multiplied as int8 where that can be done; 0: none are.
+  int int8_group;
+  Tiles (*tiles)(const Weight &w, Precision p);  // weights of one plan and one kind of tiles share what is packed of x
   size_t (*pack_bytes)(const Weight &w, int M, Precision p);
   void (*pack)(const Weight &w, const float *x, int M, Precision p, uint8_t *out, int tile0, int tile1);
   void (*run)(const Weight &w, const uint8_t *packed, int M, Precision p, float *y, size_t ldy, int b0, int b1);
@@ -28,8 +35,8 @@ constexpr int kTileRows = 16;
 inline int tiles_of(int M) { return (M + kTileRows - 1) / kTileRows; }
 
 #if defined(__x86_64__)
-extern const Gemm kAmxGemm;
-bool request_amx();  // ask the kernel for the tile registers; false when it refuses
+extern const Gemm kAmxGemm, kAmxInt8Gemm, kAmxBf16Gemm;  // the faster; int8 wherever it can be done; nowhere
+bool request_amx();                                      // ask the kernel for the tile registers; false when it refuses
 #endif
 
 }  // namespace crelle::cpu

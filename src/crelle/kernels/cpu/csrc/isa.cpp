@@ -32,11 +32,20 @@ Features detect() {
   f.avx2 = ymm && avx2 && fma && f16c;
   f.avx512 = f.avx2 && zmm && foundation && dq && bw && vl;
   f.vbmi = f.avx512 && vbmi && vnni;
-  const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1, tiles_saved = (lo >> 17 & 3) == 3;
+  const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1, amx_int8 = d >> 25 & 1;
+  const bool tiles_saved = (lo >> 17 & 3) == 3;
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return f;
   const bool avx512_bf16 = a >> 5 & 1;
-  f.amx = f.vbmi && avx512_bf16 && amx_bf16 && amx_tile && tiles_saved && request_amx();
+  f.amx = f.vbmi && avx512_bf16 && amx_bf16 && amx_int8 && amx_tile && tiles_saved && request_amx();
   return f;
+}
+
+// AMX: the streams of VBMI, tiles for many rows.
+Isa with_tiles(const char *name, const Gemm &gemm) {
+  Isa isa = kVbmi;
+  isa.name = name;
+  isa.gemm = &gemm;
+  return isa;
 }
 
 }  // namespace
@@ -47,12 +56,7 @@ const std::vector<const Isa *> &isas() {
     std::vector<const Isa *> v;
 #if defined(__x86_64__)
     const Features f = detect();
-    static const Isa amx = [] {  // the streams of VBMI, tiles for many rows
-      Isa isa = kVbmi;
-      isa.name = "amx";
-      isa.gemm = &kAmxGemm;
-      return isa;
-    }();
+    static const Isa amx = with_tiles("amx", kAmxGemm);
     if (f.amx) v.push_back(&amx);
     if (f.vbmi) v.push_back(&kVbmi);
     if (f.avx512) v.push_back(&kAvx512);
@@ -67,8 +71,20 @@ const std::vector<const Isa *> &isas() {
 }
 
 namespace {
+
 std::atomic<const Isa *> chosen{nullptr};
+
+// Those that are only had by name: the same instruction set with another choice of tiles.
+std::vector<const Isa *> variants() {
+  std::vector<const Isa *> v;
+#if defined(__x86_64__)
+  static const Isa by_int8 = with_tiles("amx-int8", kAmxInt8Gemm), by_bf16 = with_tiles("amx-bf16", kAmxBf16Gemm);
+  if (isas().front()->gemm) v = {&by_int8, &by_bf16};
+#endif
+  return v;
 }
+
+}  // namespace
 
 const Isa &isa() {
   const Isa *p = chosen.load(std::memory_order_relaxed);
@@ -76,11 +92,12 @@ const Isa &isa() {
 }
 
 bool set_isa(const std::string &name) {
-  for (const Isa *p : isas())
-    if (name == p->name) {
-      chosen.store(p, std::memory_order_relaxed);
-      return true;
-    }
+  for (const auto &list : {isas(), variants()})
+    for (const Isa *p : list)
+      if (name == p->name) {
+        chosen.store(p, std::memory_order_relaxed);
+        return true;
+      }
   return false;
 }
 

@@ -35,6 +35,6 @@ extern const Isa kNeon;
 
 const std::vector<const Isa *> &isas();  // those this machine can run, the best first
 const Isa &isa();                        // the one in use for weights prepared from now on
-bool set_isa(const std::string &name);   // false when the machine cannot run it or it does not exist
+bool set_isa(const std::string &name);   // one of them, amx-int8 or amx-bf16 (gemm.h); false when it is not to be had
 
 }  // namespace crelle::cpu

@@ -97,6 +97,12 @@ void py_dequantize(const Weight &w, Out<float, 2> out) {
   });
 }
 
+const char *py_tiles(const Weight &w, const std::string &precision) {
+  const Precision p = precision_of(precision);
+  if (!w.isa->gemm) return "none";
+  return w.isa->gemm->tiles(w, p) == Tiles::Int8 ? "int8" : "bf16";
+}
+
 uint64_t py_read(const Weight &w) {
   nb::gil_scoped_release release;
   std::atomic<uint64_t> all{0};
@@ -110,6 +116,10 @@ uint64_t py_read(const Weight &w) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  // The command line ends without a last garbage collection, which nanobind would take for leaks. What holds memory is
+  // watched by the sanitizer build and by valgrind.
+  nb::set_leak_warnings(false);
+
   m.doc() = "Crelle's CPU kernels: products with bit-plane and integer-coded matrices";
 
   nb::class_<Weight>(m, "Weight", "A matrix laid out for one instruction set; immutable.")
@@ -119,6 +129,8 @@ NB_MODULE(_core, m) {
       .def_prop_ro("kind", [](const Weight &w) { return w.kind == Kind::Bcq ? "bcq" : "uniform"; })
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
       .def_prop_ro("nbytes", [](const Weight &w) { return w.blocks * w.block_bytes; })
+      .def("tiles", &py_tiles, "precision"_a,
+           "What many rows of x are multiplied as: 'int8' or 'bf16' tiles, or 'none'.")
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
       .def("dequantize", &py_dequantize, "out"_a.noconvert());
 

@@ -232,6 +232,11 @@ bool Prefill::by_tiles(const Matrix &m, int M) const {
   return m.coded && m.coded->isa->gemm && M >= m.coded->isa->gemm->rows;
 }
 
+bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
+  const Gemm &gemm = *a.isa->gemm;
+  return a.isa == b.isa && a.plan == b.plan && gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
+}
+
 // Announce x [M, K] for the products of `group`: afterwards `pack` is called for each tile, then `multiply`.
 void Prefill::expect(Tiles x, int M, int K, std::initializer_list<const Matrix *> group) {
   Operand &o = operand_;
@@ -242,7 +247,7 @@ void Prefill::expect(Tiles x, int M, int K, std::initializer_list<const Matrix *
       continue;
     }
     const auto end = o.packed.begin() + o.ways;
-    if (std::any_of(o.packed.begin(), end, [&](const auto &p) { return p.first->plan == m->coded->plan; })) continue;
+    if (std::any_of(o.packed.begin(), end, [&](const auto &p) { return packs_alike(*p.first, *m->coded); })) continue;
     if (o.ways == int(o.packed.size())) o.packed.emplace_back();
     auto &[weight, buffer] = o.packed[o.ways++];
     weight = m->coded;
@@ -282,7 +287,7 @@ void Prefill::multiply(std::initializer_list<Product> products, bool add) {
       continue;
     }
     const auto way =
-        std::find_if(o.packed.begin(), o.packed.end(), [&](const auto &w) { return w.first->plan == m.coded->plan; });
+        std::find_if(o.packed.begin(), o.packed.end(), [&](const auto &w) { return packs_alike(*w.first, *m.coded); });
     for (int b = 0; b < m.coded->blocks; b += kBlocksOfItem)
       items_.push_back({&p, way->second.data(), b, std::min(m.coded->blocks, b + kBlocksOfItem)});
   }

@@ -81,6 +81,7 @@ private:
   void multiply(std::initializer_list<Product> products, bool add = false);
   void multiply_rows(const Matrix &m, float *y);
   bool by_tiles(const Matrix &m, int M) const;
+  bool packs_alike(const Weight &a, const Weight &b) const;
   Tiles grow(Buffer &b, int T, int features);
   void done(Phase phase);
 

@@ -1,0 +1,93 @@
+// Tiles of bf16: weights as numbers, f32 accumulation in the tiles from the first input to the last.
+//
+// A tile of weights is 16 outputs x 32 inputs, just what numbers.h makes of a chunk; a tile of x is 16 input pairs x 16
+// rows. D = 2 (Precision::Exact) splits both sides in two (hi + lo) and drops lo * lo: three products, 16 bits each.
+//
+// Included inside a namespace of the including file, after numbers.h.
+
+// Pairs (a, b) of 16 rows: what a row's two numbers round to, beside each other, and what is left of both.
+CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {
+  const __m512i interleave =
+      _mm512_add_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(0x10001),
+                                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)),
+                       _mm512_set1_epi32(0x100000));
+  return _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+
+template <int D>
+struct Bf16Tiles {
+  static size_t bytes(const Weight &w) { return size_t(w.plan.chunks) * D * kTileBytes; }
+
+  static void block(const Weight &w, int b, uint8_t *out) { block_numbers<D>(w, b, out); }
+
+  // A tile of x: [chunk][D][16 pairs][16 rows][2] bf16, zero beyond M and beyond a group's end.
+  static void pack_rows(const Weight &w, const float *x, int M, int tile, uint8_t *out) {
+    for (int g = 0; g < w.plan.groups; ++g)
+      for (int c = 0; c < w.plan.chunks_of(g); ++c, out += D * kTileBytes) {
+        const int left = w.plan.inputs_of(g) - c * kChunk;
+        const __mmask16 low = left >= 16 ? 0xffff : (1u << left) - 1;
+        const __mmask16 high = left >= 32 ? 0xffff : left > 16 ? (1u << (left - 16)) - 1 : 0;
+        __m512i v[D][16];
+        for (int i = 0; i < 16; ++i) {
+          const int m = tile * kTileRows + i;
+          __m512i parts[D] = {};
+          if (m < M) {
+            const float *at = x + size_t(m) * w.K + size_t(g) * w.plan.G + c * kChunk;
+            split<D>(_mm512_maskz_loadu_ps(low, at), _mm512_maskz_loadu_ps(high, at + 16), parts);
+          }
+          for (int d = 0; d < D; ++d) v[d][i] = parts[d];
+        }
+        for (int d = 0; d < D; ++d) {
+          transpose(v[d]);
+          for (int i = 0; i < 16; ++i) _mm512_store_si512(out + d * kTileBytes + i * 64, v[d][i]);
+        }
+      }
+  }
+
+  static void pack_lanes(const Weight &w, const float *x, uint8_t *out) {
+    for (int g = 0; g < w.plan.groups; ++g)
+      for (int c = 0; c < w.plan.chunks_of(g); ++c, out += D * kTileBytes) {
+        const int left = w.plan.inputs_of(g) - c * kChunk;
+        const float *at = x + (size_t(g) * w.plan.G + c * kChunk) * kTileRows;
+        for (int i = 0; i < 16; ++i, at += 2 * kTileRows) {
+          const __m512 a = 2 * i < left ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+          const __m512 b = 2 * i + 1 < left ? _mm512_loadu_ps(at + kTileRows) : _mm512_setzero_ps();
+          const __m512i hi = pair_up(a, b);
+          _mm512_store_si512(out + i * 64, hi);
+          if constexpr (D == 2) {
+            const __m512 ha = _mm512_castsi512_ps(_mm512_slli_epi32(hi, 16));
+            const __m512 hb =
+                _mm512_castsi512_ps(_mm512_and_si512(hi, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+            _mm512_store_si512(out + kTileBytes + i * 64, pair_up(_mm512_sub_ps(a, ha), _mm512_sub_ps(b, hb)));
+          }
+        }
+      }
+  }
+
+  // Tiles 0 ... 3: sums; 4, 5: weights; 6, 7: x.
+  template <bool Two>
+  static CRELLE_INLINE void multiply(const Weight &w, const uint8_t *w0, const uint8_t *w1, const uint8_t *x0,
+                                     const uint8_t *x1, Sums *y0, Sums *y1, bool add) {
+    const auto products = [&](size_t wd, size_t xd) __attribute__((always_inline)) {
+      _tile_loadd(4, w0 + wd, 64);
+      _tile_loadd(6, x0 + xd, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, w1 + wd, 64);
+      _tile_dpbf16ps(1, 5, 6);
+      if constexpr (Two) {
+        _tile_loadd(7, x1 + xd, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    };
+    add ? load_sums<Two>(y0, y1) : begin_sums<Two>();
+    for (size_t at = 0; at < bytes(w); at += D * kTileBytes) {
+      products(at, at);
+      if constexpr (D == 2) {
+        products(at, at + kTileBytes);
+        products(at + kTileBytes, at);
+      }
+    }
+    store_sums<Two>(y0, y1);
+  }
+};
