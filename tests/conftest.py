@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import safetensors.torch
 import torch
+
+from crelle.kernels import cpu
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
@@ -105,6 +107,24 @@ def write_tiny_model(to: Path, seed: int = 0, **changes: object) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama on disk. Do not write to it: copy it first."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(params=cpu.core().isas() if cpu.available() is None else [])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on every instruction set that this machine has."""
+    core = cpu.core()
+    before = core.isa()
+    core.set_isa(request.param)
+    yield request.param
+    core.set_isa(before)
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    """Give the kernels back the threads that they had before the test."""
+    before = cpu.core().threads()
+    yield
+    cpu.core().set_threads(before)
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from in_process import run
 
-from crelle.eval import gemv
+from crelle.eval import accuracy, gemv
 from crelle.kernels import cpu
 from crelle.quantizers.driver import quantize
 
@@ -51,12 +51,47 @@ def test_gemv_writes_a_result_file_and_a_picture(tmp_path: Path) -> None:
         (("--threads", "none"), "none"),
         (("--scheme", "fp16"), "takes the formats"),
         (("--working-set", "tepid"), "tepid"),
+        (("--isa", "abacus"), "abacus"),
     ],
 )
 def test_gemv_bad_options_are_sentences(options: tuple[str, ...], words: str) -> None:
     done = run("bench", "gemv", *options)
     assert done.code == 2
     assert words in done.err
+
+
+def test_gemv_on_a_chosen_instruction_set() -> None:
+    for isa in cpu.core().isas():
+        before = cpu.core().isa()
+        small = ("--shape", "96x64", "--scheme", "rtn:bits=4,group=32", "--threads", "1")
+        done = run("bench", "gemv", *small, "--isa", isa, "--json")
+        assert done.json["isa"] == isa
+        assert cpu.core().isa() == before
+
+
+def test_accuracy_writes_a_result_file(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "BITS", (4,))
+    monkeypatch.setattr(accuracy, "_K", 128)
+    quantize(tiny_model, tmp_path / "q", "rtn:bits=4,group=24")
+    text = tmp_path / "text.txt"
+    text.write_text("One matrix product after another. " * 9)
+    short = ("--text", text, "--tokens", "96", "--context", "48", "--step-tokens", "24")
+    done = run("bench", "accuracy", tmp_path / "q", *short, "--out", tmp_path / "accuracy")
+    assert done.code == 0, done.err
+    assert "token by token" in done.out
+    result = (tmp_path / "accuracy.json").read_text()
+    assert json.loads(result).keys() >= {"machine", "versions", "command", "model", "perplexity", "products"}
+    assert str(tmp_path) not in result
+
+
+def test_startup_writes_a_result_file(tiny_model: Path, tmp_path: Path) -> None:
+    done = run("bench", "startup", tiny_model, "--repeat", 1, "--out", tmp_path / "startup", "--json")
+    assert done.code == 0, done.err
+    assert done.json["first_token_seconds"] > 0
+    result = (tmp_path / "startup.json").read_text()
+    assert json.loads(result)["parts"] == done.json["parts"]
+    assert str(tmp_path) not in result
+    assert str(tiny_model) not in result
 
 
 def test_decode_measures_both_phases(tiny_model: Path, tmp_path: Path) -> None:

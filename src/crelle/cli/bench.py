@@ -2,12 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
 
-from crelle.cli.console import Json, KernelName, Model, err, out, print_json
+from crelle.cli import bench_accuracy, bench_startup
+from crelle.cli.console import Json, KernelName, Model, Results, err, out, print_json
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ app = typer.Typer(
 )
 
 ThreadCounts = Annotated[str, typer.Option("--threads", help="Thread counts, e.g. 1,2; default: all cores.")]
-Results = Annotated[
-    Path | None, typer.Option("--out", help="Write NAME.json (machine, versions, command, rows) and NAME.png.")
-]
+
+for command in (bench_accuracy, bench_startup):
+    app.command(name=command.NAME)(command.run)
 
 
 @app.command()
@@ -36,6 +37,10 @@ def gemv(
     precision: Annotated[
         str, typer.Option("--precision", help="What x is rounded to: exact (16 bits) or int8.")
     ] = "exact",
+    isa: Annotated[
+        str | None,
+        typer.Option("--isa", help="Insist on an instruction set; `crelle doctor` lists those of this machine."),
+    ] = None,
     peer: Annotated[
         str | None,
         typer.Option("--peer", help="A command that times the same product elsewhere (docs/kernels/cpu.md)."),
@@ -54,6 +59,7 @@ def gemv(
     With one scheme, one working set and one thread count `--json` prints that measurement; otherwise {"rows": […]}.
     """
     from crelle.eval.gemv import measure
+    from crelle.eval.machine import write_result
 
     N, K = _shape(shape)
     schemes = scheme or [f"{s}:bits={b},group=128" for b in (2, 3, 4) for s in ("bcq", "rtn")]
@@ -63,11 +69,20 @@ def gemv(
         for where in sets:
             for n in _threads(threads):
                 with err.status(f"{s}, {where}, {n} threads"):
-                    rows.append(
-                        measure(N, K, s, batch=batch, threads=n, working_set=where, precision=precision, peer=peer)
+                    row = measure(
+                        N,
+                        K,
+                        s,
+                        batch=batch,
+                        threads=n,
+                        working_set=where,
+                        precision=precision,
+                        isa=isa,
+                        peer=peer,
                     )
+                rows.append(row)
     if results:
-        _write(results, [asdict(r) for r in rows])
+        write_result(results, {"rows": [asdict(r) for r in rows]})
         _plot_gemv(results.with_suffix(".png"), rows)
     if json:
         print_json(rows[0] if len(rows) == 1 else {"rows": [asdict(r) for r in rows]})
@@ -118,6 +133,7 @@ def decode(
     """
     from crelle.engine.llm import LLM
     from crelle.eval.decode import measure, measure_llama_bench
+    from crelle.eval.machine import write_result
 
     if llama_model and not llama_bench:
         raise SchemeError("--llama-model needs --llama-bench, the program to run it with")
@@ -130,7 +146,7 @@ def decode(
                 assert llama_bench is not None
                 rows.append(measure_llama_bench(llama_bench, gguf, n, tokens=tokens, prompt=prompt))
     if results:
-        _write(results, [asdict(r) for r in rows])
+        write_result(results, {"rows": [asdict(r) for r in rows]})
         _plot_decode(results.with_suffix(".png"), rows)
     if json:
         print_json(rows[0] if len(rows) == 1 else {"rows": [asdict(r) for r in rows]})
@@ -158,15 +174,6 @@ def _threads(text: str) -> list[int]:
     if not all(p.isdigit() and int(p) for p in parts):
         raise SchemeError(f"--threads should read like 1,2; got '{text}'")
     return [int(p) for p in parts]
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    from crelle.eval.machine import facts
-    from crelle.formats.files import to_json, write_whole, writing
-
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path.with_suffix(".json"), to_json({**facts(), "rows": rows}))
 
 
 def _plot_decode(path: Path, rows: "list[Speed]") -> None:

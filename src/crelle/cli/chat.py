@@ -1,26 +1,25 @@
 """crelle chat: talk to a model in the terminal."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, reading_input, use_threads
-from crelle.cli.generate import MaxTokens, MinP, Penalty, Seed, Temperature, TopK, TopP
+from crelle.cli.sampling import sampling_options
+
+if TYPE_CHECKING:
+    from crelle.engine.sampler import Sampling
 
 NAME = "chat"
 
 
+@sampling_options(max_tokens=512)
 def run(
     model: Model,
     system: Annotated[str | None, typer.Option("--system", help="What the assistant is told beforehand.")] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = None,
+    *,
+    sampling: "Sampling",
     device: Device = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
@@ -32,19 +31,9 @@ def run(
     one object at the end, so that it can be scripted: `echo "Hi" | crelle chat out/smollm2-3bit --json`.
     """
     from crelle.engine.llm import LLM
-    from crelle.engine.sampler import Sampling
     from crelle.engine.tokenizer import Message
 
     use_threads(threads)
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     llm = LLM.load(model, device=device, kernel=kernel)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while line := _ask():

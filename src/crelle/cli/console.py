@@ -9,7 +9,6 @@ from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 out = Console()
 err = Console(stderr=True)
@@ -19,6 +18,14 @@ Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda o
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: all cores given to us.")]
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
+]
+Bits = Annotated[
+    int | None,
+    typer.Option("--bits", help="Precision of a nested checkpoint (scheme bcq-nested); default: the finest."),
+]
+Results = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write NAME.json: machine, versions, command, figures; and NAME.png if any."),
 ]
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.")
@@ -40,6 +47,15 @@ class Track(Protocol):
 @contextmanager
 def tracking(what: str) -> Iterator[Track]:
     """Show a progress bar with time left on standard error while the block runs."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,5 +1,6 @@
 """crelle explain: which kernel multiplies by which matrix, and why not the others."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -22,7 +23,7 @@ def run(model: Model, device: Device = "auto", json: Json = False) -> None:
 
     rows = decisions(model, device)
     where = rows[0]["problem"]["device"]
-    one_by_one = why_not(where, {row["kernel"] for row in rows})
+    one_by_one = why_not(where, {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows))
     if json:
         print_json({"device": where, "fused": one_by_one is None, "why_not_fused": one_by_one, "layers": rows})
         return
@@ -46,18 +47,19 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     from crelle.formats.source import open_weights
     from crelle.kernels.select import Problem, explain, select
     from crelle.models.loader import choose_device
+    from crelle.models.precisions import at_precision
 
     where = choose_device(device)
     dtype = torch.float32 if where.type == "cpu" else torch.float16
     weights = open_weights(model)
     rows = []
     for name, stored in _multiplied(weights).items():
-        w = weights.matrix(stored)
-        problem = Problem(w.format, *w.shape, w.bits, w.group, where.type, dtype)
+        w = at_precision(weights.matrix(stored))
+        problem = replace(Problem.of(w, dtype), device=where.type)
         chosen = select(problem).name
         others = {k: why or "could run it, but is less preferred" for k, why in explain(problem) if k != chosen}
         facts = {"format": w.format, "N": w.shape[0], "K": w.shape[1], "bits": w.bits, "group": w.group}
-        facts |= {"device": where.type, "dtype": str(dtype).removeprefix("torch.")}
+        facts |= {"permuted": problem.permuted, "device": where.type, "dtype": str(dtype).removeprefix("torch.")}
         rows.append(
             {
                 "name": name,

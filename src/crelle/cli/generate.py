@@ -1,35 +1,24 @@
 """crelle generate: continue a prompt."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, reading_input, use_threads
+from crelle.cli.sampling import sampling_options
+
+if TYPE_CHECKING:
+    from crelle.engine.sampler import Sampling
 
 NAME = "generate"
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Stop after this many tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 = always the most likely token.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0 = all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens of this total probability.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this share of the best one.")]
-Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: repeat less.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End at this string; repeatable.")]
 
-
+@sampling_options(max_tokens=128)
 def run(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", help="The text to continue; - reads it from standard input.")],
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    sampling: "Sampling",
     device: Device = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
@@ -44,19 +33,8 @@ def run(
     `crelle generate model.gguf --prompt - --temperature 0.8 --top-p 0.95 --seed 1 < prompt.txt`
     """
     from crelle.engine.llm import LLM
-    from crelle.engine.sampler import Sampling
 
     use_threads(threads)
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
     with reading_input():
         text = sys.stdin.read() if prompt == "-" else prompt
     llm = LLM.load(model, device=device, kernel=kernel)

@@ -1,10 +1,13 @@
 """crelle inspect: what is in a checkpoint."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from crelle.cli.console import Json, Model, out, print_json
+
+if TYPE_CHECKING:
+    from crelle.formats.source import Weights
 
 NAME = "inspect"
 
@@ -34,6 +37,9 @@ def run(model: Model, json: Json = False) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if facts["precisions"]:
+        choices = ", ".join(map(str, facts["precisions"]))
+        out.print(f"serves {choices} bits from the same planes: choose with --bits", highlight=False, soft_wrap=True)
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -41,8 +47,9 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
     from crelle.formats.source import open_weights
+    from crelle.models.precisions import offered
 
-    weights = open_weights(model)
+    weights = open_weights(model, encoded=True)
     modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
     layers: list[dict[str, Any]] = []
     for name in modules:
@@ -55,11 +62,22 @@ def describe(model: Any) -> dict[str, Any]:
     root = weights.path
     files = [root] if root.is_file() else [f for f in root.iterdir() if f.is_file()]
     return {
-        "scheme": weights.scheme if isinstance(weights, Checkpoint) else "not quantized by Crelle",
+        "scheme": _scheme(weights),
         "overrides": weights.quantization["overrides"] if isinstance(weights, Checkpoint) else {},
         "bits_per_weight": 8 * size / count,
         "bytes": size,
         "weights": count,
         "file_bytes": sum(f.stat().st_size for f in files),
+        "precisions": list(offered(weights)),  # that --bits can ask for
+        "notes": list(getattr(weights, "notes", ())),  # where an importer had to decide what the files mean
         "layers": layers,
     }
+
+
+def _scheme(weights: "Weights") -> str:
+    from crelle.formats.checkpoint import Checkpoint
+    from crelle.formats.importers.encoded import EncodedDirectory
+
+    if isinstance(weights, Checkpoint):
+        return weights.scheme
+    return f"quantized by {weights.method}" if isinstance(weights, EncodedDirectory) else "not quantized by Crelle"

@@ -5,6 +5,8 @@ turn, so that it comes from memory. The roofline is a plain read of the very sam
 take turns in short slices, and each keeps its best time: a noisy neighbour then meets all of them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -60,9 +62,36 @@ def measure(
     threads: int,
     working_set: str = "hot",
     precision: str = "exact",
+    isa: str | None = None,
     peer: str | None = None,
 ) -> Gemv:
     """Time x [batch, K] @ W.T for a random W [N, K] under a scheme, on the CPU kernels; `peer`: see eval/peers.py."""
+    with instruction_set(isa):
+        return _measure(N, K, scheme, batch, threads, working_set, precision, peer)
+
+
+@contextmanager
+def instruction_set(name: str | None) -> Iterator[None]:
+    """Lay weights out for a lesser instruction set of this machine while the block runs; None: for the best."""
+    if name is None:
+        yield
+        return
+    if reason := cpu.available():
+        raise UnsupportedError(f"there are no instruction sets to choose from: the C++ extension {reason}")
+    core = cpu.core()
+    if name not in core.isas():
+        raise SchemeError(f"this machine has no instruction set '{name}'; choose one of: {', '.join(core.isas())}")
+    before = core.isa()
+    core.set_isa(name)
+    try:
+        yield
+    finally:
+        core.set_isa(before)
+
+
+def _measure(
+    N: int, K: int, scheme: str, batch: int, threads: int, working_set: str, precision: str, peer: str | None
+) -> Gemv:
     if working_set not in ("hot", "cold"):
         raise SchemeError(f"the working set is hot or cold, not '{working_set}'")
     if precision not in TOLERANCE:
@@ -114,15 +143,20 @@ def measure(
 
 
 def check(x: Tensor, w: QuantTensor, precision: str) -> float:
-    """Return the largest error of the product, relative to the largest output; refuse to time a wrong kernel."""
+    """Return the error of the product; refuse to time a wrong kernel."""
+    error = error_of(x, w, precision)
+    if not error <= TOLERANCE[precision]:  # a NaN fails too
+        raise UnsupportedError(f"the kernel is wrong here: error {error:.3g}, so it is not timed")
+    return error
+
+
+def error_of(x: Tensor, w: QuantTensor, precision: str) -> float:
+    """Return the largest error of the C++ product against f64, relative to the largest output."""
     prepared: Any = ops.prepare(w, torch.float32, "cpu").data.data
     y = torch.full((x.shape[0], w.shape[0]), torch.nan)
     cpu.core().matmul(x.numpy(), prepared, y.numpy(), precision)
     oracle = matmul_fp64(x, w)
-    error = ((y - oracle).abs().max() / oracle.abs().max()).item()
-    if not error <= TOLERANCE[precision]:  # a NaN fails too
-        raise UnsupportedError(f"the kernel is wrong here: error {error:.3g}, so it is not timed")
-    return error
+    return ((y - oracle).abs().max() / oracle.abs().max()).item()
 
 
 def _take_turns(best: dict[str, float], weights: list[Any], plain: list[Tensor], x: Tensor, precision: str) -> None:

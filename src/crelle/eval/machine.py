@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from crelle.formats.files import to_json, write_whole, writing
 from crelle.version import __version__
 
 
@@ -32,6 +33,13 @@ def facts() -> dict[str, Any]:
     }
 
 
+def write_result(path: Path, measured: dict[str, Any]) -> None:
+    """Write NAME.json: what was measured, after machine, versions, commit and command."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path.with_suffix(".json"), to_json({**facts(), **measured}))
+
+
 def _without_place(argument: str) -> str:
     """Leave out where on this machine a file lies: a result file is for others to read."""
     return Path(argument).name if argument.startswith(("/", "~")) else argument
@@ -52,7 +60,7 @@ def _commit() -> str:
     here = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "src"], cwd=here, capture_output=True, text=True)
+        changed = subprocess.run(["git", "status", "--porcelain", ":/src"], cwd=here, capture_output=True, text=True)
     except OSError:
         return ""
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

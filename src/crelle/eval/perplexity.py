@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from crelle.engine.llm import LLM
 from crelle.errors import CapacityError, SchemeError
@@ -34,10 +35,12 @@ def perplexity(
     context: int = 2048,
     tokens: int | None = None,
     bos: bool = True,
+    stepwise: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Perplexity:
     """Measure a model on a text; `tokens` limits how much of it, `bos=False` leaves BOS out in any case.
 
+    `stepwise` reads a window token by token, as decoding does, instead of at once, as a prompt.
     `progress` is called after each window with (windows done, of how many, the perplexity so far as text).
     """
     limit = llm.model.c.context
@@ -58,13 +61,19 @@ def perplexity(
     total, predicted = 0.0, 0
     for i in range(count):
         window = torch.tensor([start + ids[i * body : (i + 1) * body]], device=llm.model.device)
-        logits = llm.model(window, llm.model.new_cache())
+        logits = _logits(llm, window, 1 if stepwise else context)
         loss = F.cross_entropy(logits[0, :-1].float(), window[0, 1:], reduction="sum")
         total += loss.item()
         predicted += window.shape[1] - 1
         if progress:
             progress(i + 1, count, f"{_exp(total / predicted):.2f}")
     return Perplexity(_exp(total / predicted), count * body, count, context, bool(start))
+
+
+def _logits(llm: LLM, window: Tensor, portion: int) -> Tensor:
+    """Return the logits [1, T, V] of a window [1, T], read in portions."""
+    cache, T = llm.model.new_cache(), window.shape[1]
+    return torch.cat([llm.model(window[:, t : t + portion], cache) for t in range(0, T, portion)], dim=1)
 
 
 def _exp(loss: float) -> float:

@@ -37,3 +37,19 @@ def plot_bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[f
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def plot_curve(path: Path, values: Sequence[float], title: str, x: str, y: str) -> None:
+    """Draw a noisy series and its running mean."""
+    plt = pyplot()
+    window = max(1, len(values) // 50)
+    mean = [
+        sum(values[max(0, i - window) : i + 1]) / len(values[max(0, i - window) : i + 1]) for i in range(len(values))
+    ]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(values, color=COLOURS[1], linewidth=0.8)
+    axes.plot(mean, color=COLOURS[0], label=f"mean of {window + 1}")
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
