@@ -16,7 +16,7 @@ from crelle.errors import CapacityError, FormatError
 from crelle.formats import files
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, copy_tokenizer_files
+from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, CheckpointWriter, copy_tokenizer_files
 from crelle.formats.dense import DenseTensor
 from crelle.formats.source import open_weights
 
@@ -165,12 +165,12 @@ def test_missing_keys_are_refused(made: Path, key: str) -> None:
         Checkpoint(made)
 
 
-@pytest.mark.parametrize("spec", [{"format": "ternary", "shape": [5, 13]}, {}, None, "bcq", ["bcq"]])
+@pytest.mark.parametrize("spec", [{"format": "no such format", "shape": [5, 13]}, {}, None, "bcq", ["bcq"]])
 def test_unknown_formats_are_refused(made: Path, spec: object) -> None:
     change_config(made, lambda q: q["tensors"].update({"layers.0.a": spec}))
     with pytest.raises(FormatError, match=r"'layers\.0\.a' has an unknown format") as refused:
         Checkpoint(made)
-    assert "known: bcq, dense, uniform" in str(refused.value)
+    assert f"known: {', '.join(sorted(FORMATS))}" in str(refused.value)
 
 
 @pytest.mark.parametrize(

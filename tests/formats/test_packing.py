@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
+from crelle.formats.packing import (
+    pack_planes,
+    pack_stream,
+    pack_words,
+    unpack_planes,
+    unpack_signs,
+    unpack_stream,
+    unpack_words,
+)
 
 quick = settings(deadline=None, max_examples=80)
 BITS = range(1, 9)
@@ -88,3 +96,20 @@ def test_codes_of_any_integer_type_pack_alike(bits: int, dtype: torch.dtype) -> 
     codes = torch.arange(2**bits).repeat(2)[:100]
     assert torch.equal(pack_planes(codes.to(dtype), bits), pack_planes(codes.to(torch.uint8), bits))
     assert torch.equal(pack_stream(codes.to(dtype), bits), pack_stream(codes.to(torch.uint8), bits))
+
+
+@quick
+@given(codes_of())
+def test_words_are_the_stream_in_little_endian_integers(case: tuple[Tensor, int]) -> None:
+    codes, bits = case
+    G = codes.shape[-1]
+    words = pack_words(codes, bits)
+    assert words.dtype == torch.int32
+    assert words.shape == (*codes.shape[:-1], -(-G * bits // 32))
+    rows = codes.reshape(-1, G).tolist()
+    for row, packed in zip(rows, words.reshape(len(rows), -1).tolist(), strict=True):
+        value = sum(w % 2**32 << (32 * i) for i, w in enumerate(packed))
+        assert value == sum(c << (bits * i) for i, c in enumerate(row))
+    assert torch.equal(unpack_words(words, bits, G), codes)
+    turned = words.transpose(0, -1).contiguous().transpose(0, -1)  # any strides
+    assert torch.equal(unpack_words(turned, bits, G), codes)

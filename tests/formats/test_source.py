@@ -142,10 +142,16 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> N
     assert refusal(file).startswith(f"{file} is neither a GGUF file nor a directory")
 
 
-@pytest.mark.parametrize(("method", "shown"), [({"quant_method": "gptq", "bits": 4}, "gptq"), ("odd", "odd")])
-def test_models_quantized_by_others_are_refused(single: Path, method: object, shown: str) -> None:
+@pytest.mark.parametrize(("method", "shown"), [({"quant_method": "quip", "bits": 2}, "quip"), ("odd", "odd")])
+def test_models_quantized_in_an_unknown_way_are_refused(single: Path, method: object, shown: str) -> None:
     (single / "config.json").write_text(json.dumps({**TINY, "quantization_config": method}))
-    assert refusal(single) == f"{single} is already quantized by '{shown}', which this Crelle cannot read"
+    assert refusal(single).startswith(f"{single} is already quantized by '{shown}', which this Crelle cannot read")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_plain_model_that_says_it_is_quantized_is_refused(single: Path, method: str) -> None:
+    (single / "config.json").write_text(json.dumps({**TINY, "quantization_config": {"quant_method": method}}))
+    assert refusal(single) == f"{single} says that {method} quantized it, but no tensor there ends in '.qweight'"
 
 
 def test_a_config_that_is_no_json_is_refused(single: Path) -> None:

@@ -42,8 +42,8 @@ def spread(per_group: Tensor, group: int, K: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Planes:
-    """What both encodings share: the planes, K (the packing rounds it up) and the group."""
+class Planes:
+    """What all plane encodings share: the planes, K (the packing rounds it up) and the group."""
 
     planes: Tensor  # uint8 [P, N, ceil(K/8)]
     K: int
@@ -61,7 +61,7 @@ class _Planes:
     def device(self) -> torch.device:
         return self.planes.device
 
-    def _dimensions(self) -> Spec:
+    def dimensions(self) -> Spec:
         return {"shape": list(self.shape), "bits": self.bits, "group": self.group}
 
     def codes(self) -> Tensor:
@@ -69,8 +69,8 @@ class _Planes:
         return unpack_planes(self.planes, self.K)
 
 
-def _planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> tuple[Tensor, int, int]:
-    """Check what both encodings share and return (planes, K, group)."""
+def planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> tuple[Tensor, int, int]:
+    """Check what all plane encodings share and return (planes, K, group)."""
     N, K = shape_of(spec)
     bits, group = spec["bits"], spec["group"]
     if type(bits) is not int or not 1 <= bits <= MAX_BITS:
@@ -81,7 +81,7 @@ def _planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: st
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BCQTensor(_Planes):
+class BCQTensor(Planes):
     """w = z + sum_p alpha_p b_p, group-wise."""
 
     format: ClassVar[str] = "bcq"
@@ -100,14 +100,14 @@ class BCQTensor(_Planes):
     @classmethod
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         take(spec, cls, {"format", "shape", "bits", "group", "bias"})
-        planes, K, group = _planes_of(spec, tensors, cls.format)
+        planes, K, group = planes_of(spec, tensors, cls.format)
         P, N, C = planes.shape[0], planes.shape[1], groups_in(K, group)
         alpha = expect(tensors, "alpha", (P, N, C), SCALE_DTYPES, cls.format)
         z = expect(tensors, "z", (N, C), SCALE_DTYPES, cls.format) if spec["bias"] else None
         return cls(planes, K, group, alpha, z)
 
     def spec(self) -> Spec:
-        return {"format": self.format, **self._dimensions(), "bias": self.z is not None}
+        return {"format": self.format, **self.dimensions(), "bias": self.z is not None}
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {"planes": self.planes, "alpha": self.alpha}
@@ -133,7 +133,7 @@ class BCQTensor(_Planes):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UniformTensor(_Planes):
+class UniformTensor(Planes):
     """w = scale * (q - zero), group-wise."""
 
     format: ClassVar[str] = "uniform"
@@ -153,7 +153,7 @@ class UniformTensor(_Planes):
     @classmethod
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         take(spec, cls, {"format", "shape", "bits", "group", "symmetric"})
-        planes, K, group = _planes_of(spec, tensors, cls.format)
+        planes, K, group = planes_of(spec, tensors, cls.format)
         P, N, C = planes.shape[0], planes.shape[1], groups_in(K, group)
         scale = expect(tensors, "scale", (N, C), SCALE_DTYPES, cls.format)
         zero = None
@@ -162,7 +162,7 @@ class UniformTensor(_Planes):
         return cls(planes, K, group, scale, zero)
 
     def spec(self) -> Spec:
-        return {"format": self.format, **self._dimensions(), "symmetric": self.zero is None}
+        return {"format": self.format, **self.dimensions(), "symmetric": self.zero is None}
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {"planes": self.planes, "scale": self.scale}

@@ -30,14 +30,18 @@ import safetensors.torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, FormatError
+from crelle.formats.affine import AffineTensor, NestedTensor
 from crelle.formats.base import QuantTensor, Spec, shape_of
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.files import ShardReader, read_json, sha256, sync_directory, to_json, write_whole, writing
+from crelle.formats.permuted import PermutedTensor
 
 FORMAT_VERSION = 1
 CONFIG, INDEX, JOURNAL = "config.json", "model.safetensors.index.json", "progress.json"
-FORMATS: dict[str, type[QuantTensor]] = {c.format: c for c in (BCQTensor, UniformTensor, DenseTensor)}
+FORMATS: dict[str, type[QuantTensor]] = {
+    c.format: c for c in (BCQTensor, UniformTensor, AffineTensor, NestedTensor, PermutedTensor, DenseTensor)
+}
 _KEYS = {"quant_method": str, "format_version": int, "scheme": str, "overrides": dict, "tensors": dict, "shards": dict}
 
 
@@ -120,7 +124,10 @@ class Checkpoint:
             raise FormatError(f"{self.path}, '{module}': {e}") from e
 
     def read(self, name: str) -> Tensor:
-        """Return a stored tensor."""
+        """Return a stored tensor, or the numbers of an encoded matrix under the name that they would have."""
+        module = name.removesuffix(".weight")
+        if name not in self._where and module in self.specs and module != name:
+            return self.matrix(module).dequantize()
         if (shard := self._where.get(name)) is None:
             raise FormatError(f"{self.path} has no tensor '{name}'")
         return shard.read(name)
@@ -214,6 +221,16 @@ class CheckpointWriter:
         """Tell whether a shard is already safely on the disk."""
         return shard in self._shards
 
+    def contents(self, shard: str) -> tuple[dict[str, QuantTensor], dict[str, Tensor]]:
+        """Return a finished shard's matrices by module name, and its other tensors by their full name."""
+        stored = ShardReader(self.partial / shard)
+        matrices: dict[str, QuantTensor] = {}
+        for module, spec in self._shards[shard]["specs"].items():
+            cls = FORMATS[spec["format"]]
+            matrices[module] = cls.from_parts(spec, {t: stored.read(f"{module}.{t}") for t in cls.parts(spec)})
+        parts = {f"{m}.{t}" for m, w in matrices.items() for t in w.tensors()}
+        return matrices, {n: stored.read(n) for n in stored.names() if n not in parts}
+
     def add(self, shard: str, matrices: Mapping[str, QuantTensor], others: Mapping[str, Tensor]) -> None:
         """Write one shard: encoded matrices by module name, other tensors by their full name."""
         flat = {f"{m}.{t}": v.contiguous() for m, w in matrices.items() for t, v in w.tensors().items()}
@@ -229,7 +246,7 @@ class CheckpointWriter:
         self._journal()
 
     def finish(self, config: Mapping[str, Any], scheme: str, overrides: Mapping[str, str]) -> None:
-        """Write the config and the index, then rename the directory to its name."""
+        """Write the config of a Crelle checkpoint and publish it."""
         shards = dict(sorted(self._shards.items()))
         quantization = {
             "quant_method": "crelle",
@@ -239,20 +256,25 @@ class CheckpointWriter:
             "tensors": {m: spec for facts in shards.values() for m, spec in facts["specs"].items()},
             "shards": {name: {"sha256": f["sha256"], "bytes": f["bytes"]} for name, f in shards.items()},
         }
+        self.publish({**config, "quantization_config": quantization})
+
+    def publish(self, config: Mapping[str, Any]) -> None:
+        """Write the index and, last, the config; then rename the directory to its name."""
+        shards = dict(sorted(self._shards.items()))
         index = {
             "metadata": {"total_size": sum(f["bytes"] for f in shards.values())},
             "weight_map": {tensor: name for name, f in shards.items() for tensor in f["names"]},
         }
         write_whole(self.partial / INDEX, to_json(index))
-        write_whole(self.partial / CONFIG, to_json({**config, "quantization_config": quantization}))
+        write_whole(self.partial / CONFIG, to_json(dict(config)))
         with writing(self.out):
             for f in self.partial.iterdir():
                 if f.suffix == ".tmp" or f.name == JOURNAL:
                     f.unlink()
             sync_directory(self.partial)
-            self._publish()
+            self._rename()
 
-    def _publish(self) -> None:
+    def _rename(self) -> None:
         """Give the directory its name; an old checkpoint of that name goes only after the new one stands."""
         old = self.out.with_name(self.out.name + ".old")
         if self.out.exists():

@@ -4,6 +4,7 @@
              plane 0 holds the most significant bit; bit j of byte k is input 8k+j; the padding bits are 0
     stream   codes [..., G] of P bits  ->  uint8 [..., ceil(G*P/8)]
              code i occupies bits i*P ... i*P+P-1 of its row, little end first
+    words    the same stream in int32 [..., ceil(G*P/32)], as GPTQ, AWQ and compressed-tensors store it
 
 Plane 0 is the most significant so that the first p planes of a tensor are a coarser version of it.
 """
@@ -59,3 +60,20 @@ def unpack_stream(data: Tensor, bits: int, G: int) -> Tensor:
     place = torch.arange(bits, dtype=torch.uint8, device=data.device)
     each = _bits_of_bytes(data, G * bits).reshape(*data.shape[:-1], G, bits)
     return (each << place).sum(-1, dtype=torch.uint8)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Return codes [..., G] as a dense little-endian bit stream in int32 [..., ceil(G*bits/32)]."""
+    stream = pack_stream(codes, bits)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 4))
+    return stream.reshape(-1).view(torch.int32).reshape(*stream.shape[:-1], -1)
+
+
+def unpack_words(words: Tensor, bits: int, G: int) -> Tensor:
+    """Return the codes uint8 [..., G] of a dense bit stream in int32 words."""
+    # Flat first: where a dimension is 1, even a contiguous tensor may have a stride that `view` does not take.
+    data = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], -1)
+    if 8 % bits:
+        return unpack_stream(data[..., : -(-G * bits // 8)], bits, G)
+    place = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)  # no code straddles two bytes
+    return ((data.unsqueeze(-1) >> place) & ((1 << bits) - 1)).flatten(-2)[..., :G]

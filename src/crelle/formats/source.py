@@ -1,4 +1,5 @@
-"""Where weights come from: one interface over a Hugging Face directory, a GGUF file and our own checkpoints.
+"""Where weights come from: one interface over Hugging Face directories (plain or quantized by others), GGUF files and
+our own checkpoints.
 
 Everybody upstairs asks `open_weights(path)` and then speaks of tensors by their Hugging Face names.
 """
@@ -78,8 +79,12 @@ class HFDirectory:
         copy_tokenizer_files(self.path, to)
 
 
-def open_weights(path: str | Path, verify: bool = True) -> Weights:
-    """Open whatever lies at `path`, or say in a sentence why not."""
+def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -> Weights:
+    """Open whatever lies at `path`, or say in a sentence why not.
+
+    `encoded` leaves the matrices of a GGUF file in their grids where we have such a grid; otherwise they come as plain
+    numbers, whose products are what everybody compares with. Directories quantized by others always stay encoded.
+    """
     path = Path(path)
     if not path.exists():
         raise FormatError(f"{path} does not exist; give a model directory (config.json, *.safetensors) or a .gguf file")
@@ -89,7 +94,7 @@ def open_weights(path: str | Path, verify: bool = True) -> Weights:
         if magic == b"GGUF":
             from crelle.formats.importers.gguf import GGUFFile
 
-            return GGUFFile(path)
+            return GGUFFile(path, encoded)
         if path.stat().st_size and looks_pickled(path):
             raise refuse_pickle(path)
         raise FormatError(f"{path} is neither a GGUF file nor a directory; give a model directory or a .gguf file")
@@ -98,7 +103,30 @@ def open_weights(path: str | Path, verify: bool = True) -> Weights:
     config = read_json(path / CONFIG)
     if is_checkpoint(config):
         return Checkpoint(path, verify)
-    if other := config.get("quantization_config"):
-        method = other.get("quant_method") if isinstance(other, dict) else other
-        raise FormatError(f"{path} is already quantized by '{method}', which this Crelle cannot read")
-    return HFDirectory(path, config)
+    declared = _declared(path, config)
+    return HFDirectory(path, config) if declared is None else _open_encoded(path, config, declared)
+
+
+def _declared(path: Path, config: dict[str, Any]) -> Any:
+    """Return what a directory says about its quantization; older GPTQ and AWQ say it in a file of its own."""
+    if found := config.get("quantization_config") or config.get("compression_config"):
+        return found
+    for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (path / file).is_file():
+            return {"quant_method": method, **read_json(path / file)}
+    return None
+
+
+def _open_encoded(path: Path, config: dict[str, Any], declared: Any) -> Weights:
+    from crelle.formats.importers.awq import AWQDirectory
+    from crelle.formats.importers.compressed_tensors import CompressedTensorsDirectory
+    from crelle.formats.importers.gptq import GPTQDirectory
+
+    readers = {r.method: r for r in (GPTQDirectory, AWQDirectory, CompressedTensorsDirectory)}
+    method = declared.get("quant_method") if isinstance(declared, dict) else declared
+    if not isinstance(declared, dict) or not isinstance(method, str) or method not in readers:
+        known = ", ".join(readers)
+        raise FormatError(
+            f"{path} is already quantized by '{method}', which this Crelle cannot read (it reads {known} and GGUF)"
+        )
+    return readers[method](path, config, declared)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
+from crelle.formats.permuted import PermutedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,18 @@ class Problem:
     group: int
     device: str  # "cpu" or "cuda"
     dtype: torch.dtype  # of x and y
+    permuted: bool = False  # the inputs are put in another order first; any kernel can have that done for it
 
     @classmethod
     def of(cls, w: QuantTensor, dtype: torch.dtype) -> "Problem":
         N, K = w.shape
-        return cls(w.format, N, K, w.bits, w.group, w.device.type, dtype)
+        inner = w.inner if isinstance(w, PermutedTensor) else w
+        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.format} {self.N}x{self.K}, {self.bits} bits, group {self.group}, {dtype} on {self.device}"
+        order = ", inputs permuted" if self.permuted else ""
+        return f"{self.format} {self.N}x{self.K}, {self.bits} bits, group {self.group}{order}, {dtype} on {self.device}"
 
 
 class Kernel(Protocol):
@@ -63,6 +67,12 @@ def kernels() -> tuple[Kernel, ...]:
     return (Dense(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
 
 
+def _for(problem: Problem, kernel: Kernel) -> Kernel:
+    from crelle.kernels.permuting import Permuting
+
+    return Permuting(kernel) if problem.permuted else kernel
+
+
 def explain(problem: Problem, among: Sequence[Kernel] | None = None) -> list[tuple[str, str | None]]:
     """Return (kernel, reason) for every kernel: None for those that could run it."""
     return [(k.name, k.supports(problem)) for k in (kernels() if among is None else among)]
@@ -76,9 +86,9 @@ def select(problem: Problem, name: str | None = None) -> Kernel:
             raise UnsupportedError(f"there is no kernel '{name}' here; choose one of: {', '.join(named)}")
         if reason := named[name].supports(problem):
             raise UnsupportedError(f"kernel '{name}' cannot multiply {problem}: it {reason}")
-        return named[name]
+        return _for(problem, named[name])
     for kernel in kernels():
         if kernel.supports(problem) is None:
-            return kernel
+            return _for(problem, kernel)
     reasons = "; ".join(f"{who} {why}" for who, why in explain(problem))
     raise UnsupportedError(f"no kernel can multiply {problem}: {reasons}")

@@ -14,6 +14,7 @@ from gguf import GGUFWriter
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.dense import DenseTensor
 from crelle.formats.importers.gguf import GGUFFile
+from crelle.formats.importers.gguf_blocks import decode
 from crelle.formats.source import open_weights
 from crelle.models.rope import Rope
 
@@ -283,3 +284,50 @@ def test_a_damaged_header_never_escapes_as_another_error(tmp_path: Path) -> None
         except CrelleError:
             refused += 1
     assert refused > 0
+
+
+# Encoded
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda k: k.name)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_encoded_matrices_are_the_same_numbers(tmp_path: Path, arch: str, kind: Type) -> None:
+    file = tiny.write_tiny_gguf(tmp_path / "m.gguf", arch, kind=kind)
+    plain, encoded = open_weights(file), open_weights(file, encoded=True)
+    for name in plain.names():
+        if len(plain.shape(name)) == 2:
+            module = name.removesuffix(".weight")
+            w = encoded.matrix(module)
+            assert w.format == ("affine" if kind.name.endswith("_1") else "uniform")
+            assert (w.bits, w.group, w.shape) == (int(kind.name[1]), 32, plain.shape(name))
+            assert torch.equal(w.dequantize(), plain.read(name)), name
+            assert torch.equal(encoded.read(name), plain.read(name))
+            assert isinstance(plain.matrix(module), DenseTensor)
+
+
+F16_AT = {t: (0, 2) if t.name.endswith("_1") else (0,) for t in QUANTIZED} | K_QUANTS
+
+
+@pytest.mark.parametrize("kind", F16_AT, ids=lambda k: k.name)
+def test_encoded_blocks_of_any_bytes_are_decoded(kind: Type) -> None:
+    random = np.random.default_rng(0)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = random.integers(0, 256, (7, 3, size), dtype=np.uint8)
+    for at in F16_AT[kind]:
+        raw[..., at : at + 2] = random.standard_normal((7, 3, 1)).astype(np.float16).view(np.uint8)
+    w = decode(kind.name, raw.reshape(7, -1), (7, 3 * block))
+    assert w is not None
+    assert w.bits == int(kind.name[1])
+    assert np.array_equal(w.dequantize().numpy(), gguf.quants.dequantize(raw.reshape(7, -1), kind))
+
+
+@pytest.mark.parametrize("kind", DTYPES, ids=lambda k: k.name)
+def test_encoded_leaves_plain_types_plain(tmp_path: Path, kind: Type) -> None:
+    weights = open_weights(tiny.write_tiny_gguf(tmp_path / "m.gguf", kind=kind), encoded=True)
+    w = weights.matrix("model.layers.0.self_attn.q_proj")
+    assert isinstance(w, DenseTensor)
+    assert w.weight.dtype == DTYPES[kind]
+
+
+def test_encoded_types_without_a_grid_come_as_numbers() -> None:
+    assert decode("IQ4_NL", np.zeros((1, 18), np.uint8), (1, 32)) is None

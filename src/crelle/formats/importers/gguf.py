@@ -1,7 +1,8 @@
 """GGUF files: one file with weights, config and tokenizer, as llama.cpp uses them.
 
 Tensors are presented under their Hugging Face names and in that layout. Types: F32, F16, BF16, and every quantized type
-that the `gguf` package can turn back into numbers (Q8_0, Q4_0, Q4_1, the K-quants, …); those come as f32.
+that the `gguf` package can turn back into numbers (Q8_0, Q4_0, Q4_1, the K-quants, …); those come as f32, or, for a
+file that is opened `encoded`, as one of our tensors where gguf_blocks.py knows the type.
 Two things differ from Hugging Face and are undone here: in the `llama` architecture the rows of q and k are
 reordered (pairs interleaved for rope), and Llama 3's rope scaling is stored as a table of factors.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
+from crelle.formats.importers.gguf_blocks import decode
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -40,10 +42,10 @@ _ROPE_FACTORS = "rope_freqs.weight"
 class GGUFFile:
     """A GGUF file behind the interface of `source.Weights`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, encoded: bool = False) -> None:
         import gguf
 
-        self.path = path
+        self.path, self.encoded = path, encoded
         try:
             self._understand(gguf.GGUFReader(path))
         except CrelleError:
@@ -168,7 +170,15 @@ class GGUFFile:
         return w.reshape(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
 
     def matrix(self, module: str) -> QuantTensor:
-        return DenseTensor(self.read(f"{module}.weight"))
+        name = f"{module}.weight"
+        t = self._tensor(name)
+        w = decode(t.tensor_type.name, t.data, self.shape(name)) if self.encoded else None
+        if w is None:
+            return DenseTensor(self.read(name))
+        if self.arch != "llama":
+            return w
+        order = self._undo_rope_order(name, torch.arange(w.shape[0])[:, None]).flatten()
+        return w.rows(order)
 
     def copy_tokenizer(self, to: Path) -> None:
         from crelle.formats.importers.gguf_tokenizer import write_tokenizer

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
+from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels.cpu import available, core
@@ -36,8 +37,8 @@ class Cpu:
         self.name = "cpu" if precision == "exact" else f"cpu-{precision}"
 
     def supports(self, problem: Problem) -> str | None:
-        if problem.format not in (BCQTensor.format, UniformTensor.format):
-            return f"takes the formats 'bcq' and 'uniform', not '{problem.format}'"
+        if problem.format not in (BCQTensor.format, UniformTensor.format, AffineTensor.format):
+            return f"takes the formats 'bcq', 'uniform' and 'affine', not '{problem.format}'"
         if problem.device != "cpu":
             return f"runs on the CPU, the weight is on {problem.device}"
         if problem.group != problem.K and problem.group % 8:
@@ -45,6 +46,8 @@ class Cpu:
         return available()
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CpuWeight:
+        if isinstance(w, AffineTensor):
+            w = w.to_bcq()
         planes = _numpy(getattr(w, "planes", torch.empty(0)))
         if isinstance(w, BCQTensor):
             z = None if w.z is None else _numpy(w.z.float())

@@ -1,0 +1,1 @@
+"""Our tensors in the files of other projects."""

@@ -1,0 +1,88 @@
+"""A matrix whose inputs were sorted before it was encoded.
+
+    W[:, order] = inner        y = W x = inner x[order]
+
+GPTQ with act-order (`desc_act`) puts inputs of like importance into one group, wherever in the row they stand. Our
+formats share scales among neighbours, so the columns are stored in the order of their groups, with the way back:
+    order  int32 [K]     input `order[j]` of the matrix is column j of `inner`; a permutation of 0 ... K-1
+Bits per weight: those of inner + 32 / N.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from crelle.errors import FormatError
+from crelle.formats.affine import AffineTensor
+from crelle.formats.base import QuantTensor, Spec, expect, shape_of, take
+from crelle.formats.bcq import BCQTensor, UniformTensor
+
+INNER: dict[str, type[QuantTensor]] = {c.format: c for c in (UniformTensor, AffineTensor, BCQTensor)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PermutedTensor:
+    """An encoded matrix and the order of the inputs that its columns belong to."""
+
+    format: ClassVar[str] = "permuted"
+    inner: QuantTensor
+    order: Tensor  # int32 [K]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inner.shape
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits
+
+    @property
+    def group(self) -> int:
+        return self.inner.group
+
+    @property
+    def device(self) -> torch.device:
+        return self.order.device
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        sorted_columns = self.inner.dequantize(dtype)
+        return torch.empty_like(sorted_columns).index_copy_(1, self.order.long(), sorted_columns)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.inner.tensors(), "order": self.order}
+
+    def spec(self) -> Spec:
+        return {"format": self.format, "shape": list(self.shape), "inner": self.inner.spec()}
+
+    def rows(self, which: slice | Tensor) -> "PermutedTensor":
+        return PermutedTensor(self.inner.rows(which), self.order)
+
+    def to(self, device: torch.device | str) -> "PermutedTensor":
+        return PermutedTensor(self.inner.to(device), self.order.to(device))
+
+    @classmethod
+    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
+        inner = spec.get("inner")
+        return [*_class_of(inner).parts(inner), "order"]  # type: ignore[arg-type]
+
+    @classmethod
+    def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        take(spec, cls, {"format", "shape", "inner"})
+        N, K = shape_of(spec)
+        inner = _class_of(spec["inner"]).from_parts(spec["inner"], tensors)
+        if inner.shape != (N, K):
+            raise FormatError(f"{cls.format}: the matrix is {N} x {K}, but what is inside is {list(inner.shape)}")
+        order = expect(tensors, "order", (K,), (torch.int32,), cls.format)
+        if not torch.equal(order.sort().values, torch.arange(K, dtype=torch.int32, device=order.device)):
+            raise FormatError(f"{cls.format}: 'order' should name each of the {K} inputs once, and does not")
+        return cls(inner, order)
+
+
+def _class_of(spec: object) -> type[QuantTensor]:
+    name = spec.get("format") if isinstance(spec, dict) else None
+    if not isinstance(name, str) or name not in INNER:
+        raise FormatError(f"permuted: 'inner' should be one of {', '.join(INNER)}, but is {spec!r}")
+    return INNER[name]
