@@ -1,5 +1,7 @@
 """Schemes: a string that round-trips, and a sentence for every string that makes no sense."""
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 from crelle.errors import SchemeError
 from crelle.formats.dense import DenseTensor
 from crelle.quantizers.bcq import BCQ
+from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.hbcq import HBCQ
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import Store, parse
+from crelle.quantizers.scheme import Store, _read, parse
 
 bits = st.integers(1, 8)
 group = st.one_of(st.just("row"), st.integers(1, 4096))
@@ -17,11 +21,24 @@ rtn = st.builds(RTN, bits=bits, group=group, symmetric=st.just(False)) | st.buil
     RTN, bits=st.integers(2, 8), group=group, symmetric=st.just(True)
 )
 bcq = st.builds(BCQ, bits=bits, group=group, rounds=st.integers(0, 99), bias=st.booleans())
+calibrated = {
+    "bits": st.integers(2, 8),
+    "group": group,
+    "damp": st.floats(0, 1),
+    "refine": st.integers(0, 9),
+    "target": st.booleans(),
+}
+gptq = st.builds(GPTQ, **calibrated, act_order=st.just(False), static=st.booleans(), free=st.booleans()) | st.builds(
+    GPTQ, **calibrated, act_order=st.booleans(), symmetric=st.booleans()
+)
+hbcq = st.builds(
+    HBCQ, **calibrated, rounds=st.integers(0, 99), feedback=st.booleans(), solve=st.booleans(), bias=st.booleans()
+)
 store = st.builds(Store, st.sampled_from(["fp16", "bf16", "fp32"]))
 
 
-@given(rtn | bcq | store)
-def test_scheme_strings_round_trip(quantizer: RTN | BCQ | Store) -> None:
+@given(rtn | bcq | gptq | hbcq | store)
+def test_scheme_strings_round_trip(quantizer: RTN | BCQ | GPTQ | HBCQ | Store) -> None:
     assert parse(str(quantizer)) == quantizer
     assert str(parse(str(quantizer))) == str(quantizer)
 
@@ -38,6 +55,9 @@ def test_scheme_strings_round_trip(quantizer: RTN | BCQ | Store) -> None:
         ("rtn:symmetric=true", "rtn:bits=4,group=128,symmetric=true"),
         ("bcq:rounds=20,bias=true", "bcq:bits=3,group=128"),
         ("bcq:rounds=0,bias=false", "bcq:bits=3,group=128,rounds=0,bias=false"),
+        ("gptq:damp=1e-2,free=true,static=true", "gptq:bits=3,group=128,free=true"),
+        ("gptq:damp=.05,act_order=false", "gptq:bits=3,group=128,act_order=false,damp=0.05"),
+        ("hbcq:bits=2,feedback=true,solve=false", "hbcq:bits=2,group=128,solve=false"),
         ("fp16", "fp16"),
     ],
 )
@@ -49,7 +69,7 @@ def test_defaults_are_filled_in_and_left_out(given: str, written: str) -> None:
     ("scheme", "sentence"),
     [
         ("", "there is no scheme ''"),
-        ("gptr:bits=4", "there is no scheme 'gptr'; known are: fp16, bf16, fp32, rtn, bcq"),
+        ("gptr:bits=4", "there is no scheme 'gptr'; known are: fp16, bf16, fp32, rtn, bcq, gptq, hbcq"),
         ("RTN:bits=4", "there is no scheme 'RTN'"),
         ("rtn:bits=4,colour=red", "scheme 'rtn' has no setting 'colour'; it has: bits, group, symmetric"),
         ("bcq:symmetric=true", "scheme 'bcq' has no setting 'symmetric'"),
@@ -69,6 +89,16 @@ def test_defaults_are_filled_in_and_left_out(given: str, written: str) -> None:
         ("rtn:=4", "has no setting ''"),
         ("rtn:bits=4,bits=3", "bits is given twice"),
         ("rtn:bits=1,symmetric=true", "a symmetric grid of 1 bit has no level above zero"),
+        ("gptq:damp=much", "damp must be a number, got 'much'"),
+        ("gptq:damp=nan", "damp must be a number, got 'nan'"),
+        ("gptq:damp=-0.1", "damp must be 0 to 1, got -0.1"),
+        ("gptq:refine=-1", "refine must be 0 or more, got -1"),
+        ("gptq:static=false", "static=false needs act_order=false"),
+        ("gptq:symmetric=true,free=true", "a symmetric grid has no free lowest level"),
+        ("gptq:bits=1,symmetric=true", "a symmetric grid of 1 bit has no level above zero"),
+        ("hbcq:rounds=-1", "rounds must be 0 (greedy) or more, got -1"),
+        ("hbcq:damp=2", "damp must be 0 to 1, got 2.0"),
+        ("hbcq:refine=-1", "refine must be 0 or more, got -1"),
         ("fp16:bits=4", "scheme 'fp16' takes no settings, got 'bits=4'"),
     ],
 )
@@ -100,3 +130,9 @@ def test_store_keeps_the_numbers_at_its_width(name: str, dtype: torch.dtype) -> 
 def test_a_weight_beyond_f16_is_refused() -> None:
     with pytest.raises(SchemeError, match="does not fit the range of fp16"):
         Store("fp16").fit(torch.tensor([[1e6]]))
+
+
+def test_named_choices_are_read_as_their_names() -> None:
+    assert _read("some", "shape", Literal["round", "square"], "square") == "square"
+    with pytest.raises(SchemeError, match="shape must be 'round' or 'square', got 'flat'"):
+        _read("some", "shape", Literal["round", "square"], "flat")

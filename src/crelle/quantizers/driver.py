@@ -4,8 +4,12 @@ The source is read lazily and at most one layer is in memory. Each layer becomes
 begins, so a killed run loses at most a layer: `resume=True` goes on from the journal and ends in the same bytes.
 Quantized are the matrices inside the numbered layers; embeddings, the output head and norms are stored as they are
 (f32 that GGUF unpacked from a quantized type: as f16).
+
+Schemes that need data get it from a `Calibration`: a text walks through the layers in step with the units
+(crelle.quantizers.calibrate), also through those that a resumed run finds finished.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +26,10 @@ from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.source import Weights, open_weights
-from crelle.quantizers.scheme import Quantizer, Store, parse
+from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.scheme import Keep, LayerQuantizer, Quantizer, Store, parse
+from crelle.quantizers.stats import Stats
 from crelle.version import __version__
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -36,6 +43,18 @@ class Unit:
     name: str
     tensors: tuple[str, ...]
     weights: int  # how many numbers, for the progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A text for the schemes that need one, and a way to take the model apart."""
+
+    tokens: Tensor  # int64 [S, T]
+    open: Callable[[Weights, torch.device], OpenModel]
+    device: torch.device
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,7 @@ def quantize(
     *,
     head: str | None = None,
     overrides: Mapping[str, str] | None = None,
+    calibration: Calibration | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -68,19 +88,20 @@ def quantize(
 
     `head` is a scheme for the embedding and the output head, which otherwise stay as they are.
     `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
-    the first pattern that matches counts.
+    the first pattern that matches counts. `calibration` is for schemes that look at data (gptq, awq, hbcq, …).
     """
     begun = perf_counter()
     out = Path(out).absolute()
     default = parse(scheme)
-    weights = open_weights(source)
-    if isinstance(weights, Checkpoint):
+    weights = open_weights(source, encoded=True)
+    if isinstance(weights, Checkpoint) and weights.scheme != str(Keep()):
         raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
     if head is not None:
         special |= {m: parse(head) for m in _matrices(weights) if not _LAYER.match(f"{m}.") and m not in special}
     units = plan(weights)
+    calibrator = _calibrator(weights, [default, *special.values()], calibration)
     written = {p: str(q) for p, q in special.items()}
     recipe = {
         "crelle": __version__,
@@ -89,12 +110,19 @@ def quantize(
         "scheme": str(default),
         "overrides": [list(item) for item in written.items()],  # a list: the first pattern that matches counts
     }
+    if calibration is not None and calibrator is not None:
+        recipe["calibration"] = calibration.fingerprint()
     all_weights, done, resumed = sum(u.weights for u in units), 0, 0
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
         for i, unit in enumerate(units, start=1):
             shard = f"model-{i:05d}-of-{len(units):05d}.safetensors"
+            walks = calibrator is not None and calibrator.at(unit.name)
             if writer.has(shard):
                 resumed += 1
+                if calibrator is not None and walks:
+                    calibrator.skip(*writer.contents(shard))
+            elif calibrator is not None and walks:
+                writer.add(shard, *_quantize_layer(weights, unit, default, special, calibrator))
             else:
                 writer.add(shard, *_quantize_unit(weights, unit, default, special))
             done += unit.weights
@@ -133,24 +161,74 @@ def _quantize_unit(
     others: dict[str, Tensor] = {}
     for name in unit.tensors:
         module, _, kind = name.rpartition(".")
+        if kind == "weight" and len(weights.shape(name)) == 2 and _keeps(module, default, special):
+            matrices[module] = weights.matrix(module)
+            continue
         tensor = weights.read(name)
         if kind != "weight" or tensor.dim() != 2:
             others[name] = tensor
             continue
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
-        if chosen is None:
-            chosen = default if _LAYER.match(name) else _as_stored(weights, name, tensor)
+        if chosen is None and not _LAYER.match(name):
+            matrices[module] = _as_stored(weights, name, tensor)
+            continue
         try:
-            matrices[module] = chosen.fit(tensor)
+            matrices[module] = (chosen or default).fit(tensor)
         except CrelleError as e:
             raise type(e)(f"'{name}': {e}") from e
     return matrices, others
 
 
-def _as_stored(weights: Weights, name: str, tensor: Tensor) -> Quantizer:
+def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Calibration | None) -> Calibrator | None:
+    """Return what walks a text through the model, if one of the schemes needs it."""
+    needing = [q for q in quantizers if q.calibrated]
+    if not needing:
+        return None
+    if calibration is None:
+        raise SchemeError(f"scheme '{needing[0]}' looks at data: it needs a calibration text")
+    model = calibration.open(weights, calibration.device)
+    return Calibrator(model, calibration.tokens, device=calibration.device)
+
+
+def _quantize_layer(
+    weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
+) -> tuple[dict[str, QuantTensor], dict[str, Tensor]]:
+    """The same for a layer through which a calibration text walks."""
+
+    def chosen(module: str) -> Quantizer:
+        return next((q for p, q in special.items() if fnmatchcase(module, p)), default)
+
+    def fit(module: str, weight: Tensor, stats: Stats) -> QuantTensor:
+        if _keeps(module, default, special):
+            return weights.matrix(module)
+        try:
+            return chosen(module).fit(weight, stats)
+        except CrelleError as e:
+            raise type(e)(f"'{module}.weight': {e}") from e
+
+    walk = calibrator.begin()
+    changed = default.before_layer(walk) if isinstance(default, LayerQuantizer) else {}
+    fitted = walk.fit(fit)
+    if isinstance(default, LayerQuantizer):
+        fitted = default.after_layer(walk, fitted)
+        walk.put(fitted)
+    walk.end()
+    others = {n: weights.read(n) for n in unit.tensors if n.removesuffix(".weight") not in fitted}
+    stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
+    return {m: w.to("cpu") for m, w in fitted.items()}, others | stored
+
+
+def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:
+    """Tell whether a matrix goes from the source to the checkpoint as it is, encoded or not."""
+    return isinstance(next((q for p, q in special.items() if fnmatchcase(module, p)), default), Keep)
+
+
+def _as_stored(weights: Weights, name: str, tensor: Tensor) -> QuantTensor:
     """Keep a matrix's type; f32 that a GGUF reader made from fewer bits is kept as f16."""
-    unpacked = isinstance(weights, GGUFFile) and weights.packed(name)
-    return Store("fp16" if unpacked else _DENSE.get(tensor.dtype, "fp32"))
+    if isinstance(weights, GGUFFile):
+        return Store("fp16" if weights.packed(name) else _DENSE.get(tensor.dtype, "fp32")).fit(tensor)
+    stored = weights.matrix(name.removesuffix(".weight"))
+    return stored if stored.format != "dense" else Store(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
 
 
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from crelle.errors import FormatError
+from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import groups_in
 
 _SLAB = 1 << 22  # weights that a solver works on at one time: bounds its memory, whatever the matrix
@@ -39,3 +39,20 @@ def require_finite(w: Tensor) -> Tensor:
     if not torch.isfinite(w).all():
         raise FormatError("the weight holds NaN or infinity")
     return w
+
+
+def importances(cost: Tensor, group: int) -> Tensor:
+    """Return how much each input of a group counts [C, G], 1 on average, padding 0, an input of the group never 0."""
+    h, real = to_groups(cost[None].float(), group)  # [1, C, G]
+    mask = torch.ones_like(h) if real is None else real.float()
+    mean = (h * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    relative = torch.where(mean > 0, h / mean.clamp(min=1e-38), 1.0)
+    return (relative.clamp(min=1e-6) * mask)[0]
+
+
+def storable(t: Tensor) -> Tensor:
+    """Return scales as f16; weights beyond its range are a sentence, not an infinity."""
+    stored = t.to(torch.float16)
+    if not torch.isfinite(stored).all():
+        raise SchemeError(f"a scale of {t.abs().max().item():.3g} is beyond the range of f16")
+    return stored

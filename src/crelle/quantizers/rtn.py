@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.bcq import UniformTensor
+from crelle.formats.bcq import UniformTensor, spread
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, to_groups
 from crelle.quantizers.scheme import Grid, Group
+from crelle.quantizers.stats import Stats
 
 _TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
 
@@ -34,7 +35,7 @@ class RTN(Grid):
         if self.symmetric and self.bits == 1:
             raise SchemeError("a symmetric grid of 1 bit has no level above zero; use bcq:bits=1,bias=false")
 
-    def fit(self, weight: Tensor) -> UniformTensor:
+    def fit(self, weight: Tensor, stats: Stats | None = None) -> UniformTensor:
         """Return the weight [N, K] on its grid."""
         weight = require_finite(weight)
         N, K = weight.shape
@@ -42,6 +43,13 @@ class RTN(Grid):
         parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K)]
         codes, scale, zero = (torch.cat(t) for t in zip(*parts, strict=True))
         return UniformTensor.from_codes(codes, self.bits, scale, None if self.symmetric else zero, group)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return what `fit` would make of a weight f32 [N, K], without storing it."""
+        K = weight.shape[1]
+        group = self.group_for(K)
+        codes, scale, zero = self._fit_rows(weight, group)
+        return (codes - spread(zero.float(), group, K)).mul_(spread(scale.float(), group, K))
 
     def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         top = 2**self.bits - 1

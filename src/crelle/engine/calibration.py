@@ -1,0 +1,61 @@
+"""Text for calibration and training, as rows of token ids: from a file, or written by the model itself.
+
+A row begins as a window does in `crelle eval`: with BOS where the tokenizer adds one.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from crelle.engine.tokenizer import Tokenizer
+from crelle.errors import SchemeError
+from crelle.models.llama import Llama
+
+
+def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
+    """Cut a text into rows [S, length]; with a limit, that many of them, spread over the text by chance."""
+    start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    body = length - len(start)
+    ids = tokenizer.encode(text, bos=False)
+    count = len(ids) // body
+    if count == 0:
+        raise SchemeError(f"the calibration text has {len(ids)} tokens, too few for one row of {body}")
+    rows = torch.tensor([start + ids[i * body : (i + 1) * body] for i in range(count)])
+    if limit is None or count <= limit:
+        return rows
+    return rows[torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:limit]]
+
+
+@torch.inference_mode()
+def sampled_rows(
+    model: Llama,
+    opening: Tensor,
+    length: int,
+    *,
+    seed: int = 0,
+    batch: int = 256,
+    temperature: float = 1.0,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Tensor:
+    """Let the model itself write rows [S, length] that begin with `opening` [S, any]; reproducible for a seed.
+
+    An id of -1 in an opening, behind its first, is the model's to choose: openings may be of different lengths.
+    """
+    chance = torch.Generator(model.device).manual_seed(seed)
+    done: list[Tensor] = []
+    for at, part in enumerate(torch.split(opening, batch)):
+        cache = model.new_cache(len(part))
+        given = part.to(model.device)
+        row = fresh = given[:, :1]
+        while row.shape[1] < length:
+            logits = model(fresh, cache, last=True)[:, -1].float() / temperature
+            fresh = torch.multinomial(logits.softmax(-1), 1, generator=chance)
+            if row.shape[1] < given.shape[1]:
+                wanted = given[:, row.shape[1], None]
+                fresh = torch.where(wanted >= 0, wanted, fresh)
+            row = torch.cat([row, fresh], dim=1)
+        done.append(row.cpu())
+        if progress:
+            progress(min((at + 1) * batch, len(opening)), len(opening), "sampling")
+    return torch.cat(done)

@@ -1,0 +1,150 @@
+"""Calibration: a text walks through the model layer by layer, twice.
+
+One stream is the full-precision model, the other runs through the layers as they were quantized. A layer is fitted in
+stages (q k v, then o, then gate and up, then down), each with the inputs that really reach it from what was quantized
+before, so later matrices can make up for the error of earlier ones.
+
+A token's weight in the sums is 1/|y_t|², y the residual stream behind the layer: the next norm divides by it, and
+without it a handful of tokens with huge activations would decide everything. In memory: one layer (twice), both
+streams [S, T, width], one K² Hessian.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crelle.formats.base import QuantTensor
+from crelle.quantizers.opened import Block, OpenLinear, OpenModel
+from crelle.quantizers.stats import Stats, Watch
+
+Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
+
+
+class _SeenError(Exception):
+    """Raised by a watch once a stage's input is known: the rest of the layer need not run."""
+
+
+@dataclass(slots=True)
+class Streams:
+    """Hidden states before a layer: in the full-precision model and in the quantized one, [S, T, width]."""
+
+    full: Tensor
+    here: Tensor
+
+
+class Calibrator:
+    """Walks a text through the model; `layer` must be called (or `skip`) for each layer in turn."""
+
+    def __init__(self, model: OpenModel, tokens: Tensor, *, device: torch.device | str = "cpu", batch: int = 8) -> None:
+        self.model, self.device, self.batch = model, torch.device(device), batch
+        with torch.no_grad():
+            x = torch.cat([model.embed(t.to(self.device)) for t in torch.split(tokens, batch)])
+        self.streams = Streams(x, x.clone())
+        self.next = 0
+
+    def at(self, name: str) -> bool:
+        """Tell whether a unit is the layer whose turn it is."""
+        return self.next < self.model.layers and name == self.model.layer_name(self.next)
+
+    @torch.no_grad()
+    def begin(self) -> "LayerWalk":
+        """Build the next layer and run the full-precision stream through it."""
+        full, block = self.model.block(self.next), self.model.block(self.next)
+        after = self._through(full, self.streams.full)
+        return LayerWalk(self, full, block, after)
+
+    @torch.no_grad()
+    def skip(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
+        """Walk through a layer that an earlier run has already quantized."""
+        walk = self.begin()
+        walk.put(fitted, vectors)
+        walk.end()
+
+    def _through(self, block: Block, x: Tensor) -> Tensor:
+        return torch.cat([block(part) for part in torch.split(x, self.batch)])
+
+
+class LayerWalk:
+    """One layer between its two streams."""
+
+    def __init__(self, calibrator: Calibrator, full: Block, block: Block, after: Tensor) -> None:
+        self.full, self.block, self.after = full, block, after
+        self._calibrator = calibrator
+        weight = after.square().mean(-1).clamp(min=1e-12).reciprocal_()  # [S, T]
+        self._token_weight = (weight / weight.mean()).sqrt_()
+
+    @property
+    def streams(self) -> Streams:
+        return self._calibrator.streams
+
+    @torch.no_grad()
+    def fit(self, fit: Fit) -> dict[str, QuantTensor]:
+        """Quantize the layer stage by stage; the block is left with the quantized weights in it."""
+        fitted: dict[str, QuantTensor] = {}
+        for stage in self.block.stages():
+            stats = self.stats(stage[0])
+            for name in stage:
+                fitted[name] = fit(name, self.full.linears()[name].weight, stats)
+            self.put({name: fitted[name] for name in stage})
+        return fitted
+
+    @torch.no_grad()
+    def stats(self, name: str) -> Stats:
+        """Return the stats of the input of one linear, as the block stands now."""
+        K = self.block.linears()[name].weight.shape[1]
+        watch = Watch(K, self._calibrator.device, cross=True)
+        for weight, full, here in self._batches():
+            watch.see(
+                weight[..., None] * _input(self.block, name, here), weight[..., None] * _input(self.full, name, full)
+            )
+        return watch.stats()
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        size = self._calibrator.batch
+        parts = (torch.split(t, size) for t in (self._token_weight, self.streams.full, self.streams.here))
+        return zip(*parts, strict=True)
+
+    @torch.no_grad()
+    def put(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
+        """Let the block run with quantized weights (and norms that a quantizer changed)."""
+        linears = self.block.linears()
+        for name, w in fitted.items():
+            linears[name].weight = w.dequantize(torch.float32).to(self._calibrator.device)
+        here = self.block.vectors()
+        for name, v in (vectors or {}).items():
+            module, _, kind = name.rpartition(".")
+            if name in here:
+                here[name].copy_(v)
+            elif kind == "bias" and module in linears:
+                linears[module].bias = v.to(self._calibrator.device, torch.float32)
+
+    @torch.no_grad()
+    def end(self) -> float:
+        """Move both streams behind the layer; returns the relative error that the quantized one has there."""
+        from crelle.quantizers.tune import relative_error
+
+        self.streams.here = self._calibrator._through(self.block, self.streams.here)
+        self.streams.full = self.after
+        self._calibrator.next += 1
+        return float(relative_error(self.streams.here, self.streams.full))
+
+
+def _input(block: Block, name: str, x: Tensor) -> Tensor:
+    """Run a block up to one of its linears and return what that linear would read."""
+    seen: list[Tensor] = []
+
+    def watch(value: Tensor) -> None:
+        seen.append(value)
+        raise _SeenError
+
+    linear: OpenLinear = block.linears()[name]
+    linear.watch = watch
+    try:
+        block(x)
+    except _SeenError:
+        pass
+    finally:
+        linear.watch = None
+    return seen[0]

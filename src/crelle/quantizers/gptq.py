@@ -1,0 +1,121 @@
+"""Uniform grids chosen by the layer's output error: GPTQ (arXiv 2210.17323), then refinement.
+
+    1. scales  per group the range, cut by some factor, with the least error weighted by the inputs' importance, which
+               is their cost in step 2; a free grid also alternates between codes and least squares
+    2. codes   one pass with error feedback
+    3. refine  all scales of a row solved at once; then rounds of: each code set to its best level given all others,
+               and the scales again. A second round is worth 1 %.
+Scales are rounded to f16 before any code is chosen for them.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.affine import AffineTensor
+from crelle.formats.bcq import UniformTensor
+from crelle.quantizers.alternate import SortedGroups, alternate, better, squared_error
+from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, feedback_by_group, improve, solve
+from crelle.quantizers.grouping import importances, storable, to_groups
+from crelle.quantizers.layerwise import Layerwise
+from crelle.quantizers.scheme import Group
+from crelle.quantizers.stats import Stats
+
+_SHRINK = [1.0 - 0.65 * i / 7 for i in range(8)]  # 1 … 0.35
+_TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ(Layerwise):
+    """Error feedback on a uniform grid, with an integer zero point or a free lowest level."""
+
+    scheme: ClassVar[str] = "gptq"
+    bits: int = 3
+    group: Group = 128
+    free: bool = False  # whether a group's lowest level is any number, rather than a multiple of its scale
+    symmetric: bool = False
+    act_order: bool = True
+    static: bool = True  # scales fixed before the feedback; otherwise when it reaches their group
+    damp: float = 0.01
+    refine: int = 1
+    target: bool = True
+
+    def __post_init__(self) -> None:
+        Layerwise.__post_init__(self)
+        if self.act_order and not self.static:
+            raise SchemeError(
+                "with act_order=true the feedback does not meet the inputs group by group, "
+                "so static=false needs act_order=false"
+            )
+        if self.symmetric and self.free:
+            raise SchemeError("a symmetric grid has no free lowest level; use symmetric=true or free=true, not both")
+        if self.symmetric and self.bits == 1:
+            raise SchemeError("a symmetric grid of 1 bit has no level above zero; use hbcq:bits=1,bias=false")
+
+    def fit(self, weight: Tensor, stats: Stats | None = None) -> UniformTensor | AffineTensor:
+        """Return the weight [N, K] on its grid."""
+        codes, levels = self.solution(weight, stats)
+        scales = storable(levels.scales)
+        if levels.shift is None:
+            return AffineTensor.from_codes(codes, self.bits, scales[..., 0], scales[..., 1], levels.group)
+        zero = None if self.symmetric else levels.shift[..., 0].to(torch.uint8)
+        return UniformTensor.from_codes(codes, self.bits, scales[..., 0], zero, levels.group)
+
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+        group = self.group_for(target.shape[1])
+        if self.static:
+            fit = feedback(target, by, self.levels(target, by.cost, group))
+        else:
+            fit = feedback_by_group(target, by, group, lambda w, k: self.levels(w, by.cost[k], group))
+        return improve(target, hessian, by.damped, fit, [solve, descend] * self.refine + [solve] * (self.refine > 0))
+
+    def levels(self, w: Tensor, cost: Tensor, group: int) -> Levels:
+        """Return the grids that suit the weights [N, K] best, input k being as important as cost[k]."""
+        g, _ = to_groups(w, group)
+        N, C, G = g.shape
+        h = importances(cost, group).expand(N, C, G).flatten(0, 1)
+        s = SortedGroups.of(g.flatten(0, 1), h)
+        book = torch.arange(2.0**self.bits, device=w.device)[:, None]
+        if self.free:
+            scales = torch.stack(self._free(s, book), -1).reshape(N, C, 2)
+            return Levels(torch.nn.functional.pad(book, (0, 1), value=1.0), scales, group)
+        scale, zero = self._uniform(s, book)
+        return Levels(book, scale.reshape(N, C, 1), group, zero.reshape(N, C, 1))
+
+    def _uniform(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = s.range()
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        if self.symmetric:
+            high = torch.maximum(-low, high)
+            low = -high
+        top = 2**self.bits - 1
+        aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a zero point aside cuts one end more
+        best = torch.full_like(s.squares, torch.inf)
+        scale, zero = torch.full_like(low, _TINY), torch.zeros_like(low)
+        for shrink, step in product(self._shrinks(), aside):
+            a = storable(((high - low) * (shrink / top)).clamp(min=_TINY)).float()
+            middle = torch.full_like(a, 2.0 ** (self.bits - 1))
+            o = middle if self.symmetric else ((-low * shrink / a).round() + step).clamp(0, top)
+            error = squared_error(s, a[:, None], -a * o, book)
+            won = error < best
+            scale, zero, best = torch.where(won, a, scale), torch.where(won, o, zero), torch.where(won, error, best)
+        return scale, zero
+
+    def _shrinks(self) -> list[float]:
+        """Return the factors to try; many levels reach far enough that cutting much off never pays."""
+        return _SHRINK if self.bits <= 4 else _SHRINK[:3]
+
+    def _free(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = s.range()
+        top = 2**self.bits - 1
+        middle, width = (low + high) / 2, ((high - low) / top).clamp(min=_TINY)
+        starts = [(width[:, None] * f, middle - width * f * (top / 2)) for f in self._shrinks()]
+        start = better(s, starts, book)
+        scales, low = alternate(s, *start, book, 10, bias=True)
+        low = torch.where(scales[:, 0] < 0, low + top * scales[:, 0], low)  # the same levels, the lowest first
+        scales, low = better(s, [start, (scales.abs().clamp(min=_TINY), low)], book)
+        return scales[:, 0], storable(low).float()

@@ -1,0 +1,85 @@
+"""Binary coding that knows the layer's inputs: the scales, then the codes, then the scales again, by the output error.
+
+    1. scales   alternating least squares as in crelle.quantizers.bcq, each weight weighted by its input's importance
+    2. codes    one pass with error feedback on the 2^P levels of each group (crelle.quantizers.feedback)
+    3. solve    alpha and z of a whole row at once
+    4. refine   rounds of: each code set to its best level given all others, and step 3 again
+Scales are rounded to f16 before any code is chosen for them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.bcq import BCQTensor
+from crelle.quantizers.bcq import binary_scales, signs
+from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, improve, solve
+from crelle.quantizers.grouping import from_groups, importances, storable, to_groups
+from crelle.quantizers.layerwise import Layerwise
+from crelle.quantizers.scheme import Group
+from crelle.quantizers.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class HBCQ(Layerwise):
+    """Binary coding by the layer's output error."""
+
+    scheme: ClassVar[str] = "hbcq"
+    bits: int = 3
+    group: Group = 128
+    rounds: int = 20  # of the alternating start
+    bias: bool = True  # whether there is a z per group
+    feedback: bool = True
+    act_order: bool = True
+    damp: float = 0.01
+    solve: bool = True  # whether the scales of a row are solved at once
+    refine: int = 1
+    target: bool = True
+
+    def __post_init__(self) -> None:
+        Layerwise.__post_init__(self)
+        if self.rounds < 0:
+            raise SchemeError(f"rounds must be 0 (greedy) or more, got {self.rounds}")
+
+    def fit(self, weight: Tensor, stats: Stats | None = None) -> BCQTensor:
+        """Return the weight [N, K] as P planes with their scales."""
+        fit = self.solution(weight, stats)
+        codes, alpha = _written_one_way(fit, self.bits)
+        z = storable(fit.levels.scales[..., self.bits]) if self.bias else None
+        return BCQTensor.from_codes(codes, storable(alpha).movedim(-1, 0), z, fit.levels.group)
+
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+        levels = self._levels(target, by.cost, self.group_for(target.shape[1]))
+        alone = by._replace(mix=torch.zeros_like(by.mix))  # no input hears of another: each takes the nearest level
+        fit = feedback(target, by if self.feedback else alone, levels)
+        scales = [solve] if self.solve else []
+        return improve(target, hessian, by.damped, fit, scales + [descend, *scales] * self.refine)
+
+    def _levels(self, w: Tensor, cost: Tensor, group: int) -> Levels:
+        g, _ = to_groups(w, group)
+        N, C, G = g.shape
+        h = importances(cost, group).expand(N, C, G).flatten(0, 1)
+        alpha, z = binary_scales(g.flatten(0, 1), h, self.bits, self.rounds, self.bias)
+        book = signs(self.bits, w.device)
+        if self.bias:
+            book = torch.nn.functional.pad(book, (0, 1), value=1.0)
+            alpha = torch.cat([alpha, z[:, None]], 1)
+        return Levels(book, storable(alpha).float().reshape(N, C, -1), group)
+
+
+def _written_one_way(fit: Fit, P: int) -> tuple[Tensor, Tensor]:
+    """Return codes and alphas of the same weights with the alphas positive and descending: plane 0 matters most."""
+    codes, levels = fit
+    alpha = levels.scales[..., :P]
+    ordered, order = alpha.abs().sort(stable=True, dim=-1, descending=True)
+    grouped, _ = to_groups(codes, levels.group)  # [N, C, G]
+    result = torch.zeros_like(grouped)
+    for p in range(P):
+        plane = order[..., p : p + 1]  # which plane is now at place p
+        bit = (grouped >> (P - 1 - plane)) & 1
+        turned = alpha.gather(-1, plane) < 0
+        result |= ((bit ^ turned) << (P - 1 - p)).to(torch.uint8)
+    return from_groups(result, codes.shape[1]), ordered

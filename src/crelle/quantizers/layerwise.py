@@ -1,0 +1,61 @@
+"""What the quantizers have in common that see a layer's inputs: settings, and the way from a weight to a solution."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.quantizers.feedback import Factor, Fit, Levels, factor
+from crelle.quantizers.grouping import require_finite, row_slabs
+from crelle.quantizers.scheme import Grid
+from crelle.quantizers.stats import Stats
+
+
+class Layerwise(Grid):
+    """Base of the configs that minimise the error of a layer's output on its calibration inputs."""
+
+    __slots__ = ()
+    calibrated: ClassVar[bool] = True
+    act_order: bool  # inputs with the largest activations are coded first
+    damp: float  # of the Hessian's mean diagonal, added to its diagonal
+    refine: int  # rounds of descent and solving after the feedback
+    target: bool  # aim at the weight that also undoes the error of the layers before, where that is known
+
+    def __post_init__(self) -> None:
+        Grid.__post_init__(self)
+        if not 0 <= self.damp <= 1:
+            raise SchemeError(f"damp must be 0 to 1, got {self.damp}")
+        if self.refine < 0:
+            raise SchemeError(f"refine must be 0 or more, got {self.refine}")
+
+    def solution(self, weight: Tensor, stats: Stats | None) -> Fit:
+        """Return codes and levels for a weight [N, K]."""
+        N, K = weight.shape
+        target, hessian, by = self.wanted(weight, stats)
+        fits = [self.fit_rows(target[rows], hessian, by) for rows in row_slabs(N, K)]
+        shifts = [f.levels.shift for f in fits if f.levels.shift is not None]
+        levels = Levels(
+            book=fits[0].levels.book,
+            scales=torch.cat([f.levels.scales for f in fits]),
+            group=self.group_for(K),
+            shift=torch.cat(shifts) if shifts else None,
+        )
+        return Fit(torch.cat([f.codes for f in fits]), levels)
+
+    def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, Factor]:
+        """Return the weight [N, K] to aim at, the Hessian and its factor, or say what is wrong with them."""
+        K = weight.shape[1]
+        if stats is None:
+            raise SchemeError(
+                f"scheme '{self.scheme}' needs the statistics of the layer's inputs; give a calibration text"
+            )
+        if tuple(stats.hessian.shape) != (K, K):
+            raise SchemeError(f"the statistics are of {len(stats.hessian)} inputs, but the weight has {K}")
+        weight = require_finite(weight)
+        target = stats.target(weight) if self.target else weight
+        return target, stats.hessian, factor(stats.hessian, self.damp, act_order=self.act_order)
+
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+        """Return codes and levels for some rows of the weight wanted."""
+        raise NotImplementedError

@@ -1,0 +1,69 @@
+"""What a calibration text tells about the inputs of a linear layer.
+
+With X̂ [T, K] the inputs that the layer gets from the layers quantized before it, and X the inputs that it would get in
+the full-precision model:
+
+    hessian = X̂ᵀ X̂ / T       the output error of a change D of the weight is  tr(D hessian Dᵀ)
+    cross   = Xᵀ X̂ / T        the weight that best undoes the error that came in is  W cross hessian⁻¹
+    absmax, absmean           of X̂, per input channel
+
+They are sums over tokens, so memory is a few K² whatever the length of the text.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stats:
+    """Sums over the inputs of one linear layer, divided by the number of tokens."""
+
+    hessian: Tensor  # f32 [K, K]
+    absmax: Tensor  # f32 [K]
+    absmean: Tensor  # f32 [K]
+    tokens: int
+    cross: Tensor | None = None  # f32 [K, K]
+
+    def output_error(self, change: Tensor) -> float:
+        """Return the mean over tokens of |change x|², summed over outputs: change is W - Ŵ [N, K]."""
+        change = change.float()
+        return float(((change @ self.hessian) * change).sum().clamp(min=0))
+
+    def target(self, weight: Tensor, damp: float = 0.01) -> Tensor:
+        """Return the weight that, on the inputs as they come, gives what the full-precision layer would have given.
+
+        Solved with a ridge that pulls towards the weight itself: directions that the text never shows stay as they are.
+        """
+        if self.cross is None:
+            return weight
+        ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
+        damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
+        missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
+        return weight.float() + torch.cholesky_solve(missing.T, torch.linalg.cholesky(damped)).T
+
+
+class Watch:
+    """Collects the Stats of one input; `see` takes what arrives, and what would have arrived in full precision."""
+
+    def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False) -> None:
+        self._hessian = torch.zeros(K, K, device=device)
+        self._cross = torch.zeros(K, K, device=device) if cross else None
+        self._absmax, self._abssum = torch.zeros(K, device=device), torch.zeros(K, device=device)
+        self._tokens = 0
+
+    def see(self, x: Tensor, full: Tensor | None = None) -> None:
+        """Add inputs [..., K]."""
+        x = x.detach().flatten(0, -2).float()
+        self._hessian.addmm_(x.T, x)
+        if self._cross is not None and full is not None:
+            self._cross.addmm_(full.detach().flatten(0, -2).float().T, x)
+        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
+        self._abssum += x.abs().sum(0)
+        self._tokens += len(x)
+
+    def stats(self) -> Stats:
+        T = max(1, self._tokens)
+        cross = None if self._cross is None else self._cross / T
+        return Stats(self._hessian / T, self._absmax, self._abssum / T, self._tokens, cross)
