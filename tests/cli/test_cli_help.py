@@ -14,7 +14,7 @@ CONTRACT = {
     "eval": "--text --context --tokens --device --threads --kernel --json",
     "generate": "--prompt --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed --stop "
     "--device --threads --kernel --json",
-    "chat": "--system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed "
+    "chat": "--system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed --stop "
     "--device --threads --kernel --json",
     "explain": "--device --json",
     "doctor": "--json",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, KernelName, Model, Threads, out, print_json, tracking, use_threads
+from crelle.cli.console import Bits, Device, Json, KernelName, Model, Threads, out, print_json, tracking, use_threads
 
 NAME = "eval"
 
@@ -19,6 +19,7 @@ def run(
     device: Device = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
+    bits: Bits = None,
     json: Json = False,
 ) -> None:
     """Measure perplexity: lower is better, and the ratio to the unquantized model tells what quantizing cost.
@@ -34,7 +35,7 @@ def run(
 
     use_threads(threads)
     corpus = read_text(text)
-    llm = LLM.load(model, device=device, kernel=kernel)
+    llm = LLM.load(model, device=device, kernel=kernel, bits=bits)
     with tracking("perplexity") as track:
         result = perplexity(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)
     if json:

@@ -5,16 +5,19 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Json, Threads, err, out, print_json, tracking, use_threads
+from crelle.cli.calibration import CalibrationText, calibration_text
+from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads
 from crelle.errors import SchemeError
 
 NAME = "quantize"
 
 
 def run(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face directory or a .gguf file.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A Hugging Face directory (plain, GPTQ, AWQ, …) or a .gguf file.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
-    scheme: Annotated[str, typer.Option("--scheme", help="The recipe, e.g. rtn:bits=4,group=128.")],
+    scheme: Annotated[str | None, typer.Option("--scheme", help="The recipe, e.g. auto:bits=3.35.")] = None,
     head: Annotated[
         str | None,
         typer.Option("--head", metavar="BITS|SCHEME", help="Quantize the embedding and the output head too."),
@@ -23,6 +26,13 @@ def run(
         list[str] | None,
         typer.Option("--override", metavar="PATTERN=SCHEME", help="Another recipe for some matrices; repeatable."),
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan of `crelle search`: bits and group of every matrix.")
+    ] = None,
+    calib: CalibrationText = None,
+    rows: Annotated[int, typer.Option("--rows", help="Rows of the text that calibrated schemes look at.")] = 64,
+    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    device: Device = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     threads: Threads = None,
@@ -32,18 +42,31 @@ def run(
 
     **Schemes**
 
+    - `auto:bits=3.35`: the recipe we recommend, at most that many bits per weight, every scale counted; minutes on a
+      CPU. `auto:bits=3.35,tune=full` adds end-to-end training: better still, minutes on a GPU, hours on a CPU
+
     - `fp16`, `bf16`, `fp32`: only stored at that width
+
+    - `keep`: every matrix as SRC has it, e.g. GPTQ or GGUF's Q4_0: a lossless conversion
 
     - `rtn:bits=4,group=128`: round to nearest, seconds, good at 4 bits and more (`symmetric=true` drops zero points)
 
     - `bcq:bits=3,group=64`: binary coding by alternating least squares, better at 2 and 3 bits
       (`rounds=0` greedy, `bias=false` without z)
 
+    - `gptq:bits=3,group=128`: error feedback on calibration data (`free=true`: grids that begin anywhere);
+      `awq:bits=4,group=128`: activation-aware scales; `hbcq:bits=3,group=128`: binary coding with error feedback
+
+    - `bcq-nested:bits=4,group=128`: one checkpoint that serves 2, 3 and 4 bits
+
+    `auto`, `gptq`, `awq`, `hbcq` and `bcq-nested` look at a text: `--calib FILE`. Without one they take Python's
+    documentation and text that the model writes itself.
+
     `group` is how many inputs share a scale: smaller is better and larger on disk; `group=row` shares over a row.
 
     **Examples**
 
-    `crelle quantize ./Llama-3.2-1B out/llama-3bit --scheme bcq:bits=3,group=64`
+    `crelle quantize ./Llama-3.2-1B out/llama-3bit --scheme auto:bits=3.35 --calib text.txt`
 
     `crelle quantize model.gguf out/m --scheme rtn:bits=3,group=64 --override '*.down_proj=rtn:bits=4,group=64'`
 
@@ -51,7 +74,8 @@ def run(
 
     A run that was killed continues with `--resume` and ends in the same bytes.
     """
-    from crelle.quantizers.driver import quantize
+    from crelle.engine.compress import compress
+    from crelle.quantizers.scheme import parse
 
     use_threads(threads)
     overrides: dict[str, str] = {}
@@ -60,11 +84,20 @@ def run(
         if not eq or not recipe:
             raise SchemeError(f"--override should read PATTERN=SCHEME, got '{item}'")
         overrides[pattern] = recipe
+    if plan is not None:
+        scheme, planned = _planned(plan, scheme)
+        overrides |= {m: s for m, s in planned.items() if m not in overrides}
+    if scheme is None:
+        raise SchemeError("name a recipe with --scheme, e.g. --scheme auto:bits=3.35, or a plan with --plan")
+    looks = any(parse(s).calibrated for s in (scheme, *overrides.values()))
+    text = calibration_text(calib, rows=rows, length=length) if looks else None
     with tracking("quantizing") as track:
-        report = quantize(
+        report = compress(
             source,
             target,
             scheme,
+            text=text,
+            device=device,
             head=head_scheme(head),
             overrides=overrides,
             resume=resume,
@@ -83,6 +116,14 @@ def run(
         markup=False,
         soft_wrap=True,
     )
+
+
+def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:
+    """Return the scheme and the overrides of a plan file."""
+    from crelle.quantizers.search import read_plan
+
+    plan = read_plan(path)
+    return scheme or plan.scheme, dict(plan.overrides)
 
 
 def head_scheme(head: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """LLM: a model, its tokenizer, and text out of it. One object from quantizer to server."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,10 +13,11 @@ from crelle.engine.sampler import Sampler, Sampling
 from crelle.engine.tokenizer import Detokenizer, Message, Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.files import read_json
-from crelle.formats.source import Weights
+from crelle.formats.source import Weights, open_weights
 from crelle.kernels.threads import set_threads
+from crelle.models import precisions
 from crelle.models.llama import Llama
-from crelle.models.loader import load
+from crelle.models.loader import build, choose_device
 
 Prompt = str | list[int]  # text, or token ids that are taken as they are
 
@@ -50,47 +52,76 @@ class LLM:
     def __init__(self, model: Llama, tokenizer: Tokenizer, weights: Weights) -> None:
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self.end_ids = _end_ids(weights)
+        self.precisions = precisions.offered(weights)  # of a nested checkpoint; () where there is only one
+        self._at = {model.build.bits or precisions.default(weights): model}
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: str = "auto", threads: int | None = None, kernel: str | None = None
+        cls,
+        path: str | Path,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        kernel: str | None = None,
+        bits: int | None = None,
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
         device: cpu, cuda or auto.  threads: on the CPU.  kernel: insist on one (see `crelle explain`).
+        bits: of a nested checkpoint, the precision for calls that ask for none; default: the finest.
         """
         if threads is not None:
             set_threads(threads)
-        model, weights = load(path, device, kernel)
-        return cls(model, Tokenizer.of(weights), weights)
+        weights = open_weights(path)
+        with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
+            tokenizer = beside.submit(Tokenizer.of, weights)
+            model = build(weights, choose_device(device), kernel=kernel, bits=bits)
+            return cls(model, tokenizer.result(), weights)
+
+    def at(self, bits: int | None) -> Llama:
+        """Return the model at a precision of a nested checkpoint; None: as it was loaded.
+
+        It is built when it is first asked for and shares with the others all but the matrices in the kernel's layout.
+        """
+        if bits is None:
+            return self.model
+        if bits not in self._at:
+            self._at.setdefault(bits, self.model.at(bits))
+        return self._at[bits]
 
     @overload
-    def generate(self, prompt: Prompt, sampling: Sampling | None = None) -> Completion: ...
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str], sampling: Sampling | None = None) -> list[Completion]: ...
+    def generate(
+        self, prompt: list[str], sampling: Sampling | None = None, *, bits: int | None = None
+    ) -> list[Completion]: ...
 
-    def generate(self, prompt: Prompt | list[str], sampling: Sampling | None = None) -> Completion | list[Completion]:
-        """Continue a prompt (text or token ids), or each of a list of texts."""
+    def generate(
+        self, prompt: Prompt | list[str], sampling: Sampling | None = None, *, bits: int | None = None
+    ) -> Completion | list[Completion]:
+        """Continue a prompt (text or token ids), or each of a list of texts; `bits` as in `at`."""
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            return [self._run(str(p), sampling) for p in prompt]
-        return self._run(prompt, sampling)  # type: ignore[arg-type]
+            return [self._run(str(p), sampling, bits) for p in prompt]
+        return self._run(prompt, sampling, bits)  # type: ignore[arg-type]
 
-    def _run(self, prompt: Prompt, sampling: Sampling | None) -> Completion:
-        for piece in self.stream(prompt, sampling):
+    def _run(self, prompt: Prompt, sampling: Sampling | None, bits: int | None) -> Completion:
+        for piece in self.stream(prompt, sampling, bits=bits):
             if piece.completion:
                 return piece.completion
         raise AssertionError("a stream ends with its completion")
 
-    def chat(self, messages: list[Message], sampling: Sampling | None = None) -> Iterator[Piece]:
+    def chat(
+        self, messages: list[Message], sampling: Sampling | None = None, *, bits: int | None = None
+    ) -> Iterator[Piece]:
         """Stream the assistant's answer to a conversation."""
-        return self.stream(self.tokenizer.encode_chat(messages), sampling)
+        return self.stream(self.tokenizer.encode_chat(messages), sampling, bits=bits)
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Iterator[Piece]:
         """Continue a prompt, piece by piece as the text becomes certain."""
         sampling = sampling or Sampling()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(ids)
-        return self._steps(ids, sampling)
+        return self._steps(self.at(bits), ids, sampling)
 
     def _check(self, ids: Sequence[int]) -> None:
         c = self.model.c
@@ -104,15 +135,15 @@ class LLM:
         if bad := [i for i in ids if not 0 <= i < c.vocabulary]:
             raise SchemeError(f"token id {bad[0]} is outside the vocabulary of {c.vocabulary}")
 
-    def _steps(self, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
+    def _steps(self, model: Llama, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         begun = perf_counter()
-        cache, sampler = self.model.new_cache(), Sampler(sampling, self.model.device)
+        cache, sampler = model.new_cache(), Sampler(sampling, model.device)
         text, new = StopFilter(Detokenizer(self.tokenizer, ids), sampling.stop), list[int]()
-        room = min(sampling.max_tokens, self.model.c.context - len(ids))
+        room = min(sampling.max_tokens, model.c.context - len(ids))
         feed, first, reason = ids, 0.0, "length"
         while len(new) < room:
-            tokens = torch.tensor([feed], device=self.model.device)
-            token = sampler.draw(self.model(tokens, cache, last=True)[0, -1], ids + new)
+            tokens = torch.tensor([feed], device=model.device)
+            token = sampler.draw(model(tokens, cache, last=True)[0, -1], ids + new)
             first = first or perf_counter() - begun
             if token in self.end_ids:
                 reason = "stop"

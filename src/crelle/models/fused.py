@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from crelle.formats.permuted import PermutedTensor
 from crelle.kernels import cpu
 from crelle.kernels.cpu.decoder import (
     MAX_ROWS,
@@ -31,7 +32,7 @@ __all__ = ["MAX_ROWS", "Decoder", "fuse", "why_not"]
 _FUSABLE = {"cpu", "cpu-int8", "dense"}  # kernels whose products the fused step computes the same way
 
 
-def why_not(device: str, kernels: Iterable[str]) -> str | None:
+def why_not(device: str, kernels: Iterable[str], permuted: bool = False) -> str | None:
     """Return why a model with these kernels decodes layer by layer, or None when it can be fused."""
     if device != "cpu":
         return f"the fused step runs on the CPU, not on {device}"
@@ -39,12 +40,16 @@ def why_not(device: str, kernels: Iterable[str]) -> str | None:
         return f"the C++ extension {reason}"
     if others := sorted(set(kernels) - _FUSABLE):
         return f"kernel '{others[0]}' is not part of the fused step"
+    if permuted:
+        return "a matrix takes its inputs in another order (GPTQ act-order), which the fused step does not"
     return None
 
 
 def fuse(model: "Llama") -> Decoder | str:
     """Return the fused decode step of a model, or the sentence that says why it has none."""
-    if reason := why_not(model.device.type, (linear.kernel for linear in model.linears())):
+    linears = model.linears()
+    permuted = any(w.format == PermutedTensor.format for w in (model.embedding.weight, *(x.weight for x in linears)))
+    if reason := why_not(model.device.type, (linear.kernel for linear in linears), permuted):
         return reason
     if model.dtype != torch.float32:
         return f"the fused step computes in f32, the model in {str(model.dtype).removeprefix('torch.')}"
@@ -71,7 +76,7 @@ def _embedding(model: "Llama") -> Matrix:
         return _matrix(model.head)
     from crelle.kernels import ops
 
-    found = matrix(w, ops.prepare(w, model.dtype))
+    found = matrix(w, model.build.once_for(w, "embedding", lambda: ops.prepare(w, model.dtype)))
     assert not isinstance(found, str), found
     return found
 

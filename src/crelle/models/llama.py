@@ -7,22 +7,26 @@
 Shapes: B sequences, T tokens, H heads, Hkv key/value heads, D head size, S cached tokens, V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.source import Weights
 from crelle.kernels.select import Problem, explain
 from crelle.models.cache import KVCache
 from crelle.models.fused import MAX_ROWS, Decoder, fuse
 from crelle.models.linear import QuantEmbedding, QuantLinear
+from crelle.models.precisions import require
 from crelle.models.rope import Rope
 
+Made = TypeVar("Made")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -161,7 +165,7 @@ class Llama(nn.Module):
 
     def __init__(self, build: "Builder", c: LlamaConfig) -> None:
         super().__init__()
-        self.c, self.dtype, self.device = c, build.dtype, build.device
+        self.c, self.build, self.dtype, self.device = c, build, build.dtype, build.device
         embedding = build.matrix("model.embed_tokens", c.vocabulary, c.width)
         self.embedding = QuantEmbedding(embedding, build.dtype)
         self.layers = nn.ModuleList(Layer(build, i, c) for i in range(c.layers))
@@ -200,6 +204,10 @@ class Llama(nn.Module):
         cache.advance(T)
         return logits
 
+    def at(self, bits: int) -> "Llama":
+        """Return the model at another precision of its checkpoint; all that has only one precision is shared."""
+        return Llama(replace(self.build, bits=bits), self.c).eval()
+
     def new_cache(self, batch: int = 1) -> KVCache:
         c = self.c
         return KVCache(c.layers, batch, c.kv_heads, c.head_size, c.context, self.dtype, self.device)
@@ -211,23 +219,42 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """Takes weights from a source and makes layers of them, on a device, at a dtype."""
+    """Takes weights from a source and makes layers of them, on a device, at a dtype, nested planes at a precision."""
 
     weights: Weights
     names: frozenset[str]
     dtype: torch.dtype
     device: torch.device
     kernel: str | None
+    bits: int | None = None  # default: the finest precision
+    made: dict[str, Any] | None = None  # by name, what builders of other precisions share with this one
+
+    def __post_init__(self) -> None:
+        if self.bits is not None:
+            require(self.weights, self.bits)
 
     def matrix(self, module: str, N: int, K: int) -> QuantTensor:
-        w = self.weights.matrix(module)
-        self._check(f"{module}.weight", w.shape, (N, K))
-        return w.to(self.device)
+        stored = self.weights.matrix(module)
+        self._check(f"{module}.weight", stored.shape, (N, K))
+        if isinstance(stored, NestedTensor):
+            return stored.at(self.bits or stored.bits).to(self.device)
+        return self._once(f"{module}.weight", lambda: stored.to(self.device))
 
     def vector(self, name: str, size: int) -> Tensor:
         v = self.weights.read(name)
         self._check(name, tuple(v.shape), (size,))
-        return v.to(self.device, self.dtype)
+        return self._once(name, lambda: v.to(self.device, self.dtype))
+
+    def once_for(self, w: QuantTensor, name: str, make: Callable[[], Made]) -> Made:
+        """Make something of a matrix: once for all precisions where the matrix is the same at all of them."""
+        return self._once(name, make) if any(w is other for other in (self.made or {}).values()) else make()
+
+    def _once(self, name: str, make: Callable[[], Made]) -> Made:
+        if self.made is None:
+            return make()
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]  # type: ignore[no-any-return]
 
     def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
@@ -236,8 +263,12 @@ class Builder:
 
     def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> QuantLinear:
         w = w or self.matrix(module, N, K)
-        bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
-        return QuantLinear(module, w, bias, self.dtype, self._kernel_for(w))
+
+        def make() -> QuantLinear:
+            bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
+            return QuantLinear(module, w, bias, self.dtype, self._kernel_for(w))
+
+        return self.once_for(w, module, make)
 
     def _kernel_for(self, w: QuantTensor) -> str | None:
         """Insist on the named kernel, except where a plain matrix (often the head) has nothing for it to do."""

@@ -1,0 +1,101 @@
+"""Quality per bit in one harness: quantize, then perplexity as a ratio to full precision, on seen and unseen text.
+
+    python bench/quality.py smollm2    OUT.json DATA SCHEME …      DATA: a folder with text/ (and stories15M/)
+    python bench/quality.py stories15M OUT.json DATA SCHEME …      a SCHEME that is a directory is only evaluated
+
+Only the layers' matrices are quantized; their bits per weight count every scale. Calibration sees
+text/wikitext2-valid-tokenised.txt (SmolLM2) or text/tinystories-calibration.txt (stories15M), nothing else. Each row is
+added to OUT.json when it is done, so a run can be stopped and gone on with.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CASES = {
+    "smollm2": {
+        "calib": "wikitext2-valid-tokenised.txt",
+        "test": ("wikitext2-test.txt", 1024, 20480),
+        "unseen": ("tinystories-test.txt", 1024, 20480),
+        "rows": 64,
+        "length": 512,
+    },
+    "stories15M": {
+        "calib": "tinystories-calibration.txt",
+        "test": ("tinystories-test.txt", 256, 10**9),
+        "unseen": ("wikitext2-test.txt", 256, 20480),
+        "rows": 64,
+        "length": 256,
+    },
+}
+
+
+def crelle(*args: object) -> dict[str, Any]:
+    """Run a command in a process of its own and return its JSON."""
+    command = [sys.executable, "-m", "crelle.cli.main", *map(str, args), "--json"]
+    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def layer_bits(directory: Path) -> float:
+    """Bits per weight of the layers' matrices alone, every scale counted."""
+    from math import prod
+
+    from crelle.formats.base import nbytes
+    from crelle.formats.checkpoint import Checkpoint
+
+    c = Checkpoint(directory, verify=False)
+    inside = [m for m in c.specs if ".layers." in m]
+    return 8 * sum(nbytes(c.matrix(m)) for m in inside) / sum(prod(c.specs[m]["shape"]) for m in inside)
+
+
+def main() -> None:
+    from crelle.eval.machine import facts
+    from crelle.eval.smollm2 import smollm2
+
+    model, out, data = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    case: dict[str, Any] = CASES[model]
+    source = smollm2() if model == "smollm2" else data / "stories15M"
+    result = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    result = {**facts(), "command": f"python bench/quality.py {model} OUT.json DATA SCHEME …", **result}
+
+    def perplexities(directory: Path) -> dict[str, float]:
+        found = {}
+        for what in ("test", "unseen"):
+            file, context, tokens = case[what]
+            options = ("--text", data / "text" / file, "--context", context, "--tokens", tokens)
+            found[what] = crelle("eval", directory, *options)["perplexity"]
+        return found
+
+    if "fp32" not in result:
+        result["fp32"] = perplexities(source)
+    for scheme in sys.argv[4:]:
+        with tempfile.TemporaryDirectory() as d:
+            made = Path(scheme) if Path(scheme).is_dir() else Path(d) / "out"
+            row: dict[str, Any] = {"scheme": scheme}
+            if not Path(scheme).is_dir():
+                options = ("--scheme", scheme, "--calib", data / "text" / case["calib"])
+                sizes = ("--rows", case["rows"], "--length", case["length"])
+                report = crelle("quantize", source, made, *options, *sizes)
+                # Children's peak is a maximum over all so far: name the heaviest scheme last.
+                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+                row |= {"seconds": report["seconds"], "peak_gigabytes": peak}
+            else:
+                from crelle.formats.checkpoint import Checkpoint
+
+                row["scheme"] = Checkpoint(made, verify=False).scheme
+            row |= {"bits_per_weight": layer_bits(made), **perplexities(made)}
+            row |= {f"{what}_ratio": row[what] / result["fp32"][what] for what in ("test", "unseen")}
+        result["rows"].append(row)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

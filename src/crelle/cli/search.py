@@ -1,0 +1,233 @@
+"""crelle search: which bits and which group for which matrix."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Column, Table
+
+from crelle.cli.console import Device, Json, Model, Threads, err, out, print_json, tracking, use_threads
+from crelle.errors import SchemeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from crelle.eval.front import Picture
+    from crelle.quantizers.search import Front, Plan
+    from crelle.quantizers.sensitivity import Setting
+
+NAME = "search"
+_POINTS = 33  # plans of the front that are shown, and among which --max-perplexity chooses: five or six are tried
+
+
+def run(
+    model: Model,
+    target_bits: Annotated[
+        float | None, typer.Option("--target-bits", help="At most so many bits per weight, every scale counted.")
+    ] = None,
+    max_perplexity: Annotated[
+        float | None, typer.Option("--max-perplexity", help="Instead: the smallest model that is at least so good.")
+    ] = None,
+    calib: Annotated[
+        Path | None, typer.Option("--calib", metavar="FILE", help="UTF-8 text to measure on; default: Python's docs.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", help="Rows of the calibration text.")] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="UTF-8 text for --max-perplexity; default: Python's documentation.")
+    ] = None,
+    context: Annotated[int, typer.Option("--context", help="Tokens in a window of that text.")] = 1024,
+    windows: Annotated[int, typer.Option("--windows", help="Windows of that text, from its beginning.")] = 20,
+    bits: Annotated[
+        str | None, typer.Option("--bits", help="Widths to choose from; default: those about the target, or 2,3,4.")
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option("--groups", help="Groups to choose from, `row` is a whole one; default: 32,64,96,128,192,384."),
+    ] = None,
+    recipe: Annotated[str, typer.Option("--recipe", help="The quantizer whose bits and group are chosen.")] = (
+        "gptq:free=true"
+    ),
+    per: Annotated[
+        str, typer.Option("--per", help="One setting for each `matrix`, or for each `kind`: all q alike, all k, …")
+    ] = "matrix",
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Write plan.json, front.html and front.png into this folder.")
+    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Choose bits and group for every matrix, so that the model is as good as its size allows.
+
+    What each setting of each matrix would cost is predicted from one forward and one backward pass through the
+    full-precision model; then the best plan is found exactly, at every size at once. `--max-perplexity` quantizes in
+    memory and measures, and takes the smallest plan that meets it.
+
+    **Examples**
+
+    `crelle search ./Llama-3.2-1B --target-bits 3.0 --calib text.txt --out found`, then
+    `crelle quantize ./Llama-3.2-1B out/llama --plan found/plan.json --calib text.txt`
+
+    `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
+    """
+    from crelle.quantizers.search import write_plan
+
+    if (target_bits is None) == (max_perplexity is None):
+        raise SchemeError("give either --target-bits, e.g. 3.0, or --max-perplexity")
+    if target_bits is not None and not 1 <= target_bits <= 16:
+        raise SchemeError(f"--target-bits must be 1 to 16, got {target_bits:g}")
+    if rows < 1 or length < 8 or windows < 1 or context < 8:
+        raise SchemeError("--rows and --windows must be at least 1, --length and --context at least 8")
+    settings = _settings(target_bits, bits, groups)
+    use_threads(threads)
+    job = _Job(model, device, calib, rows, length)
+    front, picture_of = job.front(settings, recipe, per)
+    plans = front.plans(_POINTS)
+    perplexities: dict[float, float] = {}
+    if target_bits is not None:
+        plan = front.at(target_bits)
+    else:
+        plan, perplexities = job.smallest(plans, max_perplexity or 0.0, text, context, windows)
+    plan.notes.update({"model": model.name, "per": per, "rows": rows, "length": job.rows.shape[1]})
+    picture = picture_of(plans, plan, perplexities)
+    if folder is not None:
+        _write(folder, picture, write_plan)
+    if json:
+        print_json(_summary(plan, plans, perplexities))
+        return
+    out.print(_table(picture))
+    out.print(
+        f"chosen: {plan.bits_per_weight:.3f} bits per weight, predicted loss {plan.loss:.4g}"
+        + (f"; {folder / 'plan.json'}: crelle quantize {model} OUT --plan {folder / 'plan.json'}" if folder else ""),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+class _Job:
+    """The model taken apart, and its calibration rows."""
+
+    def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int) -> None:
+        from crelle.engine.calibration import rows_of
+        from crelle.engine.tokenizer import Tokenizer
+        from crelle.eval.text import read_text
+        from crelle.formats.source import open_weights
+        from crelle.models.loader import choose_device
+        from crelle.models.opened import OpenLlama
+
+        text = read_text(calib)
+        if calib is None:
+            text = text[len(text) // 2 :]  # the first half is for --max-perplexity
+        weights = open_weights(path)
+        self.device = choose_device(device)
+        self.tokenizer = Tokenizer.of(weights)
+        self.model = OpenLlama(weights, self.device)
+        self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.c.context), rows)
+
+    def front(
+        self, settings: "list[Setting]", recipe: str, per: str
+    ) -> "tuple[Front, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
+        """Measure, and solve; also return what makes a picture of it."""
+        from crelle.eval.front import Picture
+        from crelle.quantizers.search import Front, config_of, uniform
+        from crelle.quantizers.sensitivity import sensitivities
+
+        if per not in ("matrix", "kind"):
+            raise SchemeError(f"--per must be matrix or kind, got '{per}'")
+        config = config_of(recipe)
+        with tracking("measuring") as track:
+            measured = sensitivities(self.model, self.rows, settings, device=self.device, progress=track)
+        front = Front(measured, recipe=config, per="kind" if per == "kind" else "matrix")
+
+        def picture(plans: "list[Plan]", chosen: "Plan", perplexities: dict[float, float]) -> "Picture":
+            alike = {s: uniform(measured, s, recipe=config) for s in settings}
+            name = self.model.weights.path.name
+            return Picture(f"{name}: quality and size", plans, chosen, alike, perplexities)
+
+        return front, picture
+
+    def smallest(
+        self, plans: "list[Plan]", most: float, text: Path | None, context: int, windows: int
+    ) -> "tuple[Plan, dict[float, float]]":
+        from crelle.engine.calibration import rows_of
+        from crelle.eval.planned import dequantized, open_perplexity, smallest_meeting
+        from crelle.eval.text import read_text
+
+        rows = rows_of(self.tokenizer, read_text(text), min(context, self.model.c.context))[:windows]
+        full = open_perplexity(self.model, rows, self.device)
+        err.print(f"perplexity of the model as it is: {full:.3f}", highlight=False)
+
+        def measure(plan: "Plan") -> float:
+            with tracking(f"{plan.bits_per_weight:.3f} bits:") as track:
+                weights = dequantized(self.model, plan.overrides, self.rows, self.device, track)
+            found = open_perplexity(self.model, rows, self.device, weights)
+            err.print(f"{plan.bits_per_weight:.3f} bits per weight: perplexity {found:.3f}", highlight=False)
+            return found
+
+        plan, tried = smallest_meeting(plans, most, measure)
+        if plan is None:
+            bits, best = next(iter(tried.items()))
+            raise UnsupportedError(
+                f"no plan has a perplexity of at most {most:g}: the largest, {bits:.3f} bits per weight, has "
+                f"{best:.3f}, the model as it is {full:.3f}; allow more bits with --bits, or a higher perplexity"
+            )
+        return plan, tried
+
+
+def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[Setting]":
+    from crelle.quantizers.scheme import parse
+    from crelle.quantizers.sensitivity import CANDIDATES, Setting, candidates
+
+    default = CANDIDATES if target_bits is None else candidates(target_bits)
+    found = []
+    for b in bits.split(",") if bits else sorted({str(s.bits) for s in default}):
+        for g in groups.split(",") if groups else dict.fromkeys(str(s.group) for s in default):
+            config: Any = parse(f"rtn:bits={b.strip()},group={g.strip()}")  # checks both, and says what is wrong
+            found.append(Setting(config.bits, config.group))
+    return list(dict.fromkeys(found))
+
+
+def _write(folder: Path, picture: "Picture", write_plan: "Callable[[Path, Plan], None]") -> None:
+    from crelle.eval.front import page, plot_front
+    from crelle.formats.files import write_whole, writing
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_plan(folder / "plan.json", picture.chosen)
+    write_whole(folder / "front.html", page(picture).encode())
+    try:
+        plot_front(folder / "front.png", picture)
+    except UnsupportedError as e:  # without matplotlib the page has the same curve
+        err.print(f"no front.png: {e}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(plan: "Plan", plans: "list[Plan]", perplexities: dict[float, float]) -> dict[str, Any]:
+    return {
+        "bits_per_weight": plan.bits_per_weight,
+        "predicted_loss": plan.loss,
+        "perplexity": perplexities.get(plan.bits_per_weight),
+        "scheme": plan.scheme,
+        "overrides": plan.overrides,
+        "front": [
+            {
+                "bits_per_weight": p.bits_per_weight,
+                "predicted_loss": p.loss,
+                "perplexity": perplexities.get(p.bits_per_weight),
+            }
+            for p in plans
+        ],
+    }
+
+
+def _table(picture: "Picture") -> Table:
+    from crelle.eval.front import mixture
+
+    table = Table(Column("bits per weight", justify="right"), "predicted loss (nats)", "perplexity", "matrices")
+    for p, chosen in picture.rows():
+        tried = picture.perplexities.get(p.bits_per_weight)
+        cells = (f"{p.bits_per_weight:.3f}", f"{p.loss:.4g}", "" if tried is None else f"{tried:.3f}", mixture(p))
+        table.add_row(*cells, style="bold" if chosen else None)
+    return table

@@ -1,0 +1,103 @@
+"""crelle tune: train a quantized model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from crelle.cli.console import Device, Json, Threads, out, print_json, tracking, use_threads
+from crelle.errors import SchemeError
+
+if TYPE_CHECKING:
+    from crelle.quantizers.tuned import TuneReport
+
+NAME = "tune"
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="A Crelle checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
+    teacher: Annotated[
+        Path | None,
+        typer.Option("--teacher", metavar="SRC", help="The full-precision model; without it the text is the goal."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="What to train on. Default: Python's documentation."),
+    ] = None,
+    own: Annotated[int, typer.Option("--own", help="Rows of text that the teacher writes itself, besides.")] = 0,
+    train: Annotated[
+        str, typer.Option("--train", help="`scales` (the codes stay) or `all` (weights too; affine grids).")
+    ] = "scales",
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 200,
+    batch: Annotated[int, typer.Option("--batch", help="Rows of a step.")] = 8,
+    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    rate: Annotated[
+        float, typer.Option("--rate", help="Learning rate, in steps of the grid; scales move at half of it.")
+    ] = 2e-3,
+    seed: Annotated[int, typer.Option("--seed", help="For the order of the text and the teacher's writing.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    device: Device = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Train the numbers of a quantized model end to end, and write a new checkpoint.
+
+    With `--teacher` the loss is the divergence from the full-precision model's predictions; without, the plain
+    language-model loss on the text: AlphaTuning to a task. The loss curve is drawn in OUT/training.png.
+
+    **Examples**
+
+    `crelle tune out/m-3bit out/m-3bit-tuned --teacher ./model --text calibration.txt --steps 500`
+
+    `crelle tune out/m-3bit out/m-3bit-poems --text poems.txt`
+    """
+    from crelle.engine.compress import tune_checkpoint
+    from crelle.eval.text import read_text
+    from crelle.quantizers.tune import Training
+
+    use_threads(threads)
+    if train not in ("scales", "all"):
+        raise SchemeError(f"--train takes 'scales' or 'all', got '{train}'")
+    if min(steps, batch) < 1 or length < 8 or not rate > 0:
+        raise SchemeError("--steps and --batch must be at least 1, --length at least 8, --rate above 0")
+    with tracking("training") as track:
+        report = tune_checkpoint(
+            source,
+            teacher,
+            target,
+            Training(steps=steps, batch=batch, rate=rate, scale_rate=rate / 2, seed=seed),
+            text=read_text(text),
+            own=own,
+            length=length,
+            what="all" if train == "all" else "scales",
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            progress=track,
+        )
+    draw_losses(report)
+    if json:
+        print_json(report)
+        return
+    first, last = (sum(part) / len(part) for part in (report.losses[:10], report.losses[-10:]))
+    out.print(
+        f"{report.out}: {report.trained:,} numbers trained in {report.seconds:.0f} s, loss {first:.4f} to {last:.4f}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def draw_losses(report: "TuneReport") -> None:
+    """Keep the losses beside the checkpoint as numbers, and as a picture where matplotlib is installed."""
+    from crelle.errors import UnsupportedError
+    from crelle.eval.plots import plot_curve
+    from crelle.formats.files import to_json, write_whole
+
+    write_whole(report.out / "training.json", to_json({"losses": report.losses, "seconds": report.seconds}))
+    try:
+        plot_curve(report.out / "training.png", report.losses, "Loss of the training", "step", "loss")
+    except UnsupportedError as e:
+        out.print(f"no picture: {e}", highlight=False)

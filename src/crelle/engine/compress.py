@@ -1,0 +1,179 @@
+"""Quantize a model, whatever the scheme needs for it: calibration rows, a model taken apart, an end-to-end training.
+
+`crelle.quantizers.driver` works on weights alone; here the tokenizer and the models join in.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from crelle.engine.calibration import rows_of, sampled_rows
+from crelle.engine.tokenizer import Tokenizer
+from crelle.errors import FormatError, SchemeError
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.source import Weights, open_weights
+from crelle.models.loader import build, choose_device, read_config
+from crelle.models.opened import OpenLlama
+from crelle.quantizers import driver
+from crelle.quantizers.auto import Auto
+from crelle.quantizers.driver import Calibration, Report
+from crelle.quantizers.scheme import parse
+from crelle.quantizers.tune import Training
+from crelle.quantizers.tuned import TuneReport, What, tune
+
+Stage = Callable[[int, int, str], None]
+_PLANNING_ROWS = 16
+_WORDS = 16  # tokens of the text that the model goes on from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """What to calibrate and train on."""
+
+    text: str
+    rows: int = 64  # for calibration
+    length: int = 512  # tokens of a row
+    own: int = 0  # rows that the model itself writes, besides
+    seed: int = 0
+
+
+def compress(
+    source: str | Path,
+    out: str | Path,
+    scheme: str,
+    *,
+    text: Text | None = None,
+    device: str = "auto",
+    head: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Stage | None = None,
+) -> Report:
+    """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
+    chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
+    calibration = None
+    if any(q.calibrated for q in chosen):
+        if text is None:
+            raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
+        calibration = _calibration(source, text, choose_device(device), progress)
+    if isinstance(chosen[0], Auto) and calibration is not None:
+        overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
+    options = {"head": head, "overrides": overrides, "resume": resume, "overwrite": overwrite, "progress": progress}
+    auto = chosen[0]
+    if not (isinstance(auto, Auto) and auto.tune == "full"):
+        return driver.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
+    assert calibration is not None
+    assert text is not None
+    return _in_two_stages(source, Path(out).absolute(), auto, calibration, text, options)  # type: ignore[arg-type]
+
+
+def _calibration(source: str | Path, text: Text, device: torch.device, progress: Stage | None) -> Calibration:
+    weights = open_weights(source)
+    length = min(text.length, read_config(weights).context)
+    rows = rows_of(Tokenizer.of(weights), text.text, length, text.rows, text.seed)
+    if text.own:
+        own = _own_rows(weights, rows, text.own, length, device, text.seed, progress)
+        rows = torch.cat([rows, own])
+    return Calibration(rows, OpenLlama, device)
+
+
+def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Stage | None) -> dict[str, str]:
+    """Choose bits and group for every matrix."""
+    model = calibration.open(open_weights(source), calibration.device)
+    return auto.plan(model, calibration.tokens[:_PLANNING_ROWS], calibration.device, progress)
+
+
+def _own_rows(
+    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Stage | None
+) -> Tensor:
+    """Let the full-precision model write rows: half begin with some words of the text, half with a single token of it.
+
+    The first half stays with the text's subjects and manner, the other wanders off to whatever else the model knows.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build(weights, device, dtype=dtype)
+    chance = torch.Generator().manual_seed(seed)
+    flat = rows.flatten()
+    at = torch.randint(0, len(flat) - _WORDS, (count,), generator=chance)
+    openings = flat[at[:, None] + torch.arange(_WORDS)]
+    openings[count // 2 :, 1:] = -1
+    return sampled_rows(model, openings, length, seed=seed, batch=1024, progress=progress)
+
+
+def _in_two_stages(
+    source: str | Path, out: Path, auto: Auto, calibration: Calibration, text: Text, options: dict[str, object]
+) -> Report:
+    """First the calibrated model, beside `out`; then its end-to-end training, which becomes `out`."""
+    base = out.with_name(out.name + ".base")
+    first = replace(auto, tune="short")
+    if not (base.exists() and options["resume"]):
+        driver.quantize(source, base, str(first), calibration=calibration, **options)  # type: ignore[arg-type]
+    weights = open_weights(source)
+    device = calibration.device
+    length = min(2 * text.length, read_config(weights).context)
+    rows = rows_of(Tokenizer.of(weights), text.text, length)
+    own = _own_rows(weights, rows, auto.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
+    report = tune(
+        Checkpoint(base),
+        weights,
+        out,
+        auto.end_to_end(),
+        tokens=torch.cat([rows, own]),
+        open_model=OpenLlama,
+        device=device,
+        what="all",
+        scheme=str(auto),
+        resume=bool(options["resume"]),
+        overwrite=bool(options["overwrite"]),
+        progress=options["progress"],  # type: ignore[arg-type]
+    )
+    shutil.rmtree(base)
+    size, count = driver.measure(Checkpoint(out, verify=False))
+    return Report(out, str(auto), 8 * size / max(1, count), size, report.seconds, 0)
+
+
+def tune_checkpoint(
+    source: str | Path,
+    teacher: str | Path | None,
+    out: str | Path,
+    training: Training,
+    *,
+    text: str,
+    own: int = 0,
+    length: int = 512,
+    what: What = "scales",
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Stage | None = None,
+) -> TuneReport:
+    """Train a checkpoint end to end on a text, towards a teacher where there is one."""
+    checkpoint = open_weights(source)
+    if not isinstance(checkpoint, Checkpoint):
+        raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")
+    if own and teacher is None:
+        raise SchemeError("without a teacher nobody writes text of its own; leave --own out or give --teacher")
+    full = None if teacher is None else open_weights(teacher)
+    where = choose_device(device)
+    length = min(length, read_config(checkpoint).context)
+    rows = rows_of(Tokenizer.of(checkpoint), text, length)
+    if own and full is not None:
+        rows = torch.cat([rows, _own_rows(full, rows, own, length, where, training.seed, progress)])
+    return tune(
+        checkpoint,
+        full,
+        Path(out),
+        training,
+        tokens=rows,
+        open_model=OpenLlama,
+        device=where,
+        what=what,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+    )

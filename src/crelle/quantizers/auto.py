@@ -1,0 +1,98 @@
+"""The recipe we recommend: `auto:bits=X` is the best model we can make in at most X bits per weight.
+
+    1. a size for every matrix   free grids (crelle.formats.affine), finer where it pays (crelle.quantizers.search)
+    2. codes                     GPTQ with the error that came in as part of its goal, refined (crelle.quantizers.gptq)
+    3. block by block            weights, scales and lows trained through the rounding (crelle.quantizers.tune)
+    4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.tune)
+
+Steps 1 to 3 look at a calibration text only; they are what a CPU does in minutes.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.affine import AffineTensor
+from crelle.formats.base import QuantTensor
+from crelle.quantizers.calibrate import LayerWalk
+from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.scheme import Grid
+from crelle.quantizers.search import Front
+from crelle.quantizers.sensitivity import candidates, sensitivities
+from crelle.quantizers.stats import Stats
+from crelle.quantizers.trained import Rounded
+from crelle.quantizers.tune import Progress, Training, tune_block
+
+_GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Auto(Grid):
+    """At most `bits` per weight, every scale counted."""
+
+    scheme: ClassVar[str] = "auto"
+    calibrated: ClassVar[bool] = True
+    bits: float = 3.35  # type: ignore[assignment]
+    tune: Literal["none", "short", "full"] = "short"
+    search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
+    steps: int = 100  # of block-wise training, per layer
+    rate: float = 5e-3  # of it, in steps of the grid
+    end: int = 3000  # steps of end-to-end training, with tune=full
+    own: int = 2048  # rows of text that the model itself writes for it
+    seed: int = 0
+    group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
+
+    def __post_init__(self) -> None:
+        if not 1.1 <= self.bits <= 8.5:
+            raise SchemeError(f"auto takes 1.1 to 8.5 bits per weight, got {self.bits}")
+        if self.steps < 0:
+            raise SchemeError(f"steps must be 0 or more, got {self.steps}")
+
+    def grid_for(self, K: int) -> GPTQ:
+        """Return the plain choice for K inputs: as many bits as fit, and the smallest group that then fits."""
+        for bits in range(min(8, int(self.bits)), 0, -1):
+            for group in (*(g for g in _GROUPS if g <= K), K):
+                if bits + 32 * -(-K // group) / K <= self.bits:
+                    return GPTQ(bits=bits, group=group, free=True)
+        raise SchemeError(f"{self.bits} bits per weight are too few for a row of {K} inputs")
+
+    def plan(self, model: OpenModel, rows: Tensor, device: torch.device, progress: Progress | None) -> dict[str, str]:
+        """Return the scheme of every matrix, by module; empty where there is nothing to choose."""
+        if not self.search:
+            return {}
+        measured = sensitivities(model, rows, candidates(self.bits), device=device, seed=self.seed, progress=progress)
+        front = Front(measured)
+        return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
+
+    def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
+        return self.grid_for(weight.shape[1]).fit(weight, stats)
+
+    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
+        return {}
+
+    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+        """Train the layer's affine matrices together against the full-precision layer."""
+        if self.tune == "none" or not self.steps:
+            return fitted
+        linears, sources = walk.block.linears(), walk.full.linears()
+        coders = {n: Rounded(w, sources[n].weight) for n, w in fitted.items() if isinstance(w, AffineTensor)}
+        for name, coder in coders.items():
+            linears[name].coder = coder
+        x, y = walk.streams.here, walk.after
+        # The finer the grid, the smaller a step is against the weights, and the more steps a weight may move.
+        with torch.enable_grad():
+            tune_block(walk.block, list(coders.values()), x, y, self._training(), x.device)
+        for name in coders:
+            linears[name].coder = None
+        return fitted | {n: c.export() for n, c in coders.items()}
+
+    def _training(self) -> Training:
+        return Training(steps=self.steps, batch=8, rate=self.rate, scale_rate=self.rate / 2, seed=self.seed)
+
+    def end_to_end(self) -> Training:
+        """How `tune=full` trains the whole model."""
+        return Training(steps=self.end, batch=8, rate=3e-3, scale_rate=1.5e-3, warmup=50, seed=self.seed)

@@ -1,0 +1,150 @@
+"""Activation-aware scales (AWQ, arXiv 2306.00978), clipping, then round to nearest.
+
+    W x = (W diag(s)) (x / s)
+
+1. scale  An input that is large has weights whose rounding costs much: with s > 1 they get finer steps relative to
+          their size. s = absmean^a; per fold the exponent a of 0, 1/steps … 1 with the least output error
+          Σ_readers tr(D H Dᵀ),  D = W - Q(W s) / s.  The division by s goes into what makes x, the weight of a norm or
+          the rows of a linear, so nothing of it is left to do when the model runs.
+2. clip   Per group, in turn, the range [f min, f max], f = 1 … 1/2, whose rounding gives the least output error given
+          all other groups.
+3. round  as crelle.quantizers.rtn does; the result is a UniformTensor.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.base import QuantTensor
+from crelle.formats.bcq import UniformTensor
+from crelle.quantizers.calibrate import LayerWalk
+from crelle.quantizers.grouping import require_finite, row_slabs
+from crelle.quantizers.opened import Block, Fold
+from crelle.quantizers.rtn import RTN
+from crelle.quantizers.scheme import Grid, Group
+from crelle.quantizers.stats import Stats
+
+_LEAST = 1e-4  # of the mean input: an input that is hardly ever there is not scaled down without end
+_CLIPS = [1.0 - 0.05 * i for i in range(11)]  # 1 … 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AWQ(Grid):
+    """Round to nearest after scaling inputs by how large they are."""
+
+    scheme: ClassVar[str] = "awq"
+    calibrated: ClassVar[bool] = True
+    bits: int = 4
+    group: Group = 128
+    symmetric: bool = False
+    clip: bool = True
+    steps: int = 20  # of the exponent; 0: no scaling
+
+    def __post_init__(self) -> None:
+        Grid.__post_init__(self)
+        self._rounding()
+        if not 0 <= self.steps <= 1000:
+            raise SchemeError(f"steps must be 0 to 1000, got {self.steps}")
+
+    def _rounding(self) -> RTN:
+        return RTN(self.bits, self.group, self.symmetric)
+
+    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
+        """Scale the layer's inputs; what it computes stays as it was. Returns the changed norms and biases."""
+        changed: dict[str, Tensor] = {}
+        for fold in walk.full.folds():
+            weights = [walk.full.linears()[name].weight for name in fold.readers]
+            s = self.scales(weights, walk.stats(fold.readers[0]))
+            if (s == 1).all():
+                continue
+            s, vectors = _exact(s, _vector(walk.full, fold.source))
+            for block in (walk.full, walk.block):
+                _apply(block, fold, s, vectors)
+            changed |= vectors
+        return changed
+
+    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+        return fitted
+
+    def scales(self, weights: list[Tensor], stats: Stats) -> Tensor:
+        """Return the scales [K] with which the weights [N, K] that read one input are rounded best."""
+        size = stats.absmean / stats.absmean.mean().clamp(min=1e-30)
+        size = size.clamp(min=_LEAST)
+        best, least = torch.ones_like(size), float("inf")
+        for i in range(self.steps + 1):
+            s = size ** (i / max(1, self.steps))
+            s = s / (s.amax() * s.amin()).sqrt()
+            error = sum(stats.output_error(w - self._rounding().rounded(w * s) / s) for w in weights)
+            if error < least:
+                best, least = s, error
+        return best
+
+    def fit(self, weight: Tensor, stats: Stats | None = None) -> UniformTensor:
+        """Return the weight [N, K], scaled already, on its grid."""
+        N, K = weight.shape
+        if stats is None:
+            raise SchemeError(
+                f"scheme '{self.scheme}' needs the statistics of the layer's inputs; give a calibration text"
+            )
+        if tuple(stats.hessian.shape) != (K, K):
+            raise SchemeError(f"the statistics are of {len(stats.hessian)} inputs, but the weight has {K}")
+        weight = require_finite(weight)
+        if self.clip:
+            weight = torch.cat([self._clipped(weight[rows], stats.hessian) for rows in row_slabs(N, K)])
+        return self._rounding().fit(weight)
+
+    def _clipped(self, w: Tensor, hessian: Tensor) -> Tensor:
+        """Return the weights [N, K] cut to the ranges that round best."""
+        K, group, rounding = w.shape[1], self.group_for(w.shape[1]), self._rounding()
+        clipped, error = w.clone(), w - rounding.rounded(w)
+        for begin in range(0, K, group):
+            place = slice(begin, min(begin + group, K))
+            here, H = w[:, place], hessian[place, place]
+            others = error @ hessian[:, place] - error[:, place] @ H  # [N, G], what the other groups' errors pull at
+            least = torch.full_like(here[:, :1], torch.inf)
+            low, high = here.amin(1, keepdim=True).clamp(max=0), here.amax(1, keepdim=True).clamp(min=0)
+            if self.symmetric:
+                high = torch.maximum(-low, high)
+                low = -high
+            for f in _CLIPS:
+                cut = here.clamp(f * low, f * high)
+                left = here - rounding.rounded(cut)
+                cost = ((left @ H + 2 * others) * left).sum(1, keepdim=True)
+                won = cost < least
+                least = torch.where(won, cost, least)
+                clipped[:, place] = torch.where(won, cut, clipped[:, place])
+                error[:, place] = torch.where(won, left, error[:, place])
+        return clipped
+
+
+def _vector(block: Block, source: str) -> tuple[str, Tensor | None]:
+    """Return the vector that a fold divides, with its name: a norm's weight, or the bias of a linear if it has one."""
+    if source in (norms := block.vectors()):
+        return source, norms[source]
+    module = source.removesuffix(".weight")
+    return f"{module}.bias", block.linears()[module].bias
+
+
+def _exact(s: Tensor, named: tuple[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return scales near s and the vector divided by them: numbers of 8 bits, which any checkpoint can hold."""
+    name, vector = named
+    if vector is None:
+        return s, {}
+    divided = (vector / s).bfloat16().float()
+    return torch.where(divided != 0, vector / divided, s), {name: divided}
+
+
+def _apply(block: Block, fold: Fold, s: Tensor, divided: dict[str, Tensor]) -> None:
+    """Divide what makes an input by s, multiply the columns that read it."""
+    linears, norms = block.linears(), block.vectors()
+    for name in fold.readers:
+        linears[name].weight = linears[name].weight * s
+    if fold.source in norms:
+        norms[fold.source].copy_(divided[fold.source])
+        return
+    module = fold.source.removesuffix(".weight")
+    linears[module].weight = linears[module].weight / s[:, None]
+    linears[module].bias = divided.get(f"{module}.bias")

@@ -1,0 +1,85 @@
+"""A quick fit of some rows at many settings at once: what a setting would do to a matrix, not how to encode it.
+
+Grids by a search of the range and two regressions, codes by one pass of error feedback (crelle.quantizers.feedback)
+in which the settings are further rows. The error comes within a fifth of GPTQ's on a free grid without refinement.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from crelle.quantizers.feedback import Factor
+from crelle.quantizers.grouping import importances, to_groups
+
+if TYPE_CHECKING:
+    from crelle.quantizers.sensitivity import Setting
+
+_SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
+_BLOCK = 128  # inputs that are coded before what they leave is handed on
+
+
+@torch.no_grad()
+def quick_changes(target: Tensor, by: Factor, settings: "Sequence[Setting]") -> Tensor:
+    """Return D [settings, R, K] of a target [R, K]: error feedback on free grids, without refinement.
+
+    The settings are further rows of one pass.
+    """
+    R, K = target.shape
+    grids = [_grid(target, by.cost, s) for s in settings]
+    scale, low = (torch.cat([pair[j] for pair in grids])[:, by.order].T.contiguous() for j in (0, 1))  # [K, S R]
+    top = torch.tensor([2.0**s.bits - 1 for s in settings], device=target.device).repeat_interleave(R)
+    left = _feedback(target[:, by.order].T.repeat(1, len(settings)), by.mix, scale, low, top)
+    change = torch.empty_like(left)
+    change[by.order] = left
+    return change.T.reshape(len(settings), R, K)
+
+
+def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
+    """Return what is left of a target [K, rows] after each input took its nearest level, hearing of those before."""
+    want, left = target.clone(), torch.empty_like(target)
+    for begin in range(0, len(target), _BLOCK):
+        end = min(begin + _BLOCK, len(target))
+        for i in range(begin, end):
+            code = ((want[i] - low[i]) / scale[i]).round_().clamp_(min=0)
+            code = torch.minimum(code, top, out=code)
+            torch.sub(target[i], torch.addcmul(low[i], scale[i], code), out=left[i])
+            want[i + 1 : end].addr_(mix[i, i + 1 : end], left[i])
+        want[end:].addmm_(mix[begin:end, end:].T, left[begin:end])
+    return left
+
+
+def _grid(w: Tensor, cost: Tensor, s: "Setting") -> tuple[Tensor, Tensor]:
+    """Return scale and lowest level of each weight's group, both [R, K]: the best cut of the range, then regression."""
+    G, K, top = s.group_for(w.shape[1]), w.shape[1], 2.0**s.bits - 1
+    g, real = to_groups(w, G)  # [R, C, G]
+    h = importances(cost, G)
+    padded = torch.zeros_like(g, dtype=torch.bool) if real is None else ~real
+    lowest, highest = g.masked_fill(padded, torch.inf).amin(-1), g.masked_fill(padded, -torch.inf).amax(-1)
+    middle, width = (lowest + highest) / 2, ((highest - lowest) / top).clamp(min=2.0**-24)
+    best = torch.full_like(middle, torch.inf)
+    scale, low = width, lowest
+
+    def keep_better(a: Tensor, b: Tensor) -> None:
+        nonlocal best, scale, low
+        error = (_codes(g, a, b, top).mul_(a[..., None]).add_(b[..., None]).sub_(g).square_() * h).sum(-1)
+        won = error < best
+        best, scale, low = torch.where(won, error, best), torch.where(won, a, scale), torch.where(won, b, low)
+
+    for f in _SHRINK:
+        keep_better(width * f, middle - width * f * (top / 2))
+    mass = h.sum(-1)
+    for _ in range(2):
+        q = _codes(g, scale, low, top)
+        mean_q, mean_w = (q * h).sum(-1) / mass, (g * h).sum(-1) / mass
+        spread_q = q - mean_q[..., None]
+        slope = (spread_q * g * h).sum(-1) / (spread_q.square() * h).sum(-1).clamp(min=1e-12)
+        a = torch.where(slope > 0, slope, scale)
+        keep_better(a, mean_w - a * mean_q)
+    spread = torch.arange(K, device=w.device) // G
+    return scale[:, spread], low[:, spread]
+
+
+def _codes(g: Tensor, scale: Tensor, low: Tensor, top: float) -> Tensor:
+    return g.sub(low[..., None]).div_(scale[..., None]).round_().clamp_(0, top)

@@ -1,0 +1,248 @@
+"""How much worse a model becomes when one of its matrices is quantized with a given setting: the food of `search`.
+
+Replace a weight W by W - D. To second order the mean loss per token rises by
+
+    1/2 sum_n G_n (D H Dᵀ)_nn        G_n = E[g_tn²]        H = E[|g_t|² x_t x_tᵀ] / E[|g_t|²]
+
+x_t are the linear's inputs, g_t the gradient at its outputs. Tokens count by their gradients, linear by linear: the few
+with huge activations matter little to most linears, and a lot to the keys and values that all later tokens look at.
+
+The gradient is of one of two things:
+    fisher    the loss of next tokens drawn from the model's own distribution: the increase is in nats per token
+    residual  random signs at the layer's output over |y_t|: the increase is the layer's relative error, and what later
+              layers make of it does not count
+D is found for some rows of each matrix, drawn as often as they matter (by G), with all settings in one pass of error
+feedback, its Hessian that of crelle.quantizers.calibrate (tokens count by 1/|y_t|², y the residual stream behind the
+layer). One pass forward, one back; in memory are one layer and the hidden states before every layer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.quantizers.feedback import factor
+from crelle.quantizers.grouping import require_finite
+from crelle.quantizers.opened import Block, OpenLinear, OpenModel
+from crelle.quantizers.quick import quick_changes
+from crelle.quantizers.scheme import Group
+
+Measure = Literal["fisher", "residual"]
+Progress = Callable[[int, int, str], None]
+
+_CHUNK = 1024  # tokens whose logits are in memory at one time
+
+
+class Setting(NamedTuple):
+    """What is chosen for a matrix."""
+
+    bits: int
+    group: Group
+
+    def group_for(self, K: int) -> int:
+        return K if self.group == "row" else min(self.group, K)
+
+    def __str__(self) -> str:
+        return f"{self.bits}/{self.group}"
+
+
+GROUPS = (32, 64, 96, 128, 192, 384)  # wider ones look good to the prediction, and are not
+
+
+def candidates(target_bits: float) -> tuple[Setting, ...]:
+    """Return settings worth measuring for a target: a good plan at 2.3 bits also has matrices of 4."""
+    least = max(1, min(6, int(target_bits - 0.15)))  # the scales take their share
+    bits = range(max(1 if least == 1 else 2, least - 1), least + 3)
+    return tuple(Setting(b, group) for b in bits for group in GROUPS)
+
+
+CANDIDATES = candidates(2.35)
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The predicted increase of the loss for every setting of one matrix."""
+
+    module: str
+    shape: tuple[int, int]
+    losses: dict[Setting, float]
+
+
+def sensitivities(
+    model: OpenModel,
+    tokens: Tensor,
+    settings: Sequence[Setting] = CANDIDATES,
+    *,
+    measure: Measure = "fisher",
+    weight_rows: int = 128,  # of each matrix
+    batch: int = 4,
+    seed: int = 0,
+    half: bool = True,  # bf16 products; sums stay f32
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> list[Sensitivity]:
+    """Measure every linear of the model on rows of token ids [S, T], in the order in which the linears run."""
+    if len(tokens) == 0:
+        raise SchemeError("measuring sensitivities needs at least one row of text")
+    L = model.layers
+    rng = torch.Generator().manual_seed(seed)
+    found: list[list[Sensitivity]] = []
+
+    def forward(done: int) -> None:
+        if progress:
+            progress(done, 3 * L, "forward")
+
+    walk = walk_back(model, tokens, measure=measure, batch=batch, seed=seed, half=half, device=device, progress=forward)
+    for block, heard in walk:
+        stages = [[(block.linears()[name], heard[name]) for name in stage] for stage in block.stages()]
+        found.append([one for stage in stages for one in _stage(stage, settings, weight_rows, rng)])
+        if progress:
+            progress(L + 2 * len(found), 3 * L, "backward")
+    return [one for layer in reversed(found) for one in layer]
+
+
+class Heard:
+    """What one linear's inputs and the gradients at its outputs were like; sums over tokens."""
+
+    def __init__(self, linear: OpenLinear) -> None:
+        N, K = linear.weight.shape
+        device = linear.weight.device
+        self.squares = torch.zeros(N, device=device)  # of gradients
+        self.hessian = torch.zeros(K, K, device=device)  # tokens count by their gradients
+        self.calibrated = torch.zeros(K, K, device=device)  # tokens count as in calibration
+        self.tokens = 0
+
+    def hear(self, x: Tensor, gradient: Tensor, root: Tensor) -> None:
+        """Add inputs [..., K], gradients [..., N] and the roots of the calibration's token weights [..., 1]."""
+        x, g = x.float().flatten(0, -2), gradient.float().flatten(0, -2).square()
+        self.squares += g.sum(0)
+        for sums, scaled in (
+            (self.hessian, x * g.sum(1, keepdim=True).sqrt()),
+            (self.calibrated, x * root.flatten(0, -2)),
+        ):
+            sums.addmm_(scaled.T, scaled)
+        self.tokens += len(x)
+
+    @property
+    def importance(self) -> Tensor:
+        """G [N]."""
+        return self.squares / self.tokens
+
+    @property
+    def weighted(self) -> Tensor:
+        """H [K, K]."""
+        return self.hessian / self.squares.sum().clamp(min=1e-38)
+
+
+def walk_back(
+    model: OpenModel,
+    tokens: Tensor,
+    *,
+    measure: Measure = "fisher",
+    batch: int = 4,
+    seed: int = 0,
+    half: bool = True,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[Block, dict[str, Heard]]]:
+    """Run forward through all layers, then yield them from the last to the first, with what their linears heard."""
+    device = torch.device(device)
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def through(block: Block, x: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            return block(x).float()
+
+    states: list[Tensor] = []
+    with torch.no_grad():
+        x = model.embed(tokens.to(device)).float()
+        for i in range(model.layers):
+            states.append(x)
+            block = model.block(i)
+            x = torch.cat([through(block, part) for part in torch.split(x, batch)])
+            if progress:
+                progress(i + 1)
+    pull = _sampled_loss_gradient(model, x, rng, half) if measure == "fisher" else torch.empty(0)
+    after = x
+    for i in reversed(range(model.layers)):
+        block, x = model.block(i), states.pop()
+        if measure == "residual":
+            signs = torch.randint(0, 2, after.shape, generator=rng, device=device).float() * 2 - 1
+            pull = signs / after.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
+        root = after.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+        heard = {name: Heard(linear) for name, linear in block.linears().items()}
+        parts = zip(torch.split(x, batch), torch.split(pull, batch), torch.split(root, batch), strict=True)
+        pull, after = torch.cat([_back(block, through, *part, heard) for part in parts]), x
+        yield block, heard
+
+
+def _sampled_loss_gradient(model: OpenModel, x: Tensor, rng: torch.Generator, half: bool) -> Tensor:
+    """Return the gradient at the last hidden states of the summed loss, each next token drawn from the model itself."""
+    parts = []
+    for part in torch.split(x.flatten(0, 1), _CHUNK):
+        here = part.detach().requires_grad_()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            logits = model.logits(model.finish(here)).float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
+        parts.append(torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), here)[0])
+    return torch.cat(parts).reshape(x.shape)
+
+
+def _back(
+    block: Block,
+    through: Callable[[Block, Tensor], Tensor],
+    x: Tensor,
+    pull: Tensor,
+    root: Tensor,
+    heard: dict[str, Heard],
+) -> Tensor:
+    """Let every linear be heard; return the gradient at the block's input."""
+    x = x.detach().requires_grad_()
+
+    def listen(linear: OpenLinear, given: tuple[Tensor], out: Tensor) -> None:
+        seen = given[0].detach()
+        out.register_hook(lambda gradient: heard[linear.name].hear(seen, gradient, root))  # type: ignore[no-untyped-call]
+
+    handles = [linear.register_forward_hook(listen) for linear in block.linears().values()]
+    try:
+        with torch.enable_grad():
+            out = through(block, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.autograd.grad(out, x, pull)[0]
+
+
+@torch.no_grad()
+def _stage(
+    stage: Sequence[tuple[OpenLinear, Heard]], settings: Sequence[Setting], weight_rows: int, rng: torch.Generator
+) -> list[Sensitivity]:
+    """Predict for linears that read one input: their rows go through the feedback together."""
+    by = factor(stage[0][1].calibrated / stage[0][1].tokens, 0.01, act_order=True)
+    picks = [_pick(heard.importance, weight_rows, rng) for _, heard in stage]
+    target = torch.cat([require_finite(m.weight)[rows] for (m, _), (rows, _) in zip(stage, picks, strict=True)])
+    changes = torch.split(quick_changes(target, by, settings), [len(rows) for rows, _ in picks], 1)
+    found = []
+    for (linear, heard), change, (_, share) in zip(stage, changes, picks, strict=True):
+        errors = ((change @ heard.weighted) * change).sum(-1).double()  # [settings, rows]
+        losses = (0.5 * errors @ share.double()).clamp(min=0).tolist()
+        found.append(Sensitivity(linear.name, _shape(linear), dict(zip(settings, losses, strict=True))))
+    return found
+
+
+def _shape(m: OpenLinear) -> tuple[int, int]:
+    N, K = m.weight.shape
+    return N, K
+
+
+def _pick(G: Tensor, limit: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return which rows stand for all, and how much each counts: drawn by G, since  sum G e = (sum G) E_G[e]."""
+    N = len(G)
+    if limit >= N or not G.sum() > 0:
+        return torch.arange(N, device=G.device), G
+    rows = torch.multinomial(G.cpu().double(), limit, replacement=True, generator=rng).to(G.device)
+    return rows, (G.sum() / limit).expand(limit)

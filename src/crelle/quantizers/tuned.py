@@ -1,0 +1,108 @@
+"""Train a quantized checkpoint and write what came of it as a new one.
+
+The checkpoint's scales (and, on affine grids, its weights) train through the whole model: towards the full-precision
+model where that is given, otherwise towards the text itself (AlphaTuning: the codes stay, a task is a few hundred KB).
+The state of the training is kept beside the unfinished checkpoint; a killed run goes on from it.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.base import QuantTensor
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter
+from crelle.formats.source import Weights
+from crelle.quantizers.driver import Progress, plan
+from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.trained import Frozen, Rounded, trainable
+from crelle.quantizers.tune import EndToEnd, Network, Training
+from crelle.version import __version__
+
+_STATE = "training.tmp"  # `finish` sweeps away what ends in .tmp
+What = Literal["scales", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class TuneReport:
+    """What a training did."""
+
+    out: Path
+    scheme: str
+    trained: int  # numbers that trained
+    losses: list[float]
+    seconds: float
+
+
+def tune(
+    checkpoint: Checkpoint,
+    teacher: Weights | None,
+    out: Path,
+    training: Training,
+    *,
+    tokens: Tensor,
+    open_model: Callable[[Weights, torch.device], OpenModel],
+    device: torch.device,
+    what: What = "scales",
+    scheme: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> TuneReport:
+    """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`."""
+    begun = perf_counter()
+    scheme = scheme or f"{checkpoint.scheme}"
+    recipe = {
+        "crelle": __version__,
+        "format_version": FORMAT_VERSION,
+        "from": {n: f["sha256"] for n, f in checkpoint.quantization["shards"].items()},
+        "what": what,
+        "training": asdict(training),
+        "tokens": hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest(),
+    }
+    with CheckpointWriter(out.absolute(), recipe, resume=resume, overwrite=overwrite) as writer:
+        student = Network.of(open_model(checkpoint, device))
+        full = None if teacher is None else Network.of(open_model(teacher, device))
+        coders = _install(checkpoint, student, full, what, device)
+        run = EndToEnd(student, list(coders.values()), full, tokens, training, device)
+        losses = run.run(writer.partial / _STATE, progress)
+        tuned = {name: coder.export().to("cpu") for name, coder in coders.items()}
+        _write(checkpoint, tuned, writer)
+        writer.finish(checkpoint.config, scheme, checkpoint.quantization["overrides"])
+    count = sum(p.numel() for c in coders.values() for p in c.parameters())
+    return TuneReport(out.absolute(), scheme, count, losses, perf_counter() - begun)
+
+
+def _install(
+    checkpoint: Checkpoint, student: Network, full: Network | None, what: What, device: torch.device
+) -> dict[str, Rounded | Frozen]:
+    """Give every encoded linear of the student something that trains; returns it by module name."""
+    sources = {} if full is None else {n: one for b in full.blocks for n, one in b.linears().items()}
+    coders: dict[str, Rounded | Frozen] = {}
+    for block in student.blocks:
+        for name, linear in block.linears().items():
+            if checkpoint.specs[name]["format"] == "dense":
+                continue
+            source = sources[name].weight if name in sources else None
+            coders[name] = trainable(checkpoint.matrix(name).to(device), source, what).to(device)
+            linear.coder = coders[name]
+    if not coders:
+        raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
+    return coders
+
+
+def _write(checkpoint: Checkpoint, tuned: dict[str, QuantTensor], writer: CheckpointWriter) -> None:
+    units = plan(checkpoint)
+    for i, unit in enumerate(units, start=1):
+        shard = f"model-{i:05d}-of-{len(units):05d}.safetensors"
+        modules = [n.removesuffix(".weight") for n in unit.tensors]
+        matrices = {m: tuned.get(m) or checkpoint.matrix(m) for m in modules if m in checkpoint.specs}
+        others = {n: checkpoint.read(n) for n in unit.tensors if n.removesuffix(".weight") not in matrices}
+        writer.add(shard, matrices, others)
+    checkpoint.copy_tokenizer(writer.partial)

@@ -1,0 +1,123 @@
+"""crelle search: plan, page and picture; what cannot be is a sentence."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from in_process import run, succeed
+
+from crelle.eval.planned import smallest_meeting
+from crelle.formats.checkpoint import Checkpoint
+from crelle.quantizers.driver import measure
+from crelle.quantizers.search import Plan, read_plan
+from crelle.quantizers.sensitivity import Setting
+
+SMALL = ("--rows", "2", "--length", "24", "--bits", "2,4", "--groups", "32,row", "--threads", "1")
+
+
+def test_target_bits_gives_plan_page_and_picture(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "found"
+    done = succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", folder)
+    assert "chosen" in done.out
+    assert "bits per weight" in done.out
+    plan = read_plan(folder / "plan.json")
+    assert len(plan.choices) == 21
+    assert 3.0 < plan.bits_per_weight <= 4.0
+    assert {s.bits for s in plan.choices.values()} <= {2, 4}
+    assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "front.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_plan_makes_a_model_of_its_size(tiny_model: Path, tmp_path: Path) -> None:
+    succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", tmp_path)
+    rows = ("--rows", "2", "--length", "24", "--calib", tmp_path / "front.html")
+    succeed("quantize", tiny_model, tmp_path / "model", "--plan", tmp_path / "plan.json", *rows)
+    size, count = measure(Checkpoint(tmp_path / "model"))
+    assert 8 * size / count == pytest.approx(read_plan(tmp_path / "plan.json").bits_per_weight)
+
+
+def test_the_page_needs_nothing_from_outside(tiny_model: Path, tmp_path: Path) -> None:
+    succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", tmp_path)
+    page = (tmp_path / "front.html").read_text()
+    assert not re.search(r"https?:|//|@import|url\(|<script|<link|\bsrc=", page)
+    assert "prefers-color-scheme:dark" in page
+    assert page.count('class="cell"') == 21
+
+    class Balanced(HTMLParser):
+        open_tags: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag not in ("meta", "line", "rect", "circle", "polyline"):
+                self.open_tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag not in ("line", "rect", "polyline"):
+                closed = self.open_tags.pop() if tag != "circle" else "circle"
+                assert closed == tag
+
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open_tags == []
+
+
+def test_json_is_one_object_with_the_front(tiny_model: Path) -> None:
+    found = succeed("search", tiny_model, "--target-bits", "3.6", *SMALL, "--per", "kind", "--json").json
+    assert found["bits_per_weight"] <= 3.6
+    assert len(found["overrides"]) == 21
+    kinds = {(m.rpartition(".")[2], s) for m, s in found["overrides"].items()}
+    assert len(kinds) == 7
+    losses = [p["predicted_loss"] for p in found["front"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_max_perplexity_takes_the_smallest_that_meets_it(tiny_model: Path, tmp_path: Path) -> None:
+    text = ("--text", tmp_path / "text.txt", "--context", "32", "--windows", "2")
+    (tmp_path / "text.txt").write_text("Some words, and some more of them. " * 20)
+    found = succeed("search", tiny_model, "--max-perplexity", "100000", *SMALL, *text, "--json").json
+    assert found["bits_per_weight"] == found["front"][0]["bits_per_weight"]
+    assert found["perplexity"] <= 100000
+    none = run("search", tiny_model, "--max-perplexity", "2", *SMALL, *text)
+    assert none.code == 2
+    assert "no plan has a perplexity of at most 2" in none.err
+
+
+def test_bisection_finds_the_smallest() -> None:
+    plans = [Plan({"m": Setting(2, 32)}, float(bits), 1.0 / bits) for bits in range(1, 20)]
+    for most in range(1, 20):
+        found, tried = smallest_meeting(plans, most, lambda p: 20 - p.bits_per_weight)
+        assert found is not None
+        assert found.bits_per_weight == 20 - most
+        assert len(tried) <= 6
+    assert smallest_meeting(plans, 0.5, lambda p: 20 - p.bits_per_weight)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "either --target-bits"),
+        (("--target-bits", "3", "--max-perplexity", "9"), "either --target-bits"),
+        (("--target-bits", "1"), "the smallest plan"),
+        (("--target-bits", "nan"), "nan"),
+        (("--target-bits", "3", "--bits", "two"), "two"),
+        (("--target-bits", "3", "--bits", "9"), "9"),
+        (("--target-bits", "3", "--groups", "0"), "group"),
+        (("--target-bits", "3", "--per", "layer"), "layer"),
+        (("--target-bits", "3", "--recipe", "fp16"), "bits and group"),
+        (("--target-bits", "3", "--rows", "0"), "at least 1"),
+        (("--target-bits", "3", "--calib", "nowhere.txt"), "nowhere.txt"),
+        (("--target-bits", "3", "--device", "abacus"), "abacus"),
+    ],
+)
+def test_bad_options_are_sentences(tiny_model: Path, options: tuple[str, ...], words: str) -> None:
+    done = run("search", tiny_model, *SMALL, *options)
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+def test_errors_are_json_too(tmp_path: Path) -> None:
+    done = run("search", tmp_path / "absent", "--target-bits", "3", "--json")
+    assert done.code == 2
+    assert "absent" in json.loads(done.out)["error"]

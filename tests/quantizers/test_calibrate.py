@@ -1,0 +1,164 @@
+"""A text walking through the layers: the sums it leaves, the streams it feeds, runs that die and go on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from crelle.engine.calibration import rows_of, sampled_rows
+from crelle.engine.compress import Text, compress
+from crelle.engine.tokenizer import Tokenizer
+from crelle.errors import SchemeError
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.source import open_weights
+from crelle.models.loader import build
+from crelle.models.opened import OpenLlama
+from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.rtn import RTN
+from crelle.quantizers.stats import Stats, Watch
+
+CPU = torch.device("cpu")
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+
+
+def rows(count: int = 6, length: int = 32, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_open_model_computes_what_the_model_computes(tiny_model: Path) -> None:
+    weights, tokens = open_weights(tiny_model), rows()
+    opened = OpenLlama(weights)
+    x = opened.embed(tokens)
+    for i in range(opened.layers):
+        x = opened.block(i)(x)
+    model = build(weights, CPU)
+    torch.testing.assert_close(opened.logits(opened.finish(x)), model(tokens, model.new_cache(6)), rtol=1e-5, atol=1e-5)
+
+
+def test_stats_are_the_sums_of_their_definition() -> None:
+    x, full = torch.randn(40, 5), torch.randn(40, 5)
+    watch = Watch(5, cross=True)
+    for part in (slice(0, 7), slice(7, 40)):
+        watch.see(x[part], full[part])
+    stats = watch.stats()
+    torch.testing.assert_close(stats.hessian, x.T @ x / 40)
+    torch.testing.assert_close(stats.cross, full.T @ x / 40)
+    torch.testing.assert_close(stats.absmax, x.abs().amax(0))
+    torch.testing.assert_close(stats.absmean, x.abs().mean(0))
+    change = torch.randn(3, 5)
+    assert stats.output_error(change) == pytest.approx(float((x @ change.T).square().sum() / 40), rel=1e-4)
+
+
+def test_the_target_undoes_the_error_that_came_in() -> None:
+    """The wanted weight on the inputs as they come is nearer to the full-precision output than the weight itself."""
+    generator = torch.Generator().manual_seed(1)
+    full = torch.randn(400, 8, generator=generator)
+    here = full @ (torch.eye(8) + 0.2 * torch.randn(8, 8, generator=generator))
+    watch = Watch(8, cross=True)
+    watch.see(here, full)
+    weight = torch.randn(4, 8, generator=generator)
+    target = watch.stats().target(weight)
+    assert (here @ target.T - full @ weight.T).norm() < 0.2 * (here @ weight.T - full @ weight.T).norm()
+    without = Stats(watch.stats().hessian, torch.ones(8), torch.ones(8), 400)
+    assert without.target(weight) is weight
+
+
+def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
+    opened, tokens = OpenLlama(open_weights(tiny_model)), rows()
+    calibrator = Calibrator(opened, tokens, batch=4)
+    quantizer = RTN(bits=2, group=24)
+    fitted = []
+    for _ in range(opened.layers):
+        walk = calibrator.begin()
+        fitted.append(walk.fit(lambda name, weight, stats: quantizer.fit(weight, stats)))
+        walk.end()
+    full = here = opened.embed(tokens)
+    for i, matrices in enumerate(fitted):
+        full = opened.block(i)(full)
+        block = opened.block(i)
+        for name, w in matrices.items():
+            block.linears()[name].weight = w.dequantize()
+        here = block(here)
+    torch.testing.assert_close(calibrator.streams.full, full)
+    torch.testing.assert_close(calibrator.streams.here, here)
+    assert not torch.allclose(here, full)
+
+
+def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> None:
+    walk = Calibrator(OpenLlama(open_weights(tiny_model)), rows()).begin()
+    o_proj = walk.block.stages()[1][0]
+    before = walk.stats(o_proj)
+    seen = {}
+
+    def fit(name: str, weight: torch.Tensor, stats: Stats) -> object:
+        seen[name] = stats
+        return RTN(bits=1, group=24).fit(weight)
+
+    walk.fit(fit)  # type: ignore[arg-type]
+    assert not torch.allclose(seen[o_proj].hessian, before.hessian)
+    assert seen[o_proj].cross is not None
+
+
+@pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=2"])
+def test_a_calibrated_run_that_died_ends_in_the_same_bytes(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+    text = Text(text=TEXT, rows=4, length=32)
+    compress(tiny_model, tmp_path / "whole", scheme, text=text, device="cpu")
+
+    def dying(done: int, total: int, note: str) -> None:
+        if note == "model.layers.1":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", progress=dying)
+    assert not (tmp_path / "again").exists()
+    report = compress(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", resume=True)
+    assert report.resumed_units == 4  # head, embedding, two layers
+    files = {f.name: f.read_bytes() for f in (tmp_path / "whole").iterdir()}
+    assert files == {f.name: f.read_bytes() for f in (tmp_path / "again").iterdir()}
+
+
+def test_another_text_is_not_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+    scheme = "gptq:bits=3,group=24"
+    with pytest.raises(KeyboardInterrupt):
+        compress(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), progress=stop)
+    with pytest.raises(Exception, match="calibration"):
+        compress(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=3, length=32), resume=True)
+
+
+def test_a_scheme_that_needs_data_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SchemeError, match="calibrate on"):
+        compress(tiny_model, tmp_path / "q", "gptq:bits=3,group=24")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bits", [1.9, 2.35, 3.1, 4.6])
+def test_auto_stays_within_its_bits(tiny_model: Path, tmp_path: Path, bits: float) -> None:
+    scheme = f"auto:bits={bits},steps=1"
+    report = compress(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
+    assert bits - 0.9 < report.bits_per_weight <= bits
+    assert Checkpoint(tmp_path / "q").scheme == scheme
+
+
+def test_rows_of_a_text(tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    all_rows = rows_of(tokenizer, TEXT, 40)
+    assert all_rows.shape == (len(TEXT) // 39, 40)
+    assert (all_rows[:, 0] == tokenizer.bos_id).all()
+    some = rows_of(tokenizer, TEXT, 40, limit=5, seed=3)
+    assert some.shape == (5, 40)
+    assert torch.equal(some, rows_of(tokenizer, TEXT, 40, limit=5, seed=3))
+    with pytest.raises(SchemeError, match="too few"):
+        rows_of(tokenizer, "short", 40)
+
+
+def test_the_model_writes_rows_that_a_seed_repeats(tiny_model: Path) -> None:
+    model = build(open_weights(tiny_model), CPU)
+    opening = rows(3, 4)
+    written = sampled_rows(model, opening, 20, seed=5, batch=2)
+    assert written.shape == (3, 20)
+    assert torch.equal(written[:, :4], opening)
+    assert torch.equal(written, sampled_rows(model, opening, 20, seed=5, batch=2))
+    assert not torch.equal(written, sampled_rows(model, opening, 20, seed=6, batch=2))

@@ -1,0 +1,298 @@
+"""The search: the knapsack is exact, sizes are the tensors' own, sensitivities are what autograd says."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import correlated, weight
+from torch import Tensor
+
+from crelle.errors import FormatError, SchemeError
+from crelle.formats.base import bits_per_weight, nbytes
+from crelle.formats.source import open_weights
+from crelle.models.opened import OpenLlama
+from crelle.quantizers.bcq import BCQ
+from crelle.quantizers.feedback import factor
+from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.hbcq import HBCQ
+from crelle.quantizers.opened import OpenLinear
+from crelle.quantizers.quick import quick_changes
+from crelle.quantizers.rtn import RTN
+from crelle.quantizers.scheme import parse
+from crelle.quantizers.search import (
+    RECIPE,
+    Front,
+    Plan,
+    choose,
+    read_plan,
+    sizes_of,
+    stored_bits,
+    uniform,
+    write_plan,
+)
+from crelle.quantizers.sensitivity import Sensitivity, Setting, candidates, sensitivities, walk_back
+
+SETTINGS = (Setting(1, 32), Setting(2, 32), Setting(3, 64), Setting(4, "row"))
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_model: Path) -> OpenLlama:
+    return OpenLlama(open_weights(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def measured(opened: OpenLlama) -> list[Sensitivity]:
+    return sensitivities(opened, text(4, 40), SETTINGS, half=False)
+
+
+def text(rows: int, length: int) -> Tensor:
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+# The knapsack
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Sensitivity], dict[str, dict[Setting, int]]]:
+    count, options = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    found, sizes = [], {}
+    for i in range(count):
+        settings = [Setting(bits, 32) for bits in range(1, options + 1)]
+        losses = draw(st.lists(st.floats(0, 100), min_size=options, max_size=options))
+        found.append(Sensitivity(f"m.{i}", (1, 100), dict(zip(settings, losses, strict=True))))
+        bits = draw(st.lists(st.integers(1, 1000), min_size=options, max_size=options))
+        sizes[f"m.{i}"] = dict(zip(settings, bits, strict=True))
+    return found, sizes
+
+
+@given(problems(), st.floats(0, 10))
+def test_no_choice_within_the_size_is_better(problem: tuple, target: float) -> None:
+    found, sizes = problem
+    room = math.floor(target * 100 * len(found) + 1e-6)
+    fitting = [
+        sum(one.losses[s] for one, s in zip(found, picks, strict=True))
+        for picks in itertools.product(*(one.losses for one in found))
+        if sum(sizes[one.module][s] for one, s in zip(found, picks, strict=True)) <= room
+    ]
+    if not fitting:
+        with pytest.raises(SchemeError, match="smallest plan"):
+            choose(found, sizes, target)
+        return
+    plan = choose(found, sizes, target)
+    assert plan.loss == pytest.approx(min(fitting), abs=1e-9)
+    assert plan.loss == pytest.approx(sum(one.losses[plan.choices[one.module]] for one in found))
+    assert sum(sizes[m][s] for m, s in plan.choices.items()) <= room
+    assert plan.bits_per_weight <= target + 1e-6
+
+
+@given(problems(), st.integers(1, 30))
+def test_coarse_units_never_exceed_the_target(problem: tuple, units: int) -> None:
+    found, sizes = problem
+    front = Front(found, sizes, units=units)
+    for target in (front.least_bits, front.least_bits + 1, 10.0):
+        plan = front.at(target)
+        assert sum(sizes[m][s] for m, s in plan.choices.items()) <= target * 100 * len(found) + 1e-6
+
+
+@given(problems())
+def test_the_front_falls(problem: tuple) -> None:
+    plans = Front(*problem).plans(20)
+    for small, large in itertools.pairwise(plans):
+        assert small.bits_per_weight < large.bits_per_weight
+        assert small.loss > large.loss
+
+
+def test_one_setting_per_kind() -> None:
+    losses = {Setting(2, 32): 1.0, Setting(3, 32): 0.1}
+    names = [f"model.layers.{i}.mlp.{kind}" for i in range(3) for kind in ("up", "down")]
+    found = [Sensitivity(n, (8, 64), {s: v * (1 + ("down" in n)) for s, v in losses.items()}) for n in names]
+    plan = choose(found, None, 3.6, per="kind")
+    assert {plan.choices[n] for n in names if "down" in n} == {Setting(3, 32)}
+    assert {plan.choices[n] for n in names if "up" in n} == {Setting(2, 32)}
+    assert list(plan.choices) != []
+    assert choose(found, None, 3.7).loss < plan.loss  # a matrix for itself can use what a kind leaves
+
+
+def test_a_loss_that_is_no_number_is_a_sentence() -> None:
+    with pytest.raises(SchemeError, match="not all numbers"):
+        choose([Sensitivity("a", (1, 8), {Setting(2, 8): math.nan})], None, 9.0)
+    with pytest.raises(SchemeError, match="no matrix"):
+        choose([], None, 3.0)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("recipe", [GPTQ(free=True), GPTQ(), GPTQ(symmetric=True), RTN(), BCQ(), HBCQ(bias=False)])
+@pytest.mark.parametrize("setting", [Setting(2, 32), Setting(3, 48), Setting(4, "row"), Setting(3, 500)])
+def test_sizes_are_those_of_the_tensors(recipe: RTN, setting: Setting) -> None:
+    N, K = 6, 100
+    config = parse(Plan({"m": setting}, 0.0, 0.0, recipe).overrides["m"])
+    fitted = config.fit(weight(N, K), correlated(K))
+    assert stored_bits(recipe, setting, (N, K)) == 8 * nbytes(fitted)
+    assert stored_bits(recipe, setting, (N, K)) / (N * K) == pytest.approx(bits_per_weight(fitted))
+
+
+def test_a_plan_s_size_is_that_of_the_model_it_leads_to(opened: OpenLlama, measured: list[Sensitivity]) -> None:
+    plan = choose(measured, None, 3.3)
+    linears = {n: m.weight for i in range(opened.layers) for n, m in opened.block(i).linears().items()}
+    assert set(plan.overrides) == set(linears)
+    fitted = [parse(s).fit(linears[m], correlated(linears[m].shape[1])) for m, s in plan.overrides.items()]
+    true = 8 * sum(nbytes(w) for w in fitted) / sum(math.prod(w.shape) for w in fitted)
+    assert plan.bits_per_weight == pytest.approx(true)
+    assert true <= 3.3
+
+
+# Sensitivities
+
+
+def test_what_is_heard_is_what_autograd_says(opened: OpenLlama) -> None:
+    """Against plain autograd through the whole model at once, with the same tokens drawn."""
+    tokens = text(3, 17)
+    got = {n: h for _, heard in walk_back(opened, tokens, batch=2, seed=5, half=False) for n, h in heard.items()}
+    blocks = [opened.block(i) for i in range(opened.layers)]
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def listen(linear: OpenLinear, given: tuple[Tensor], out: Tensor) -> None:
+        inputs[linear.name], outputs[linear.name] = given[0].detach(), out
+
+    x = opened.embed(tokens).requires_grad_()
+    for block in blocks:
+        for linear in block.linears().values():
+            linear.register_forward_hook(listen)
+        x = block(x)
+    logits = opened.logits(opened.finish(x)).flatten(0, 1)
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(5))[:, 0]
+    gradients = torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), list(outputs.values()))
+    assert set(got) == set(outputs)
+    for name, g in zip(outputs, gradients, strict=True):
+        squares = g.flatten(0, 1).square()
+        torch.testing.assert_close(got[name].importance, squares.mean(0), rtol=1e-3, atol=1e-9)
+        seen = inputs[name].flatten(0, 1)
+        hessian = (seen * squares.sum(1, keepdim=True)).T @ seen / squares.sum()
+        torch.testing.assert_close(got[name].weighted, hessian, rtol=1e-3, atol=1e-4)
+
+
+def test_quick_changes_are_those_of_a_quantizer() -> None:
+    w, stats = weight(24, 100), correlated(100)
+    by = factor(stats.hessian, 0.01, act_order=True)
+    settings = [Setting(2, 32), Setting(2, 100), Setting(4, 48), Setting(8, 32)]
+    changes = quick_changes(w, by, settings)
+    assert changes.shape == (4, 24, 100)
+    for setting, change in zip(settings, changes, strict=True):
+        quantizer = GPTQ(bits=setting.bits, group=setting.group, free=True, refine=0)
+        true = stats.output_error(w - quantizer.fit(w, stats).dequantize())
+        assert stats.output_error(change) == pytest.approx(true, rel=0.2)
+
+
+def test_more_bits_lose_less(measured: list[Sensitivity]) -> None:
+    assert len(measured) == 21
+    for one in measured:
+        assert one.losses[Setting(1, 32)] > one.losses[Setting(2, 32)] > one.losses[Setting(3, 64)] > 0
+
+
+@pytest.mark.parametrize("measure", ["fisher", "residual"])
+def test_rows_of_a_matrix_stand_for_all(opened: OpenLlama, measure: str) -> None:
+    every = sensitivities(opened, text(4, 40), SETTINGS[1:2], measure=measure, half=False)
+    some = sensitivities(opened, text(4, 40), SETTINGS[1:2], measure=measure, half=False, weight_rows=48)
+    for a, b in zip(every, some, strict=True):
+        assert b.losses[SETTINGS[1]] == pytest.approx(a.losses[SETTINGS[1]], rel=0.35)
+
+
+def test_measuring_again_gives_the_same(opened: OpenLlama) -> None:
+    first, second = (sensitivities(opened, text(2, 20), SETTINGS[:2], weight_rows=16) for _ in range(2))
+    assert first == second
+
+
+def test_the_predicted_increase_is_that_of_the_divergence(opened: OpenLlama) -> None:
+    """At 8 bits the expansion holds: the sum over matrices is the KL divergence that rounding one of them causes."""
+    tokens, setting = text(6, 60), Setting(5, 32)
+    module = "model.layers.1.mlp.down_proj"
+    found = sensitivities(opened, tokens, [setting], half=False)
+    predicted = next(one.losses[setting] for one in found if one.module == module)
+
+    def log_p(changed: bool) -> Tensor:
+        x = opened.embed(tokens)
+        for i in range(opened.layers):
+            block = opened.block(i)
+            if changed and module in block.linears():
+                linear = block.linears()[module]
+                seen: list[Tensor] = []
+                linear.watch = seen.append
+                block(x)
+                inputs = seen[0].flatten(0, 1)
+                linear.watch = None
+                stats = correlated(100)
+                stats = type(stats)(inputs.T @ inputs / len(inputs), stats.absmax, stats.absmean, len(inputs))
+                linear.weight = GPTQ(bits=5, group=32, free=True, refine=0).fit(linear.weight, stats).dequantize()
+            x = block(x)
+        return opened.logits(opened.finish(x)).log_softmax(-1)
+
+    with torch.no_grad():
+        before, now = log_p(False), log_p(True)
+    divergence = float((before.exp() * (before - now)).sum(-1).mean())
+    assert predicted == pytest.approx(divergence, rel=0.5)
+
+
+@pytest.mark.parametrize("target", [1.2, 2.0, 2.35, 3.35, 4.5, 6.0, 8.5])
+def test_candidates_reach_their_target(target: float) -> None:
+    settings = candidates(target)
+    assert all(1 <= s.bits <= 8 for s in settings)
+    least = choose([Sensitivity("m", (8, 576), dict.fromkeys(settings, 1.0))], None, 99.0).bits_per_weight
+    assert least <= target
+
+
+def test_no_text_is_a_sentence(opened: OpenLlama) -> None:
+    with pytest.raises(SchemeError, match="at least one row"):
+        sensitivities(opened, text(0, 8), SETTINGS)
+
+
+# Plans
+
+
+def test_planned_is_predicted_better_than_uniform(measured: list[Sensitivity]) -> None:
+    for setting in SETTINGS:
+        same = uniform(measured, setting)
+        assert choose(measured, sizes_of(measured), same.bits_per_weight).loss <= same.loss * (1 + 1e-9)
+    middle = uniform(measured, SETTINGS[1])
+    assert choose(measured, None, middle.bits_per_weight).loss < 0.98 * middle.loss
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path: Path, measured: list[Sensitivity]) -> None:
+    plan = choose(measured, None, 3.0)
+    plan.notes["rows"] = 4
+    write_plan(tmp_path / "plan.json", plan)
+    again = read_plan(tmp_path / "plan.json")
+    assert again == plan
+    assert again.overrides == plan.overrides
+    assert set(plan.overrides.values()) >= {plan.scheme}
+    assert str(RECIPE).startswith("gptq")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"plan_version": 99}, "not a plan of version"),
+        ({"overrides": {}}, "names no matrix"),
+        ({"overrides": {"a": "nonsense"}}, "not a whole plan"),
+        ({"overrides": {"a": "fp16"}}, "bits and group"),
+        ({"overrides": {"a": "rtn:bits=2,group=32"}}, "other bits and group"),
+        ({"overrides": 3}, "not a whole plan"),
+        ({"bits_per_weight": "many"}, "not a whole plan"),
+    ],
+)
+def test_broken_plans_are_sentences(
+    tmp_path: Path, measured: list[Sensitivity], change: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, choose(measured, None, 3.0))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(FormatError, match=words):
+        read_plan(path)
