@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, reading_input, use_threads
+from crelle.cli.console import (
+    Bits,
+    Device,
+    Json,
+    KernelName,
+    Model,
+    Threads,
+    err,
+    print_json,
+    reading_input,
+    use_threads,
+)
 from crelle.cli.sampling import sampling_options
 
 if TYPE_CHECKING:
@@ -20,6 +31,7 @@ def run(
     system: Annotated[str | None, typer.Option("--system", help="What the assistant is told beforehand.")] = None,
     *,
     sampling: "Sampling",
+    bits: Bits = None,
     device: Device = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
@@ -34,7 +46,7 @@ def run(
     from crelle.engine.tokenizer import Message
 
     use_threads(threads)
-    llm = LLM.load(model, device=device, kernel=kernel)
+    llm = LLM.load(model, device=device, kernel=kernel, bits=bits)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while line := _ask():
         messages.append({"role": "user", "content": line})

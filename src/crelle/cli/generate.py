@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, KernelName, Model, Threads, err, print_json, reading_input, use_threads
+from crelle.cli.console import (
+    Bits,
+    Device,
+    Json,
+    KernelName,
+    Model,
+    Threads,
+    err,
+    print_json,
+    reading_input,
+    use_threads,
+)
 from crelle.cli.sampling import sampling_options
 
 if TYPE_CHECKING:
@@ -19,6 +30,7 @@ def run(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", help="The text to continue; - reads it from standard input.")],
     sampling: "Sampling",
+    bits: Bits = None,
     device: Device = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
@@ -37,7 +49,7 @@ def run(
     use_threads(threads)
     with reading_input():
         text = sys.stdin.read() if prompt == "-" else prompt
-    llm = LLM.load(model, device=device, kernel=kernel)
+    llm = LLM.load(model, device=device, kernel=kernel, bits=bits)
     pieces = llm.stream(text, sampling)
     if not json:
         print(text, end="", flush=True)

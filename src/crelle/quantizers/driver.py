@@ -164,16 +164,15 @@ def _quantize_unit(
         if kind == "weight" and len(weights.shape(name)) == 2 and _keeps(module, default, special):
             matrices[module] = weights.matrix(module)
             continue
-        tensor = weights.read(name)
-        if kind != "weight" or tensor.dim() != 2:
-            others[name] = tensor
+        if kind != "weight" or len(weights.shape(name)) != 2:
+            others[name] = weights.read(name)
             continue
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
         if chosen is None and not _LAYER.match(name):
-            matrices[module] = _as_stored(weights, name, tensor)
+            matrices[module] = _as_stored(weights, module)
             continue
         try:
-            matrices[module] = (chosen or default).fit(tensor)
+            matrices[module] = (chosen or default).fit(weights.read(name))
         except CrelleError as e:
             raise type(e)(f"'{name}': {e}") from e
     return matrices, others
@@ -208,6 +207,9 @@ def _quantize_layer(
 
     walk = calibrator.begin()
     changed = default.before_layer(walk) if isinstance(default, LayerQuantizer) else {}
+    kept = [m for m in walk.block.linears() if _keeps(m, default, special)]
+    if changed and kept:
+        raise SchemeError(f"'{kept[0]}' cannot be kept as it is: scheme '{default}' rescales the inputs of its layer")
     fitted = walk.fit(fit)
     if isinstance(default, LayerQuantizer):
         fitted = default.after_layer(walk, fitted)
@@ -223,12 +225,16 @@ def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) ->
     return isinstance(next((q for p, q in special.items() if fnmatchcase(module, p)), default), Keep)
 
 
-def _as_stored(weights: Weights, name: str, tensor: Tensor) -> QuantTensor:
-    """Keep a matrix's type; f32 that a GGUF reader made from fewer bits is kept as f16."""
-    if isinstance(weights, GGUFFile):
-        return Store("fp16" if weights.packed(name) else _DENSE.get(tensor.dtype, "fp32")).fit(tensor)
-    stored = weights.matrix(name.removesuffix(".weight"))
-    return stored if stored.format != "dense" else Store(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
+def _as_stored(weights: Weights, module: str) -> QuantTensor:
+    """Keep a matrix as it is; f32 that a GGUF reader made from fewer bits is kept as f16, other types as f32."""
+    name = f"{module}.weight"
+    if isinstance(weights, GGUFFile) and weights.packed(name):
+        return Store("fp16").fit(weights.read(name))
+    stored = weights.matrix(module)
+    if stored.format != "dense":
+        return stored
+    tensor = stored.tensors()["weight"]
+    return Store(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
 
 
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:

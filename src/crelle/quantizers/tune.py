@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -257,5 +258,5 @@ class EndToEnd:
                 coder.load_state_dict(old)
             self.step.optimizer.load_state_dict(state["optimizer"])
             self.losses = list(state["losses"])
-        except (RuntimeError, KeyError, ValueError) as e:
+        except (RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as e:
             raise FormatError(f"{path} is not the state of this training ({e}); delete it to start anew") from e
