@@ -18,17 +18,18 @@ _HOME = {
     "Sampling": "crelle.engine.sampler",
     "CrelleError": "crelle.errors",
     "perplexity": "crelle.eval.perplexity",
-    "quantize": "crelle.quantizers.driver",
+    "Text": "crelle.engine.compress",
+    "quantize": "crelle.engine.compress",
 }
 
-__all__ = ["LLM", "Completion", "CrelleError", "Sampling", "__version__", "perplexity", "quantize"]
+__all__ = ["LLM", "Completion", "CrelleError", "Sampling", "Text", "__version__", "perplexity", "quantize"]
 
 if TYPE_CHECKING:
+    from crelle.engine.compress import Text, quantize
     from crelle.engine.llm import LLM, Completion
     from crelle.engine.sampler import Sampling
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity
-    from crelle.quantizers.driver import quantize
 
 
 def __getattr__(name: str) -> Any:

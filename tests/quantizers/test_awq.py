@@ -51,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def first_walk(path: Path) -> LayerWalk:
-    return Calibrator(OpenLlama(open_weights(path)), TOKENS).begin()
+    return Calibrator(OpenLlama(open_weights(path)), TOKENS, half=False).begin()
 
 
 def test_folding_leaves_the_function_as_it_was(model: Path) -> None:
@@ -78,7 +78,7 @@ def test_folding_leaves_the_function_as_it_was(model: Path) -> None:
 def test_the_source_is_not_written_to(model: Path) -> None:
     weights = open_weights(model)
     before = {n: weights.read(n).clone() for n in weights.names()}
-    walk = Calibrator(OpenLlama(weights), TOKENS).begin()
+    walk = Calibrator(OpenLlama(weights), TOKENS, half=False).begin()
     config = AWQ(bits=3, group=24)
     config.before_layer(walk)
     walk.fit(lambda _, w, stats: config.fit(w, stats))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crelle.engine.calibration import rows_of, sampled_rows
-from crelle.engine.compress import Text, compress
+from crelle.engine.compress import Text, quantize
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def test_the_target_undoes_the_error_that_came_in() -> None:
 
 def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
     opened, tokens = OpenLlama(open_weights(tiny_model)), rows()
-    calibrator = Calibrator(opened, tokens, batch=4)
+    calibrator = Calibrator(opened, tokens, batch=4, half=False)
     quantizer = RTN(bits=2, group=24)
     fitted = []
     for _ in range(opened.layers):
@@ -85,7 +85,7 @@ def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
 
 
 def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> None:
-    walk = Calibrator(OpenLlama(open_weights(tiny_model)), rows()).begin()
+    walk = Calibrator(OpenLlama(open_weights(tiny_model)), rows(), half=False).begin()
     o_proj = walk.block.stages()[1][0]
     before = walk.stats(o_proj)
     seen = {}
@@ -102,16 +102,16 @@ def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> Non
 @pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=2"])
 def test_a_calibrated_run_that_died_ends_in_the_same_bytes(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
     text = Text(text=TEXT, rows=4, length=32)
-    compress(tiny_model, tmp_path / "whole", scheme, text=text, device="cpu")
+    quantize(tiny_model, tmp_path / "whole", scheme, text=text, device="cpu")
 
     def dying(done: int, total: int, note: str) -> None:
         if note == "model.layers.1":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compress(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", progress=dying)
+        quantize(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", progress=dying)
     assert not (tmp_path / "again").exists()
-    report = compress(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", resume=True)
+    report = quantize(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", resume=True)
     assert report.resumed_units == 4  # head, embedding, two layers
     files = {f.name: f.read_bytes() for f in (tmp_path / "whole").iterdir()}
     assert files == {f.name: f.read_bytes() for f in (tmp_path / "again").iterdir()}
@@ -123,21 +123,21 @@ def test_another_text_is_not_the_same_run(tiny_model: Path, tmp_path: Path) -> N
 
     scheme = "gptq:bits=3,group=24"
     with pytest.raises(KeyboardInterrupt):
-        compress(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), progress=stop)
+        quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), progress=stop)
     with pytest.raises(Exception, match="calibration"):
-        compress(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=3, length=32), resume=True)
+        quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=3, length=32), resume=True)
 
 
 def test_a_scheme_that_needs_data_says_so(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(SchemeError, match="calibrate on"):
-        compress(tiny_model, tmp_path / "q", "gptq:bits=3,group=24")
+        quantize(tiny_model, tmp_path / "q", "gptq:bits=3,group=24")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("bits", [1.9, 2.35, 3.1, 4.6])
 def test_auto_stays_within_its_bits(tiny_model: Path, tmp_path: Path, bits: float) -> None:
     scheme = f"auto:bits={bits},steps=1"
-    report = compress(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
+    report = quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
     assert bits - 0.9 < report.bits_per_weight <= bits
     assert Checkpoint(tmp_path / "q").scheme == scheme
 

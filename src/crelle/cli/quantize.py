@@ -74,7 +74,7 @@ def run(
 
     A run that was killed continues with `--resume` and ends in the same bytes.
     """
-    from crelle.engine.compress import compress
+    from crelle.engine.compress import quantize
     from crelle.quantizers.scheme import parse
 
     use_threads(threads)
@@ -92,7 +92,7 @@ def run(
     looks = any(parse(s).calibrated for s in (scheme, *overrides.values()))
     text = calibration_text(calib, rows=rows, length=length) if looks else None
     with tracking("quantizing") as track:
-        report = compress(
+        report = quantize(
             source,
             target,
             scheme,

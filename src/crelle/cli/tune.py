@@ -27,7 +27,7 @@ def run(
     ] = None,
     own: Annotated[int, typer.Option("--own", help="Rows of text that the teacher writes itself, besides.")] = 0,
     train: Annotated[
-        str, typer.Option("--train", help="`scales` (the codes stay) or `all` (weights too; affine grids).")
+        str, typer.Option("--train", help="What trains: scales (the codes stay) or all (weights too; affine grids).")
     ] = "scales",
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 200,
     batch: Annotated[int, typer.Option("--batch", help="Rows of a step.")] = 8,

@@ -14,7 +14,7 @@ from torch import Tensor
 from crelle.engine.calibration import rows_of, sampled_rows
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint import Checkpoint, refuse_existing
 from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import build, choose_device, read_config
 from crelle.models.opened import OpenLlama
@@ -41,7 +41,7 @@ class Text:
     seed: int = 0
 
 
-def compress(
+def quantize(
     source: str | Path,
     out: str | Path,
     scheme: str,
@@ -55,6 +55,7 @@ def compress(
     progress: Stage | None = None,
 ) -> Report:
     """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
+    refuse_existing(Path(out).absolute(), resume=resume, overwrite=overwrite)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
     calibration = None
     if any(q.calibrated for q in chosen):
@@ -153,6 +154,7 @@ def tune_checkpoint(
     progress: Stage | None = None,
 ) -> TuneReport:
     """Train a checkpoint end to end on a text, towards a teacher where there is one."""
+    refuse_existing(Path(out).absolute(), resume=resume, overwrite=overwrite)
     checkpoint = open_weights(source)
     if not isinstance(checkpoint, Checkpoint):
         raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")

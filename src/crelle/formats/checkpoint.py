@@ -149,6 +149,17 @@ def copy_tokenizer_files(source: Path, to: Path) -> None:
                 shutil.copyfile(f, to / f.name)
 
 
+def refuse_existing(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Say what stands in the way of writing `out`: to be asked before long work, and again when the writing begins."""
+    if out.exists() and not overwrite:
+        raise FormatError(f"{out} exists already; choose another name, or pass --overwrite to replace it")
+    partial = out.with_name(out.name + ".partial")
+    if (partial / JOURNAL).exists() and not (resume or overwrite):
+        raise FormatError(
+            f"{partial} holds an unfinished run: pass --resume to go on with it, or --overwrite to start anew"
+        )
+
+
 class CheckpointWriter:
     """Writes a checkpoint shard by shard; `finish` makes it appear under its name, whole.
 
@@ -159,26 +170,21 @@ class CheckpointWriter:
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         self.recipe = dict(recipe)
         self._shards: dict[str, dict[str, Any]] = {}
-        if out.exists() and not overwrite:
-            raise FormatError(f"{out} exists already; choose another name, or pass --overwrite to replace it")
+        refuse_existing(out, resume=resume, overwrite=overwrite)
         with writing(self.partial, "Is the place writable?"):
             self.partial.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_directory(self.partial, out)
         try:
-            self._begin(resume, overwrite)
+            self._begin(resume)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, resume: bool, overwrite: bool) -> None:
+    def _begin(self, resume: bool) -> None:
         begun = (self.partial / JOURNAL).exists()
         if begun and resume:
             self._take_up()
             return
-        if begun and not overwrite:
-            raise FormatError(
-                f"{self.partial} holds an unfinished run: pass --resume to go on with it, or --overwrite to start anew"
-            )
         with writing(self.partial):
             for f in self.partial.iterdir():
                 f.unlink()

@@ -39,7 +39,7 @@ class Auto(Grid):
     bits: float = 3.35  # type: ignore[assignment]
     tune: Literal["none", "short", "full"] = "short"
     search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
-    steps: int = 100  # of block-wise training, per layer
+    steps: int = 64  # of block-wise training, per layer
     rate: float = 5e-3  # of it, in steps of the grid
     end: int = 3000  # steps of end-to-end training, with tune=full
     own: int = 2048  # rows of text that the model itself writes for it

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.quantizers.opened import Block, OpenLinear, OpenModel
+from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
 from crelle.quantizers.stats import Stats, Watch
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
@@ -37,8 +37,16 @@ class Streams:
 class Calibrator:
     """Walks a text through the model; `layer` must be called (or `skip`) for each layer in turn."""
 
-    def __init__(self, model: OpenModel, tokens: Tensor, *, device: torch.device | str = "cpu", batch: int = 8) -> None:
-        self.model, self.device, self.batch = model, torch.device(device), batch
+    def __init__(
+        self,
+        model: OpenModel,
+        tokens: Tensor,
+        *,
+        device: torch.device | str = "cpu",
+        batch: int = 8,
+        half: bool = True,  # bf16 products where the machine has them
+    ) -> None:
+        self.model, self.device, self.batch, self.half = model, torch.device(device), batch, half
         with torch.no_grad():
             x = torch.cat([model.embed(t.to(self.device)) for t in torch.split(tokens, batch)])
         self.streams = Streams(x, x.clone())
@@ -63,7 +71,8 @@ class Calibrator:
         walk.end()
 
     def _through(self, block: Block, x: Tensor) -> Tensor:
-        return torch.cat([block(part) for part in torch.split(x, self.batch)])
+        with half_products(self.device, self.half):
+            return torch.cat([block(part) for part in torch.split(x, self.batch)])
 
 
 class LayerWalk:
@@ -96,9 +105,9 @@ class LayerWalk:
         K = self.block.linears()[name].weight.shape[1]
         watch = Watch(K, self._calibrator.device, cross=True)
         for weight, full, here in self._batches():
-            watch.see(
-                weight[..., None] * _input(self.block, name, here), weight[..., None] * _input(self.full, name, full)
-            )
+            with half_products(self._calibrator.device, self._calibrator.half):
+                x, x_full = _input(self.block, name, here), _input(self.full, name, full)
+            watch.see(weight[..., None] * x, weight[..., None] * x_full)
         return watch.stats()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -8,8 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
+    """Let products run in bf16 where the machine has instructions for it; sums and the residual stream stay f32."""
+    able = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted and able, cache_enabled=False)
 
 
 class OpenLinear(nn.Module):

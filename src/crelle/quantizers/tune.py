@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
 from crelle.formats.files import writing
-from crelle.quantizers.opened import Block, OpenModel
+from crelle.quantizers.opened import Block, OpenModel, half_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +121,13 @@ class Stepper:
             self._loss = self._eager(*self._inputs)
 
 
-def _autocast(device: torch.device, half: bool) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False)
-
-
 def tune_block(
     block: Block, coders: Sequence[nn.Module], x: Tensor, target: Tensor, t: Training, device: torch.device
 ) -> list[float]:
     """Train the coders of one block to give `target` [S, T, width] from `x`; return the losses."""
 
     def loss(xb: Tensor, yb: Tensor) -> Tensor:
-        with _autocast(device, t.half):
+        with half_products(device, t.half):
             out = block(xb)
         return relative_error(out.float(), yb)
 
@@ -210,7 +206,7 @@ class EndToEnd:
         return self.step(step, self.tokens[pick].to(self.device))
 
     def _loss_of(self, rows: Tensor) -> Tensor:
-        with _autocast(self.device, self.t.half):
+        with half_products(self.device, self.t.half):
             soft = None
             if self.teacher is not None:
                 with torch.no_grad():
