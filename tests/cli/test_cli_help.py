@@ -9,7 +9,8 @@ from in_process import run, succeed
 from crelle.cli.main import app
 
 CONTRACT = {
-    "quantize": "SRC OUT --scheme --override --resume --overwrite --threads --json",
+    "quantize": "SRC OUT --scheme --calib --override --resume --overwrite --device --threads --json",
+    "search": "--target-bits --max-perplexity --calib --out --device --json",
     "inspect": "--json",
     "eval": "--text --context --tokens --device --threads --kernel --json",
     "generate": "--prompt --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed --stop "

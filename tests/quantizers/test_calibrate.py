@@ -1,8 +1,10 @@
 """A text walking through the layers: the sums it leaves, the streams it feeds, runs that die and go on."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from crelle.engine.calibration import rows_of, sampled_rows
@@ -162,3 +164,30 @@ def test_the_model_writes_rows_that_a_seed_repeats(tiny_model: Path) -> None:
     assert torch.equal(written[:, :4], opening)
     assert torch.equal(written, sampled_rows(model, opening, 20, seed=5, batch=2))
     assert not torch.equal(written, sampled_rows(model, opening, 20, seed=6, batch=2))
+
+
+SCHEMES = [
+    "rtn:bits=3,group=24",
+    "bcq:bits=2,group=24",
+    "gptq:bits=3,group=24",
+    "gptq:bits=2,group=24,free=true",
+    "hbcq:bits=2,group=24",
+    "awq:bits=4,group=24",
+    "bcq-nested:bits=4,group=24",
+    "auto:bits=2.9,steps=1",
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_bits_reported_are_the_bytes_on_disk(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+    report = quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
+    checkpoint = Checkpoint(tmp_path / "q")
+    coded = {m: spec for m, spec in checkpoint.specs.items() if spec["format"] != "dense"}
+    assert coded.keys() == {m for m in checkpoint.specs if ".layers." in m}
+    stored = 0
+    for file in (tmp_path / "q").glob("*.safetensors"):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            if name.rpartition(".")[0] in coded:
+                stored += tensor.numel() * tensor.element_size()
+    weights = sum(prod(spec["shape"]) for spec in coded.values())
+    assert report.bits_per_weight == pytest.approx(8 * stored / weights, rel=0.01)

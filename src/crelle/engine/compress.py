@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def quantize(
     progress: Stage | None = None,
 ) -> Report:
     """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
+    begun = perf_counter()
     refuse_existing(Path(out).absolute(), resume=resume, overwrite=overwrite)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
     calibration = None
@@ -66,11 +68,13 @@ def quantize(
         overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
     options = {"head": head, "overrides": overrides, "resume": resume, "overwrite": overwrite, "progress": progress}
     auto = chosen[0]
-    if not (isinstance(auto, Auto) and auto.tune == "full"):
-        return driver.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
-    assert calibration is not None
-    assert text is not None
-    return _in_two_stages(source, Path(out).absolute(), auto, calibration, text, options)  # type: ignore[arg-type]
+    if isinstance(auto, Auto) and auto.tune == "full":
+        assert calibration is not None
+        assert text is not None
+        report = _in_two_stages(source, Path(out).absolute(), auto, calibration, text, options)  # type: ignore[arg-type]
+    else:
+        report = driver.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
+    return replace(report, seconds=perf_counter() - begun)
 
 
 def _calibration(source: str | Path, text: Text, device: torch.device, progress: Stage | None) -> Calibration:

@@ -1,0 +1,48 @@
+"""Quantizing and training from the command line: with a text, and with none."""
+
+import json
+from pathlib import Path
+
+import pytest
+from in_process import run, succeed
+
+SMALL = ("--rows", "4", "--length", "32")
+
+
+def test_without_a_text_the_model_writes_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "q"
+    report = json.loads(succeed("quantize", tiny_model, out, "--scheme", "gptq:bits=3,group=24", *SMALL, "--json").out)
+    assert report["scheme"] == "gptq:bits=3,group=24"
+    again = tmp_path / "again"
+    succeed("quantize", tiny_model, again, "--scheme", "gptq:bits=3,group=24", *SMALL)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
+
+
+def test_a_checkpoint_is_trained_and_its_curve_drawn(tiny_model: Path, tmp_path: Path) -> None:
+    succeed("quantize", tiny_model, tmp_path / "q", "--scheme", "auto:bits=2.9,tune=none", *SMALL)
+    options = ("--teacher", tiny_model, "--steps", "3", "--batch", "2", "--length", "32", "--device", "cpu")
+    report = json.loads(succeed("tune", tmp_path / "q", tmp_path / "t", *options, "--json").out)
+    assert len(report["losses"]) == 3
+    assert json.loads((tmp_path / "t" / "training.json").read_text())["losses"] == report["losses"]
+    assert (tmp_path / "t" / "training.png").stat().st_size > 1000
+    succeed("eval", tmp_path / "t", "--context", "32", "--tokens", "64")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("quantize", "MODEL", "OUT"), "--scheme"),
+        (("quantize", "MODEL", "OUT", "--scheme", "auto:bits=0.5"), "1.1 to 8.5"),
+        (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--calib", "nowhere.txt"), "nowhere.txt"),
+        (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--rows", "0"), "--rows"),
+        (("tune", "MODEL", "OUT"), "not a Crelle checkpoint"),
+        (("tune", "MODEL", "OUT", "--train", "everything"), "everything"),
+        (("tune", "MODEL", "OUT", "--steps", "0"), "--steps"),
+    ],
+)
+def test_mistakes_get_a_sentence(tiny_model: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    places = {"MODEL": tiny_model, "OUT": tmp_path / "out"}
+    result = run(*(places.get(a, a) for a in arguments))
+    assert result.code == 2
+    assert sentence in result.err
+    assert not list(tmp_path.iterdir())
