@@ -150,11 +150,18 @@ def copy_tokenizer_files(source: Path, to: Path) -> None:
 
 
 def refuse_existing(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Say what stands in the way of writing `out`: to be asked before long work, and again when the writing begins."""
+    """Say what stands in the way of writing `out`: to be asked before long work; a writer asks again."""
+    _refuse_finished(out, overwrite)
+    _refuse_unfinished(out.with_name(out.name + ".partial"), resume or overwrite)
+
+
+def _refuse_finished(out: Path, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise FormatError(f"{out} exists already; choose another name, or pass --overwrite to replace it")
-    partial = out.with_name(out.name + ".partial")
-    if (partial / JOURNAL).exists() and not (resume or overwrite):
+
+
+def _refuse_unfinished(partial: Path, decided: bool) -> None:
+    if (partial / JOURNAL).exists() and not decided:
         raise FormatError(
             f"{partial} holds an unfinished run: pass --resume to go on with it, or --overwrite to start anew"
         )
@@ -170,11 +177,12 @@ class CheckpointWriter:
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         self.recipe = dict(recipe)
         self._shards: dict[str, dict[str, Any]] = {}
-        refuse_existing(out, resume=resume, overwrite=overwrite)
+        _refuse_finished(out, overwrite)
         with writing(self.partial, "Is the place writable?"):
             self.partial.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_directory(self.partial, out)
         try:
+            _refuse_unfinished(self.partial, resume or overwrite)  # after the lock: it may be a run that is under way
             self._begin(resume)
         except BaseException:
             self.close()

@@ -25,7 +25,7 @@ from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.opened import Block, Fold
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import Grid, Group
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.stats import Stats, require_stats
 
 _LEAST = 1e-4  # of the mean input: an input that is hardly ever there is not scaled down without end
 _CLIPS = [1.0 - 0.05 * i for i in range(11)]  # 1 … 0.5
@@ -85,12 +85,7 @@ class AWQ(Grid):
     def fit(self, weight: Tensor, stats: Stats | None = None) -> UniformTensor:
         """Return the weight [N, K], scaled already, on its grid."""
         N, K = weight.shape
-        if stats is None:
-            raise SchemeError(
-                f"scheme '{self.scheme}' needs the statistics of the layer's inputs; give a calibration text"
-            )
-        if tuple(stats.hessian.shape) != (K, K):
-            raise SchemeError(f"the statistics are of {len(stats.hessian)} inputs, but the weight has {K}")
+        stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
         if self.clip:
             weight = torch.cat([self._clipped(weight[rows], stats.hessian) for rows in row_slabs(N, K)])

@@ -9,7 +9,7 @@ from crelle.errors import SchemeError
 from crelle.quantizers.feedback import Factor, Fit, Levels, factor
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.scheme import Grid
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.stats import Stats, require_stats
 
 
 class Layerwise(Grid):
@@ -46,12 +46,7 @@ class Layerwise(Grid):
     def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, Factor]:
         """Return the weight [N, K] to aim at, the Hessian and its factor, or say what is wrong with them."""
         K = weight.shape[1]
-        if stats is None:
-            raise SchemeError(
-                f"scheme '{self.scheme}' needs the statistics of the layer's inputs; give a calibration text"
-            )
-        if tuple(stats.hessian.shape) != (K, K):
-            raise SchemeError(f"the statistics are of {len(stats.hessian)} inputs, but the weight has {K}")
+        stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
         target = stats.target(weight) if self.target else weight
         return target, stats.hessian, factor(stats.hessian, self.damp, act_order=self.act_order)

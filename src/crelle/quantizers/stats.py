@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crelle.errors import SchemeError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stats:
@@ -42,6 +44,15 @@ class Stats:
         damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
         missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
         return weight.float() + torch.cholesky_solve(missing.T, torch.linalg.cholesky(damped)).T
+
+
+def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
+    """Return the stats of a weight with K inputs, or say that they are missing or another weight's."""
+    if stats is None:
+        raise SchemeError(f"scheme '{scheme}' needs the statistics of the layer's inputs; give a calibration text")
+    if tuple(stats.hessian.shape) != (K, K):
+        raise SchemeError(f"the statistics are of {len(stats.hessian)} inputs, but the weight has {K}")
+    return stats
 
 
 class Watch:
