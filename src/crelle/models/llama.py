@@ -7,26 +7,20 @@
 Shapes: B sequences, T tokens, H heads, Hkv key/value heads, D head size, S cached tokens, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.affine import NestedTensor
-from crelle.formats.base import QuantTensor
-from crelle.formats.source import Weights
-from crelle.kernels.select import Problem, explain
+from crelle.errors import UnsupportedError
+from crelle.models.builder import Builder
 from crelle.models.cache import KVCache
 from crelle.models.fused import MAX_ROWS, Decoder, fuse
 from crelle.models.linear import QuantEmbedding, QuantLinear
-from crelle.models.precisions import require
 from crelle.models.rope import Rope
 
-Made = TypeVar("Made")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -50,8 +44,6 @@ class LlamaConfig:
     @classmethod
     def from_hf(cls, c: dict[str, Any]) -> Self:
         """Read a Hugging Face config."""
-        if (kind := c.get("model_type")) not in MODEL_TYPES:
-            raise UnsupportedError(f"model type '{kind}' is not one that Crelle runs ({', '.join(MODEL_TYPES)})")
         if (act := c.get("hidden_act", "silu")) != "silu":
             raise UnsupportedError(f"the activation '{act}' is not one of the Llama family's (silu)")
         heads, width = c["num_attention_heads"], c["hidden_size"]
@@ -88,23 +80,10 @@ def _windows(c: dict[str, Any]) -> tuple[int | None, ...]:
     return tuple(None if i < full else window for i in range(layers))
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in f32."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = weight, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
 class Attention(nn.Module):
     """Grouped-query attention over the cache."""
 
-    def __init__(self, build: "Builder", i: int, c: LlamaConfig) -> None:
+    def __init__(self, build: Builder, i: int, c: LlamaConfig) -> None:
         super().__init__()
         at = f"model.layers.{i}.self_attn"
         self.layer, self.c, self.window = i, c, c.windows[i]
@@ -123,12 +102,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.c.rope.turn(q, *cos_sin), self.c.rope.turn(k, *cos_sin)
         k, v = cache.append(self.layer, k, v)  # [B, Hkv, S, D]
-        mask, causal = _mask(T, k.shape[2], self.window, x.device)
+        mask, causal = visible(T, k.shape[2], self.window, x.device)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
-def _mask(T: int, S: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:
+def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:
     """Which of S cached tokens each of the last T may see: (bool [T, S] or None for all, plainly causal or not)."""
     if window is None or window >= S:
         if T == 1:
@@ -144,7 +123,7 @@ def _mask(T: int, S: int, window: int | None, device: torch.device) -> tuple[Ten
 class Layer(nn.Module):
     """Attention, then the gated feed-forward, each on the residual stream."""
 
-    def __init__(self, build: "Builder", i: int, c: LlamaConfig) -> None:
+    def __init__(self, build: Builder, i: int, c: LlamaConfig) -> None:
         super().__init__()
         at = f"model.layers.{i}"
         self.attention = Attention(build, i, c)
@@ -163,7 +142,7 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The whole model."""
 
-    def __init__(self, build: "Builder", c: LlamaConfig) -> None:
+    def __init__(self, build: Builder, c: LlamaConfig) -> None:
         super().__init__()
         self.c, self.build, self.dtype, self.device = c, build, build.dtype, build.device
         embedding = build.matrix("model.embed_tokens", c.vocabulary, c.width)
@@ -215,68 +194,3 @@ class Llama(nn.Module):
     def linears(self) -> list[QuantLinear]:
         """All linear layers, in the order in which they run."""
         return [m for m in self.modules() if isinstance(m, QuantLinear)]
-
-
-@dataclass(frozen=True, slots=True)
-class Builder:
-    """Takes weights from a source and makes layers of them, on a device, at a dtype, nested planes at a precision."""
-
-    weights: Weights
-    names: frozenset[str]
-    dtype: torch.dtype
-    device: torch.device
-    kernel: str | None
-    bits: int | None = None  # default: the finest precision
-    made: dict[str, Any] | None = None  # by name, what builders of other precisions share with this one
-
-    def __post_init__(self) -> None:
-        if self.bits is not None:
-            require(self.weights, self.bits)
-
-    def matrix(self, module: str, N: int, K: int) -> QuantTensor:
-        stored = self.weights.matrix(module)
-        self._check(f"{module}.weight", stored.shape, (N, K))
-        if isinstance(stored, NestedTensor):
-            return stored.at(self.bits or stored.bits).to(self.device)
-        return self._once(f"{module}.weight", lambda: stored.to(self.device))
-
-    def vector(self, name: str, size: int) -> Tensor:
-        v = self.weights.read(name)
-        self._check(name, tuple(v.shape), (size,))
-        return self._once(name, lambda: v.to(self.device, self.dtype))
-
-    def once_for(self, w: QuantTensor, name: str, make: Callable[[], Made]) -> Made:
-        """Make something of a matrix: once for all precisions where the matrix is the same at all of them."""
-        return self._once(name, make) if any(w is other for other in (self.made or {}).values()) else make()
-
-    def _once(self, name: str, make: Callable[[], Made]) -> Made:
-        if self.made is None:
-            return make()
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]  # type: ignore[no-any-return]
-
-    def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-        if found != wanted:
-            has, asks = (" x ".join(map(str, shape)) for shape in (found, wanted))
-            raise FormatError(f"{self.weights.path}: '{name}' is {has}, but the model's config asks for {asks}")
-
-    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> QuantLinear:
-        w = w or self.matrix(module, N, K)
-
-        def make() -> QuantLinear:
-            bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
-            return QuantLinear(module, w, bias, self.dtype, self._kernel_for(w))
-
-        return self.once_for(w, module, make)
-
-    def _kernel_for(self, w: QuantTensor) -> str | None:
-        """Insist on the named kernel, except where a plain matrix (often the head) has nothing for it to do."""
-        if self.kernel and w.format == "dense" and dict(explain(Problem.of(w, self.dtype))).get(self.kernel):
-            return None
-        return self.kernel
-
-    def norm(self, module: str, size: int, eps: float, optional: bool = False) -> Any:
-        if optional and f"{module}.weight" not in self.names:
-            return None
-        return RMSNorm(self.vector(f"{module}.weight", size), eps)

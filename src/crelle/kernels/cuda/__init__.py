@@ -1,0 +1,26 @@
+"""CUDA kernels (`csrc/`), compiled at run time for the device at hand: `build` compiles, `launch` runs.
+
+Optional, and nothing here is imported before somebody asks: without a device, or without the packages of
+`pip install 'crelle[cuda]'`, `available` says so in a sentence and other kernels do the work.
+"""
+
+from functools import cache
+
+
+@cache
+def available() -> str | None:
+    """Return None when CUDA kernels can be compiled and run on the current device, or the reason why not."""
+    import torch
+
+    from crelle.errors import UnsupportedError
+    from crelle.kernels.cuda import build
+
+    if not torch.cuda.is_available():
+        return "sees no CUDA device"
+    if reason := build.missing():
+        return reason
+    try:
+        build.architecture()
+    except UnsupportedError as e:
+        return str(e)
+    return None

@@ -1,0 +1,66 @@
+// Numbers of 16 and 32 bits: pairs as they are stored, loads that know how wide they may be, waiting for the last
+// kernel.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace crelle {
+
+using half = __half;
+using bfloat16 = __nv_bfloat16;
+using uint32 = unsigned int;
+
+__device__ __forceinline__ float number(half v) { return __half2float(v); }
+__device__ __forceinline__ float number(bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float number(float v) { return v; }
+
+template <typename T>
+__device__ __forceinline__ T rounded(float v);
+template <>
+__device__ __forceinline__ half rounded<half>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ bfloat16 rounded<bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ float rounded<float>(float v) {
+  return v;
+}
+
+// WORDS consecutive words, in the widest loads that their alignment allows.
+template <int WORDS>
+__device__ __forceinline__ void take(uint32 (&to)[WORDS], const uint32 *from) {
+  if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+      uint4 v = *reinterpret_cast<const uint4 *>(from + i);
+      to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+    }
+  } else if constexpr (WORDS % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 2) {
+      uint2 v = *reinterpret_cast<const uint2 *>(from + i);
+      to[i] = v.x, to[i + 1] = v.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) to[i] = from[i];
+  }
+}
+
+// Programmatic dependent launch: a kernel may start while the one before it ends, as long as it reads only what no
+// kernel writes (weights) until `previous_is_done`. Both are nothing on chips before Hopper and in ordinary launches.
+__device__ __forceinline__ void previous_is_done() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void next_may_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+}  // namespace crelle

@@ -1,0 +1,235 @@
+"""Load a compiled kernel into torch's context and launch it on torch's current stream.
+
+    kernel = load("decode.cu", "crelle::decode<3, 8, 2>")
+    kernel((blocks, 1, 1), 256, weight, x, y, N, K, shared=4096)
+
+Arguments go to the kernel's parameters in order, and must have the size that the compiled kernel says:
+    Tensor      its address                     T*
+    None        the null pointer                T*
+    int         4 or 8 bytes, signed            int, int64_t (an address, too)
+    bool        1 or 4 bytes                    bool, int
+    float       4 or 8 bytes                    float, double
+    bytes       as they are                     a struct by value (e.g. from struct.pack)
+Sizes cannot tell an int from a float: write 1.0 where the kernel takes a float.
+
+The caller keeps tensors alive, as with any asynchronous work on a stream. A launch costs a few microseconds of Python
+and no allocation on the device, so it can be captured in a CUDA graph; load the kernel before the capture.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CrelleError, UnsupportedError
+from crelle.kernels.cuda import build
+
+_FREE_SHARED = 48 * 1024  # shared memory a block, static and dynamic, that needs no permission
+_FORMATS = {(int, 4): "i", (int, 8): "q", (bool, 1): "?", (bool, 4): "i", (float, 4): "f", (float, 8): "d"}
+
+
+def load(file: str, expression: str, device: int | None = None) -> "Kernel":
+    """Return a kernel of csrc/`file`, compiled where the cache has none, loaded on a device (the current one)."""
+    return _load(file, expression, torch.cuda.current_device() if device is None else device)
+
+
+def multiprocessors(device: int | None = None) -> int:
+    """How many multiprocessors the device has: a grid of this many blocks fills it once."""
+    return _multiprocessors(torch.cuda.current_device() if device is None else device)
+
+
+def attributes(kernel: "Kernel") -> dict[str, int]:
+    """What the kernel takes: registers and local (spilled) bytes a thread, static shared bytes and threads a block."""
+    from cuda.bindings import driver
+
+    names = {"registers": "NUM_REGS", "local_bytes": "LOCAL_SIZE_BYTES", "shared_bytes": "SHARED_SIZE_BYTES"}
+    names["max_threads"] = "MAX_THREADS_PER_BLOCK"
+    which = driver.CUfunction_attribute
+    return {
+        ours: kernel._ask(driver.cuFuncGetAttribute(getattr(which, f"CU_FUNC_ATTRIBUTE_{theirs}"), kernel._function))
+        for ours, theirs in names.items()
+    }
+
+
+@cache
+def _load(file: str, expression: str, device: int) -> "Kernel":
+    return Kernel(build.compile(file, expression, build.architecture(torch.cuda.get_device_capability(device))), device)
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Kernel:
+    """One function on one device. Call it to launch it."""
+
+    def __init__(self, built: build.Built, device: int) -> None:
+        from cuda.bindings import driver
+
+        self.built = built
+        self.device = device
+        self._driver = driver
+        self._launch = driver.cuLaunchKernelEx
+        self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        self._configs: dict[tuple[Any, ...], Any] = {}
+        self._packers: dict[tuple[Any, ...], _Packer] = {}
+        self._context = _primary_context(device)
+        with torch.cuda.device(device):
+            self._enter()
+            library = self._ask(driver.cuLibraryLoadData(built.cubin, [], [], 0, [], [], 0))
+            self._library = library  # stays loaded as long as the process lives: `load` caches this object
+            kernel = self._ask(driver.cuLibraryGetKernel(library, built.name.encode()))
+            self._function = self._ask(driver.cuKernelGetFunction(kernel))  # loads it now, not in the first launch
+            self._sizes = self._parameter_sizes()
+            self._shared = _FREE_SHARED - attributes(self)["shared_bytes"]
+        self._overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.built.expression!r} of {self.built.file}, {self.built.arch}, device {self.device})"
+
+    def __call__(
+        self, grid: tuple[int, int, int], block: int, *args: Any, shared: int = 0, overlap: bool = False
+    ) -> None:
+        """Launch `grid` blocks of `block` threads, with `shared` bytes of dynamic shared memory each.
+
+        With `overlap` this kernel may start before the one ahead of it in the stream has ended (programmatic dependent
+        launch): it must wait by itself (griddepcontrol.wait) before it reads what that one writes. Devices before
+        sm_90 ignore it and run one after the other.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        key = (grid, block, shared, overlap, stream)
+        config = self._configs.get(key) or self._configure(*key)
+        types = tuple([len(a) if type(a) is bytes else type(a) for a in args])
+        packer = self._packers.get(types) or self._pack_for(types, args)
+        status = self._send(config, packer, args)
+        if status == self._no_context:  # a thread that never used CUDA: enter torch's context, then it works
+            self._enter()
+            status = self._send(config, packer, args)
+        if status:
+            self._ask((status,), f" with grid {grid}, block {block}, {shared} bytes of shared memory")
+
+    def _send(self, config: Any, packer: "_Packer", args: tuple[Any, ...]) -> Any:
+        buffer, pointers = slot = packer.take()
+        values = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+        try:
+            packer.pack_into(buffer, 0, *values)
+        except struct.error as e:
+            raise CrelleError(f"{self}: an argument does not fit its parameter ({e}): {values}") from e
+        (status,) = self._launch(config, self._function, pointers, 0)
+        packer.free.append(slot)
+        return status
+
+    # --- what happens once ------------------------------------------------------------------------------------------
+
+    def _configure(self, grid: tuple[int, int, int], block: int, shared: int, overlap: bool, stream: int) -> Any:
+        driver = self._driver
+        if shared > self._shared:
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._ask(driver.cuFuncSetAttribute(self._function, most, shared))
+            self._shared = shared
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = driver.CUstream(stream)
+        if overlap and self._overlaps:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        else:
+            config.numAttrs = 0
+        if len(self._configs) >= 4096:  # many different grids: forget rather than grow
+            self._configs.clear()
+        self._configs[grid, block, shared, overlap, stream] = config
+        return config
+
+    def _parameter_sizes(self) -> list[int]:
+        """Ask the compiled kernel for the sizes of its parameters: a wrong argument must not be read as garbage."""
+        sizes: list[int] = []
+        while True:
+            status, *info = self._driver.cuFuncGetParamInfo(self._function, len(sizes))
+            if status:  # CUDA_ERROR_INVALID_VALUE: one past the last
+                return sizes
+            sizes.append(info[1])
+
+    def _pack_for(self, types: tuple[Any, ...], args: Sequence[Any]) -> "_Packer":
+        if len(args) != len(self._sizes):
+            raise CrelleError(f"{self} takes {len(self._sizes)} arguments, got {len(args)}")
+        formats = []
+        for i, (arg, size) in enumerate(zip(args, self._sizes, strict=True)):
+            kind = type(arg)
+            if isinstance(arg, Tensor) or arg is None:
+                form = "P" if size == 8 else None
+            elif kind is bytes:
+                form = f"{size}s" if len(arg) == size else None
+            else:
+                form = _FORMATS.get((kind, size))
+            if form is None:
+                raise CrelleError(f"{self}: argument {i} is {kind.__name__} {arg!r}, its parameter has {size} bytes")
+            formats.append(form)
+        packer = self._packers[types] = _Packer(formats)
+        return packer
+
+    def _enter(self) -> None:
+        self._ask(self._driver.cuCtxSetCurrent(self._context))
+
+    def _ask(self, answer: tuple[Any, ...], where: str = "") -> Any:
+        """Return what a driver function gave, or raise its error with the kernel's name."""
+        return _ask(answer, f"{self}{where}")
+
+
+class _Packer:
+    """Lays arguments of given types into memory, each in a slot of its own, with an array of the slots' addresses.
+
+    The driver copies them during the call, but lets other Python threads run meanwhile: so a launch takes a piece of
+    memory from `free` and gives it back after (list.pop and append are atomic).
+    """
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        sizes = [max(8, -(-struct.calcsize(f) // 8) * 8) for f in formats]
+        padded = [f"{f}{size - struct.calcsize(f)}x" for f, size in zip(formats, sizes, strict=True)]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._bytes = max(8, sum(sizes))
+        self.pack_into = struct.Struct("@" + "".join(padded)).pack_into
+        self.free: list[tuple[ctypes.Array[Any], int]] = []
+        self._kept: list[Any] = []
+
+    def take(self) -> tuple["ctypes.Array[Any]", int]:
+        try:
+            return self.free.pop()
+        except IndexError:
+            buffer = (ctypes.c_char * self._bytes)()
+            start = ctypes.addressof(buffer)
+            pointers = (ctypes.c_void_p * max(1, len(self._offsets)))(*[start + o for o in self._offsets])
+            self._kept.append(pointers)
+            return buffer, ctypes.addressof(pointers)
+
+
+@cache
+def _primary_context(device: int) -> Any:
+    from cuda.bindings import driver
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)  # makes torch create its context: the device's primary one
+    who = f"CUDA device {device}"
+    return _ask(driver.cuDevicePrimaryCtxRetain(_ask(driver.cuDeviceGet(device), who)), who)
+
+
+def _ask(answer: tuple[Any, ...], who: str) -> Any:
+    from cuda.bindings import driver
+
+    status, *values = answer
+    if status:
+        name, text = (
+            driver_text(status)[1] or b"unknown" for driver_text in (driver.cuGetErrorName, driver.cuGetErrorString)
+        )
+        error = UnsupportedError if status == driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU else CrelleError
+        raise error(f"{who}: {name.decode()} ({text.decode()})")
+    return values[0] if values else None

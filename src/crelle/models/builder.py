@@ -1,0 +1,112 @@
+"""From named weights to layers: what the model families share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crelle.errors import FormatError
+from crelle.formats.affine import NestedTensor
+from crelle.formats.base import QuantTensor
+from crelle.formats.source import Weights
+from crelle.kernels.select import Problem, explain
+from crelle.models.linear import QuantLinear
+from crelle.models.precisions import require
+
+Made = TypeVar("Made")
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in f32."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias, computed in f32; some models have neither weight nor bias."""
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """Takes weights from a source and makes layers of them, on a device, at a dtype, nested planes at a precision."""
+
+    weights: Weights
+    names: frozenset[str]
+    dtype: torch.dtype
+    device: torch.device
+    kernel: str | None
+    bits: int | None = None  # default: the finest precision
+    made: dict[str, Any] | None = None  # by name, what builders of other precisions share with this one
+
+    def __post_init__(self) -> None:
+        if self.bits is not None:
+            require(self.weights, self.bits)
+
+    def matrix(self, module: str, N: int, K: int) -> QuantTensor:
+        stored = self.weights.matrix(module)
+        self._check(f"{module}.weight", stored.shape, (N, K))
+        if isinstance(stored, NestedTensor):
+            return stored.at(self.bits or stored.bits).to(self.device)
+        return self._once(f"{module}.weight", lambda: stored.to(self.device))
+
+    def vector(self, name: str, size: int) -> Tensor:
+        v = self.weights.read(name)
+        self._check(name, tuple(v.shape), (size,))
+        return self._once(name, lambda: v.to(self.device, self.dtype))
+
+    def once_for(self, w: QuantTensor, name: str, make: Callable[[], Made]) -> Made:
+        """Make something of a matrix: once for all precisions where the matrix is the same at all of them."""
+        return self._once(name, make) if any(w is other for other in (self.made or {}).values()) else make()
+
+    def _once(self, name: str, make: Callable[[], Made]) -> Made:
+        if self.made is None:
+            return make()
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]  # type: ignore[no-any-return]
+
+    def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            has, asks = (" x ".join(map(str, shape)) for shape in (found, wanted))
+            raise FormatError(f"{self.weights.path}: '{name}' is {has}, but the model's config asks for {asks}")
+
+    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> QuantLinear:
+        w = w or self.matrix(module, N, K)
+
+        def make() -> QuantLinear:
+            bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
+            return QuantLinear(module, w, bias, self.dtype, self._kernel_for(w))
+
+        return self.once_for(w, module, make)
+
+    def _kernel_for(self, w: QuantTensor) -> str | None:
+        """Insist on the named kernel, except where a plain matrix (often the head) has nothing for it to do."""
+        if self.kernel and w.format == "dense" and dict(explain(Problem.of(w, self.dtype))).get(self.kernel):
+            return None
+        return self.kernel
+
+    def norm(self, module: str, size: int, eps: float, optional: bool = False) -> Any:
+        if optional and f"{module}.weight" not in self.names:
+            return None
+        return RMSNorm(self.vector(f"{module}.weight", size), eps)
+
+    def layer_norm(self, module: str, size: int, eps: float, affine: bool = True) -> LayerNorm:
+        weight, bias = (self.vector(f"{module}.{kind}", size) if affine else None for kind in ("weight", "bias"))
+        return LayerNorm(weight, bias, eps)
