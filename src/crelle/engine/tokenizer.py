@@ -14,7 +14,7 @@ from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.files import read_json
 from crelle.formats.source import Weights
 
-_TAIL = 8  # ids of a prompt that decide how the text after it decodes
+_TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 
 
@@ -105,7 +105,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer, self._ids = tokenizer, list(prompt[-_TAIL:])
+        self._tokenizer, self._ids = tokenizer, _tail(tokenizer, list(prompt))
         # ids before `_read` are given out; `_start` begins the context they decode in
         self._start, self._read = 0, len(self._ids)
         while self._read and self._tokenizer.decode(self._ids[: self._read]).endswith("\N{REPLACEMENT CHARACTER}"):
@@ -127,3 +127,14 @@ class Detokenizer:
             return ""
         self._start, self._read = self._read, len(self._ids)
         return now[len(before) :]
+
+
+def _tail(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+    """Return the last ids, so many that they begin with a whole character."""
+    n = _TAIL
+    while n < len(prompt):
+        text = tokenizer.decode(prompt[-n:])
+        if text and not text.startswith("\N{REPLACEMENT CHARACTER}"):
+            break
+        n *= 2
+    return prompt[-n:]
