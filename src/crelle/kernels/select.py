@@ -62,15 +62,16 @@ class Kernel(Protocol):
 def kernels() -> tuple[Kernel, ...]:
     """All kernels of this installation, most preferred first."""
     from crelle.kernels.cpu.planes import Cpu
+    from crelle.kernels.cuda.planes import Cuda
     from crelle.kernels.reference import Dense, Dequantized, Reference
 
-    return (Dense(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
+    return (Dense(), Cuda(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:
     from crelle.kernels.permuting import Permuting
 
-    return Permuting(kernel) if problem.permuted else kernel
+    return Permuting(kernel) if problem.permuted and not getattr(kernel, "permutes", False) else kernel
 
 
 def explain(problem: Problem, among: Sequence[Kernel] | None = None) -> list[tuple[str, str | None]]:

@@ -25,8 +25,10 @@ class QuantLinear(nn.Module):
 
     def __init__(self, name: str, w: QuantTensor, bias: Tensor | None, dtype: torch.dtype, kernel: str | None) -> None:
         super().__init__()
-        self.name, self.weight, self.bias = name, w, None if bias is None else bias.to(dtype)
+        self.name, self.bias = name, None if bias is None else bias.to(dtype)
         self.prepared = ops.prepare(w, dtype, kernel)
+        # A GPU's memory is not for two copies: only the kernel's layout stays, and of `weight` what it looks like.
+        self.weight = w if w.device.type == "cpu" else w.to("meta")
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.matmul(x, self.prepared)

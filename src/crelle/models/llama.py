@@ -18,8 +18,10 @@ from crelle.errors import UnsupportedError
 from crelle.models.builder import Builder
 from crelle.models.cache import KVCache
 from crelle.models.fused import MAX_ROWS, Decoder, fuse
+from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
 from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.rope import Rope
+from crelle.models.steps import LlamaStep
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -152,6 +154,7 @@ class Llama(nn.Module):
         self.head = build.linear("lm_head", c.vocabulary, c.width, embedding if c.tied else None)
         self.coded = any(linear.weight.format != "dense" for linear in self.linears())
         self.decoder = fuse(self)  # the whole step for one token in C++, or why there is none
+        self._graphed: GraphedDecoder | str | None = None  # the same on a GPU
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last: bool = False) -> Tensor:
@@ -159,6 +162,8 @@ class Llama(nn.Module):
         # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
         if isinstance(self.decoder, Decoder) and (self.coded or tokens.shape[1] == 1):
             return self._fused(self.decoder, tokens, cache, last)
+        if tokens.shape[1] == 1 and tokens.shape[0] <= MAX_TOKENS and (step := self.graphed()):
+            return step.step(tokens, cache)
         x = self.embedding(tokens)  # [B, T, width]
         position = torch.arange(cache.length, cache.length + tokens.shape[1], device=self.device)
         cos_sin = self.c.rope.angles(position, self.dtype)
@@ -186,6 +191,22 @@ class Llama(nn.Module):
     def at(self, bits: int) -> "Llama":
         """Return the model at another precision of its checkpoint; all that has only one precision is shared."""
         return Llama(replace(self.build, bits=bits), self.c).eval()
+
+    def step_lacks(self) -> str | None:
+        """What of this model the step on a GPU does not have, if anything."""
+        from crelle.kernels.cuda.attention import supports
+
+        return supports(self.c.head_size, self.dtype)
+
+    def make_step(self) -> LlamaStep:
+        """Return the step of one token on CUDA kernels; see crelle.models.graphed."""
+        return LlamaStep(self)
+
+    def graphed(self) -> GraphedDecoder | None:
+        """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
+        if self._graphed is None:
+            self._graphed = graphed(self)
+        return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
 
     def new_cache(self, batch: int = 1) -> KVCache:
         c = self.c

@@ -1,6 +1,7 @@
 """From a path to a model that runs: the config's model type says which family it is."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from crelle.models import llama, opt
 from crelle.models.builder import Builder
 from crelle.models.llama import Llama, LlamaConfig
 from crelle.models.opt import OPT, OPTConfig
+from crelle.models.precisions import offered
 
 Config = LlamaConfig | OPTConfig
 Model = Llama | OPT
@@ -66,7 +68,8 @@ def build(
     """
     config = read_config(weights)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
-    builder = Builder(weights, frozenset(weights.names()), dtype, device, kernel, bits, made={})
+    made: dict[str, Any] | None = {} if offered(weights) else None  # to be shared among precisions, where there are
+    builder = Builder(weights, frozenset(weights.names()), dtype, device, kernel, bits, made)
     model = (OPT(builder, config) if isinstance(config, OPTConfig) else Llama(builder, config)).eval()
     if kernel and all(layer.kernel != kernel for layer in model.linears()):
         raise UnsupportedError(f"kernel '{kernel}' has nothing to do in {weights.path}: no matrix there is quantized")

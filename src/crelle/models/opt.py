@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from crelle.errors import FormatError, UnsupportedError
 from crelle.models.builder import Builder
 from crelle.models.cache import KVCache
+from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
 from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.llama import visible
+from crelle.models.steps import OPTStep
 
 MODEL_TYPES = ("opt",)
 NOT_FUSED = "the fused step runs the Llama family, not OPT"
@@ -177,11 +179,14 @@ class OPT(nn.Module):
         self.finish = Finish(build, c)
         self.head = build.linear("lm_head", c.vocabulary, c.words, embedding if c.tied else None)
         self.decoder = NOT_FUSED
+        self._graphed: GraphedDecoder | str | None = None
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
         T = tokens.shape[1]
+        if T == 1 and tokens.shape[0] <= MAX_TOKENS and (step := self.graphed()):
+            return step.step(tokens, cache)
         cache.grow(T)
         x = self.begin(self.embedding(tokens), cache.length)  # [B, T, width]
         for layer in self.layers:
@@ -193,6 +198,26 @@ class OPT(nn.Module):
     def at(self, bits: int) -> "OPT":
         """Return the model at another precision of its checkpoint; all that has only one precision is shared."""
         return OPT(replace(self.build, bits=bits), self.c).eval()
+
+    def step_lacks(self) -> str | None:
+        """What of this model the step on a GPU does not have, if anything."""
+        from crelle.kernels.cuda.attention import supports
+
+        if not self.c.norm_first or self.c.words != self.c.width or not self.c.affine or not self.c.last_norm:
+            return "the step has OPT's norms before its layers, with weights, and words as wide as the layers"
+        if self.c.activation != "relu":
+            return f"the step has OPT's relu, not {self.c.activation}"
+        return supports(self.c.head_size, self.dtype)
+
+    def make_step(self) -> OPTStep:
+        """Return the step of one token on CUDA kernels; see crelle.models.graphed."""
+        return OPTStep(self)
+
+    def graphed(self) -> GraphedDecoder | None:
+        """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
+        if self._graphed is None:
+            self._graphed = graphed(self)
+        return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
 
     def new_cache(self, batch: int = 1) -> KVCache:
         c = self.c

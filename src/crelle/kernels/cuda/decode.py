@@ -6,7 +6,7 @@
 Up to TOKENS rows of x. Both launch on the current stream, allocate only through torch, and can be captured in a graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from crelle.kernels.cuda.layout import ROWS, CudaWeight
 TOKENS = 4
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _ENCODE_WARPS = 8
+_SHARED = 96 * 1024  # bytes of shared memory that every chip since Ampere gives a thread block
 
 Op = Literal["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"]
 
@@ -95,7 +96,7 @@ def product(
     s = shape or choose(w, x.tokens)
     y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.bits.device) if out is None else out
     kernel = load(*decode_variant(w, x.tokens, s, dtype))
-    grid = (-(-(-(-w.N // ROWS)) // s.tiles), 1, 1)
+    grid = (-(-w.N // (ROWS * s.tiles)), 1, 1)
     kernel(
         grid,
         32 * s.warps,
@@ -126,11 +127,14 @@ def _ring(w: CudaWeight, s: Shape) -> int:
 def choose(w: CudaWeight, tokens: int, processors: int | None = None) -> Shape:
     """Return the cut that was fastest on an H200 for problems like this one (docs/kernels/bcq.md has the table)."""
     tiles = -(-w.N // ROWS) / (processors or multiprocessors())  # tiles of a multiprocessor
-    heavy = w.P * (4 if tokens > 2 else 1)
     if tokens > 2:
-        return Shape(1, 8, 1, 2 if heavy > 12 else 4, 16) if tiles < 12 else Shape(2, 4, 1, 4 if w.P < 6 else 2, 16)
-    if tiles < 3:
-        return Shape(1, 16, 1, 2, 32) if w.P <= 2 and w.blocks >= 16 else Shape(1, 8, 1, 4 if w.P < 6 else 2, 16)
-    if w.P <= 3:
-        return Shape(2, 8, 1, 4 if w.P == 2 else 2, 16)
-    return Shape(1, 4, 1, 2, 32 if w.P <= 4 else 16) if tiles < 6 else Shape(2, 4, 1, 4 if w.P < 6 else 2, 16)
+        cut = Shape(1, 8, 1, 2 if w.P > 3 else 4, 16) if tiles < 12 else Shape(2, 4, 1, 4, 16)
+    elif tiles < 3:
+        cut = Shape(1, 16, 1, 2, 32) if w.P <= 2 and w.blocks >= 16 else Shape(1, 8, 1, 4, 16)
+    elif w.P <= 3:
+        cut = Shape(2, 8, 1, 4 if w.P == 2 else 2, 16)
+    else:
+        cut = Shape(1, 4, 1, 2, 32 if w.P <= 4 else 16) if tiles < 6 else Shape(2, 4, 1, 4, 16)
+    while cut.warps * _ring(w, cut) > _SHARED and cut.stages > 1:
+        cut = replace(cut, stages=cut.stages // 2)
+    return cut

@@ -4,8 +4,9 @@ Rows are padded to tiles of 16, inputs to blocks of 256 (a half block of 128 is 
     words   int32 [tiles, blocks, P, 32, 4]   lane 4g + t: inputs 32t … 32t+31 of rows (g, g+8) in the first half block,
                                               then of the same rows in the second; bit i belongs to input 32t + i
     scales  S [tiles, ceil(blocks/span), 8, groups, words, 2]   for row pair (g, g+8): what a group stores, see `Kind`
-A group of inputs is stored as 32, 64, 128 or a multiple of 256 of them. Others are padded up to 32 inputs and, where that is
-none of these, stored as several groups with the same scales; `order` then tells which input stands where (-1: none).
+A group of inputs is stored as 32, 64, 128 or a multiple of 256 of them. Others are padded up to 32 inputs and, where
+that is none of these, stored as several groups with the same scales; `order` then tells which input stands where
+(-1: none).
 Nothing here needs a GPU.
 """
 
@@ -74,7 +75,7 @@ def lay_out(w: QuantTensor) -> CudaWeight:
     unit, padded = _unit(K, w.group)
     C = scales.shape[-1]
     blocks = -(-C * padded // BLOCK)
-    order = _order(K, w.group, padded, blocks).to(w.device) if padded != w.group and C > 1 else None
+    padding = _order(K, w.group, padded, blocks).to(w.device) if padded != w.group and C > 1 else None
     scales = scales.repeat_interleave(padded // unit, dim=-1)  # one per stored group
     groups, span = (BLOCK // unit, 1) if unit < BLOCK else (1, unit // BLOCK)
     return CudaWeight(
@@ -84,35 +85,32 @@ def lay_out(w: QuantTensor) -> CudaWeight:
         kind,
         groups,
         span,
-        _words(w.planes, K, order, blocks),
+        _words(w.planes, padding, blocks),
         _pairs(scales, blocks, groups, span),
-        order,
+        padding,
     )
 
 
-def stack(parts: list[QuantTensor]) -> QuantTensor | None:
-    """Return matrices that share their inputs as one of all their rows, or None where their encodings differ."""
+def join(parts: list[CudaWeight]) -> tuple[CudaWeight, list[CudaWeight]] | None:
+    """Return matrices of the same inputs as one of all their rows, and each again as a part of it; None if unlike."""
     first = parts[0]
-    if not isinstance(first, BCQTensor | UniformTensor | AffineTensor):
+
+    def form(w: CudaWeight) -> tuple[object, ...]:
+        return w.K, w.P, w.kind, w.groups, w.span, w.blocks, w.words.shape[2], w.scales.dtype, w.order is None
+
+    if any(form(w) != form(first) for w in parts) or any(w.N % ROWS for w in parts[:-1]):
         return None
-    form = {"bits", "group", "bias", "symmetric", "format"}
-    if any(
-        {k: v for k, v in p.spec().items() if k in form} != {k: v for k, v in first.spec().items() if k in form}
-        for p in parts
-    ):
+    if first.order is not None and not all(w.order is not None and torch.equal(w.order, first.order) for w in parts):
         return None
-    if any(p.shape[1] != first.shape[1] for p in parts):
-        return None
-    if any(
-        a.dtype != b.dtype for p in parts for a, b in zip(p.tensors().values(), first.tensors().values(), strict=True)
-    ):
-        return None
-    joined = {
-        name: torch.cat([p.tensors()[name] for p in parts], dim=1 if name in ("planes", "alpha") else 0)
-        for name in first.tensors()
-    }
-    spec = first.spec() | {"shape": [sum(p.shape[0] for p in parts), first.shape[1]]}
-    return type(first).from_parts(spec, joined)
+    whole = replace(
+        first,
+        N=sum(w.N for w in parts),
+        words=torch.cat([w.words for w in parts]),
+        scales=torch.cat([w.scales for w in parts]),
+    )
+    tiles = [w.words.shape[0] for w in parts]
+    pieces = zip(parts, whole.words.split(tiles), whole.scales.split(tiles), strict=True)
+    return whole, [replace(w, words=words, scales=scales) for w, words, scales in pieces]
 
 
 def _scales(w: BCQTensor | UniformTensor | AffineTensor) -> tuple[Kind, Tensor]:
@@ -144,7 +142,7 @@ def _order(K: int, group: int, padded: int, blocks: int) -> Tensor:
     return torch.where((at % padded < group) & (k < K), k, -1).to(torch.int32)
 
 
-def _words(planes: Tensor, K: int, order: Tensor | None, blocks: int) -> Tensor:
+def _words(planes: Tensor, order: Tensor | None, blocks: int) -> Tensor:
     """Planes uint8 [P, N, K/8] as words; a plane at a time, so that what stands beside it stays small."""
     P, N, _ = planes.shape
     tiles = -(-N // ROWS)

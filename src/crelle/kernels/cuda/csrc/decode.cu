@@ -39,8 +39,8 @@ __device__ __forceinline__ void count(int (&c)[4], uint4 plane, uint32 low, uint
 // Two words of shared memory, twice: loading them again is cheaper than copying registers into place.
 __device__ __forceinline__ uint4 twice(const void *p) {
   uint4 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)) : "memory");
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
+  asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)) : "memory");
+  asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
   return v;
 }
 

@@ -1,0 +1,281 @@
+"""How fast a whole model decodes on a GPU: ms and joules per token, and how near that is to reading its weights once.
+
+    1. build     from a file, or in a real shape with random weights, layer by layer (crelle.eval.shapes)
+    2. check     what it decodes token by token must be what it would choose having read it all at once, twice the same
+    3. time      a context is read, then every token is one replay of the step's graph; the median of all replays
+    4. energy    of generations one after the other, less that of reading the context
+
+The step's ceiling is the time of a plain read of its weights, measured in the same run. Keys and values are not counted
+as bytes: at a context of a few hundred tokens they are less than a percent. Runs on a CPU too, for tests.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CapacityError, SchemeError, UnsupportedError
+from crelle.eval.cuda_timer import Ceiling, event
+from crelle.eval.energy import Energy, per_call
+from crelle.eval.shapes import RandomWeights
+from crelle.formats.base import nbytes
+from crelle.formats.source import Weights
+from crelle.models.graphed import MAX_TOKENS, why_not
+from crelle.models.linear import QuantLinear
+from crelle.models.loader import Model, build
+
+ROUNDS = 5  # generations that are timed
+TOLERANCE = 0.3  # of the way from the best logit to the mean one; a token chosen by chance is at 1
+_SPARE = 3 << 30  # bytes beside the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One measurement."""
+
+    model: str
+    scheme: str
+    device: str
+    batch: int
+    context: int  # tokens before the first that is decoded
+    tokens: int  # decoded in one generation
+    layers: int
+    kernels: dict[str, int]  # how many matrices each multiplies
+    graph: bool  # whether a step is one CUDA graph
+    graph_note: str | None  # why not
+    disagreement: float  # worst distance of a chosen token from the best, 0 … 1; see `check`
+    milliseconds_per_token: float  # of one step, for all sequences of the batch
+    tokens_per_second: float  # of all sequences together
+    prefill_milliseconds: float
+    weight_bytes: int  # that a step reads
+    gb_per_s: float
+    read_ceiling_gb_per_s: float | None
+    read_ceiling: str | None
+    share_of_ceiling: float | None
+    peak_memory_bytes: int | None
+    joules_per_token: float | None
+    energy_note: str | None  # why there are no joules
+    baseline: str | None = None
+    baseline_milliseconds_per_token: float | None = None
+    speedup: float | None = None
+    baseline_joules_per_token: float | None = None
+
+
+class Decoder(Protocol):
+    """What the graphs of a step offer."""
+
+    def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor: ...
+
+
+class Stepwise:
+    """The same, layer by layer: where there is no graph."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor:
+        cache = self.model.new_cache(ids.shape[0])
+        said = [self.model(ids, cache, last=True)[:, -1].argmax(-1, keepdim=True)]
+        for _ in range(tokens - 1):
+            said.append(self.model(said[-1], cache, last=True)[:, -1].argmax(-1, keepdim=True))
+            if replayed:
+                replayed()
+        return torch.cat(said, dim=1)
+
+
+def measure(
+    weights: Weights,
+    scheme: str,
+    device: torch.device,
+    *,
+    tokens: int = 128,
+    context: int = 128,
+    batch: int = 1,
+    rounds: int = ROUNDS,
+    kernel: str | None = None,
+    ceiling: Ceiling | None = None,
+    energy: bool = True,
+) -> Decode:
+    """Build, check and time one model; `scheme` is only what the row says of it."""
+    if tokens < 3 or context < 1 or batch < 1 or rounds < 1:
+        raise SchemeError("a decode benchmark takes at least 3 tokens, a context of 1, a batch of 1 and one round")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return _measure(weights, scheme, device, tokens, context, batch, rounds, kernel, ceiling, energy)
+    except torch.cuda.OutOfMemoryError as e:
+        first = str(e).split(". ")[0]
+        raise CapacityError(f"{weights.path} at {scheme}, batch {batch}, does not fit this GPU: {first}") from None
+    finally:
+        forget()
+
+
+def _measure(
+    weights: Weights,
+    scheme: str,
+    device: torch.device,
+    tokens: int,
+    context: int,
+    batch: int,
+    rounds: int,
+    kernel: str | None,
+    ceiling: Ceiling | None,
+    energy: bool,
+) -> Decode:
+    model = build(weights, device, kernel=kernel)
+    if context + tokens > model.c.context:
+        raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.c.context}")
+    size = step_bytes(model)
+    decoder, why = decoder_of(model, batch)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.c.vocabulary, (batch, context), generator=random).to(device)
+    gap = check(model, decoder, ids, tokens)
+    steps = [step for _ in range(rounds) for step in _steps(decoder, ids, tokens, device)]
+    prefill = median(_seconds(lambda: decoder.generate(ids, 1), device) for _ in range(rounds))
+    spent = _energy(decoder, ids, tokens, device) if energy else Energy(reason="not asked for")
+    ms = 1e3 * median(steps)
+    speed = size / ms / 1e6
+    return Decode(
+        model=weights.path.name,
+        scheme=scheme,
+        device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        batch=batch,
+        context=context,
+        tokens=tokens,
+        layers=model.c.layers,
+        kernels=dict(Counter(linear.kernel for linear in model.linears())),
+        graph=why is None,
+        graph_note=why,
+        disagreement=gap,
+        milliseconds_per_token=ms,
+        tokens_per_second=1e3 * batch / ms,
+        prefill_milliseconds=1e3 * prefill,
+        weight_bytes=size,
+        gb_per_s=speed,
+        read_ceiling_gb_per_s=ceiling.gb_per_s if ceiling else None,
+        read_ceiling=ceiling.how if ceiling else None,
+        share_of_ceiling=speed / ceiling.gb_per_s if ceiling else None,
+        peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        joules_per_token=spent.joules,
+        energy_note=spent.reason,
+    )
+
+
+def beside(row: Decode, plain: Decode | None) -> Decode:
+    """Return a measurement with the ratio to the unquantized model of the same run."""
+    if plain is None:
+        return row
+    return replace(
+        row,
+        baseline=f"our own {plain.scheme}",
+        baseline_milliseconds_per_token=plain.milliseconds_per_token,
+        speedup=plain.milliseconds_per_token / row.milliseconds_per_token,
+        baseline_joules_per_token=plain.joules_per_token,
+    )
+
+
+def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
+    """Return why a model cannot be had in f16 on this device, if so."""
+    if device.type != "cuda":
+        return None
+    forget()
+    free, _ = torch.cuda.mem_get_info()
+    need = 2 * weights.weights() + _SPARE
+    if need <= free:
+        return None
+    return f"{weights.path} takes {need / 1e9:.0f} GB in f16, this GPU has {free / 1e9:.0f} GB free"
+
+
+def decoder_of(model: Model, batch: int) -> tuple[Decoder, str | None]:
+    """Return what decodes, and why it is not a graph if it is none."""
+    if batch > MAX_TOKENS:
+        return Stepwise(model), f"a step takes up to {MAX_TOKENS} sequences, not {batch}"
+    found = model.graphed()
+    return (Stepwise(model), why_not(model)) if found is None else (found, None)
+
+
+def check(model: Model, decoder: Decoder, ids: Tensor, tokens: int) -> float:
+    """Compare decoding with one pass over the same tokens, which knows neither steps nor a cache that grew.
+
+    Returns how far, at worst, the logit of a chosen token is below the best one, as a share of the distance from the
+    best to the mean: 0 where they agree, a little where two tokens are nearly as likely and roundings differ, 1 where
+    the choice has nothing to do with the model. Refuses more than TOLERANCE, NaN, and a second run that differs.
+    """
+    said = decoder.generate(ids, tokens)
+    if not torch.equal(said, decoder.generate(ids, tokens)):
+        raise UnsupportedError("two runs of the same decoding differ, so it is not timed")
+    whole = torch.cat([ids, said[:, :-1]], dim=1)
+    logits = model(whole, model.new_cache(ids.shape[0]))[:, ids.shape[1] - 1 :]  # [B, tokens, V]
+    best, mean = logits.amax(-1), logits.mean(-1)
+    chosen = logits.gather(2, said[..., None].to(logits.device))[..., 0]
+    gap = float(((best - chosen) / (best - mean)).max())
+    if not gap <= TOLERANCE:  # a NaN fails too
+        raise UnsupportedError(
+            f"decoding is wrong here: it chose a token {gap:.0%} of the way from the best to the mean of what one pass "
+            "over the same text gives, so it is not timed"
+        )
+    return gap
+
+
+def step_bytes(model: Model) -> int:
+    """Return the bytes of all matrices that one step reads, in the layout that it reads."""
+    return sum(map(_bytes, model.linears()))
+
+
+def _bytes(linear: QuantLinear) -> int:
+    size: Any = getattr(linear.prepared.data, "nbytes", None)
+    return size if isinstance(size, int) else nbytes(linear.weight)
+
+
+def _steps(decoder: Decoder, ids: Tensor, tokens: int, device: torch.device) -> list[float]:
+    """Return the seconds between the ends of consecutive steps of one generation."""
+    if device.type != "cuda":
+        ends: list[float] = []
+        decoder.generate(ids, tokens, lambda: ends.append(perf_counter()))
+        return [b - a for a, b in pairwise(ends)]
+    marks = [event() for _ in range(tokens)]
+    unused = iter(marks)
+    decoder.generate(ids, tokens, lambda: next(unused).record())
+    torch.cuda.synchronize()
+    used = marks[: tokens - 1]
+    return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(used)]
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    begun = perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter() - begun
+
+
+def _energy(decoder: Decoder, ids: Tensor, tokens: int, device: torch.device) -> Energy:
+    """Return the joules of one decoded token of one sequence."""
+    if device.type != "cuda":
+        return Energy(reason="energy is counted on NVIDIA GPUs only")
+
+    def generating(n: int) -> Energy:
+        return per_call(lambda: _seconds(lambda: decoder.generate(ids, n), device))
+
+    whole = generating(tokens)
+    if whole.joules is None:
+        return whole
+    read = generating(1)
+    share = (tokens - 1) * ids.shape[0]
+    return Energy((whole.joules - (read.joules or 0.0)) / share, (whole.seconds - read.seconds) / share)
+
+
+def forget() -> None:
+    """Give back what a model that is no longer needed held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

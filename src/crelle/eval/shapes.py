@@ -1,0 +1,223 @@
+"""Models of real shapes with random weights: how fast a model is depends on its sizes, not on what its weights say.
+
+    RandomWeights("opt-175b", "bcq:bits=3,group=128", device)     a source like a file: build() makes a model of it
+
+Every matrix is made when it is asked for, straight in its quantized form (random planes, plausible scales), on the
+device, and not kept: 175 billion weights at 3 bits pass through one layer at a time and never exist as numbers. What is
+random is the same for the same (seed, name, device kind). Inside the layers matrices follow the scheme; embeddings and
+the head are f16, as `crelle quantize` leaves them. A weight has the standard deviation 1/sqrt(inputs), 0.02 at 2500
+inputs, so that activations neither grow nor fade from layer to layer.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import FormatError, SchemeError, UnsupportedError
+from crelle.eval.random_matrices import random_generator, random_matrix
+from crelle.formats.base import QuantTensor
+from crelle.models.llama import LlamaConfig
+from crelle.models.loader import read_config
+from crelle.models.opt import OPTConfig
+from crelle.quantizers.scheme import Store, parse
+
+_PLAIN = Store("fp16")  # what is not inside a layer
+_BIAS = 0.02  # standard deviation
+
+
+def _llama(
+    width: int,
+    layers: int,
+    heads: int,
+    inner: int,
+    *,
+    kv_heads: int | None = None,
+    vocabulary: int = 32000,
+    context: int = 4096,
+    eps: float = 1e-5,
+    theta: float = 10000.0,
+    tied: bool = False,
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+    }
+
+
+def _opt(width: int, layers: int, heads: int, *, words: int | None = None, norm_first: bool = True) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * width,
+        "word_embed_proj_dim": words or width,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "do_layer_norm_before": norm_first,
+        "tie_word_embeddings": True,
+    }
+
+
+# Sizes as published: arXiv 2302.13971 (LLaMA), 2307.09288 (Llama 2), 2407.21783 (Llama 3), 2205.01068 (OPT), and the
+# model card of SmolLM2.
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "smollm2-135m": _llama(576, 30, 9, 1536, kv_heads=3, vocabulary=49152, context=8192, theta=100000.0, tied=True),
+    "llama2-7b": _llama(4096, 32, 32, 11008),
+    "llama2-13b": _llama(5120, 40, 40, 13824),
+    "llama-30b": _llama(6656, 60, 52, 17920, context=2048, eps=1e-6),
+    "llama-65b": _llama(8192, 80, 64, 22016, context=2048, eps=1e-6),
+    "llama2-70b": _llama(8192, 80, 64, 28672, kv_heads=8),
+    "llama3-8b": _llama(4096, 32, 32, 14336, kv_heads=8, vocabulary=128256, context=8192, theta=500000.0),
+    "opt-125m": _opt(768, 12, 12),
+    "opt-350m": _opt(1024, 24, 16, words=512, norm_first=False),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-2.7b": _opt(2560, 32, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "opt-30b": _opt(7168, 48, 56),
+    "opt-66b": _opt(9216, 64, 72),
+    "opt-175b": _opt(12288, 96, 96),
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return the Hugging Face config of a shape, or say which there are."""
+    if name not in SHAPES:
+        raise SchemeError(f"there is no shape '{name}'; choose one of: {', '.join(SHAPES)}")
+    return dict(SHAPES[name])
+
+
+class RandomWeights:
+    """A source of weights (crelle.formats.source.Weights) that makes them up."""
+
+    def __init__(
+        self,
+        shape: str | Mapping[str, Any],
+        scheme: str = "fp16",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        layers: int | None = None,
+    ) -> None:
+        """Take a name of SHAPES or a Hugging Face config; `layers` leaves out all layers behind the first so many."""
+        named = isinstance(shape, str)
+        self.path = Path(shape if isinstance(shape, str) else f"random-{shape.get('model_type')}")
+        self.config = config_of(shape) if isinstance(shape, str) else dict(shape)
+        if layers is not None:
+            most = self.config["num_hidden_layers"]
+            if layers < 1 or (named and layers > most):
+                raise SchemeError(f"{self.path} has 1 to {most} layers, not {layers}")
+            self.config["num_hidden_layers"] = layers
+        self.scheme, self.device, self.seed = parse(scheme), torch.device(device), seed
+        self._shapes = _shapes(self)
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._shapes:
+            raise FormatError(f"{self.path} has no tensor '{name}'")
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as numbers: norms are 1, biases small."""
+        shape = self.shape(name)
+        if len(shape) == 2:
+            return self.matrix(name.removesuffix(".weight")).dequantize(torch.float16)
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=torch.float16, device=self.device)
+        random = self._random(name)
+        return torch.randn(shape, generator=random, dtype=torch.float16, device=self.device).mul_(_BIAS)
+
+    def matrix(self, module: str) -> QuantTensor:
+        name = f"{module}.weight"
+        shape = self.shape(name)
+        if len(shape) != 2:
+            raise FormatError(f"{self.path}: '{name}' is no matrix")
+        scheme = self.scheme if ".layers." in name else _PLAIN
+        return random_matrix(scheme, *shape, self._random(name))
+
+    def copy_tokenizer(self, to: Path) -> None:
+        raise UnsupportedError(f"{self.path} has random weights and no tokenizer")
+
+    def _random(self, name: str) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return random_generator(int.from_bytes(digest[:7]), self.device)
+
+    def weights(self) -> int:
+        """Return how many numbers the model has."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values())
+
+
+def _shapes(weights: RandomWeights) -> dict[str, tuple[int, ...]]:
+    """Return the model's tensors by the names that the family's code asks for."""
+    c = read_config(weights)
+    if weights.config["model_type"].startswith("qwen"):
+        raise UnsupportedError(
+            f"random weights are made for Llama, Mistral and OPT, not {weights.config['model_type']}"
+        )
+    return _opt_shapes(c) if isinstance(c, OPTConfig) else _llama_shapes(c)
+
+
+def _llama_shapes(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocabulary, c.width)}
+    for i in range(c.layers):
+        at = f"model.layers.{i}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (c.width,),
+            f"{at}.self_attn.q_proj.weight": (q, c.width),
+            f"{at}.self_attn.k_proj.weight": (kv, c.width),
+            f"{at}.self_attn.v_proj.weight": (kv, c.width),
+            f"{at}.self_attn.o_proj.weight": (c.width, q),
+            f"{at}.post_attention_layernorm.weight": (c.width,),
+            f"{at}.mlp.gate_proj.weight": (c.inner, c.width),
+            f"{at}.mlp.up_proj.weight": (c.inner, c.width),
+            f"{at}.mlp.down_proj.weight": (c.width, c.inner),
+        }
+    shapes["model.norm.weight"] = (c.width,)
+    return shapes if c.tied else shapes | {"lm_head.weight": (c.vocabulary, c.width)}
+
+
+def _opt_shapes(c: OPTConfig) -> dict[str, tuple[int, ...]]:
+    at = "model.decoder"
+
+    def linear(module: str, N: int, K: int) -> dict[str, tuple[int, ...]]:
+        return {f"{module}.weight": (N, K)} | ({f"{module}.bias": (N,)} if c.biased else {})
+
+    def norm(module: str) -> dict[str, tuple[int, ...]]:
+        return {f"{module}.weight": (c.width,), f"{module}.bias": (c.width,)} if c.affine else {}
+
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{at}.embed_tokens.weight": (c.vocabulary, c.words),
+        f"{at}.embed_positions.weight": (c.context + 2, c.width),
+    }
+    if c.words != c.width:
+        shapes |= {f"{at}.project_in.weight": (c.width, c.words), f"{at}.project_out.weight": (c.words, c.width)}
+    for i in range(c.layers):
+        layer = f"{at}.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= linear(f"{layer}.self_attn.{name}", c.width, c.width)
+        shapes |= norm(f"{layer}.self_attn_layer_norm")
+        shapes |= linear(f"{layer}.fc1", c.inner, c.width) | linear(f"{layer}.fc2", c.width, c.inner)
+        shapes |= norm(f"{layer}.final_layer_norm")
+    if c.last_norm:
+        shapes |= norm(f"{at}.final_layer_norm")
+    return shapes if c.tied else shapes | {"lm_head.weight": (c.vocabulary, c.words)}

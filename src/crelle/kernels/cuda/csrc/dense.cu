@@ -1,0 +1,224 @@
+// y [M, N] = f(x) [M, K] W.T + bias + residual for up to 4 tokens and plain 16-bit weights [N, K], as fast as W is read.
+//
+// A thread block takes 16 rows of W, and its warps share the inputs. A lane reads 16 bytes of row lane / 4 and of the
+// row 8 below: four lanes read 64 bytes in a row, 32 inputs. That is what the tensor core instruction takes in two
+// steps, if x is read in the same order: which input is called k does not matter as long as both agree. Tokens are the
+// instruction's columns, so that four cost what one costs. DEPTH such reads are under way, in registers, from before
+// the previous kernel is done until the end.
+//
+// `f` is an operation of the model (`Op`, as in bits.cu). Every thread block applies it to all of x, which costs less
+// than a launch for one token; `apply` is that launch, for more work than that.
+#include "tensorcore.cuh"
+
+namespace crelle {
+
+enum Op { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU };
+
+// 8 numbers from `k` on of a row of K, zeros behind its end; ALIGNED: K is a multiple of 8.
+template <bool ALIGNED, typename T>
+__device__ __forceinline__ uint4 eight(const T *row, int k, int K) {
+  if constexpr (ALIGNED) {
+    return k < K ? *reinterpret_cast<const uint4 *>(row + k) : make_uint4(0, 0, 0, 0);
+  } else {
+    __align__(16) T v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = k + i < K ? row[k + i] : rounded<T>(0);
+    return *reinterpret_cast<const uint4 *>(v);
+  }
+}
+
+// The same of weights: read once, so that they should not push anything out of the caches.
+template <bool ALIGNED, typename T>
+__device__ __forceinline__ uint4 eight_weights(const T *row, int k, int K) {
+  if constexpr (ALIGNED) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (k < K)
+      asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "l"(row + k));
+    return v;
+  } else {
+    return eight<false>(row, k, K);
+  }
+}
+
+// Sums of a token's numbers and their squares over the thread block; all threads must come.
+template <int WARPS>
+__device__ __forceinline__ float2 block_sum(float2 (&part)[WARPS], float sum, float squares) {
+#pragma unroll
+  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i), squares += __shfl_xor_sync(~0u, squares, i);
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = make_float2(sum, squares);
+  __syncthreads();
+  float2 all = make_float2(0, 0);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) all.x += part[w].x, all.y += part[w].y;
+  return all;
+}
+
+struct Norm {
+  float mean, scale;
+};
+
+template <Op OP>
+__device__ __forceinline__ Norm norm_of(float2 sums, int K, float eps) {
+  const float mean = OP == LAYER_NORM ? sums.x / K : 0;
+  return {mean, rsqrtf(fmaxf(sums.y / K - mean * mean, 0) + eps)};
+}
+
+// f of 8 inputs from k on; x: the token's row, which SILU_MUL reads in a second place; v: what stands at k.
+template <Op OP, bool ALIGNED, typename T>
+__device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm n, const T *norm, const T *shift) {
+  if constexpr (OP == PLAIN) return v;
+  float f[8], g[8];
+  open<T>(f, v);
+  if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = (f[i] - n.mean) * n.scale;
+    if (norm) {
+      open<T>(g, eight<ALIGNED>(norm, k, K));
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? number(rounded<T>(f[i])) : f[i]) * g[i];
+    }
+    if (OP == LAYER_NORM && shift) {
+      open<T>(g, eight<ALIGNED>(shift, k, K));
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] += g[i];
+    }
+    if constexpr (OP == LAYER_NORM) {  // what is behind the end stays 0
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] = k + i < K ? f[i] : 0;
+    }
+  }
+  if constexpr (OP == SILU_MUL) {
+    open<T>(g, eight<ALIGNED>(x + K, k, K));
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = f[i] / (1 + __expf(-f[i])) * g[i];
+  }
+  if constexpr (OP == RELU) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = fmaxf(f[i], 0);
+  }
+  return closed<T>(f);
+}
+
+// x [M, K] (SILU_MUL: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
+// may be the residual. Shared: WARPS * M * (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
+template <Op OP, int M, int WARPS, int DEPTH, int RESIDENT, bool ALIGNED, typename T, typename Y>
+__global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
+    product(const T *x, const T *__restrict__ weight, const T *__restrict__ norm, const T *__restrict__ shift,
+            const T *__restrict__ bias, const T *residual, Y *y, int N, int K, int share, float eps) {
+  extern __shared__ __align__(128) char shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+  const int tile = blockIdx.x * 16, begin = warp * share * 32, stride = share * 32 + 32;
+  const int steps = min(share, max(0, (K - begin + 31) / 32));
+  const T *low = weight + (size_t)min(tile + g, N - 1) * K, *high = weight + (size_t)min(tile + g + 8, N - 1) * K;
+  T *mine = reinterpret_cast<T *>(shared) + warp * M * stride;
+  next_may_start();
+
+  uint4 a[DEPTH][2];
+  const auto ask = [&](uint4(&slot)[2], int step) {
+    const int k = step < steps ? begin + step * 32 + 8 * t : K;
+    slot[0] = eight_weights<ALIGNED>(low, k, K), slot[1] = eight_weights<ALIGNED>(high, k, K);
+  };
+#pragma unroll
+  for (int s = 0; s < DEPTH; s++) ask(a[s], s);
+  previous_is_done();
+
+  // --- f(x), as far as this warp needs it
+  float extra = 0;  // what the thread adds to the number that it will write
+  const int n = tile + threadIdx.x % 16, token = threadIdx.x / 16;
+  const bool writes = token < M && n < N;
+  if (writes && bias) extra = number(bias[n]);
+  if (writes && residual) extra += number(residual[(size_t)token * N + n]);
+  constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
+  __shared__ float2 sums[M][WARPS];
+#pragma unroll
+  for (int m = 0; m < M; m++) {
+    const T *row = x + (size_t)m * K * (OP == SILU_MUL ? 2 : 1);
+    float sum = 0, squares = 0;
+    for (int c = lane * 8; c < steps * 32; c += 256) {
+      const uint4 v = eight<ALIGNED>(row, begin + c, K);
+      if constexpr (NORM) {
+        float f[8];
+        open<T>(f, v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += f[i], squares = fmaf(f[i], f[i], squares);
+        *reinterpret_cast<uint4 *>(mine + m * stride + c) = v;
+      } else {
+        *reinterpret_cast<uint4 *>(mine + m * stride + c) =
+            applied<OP, ALIGNED>(v, row, begin + c, K, Norm{}, norm, shift);
+      }
+    }
+    if constexpr (NORM) {
+      const Norm norms = norm_of<OP>(block_sum(sums[m], sum, squares), K, eps);
+      for (int c = lane * 8; c < steps * 32; c += 256) {
+        uint4 *at = reinterpret_cast<uint4 *>(mine + m * stride + c);
+        *at = applied<OP, ALIGNED>(*at, row, begin + c, K, norms, norm, shift);
+      }
+    }
+  }
+  __syncwarp();
+
+  // --- the product
+  float d[2][4] = {};
+#pragma unroll 1
+  for (int i = 0; i < steps; i += DEPTH) {
+#pragma unroll
+    for (int j = 0; j < DEPTH; j++) {
+      if (i + j >= steps) break;
+      uint4 b = make_uint4(0, 0, 0, 0);
+      if (g < M) b = *reinterpret_cast<const uint4 *>(mine + g * stride + (i + j) * 32 + 8 * t);
+      multiply<T>(d[0], a[j][0].x, a[j][1].x, a[j][0].y, a[j][1].y, b.x, b.y);
+      multiply<T>(d[1], a[j][0].z, a[j][1].z, a[j][0].w, a[j][1].w, b.z, b.w);
+      ask(a[j], i + j + DEPTH);
+    }
+  }
+
+  __shared__ float partial[WARPS][M][16];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if (2 * t + j % 2 < M) partial[warp][2 * t + j % 2][g + j / 2 * 8] = d[0][j] + d[1][j];
+  }
+  __syncthreads();
+  if (writes) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += partial[w][token][threadIdx.x % 16];
+    y[(size_t)token * N + n] = rounded<Y>(sum + extra);
+  }
+}
+
+// y [M, K] = f(x): grid (ceil(K / (8 * 32 * WARPS)), M); every thread block repeats the sums that norms need.
+template <Op OP, int WARPS, bool ALIGNED, typename T>
+__global__ void __launch_bounds__(WARPS * 32)
+    apply(const T *x, const T *__restrict__ norm, const T *__restrict__ shift, T *y, int K, float eps) {
+  const T *row = x + (size_t)blockIdx.y * K * (OP == SILU_MUL ? 2 : 1);
+  const int k = (blockIdx.x * WARPS * 32 + threadIdx.x) * 8;
+  y += (size_t)blockIdx.y * K;
+  next_may_start();
+  previous_is_done();
+
+  const uint4 v = eight<ALIGNED>(row, k, K);
+  Norm norms{};
+  if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
+    __shared__ float2 part[WARPS];
+    float sum = 0, squares = 0;
+    for (int c = threadIdx.x * 8; c < K; c += WARPS * 256) {
+      float f[8];
+      open<T>(f, eight<ALIGNED>(row, c, K));
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum += f[i], squares = fmaf(f[i], f[i], squares);
+    }
+    norms = norm_of<OP>(block_sum(part, sum, squares), K, eps);
+  }
+  if (k >= K) return;
+  const uint4 result = applied<OP, ALIGNED>(v, row, k, K, norms, norm, shift);
+  if constexpr (ALIGNED) {
+    *reinterpret_cast<uint4 *>(y + k) = result;
+  } else {
+    const T *from = reinterpret_cast<const T *>(&result);
+    for (int i = 0; i < min(8, K - k); i++) y[k + i] = from[i];
+  }
+}
+
+}  // namespace crelle

@@ -1,0 +1,75 @@
+// The 16-bit tensor core instruction, and matrices of 8 x 8 numbers from shared memory in the order that it wants.
+#pragma once
+#include "numbers.cuh"
+
+namespace crelle {
+
+// d [16, 8] += a [16, 16] b [16, 8], summed in f32. With g = lane / 4, t = lane % 4, a lane holds
+//   d  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+//   a  pairs of columns: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)      b  pairs of rows: (2t, g), (2t + 8, g)
+template <typename T>
+__device__ __forceinline__ void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                         uint32 b1);
+template <>
+__device__ __forceinline__ void multiply<half>(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                               uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<bfloat16>(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                                   uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two numbers as the instruction takes them: the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32 pair(float first, float second) {
+  const T v[2] = {rounded<T>(first), rounded<T>(second)};
+  return *reinterpret_cast<const uint32 *>(v);
+}
+
+// 8 numbers in 16 bytes.
+template <typename T>
+__device__ __forceinline__ void open(float (&v)[8], uint4 from) {
+  const T *p = reinterpret_cast<const T *>(&from);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = number(p[i]);
+}
+template <typename T>
+__device__ __forceinline__ uint4 closed(const float (&v)[8]) {
+  return make_uint4(pair<T>(v[0], v[1]), pair<T>(v[2], v[3]), pair<T>(v[4], v[5]), pair<T>(v[6], v[7]));
+}
+
+// Matrices of 8 x 8; lane l gives the address of row l % 8 of matrix l / 8. A lane gets the pair (g, 2t) of each, or of
+// its transpose.
+__device__ __forceinline__ void matrices(uint32 (&to)[2], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(to[0]), "=r"(to[1])
+               : "r"(static_cast<uint32>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+__device__ __forceinline__ void matrices(uint32 (&to)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<uint32>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+__device__ __forceinline__ void transposed(uint32 (&to)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<uint32>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+__device__ __forceinline__ uint32 transposed(uint32 matrix) {
+  uint32 to;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(matrix));
+  return to;
+}
+
+}  // namespace crelle

@@ -1,0 +1,219 @@
+"""The papers' look-up kernel (lut.cu) and its weights: a byte of a plane is looked up instead of multiplied.
+
+    w = lay_out(quantized)
+    y = matmul(x, w, bias, residual)                  up to TOKENS rows of x
+
+Rows are padded to tiles of 16, inputs to units of 1024: 32 lanes of 32 inputs, of which slice s is lane's s-th byte.
+    words   uint8 [tiles, units, 4, P, 32, 16]     unit, slice, plane, lane: the byte of each of 16 rows
+    scales  S [tiles, ceil(units/span), words, groups, 16]     what a group stores for each row, see layout.Kind
+Lanes 16 ... 31 hold rows 8 ... 15 first: the kernel's sum over lanes then needs no choice in its widest step.
+A group of inputs is stored as 32, 64, ... 512 or a multiple of 1024 of them. Others are padded up to 32 inputs and, where
+that is none of these, stored as several groups with the same scales; `order` then tells which input stands where (-1:
+none). Laying out needs no GPU.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crelle.errors import UnsupportedError
+from crelle.formats.affine import AffineTensor
+from crelle.formats.base import QuantTensor
+from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.permuted import PermutedTensor
+from crelle.kernels.cuda.decode import C_TYPES, columns
+from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.layout import ROWS, Kind, _reordered, _scales
+
+TOKENS = 4
+UNIT, LANES, SLICES = 1024, 32, 4
+
+Variant = Literal["SHARED", "PRIVATE"]  # a table's entries one after another, as in the papers; a bank for each lane
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LutWeight:
+    """A prepared matrix. `tickets` are the kernel's: products with the same weight run one after the other."""
+
+    N: int
+    K: int
+    P: int  # planes that count; `words` may hold more (nested planes)
+    kind: Kind
+    groups: int  # in a unit: 1, 2, 4 ... 32
+    span: int  # units that share a set of scales
+    words: Tensor
+    scales: Tensor
+    tickets: Tensor  # int32 [tiles], 0 between products
+    order: Tensor | None = None  # int32 [units * 1024]
+
+    @property
+    def units(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.words, self.scales))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How lut.cu cuts a product into pieces; all but `row_blocks` are its template parameters."""
+
+    slices: int  # of 256 inputs that a thread block has tables of: 1, 2, 4
+    warps: int  # of a thread block
+    resident: int  # thread blocks that a multiprocessor should hold
+    row_blocks: int  # thread blocks that share the rows
+    table: torch.dtype = torch.float32
+
+
+def lay_out(w: QuantTensor) -> LutWeight:
+    """Lay a matrix of planes out anew, on the device it is on."""
+    if isinstance(w, PermutedTensor):
+        inner = lay_out(w.inner)
+        order = w.order.to(torch.int32)
+        if inner.order is None:
+            order = torch.nn.functional.pad(order, (0, inner.units * UNIT - w.shape[1]), value=-1)
+        else:
+            order = torch.where(inner.order < 0, -1, order[inner.order.clamp(min=0).long()])
+        return replace(inner, order=order)
+    if not isinstance(w, BCQTensor | UniformTensor | AffineTensor):
+        raise UnsupportedError(f"kernel 'cuda' cannot lay out the format '{w.format}'")
+    N, K = w.shape
+    kind, scales = _scales(w)  # [words, N, C]
+    stored, padded = _stored_group(K, w.group)
+    C = scales.shape[-1]
+    units = -(-C * padded // UNIT)
+    order = _order(K, w.group, padded, units).to(w.device) if padded != w.group and C > 1 else None
+    scales = scales.repeat_interleave(padded // stored, dim=-1)  # one per stored group
+    groups, span = (UNIT // stored, 1) if stored < UNIT else (1, stored // UNIT)
+    return LutWeight(
+        N,
+        K,
+        w.bits,
+        kind,
+        groups,
+        span,
+        _words(w.planes, order, units),
+        _tiled(scales, units, groups, span),
+        torch.zeros(-(-N // ROWS), dtype=torch.int32, device=w.device),
+        order,
+    )
+
+
+def _stored_group(K: int, group: int) -> tuple[int, int]:
+    """Return (inputs of a stored group, inputs that a group is padded to)."""
+    if group >= K:  # a whole row: padding at its end costs nothing
+        padded = -(-K // UNIT) * UNIT
+        return padded, padded
+    padded = -(-group // 32) * 32
+    if padded % UNIT == 0:
+        return padded, padded
+    return next(u for u in (512, 256, 128, 64, 32) if padded % u == 0), padded
+
+
+def _order(K: int, group: int, padded: int, units: int) -> Tensor:
+    at = torch.arange(units * UNIT)
+    k = at // padded * group + at % padded
+    return torch.where((at % padded < group) & (k < K), k, -1).to(torch.int32)
+
+
+def _words(planes: Tensor, order: Tensor | None, units: int) -> Tensor:
+    """Planes uint8 [P, N, K/8] as words; a plane at a time, so that what stands beside it stays small."""
+    P, N, _ = planes.shape
+    tiles = -(-N // ROWS)
+    words = torch.empty(tiles, units, SLICES, P, LANES, ROWS, dtype=torch.uint8, device=planes.device)
+    for p in range(P):
+        plane = planes[p] if order is None else _reordered(planes[p], order)
+        rows = torch.zeros(tiles * ROWS, units * UNIT // 8, dtype=torch.uint8, device=planes.device)
+        rows[:N, : plane.shape[1]] = plane
+        six = rows.view(tiles, 2, 8, units, LANES, SLICES).permute(0, 3, 5, 4, 1, 2)  # tile, unit, slice, lane, rows
+        half = LANES // 2
+        words[:, :, :, p, :half] = six[..., :half, :, :].flatten(-2)
+        words[:, :, :, p, half:] = six[..., half:, :, :].flip(-2).flatten(-2)
+    return words
+
+
+def _tiled(scales: Tensor, units: int, groups: int, span: int) -> Tensor:
+    words, N, C = scales.shape
+    tiles, sets = -(-N // ROWS), -(-units // span)
+    out = torch.zeros(words, tiles * ROWS, sets * groups, dtype=scales.dtype, device=scales.device)
+    out[:, :N, :C] = scales
+    return out.view(words, tiles, ROWS, sets, groups).permute(1, 3, 0, 4, 2).contiguous()
+
+
+# --- the product ------------------------------------------------------------------------------------------------------
+
+
+def lut_variant(w: LutWeight, tokens: int, variant: Variant, shape: Shape, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the kernel (file, expression) of such a product."""
+    s = shape
+    numbers = f"{w.P}, crelle::{w.kind.name}, {columns(tokens)}, crelle::{variant}"
+    pieces = f"{s.slices}, {s.warps}, {s.resident}"
+    types = f"{C_TYPES[s.table]}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
+    return "lut.cu", f"crelle::lut<{numbers}, {pieces}, {types}>"
+
+
+def matmul(
+    x: Tensor,
+    w: LutWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    variant: Variant | None = None,
+    out: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """Return x @ W.T (+ bias) (+ residual) as [tokens, N], for x [tokens, K] of fp16 or bf16, tokens <= TOKENS."""
+    tokens = x.shape[0]
+    variant = variant or "PRIVATE"
+    s = shape or choose(w, tokens, variant)
+    y = torch.empty(tokens, w.N, dtype=x.dtype, device=x.device) if out is None else out
+    tiles, splits = w.tickets.numel(), w.units * SLICES // s.slices
+    partial = torch.empty(splits, columns(tokens), tiles * ROWS, dtype=torch.float32, device=x.device)
+    kernel = load(*lut_variant(w, tokens, variant, s, x.dtype))
+    kernel(
+        (s.row_blocks, splits, 1),
+        32 * s.warps,
+        w.words,
+        w.scales,
+        x,
+        w.order,
+        bias,
+        residual,
+        partial,
+        w.tickets,
+        y,
+        w.N,
+        w.K,
+        tokens,
+        w.units,
+        w.words.shape[3],
+        w.groups,
+        w.span,
+        shared=table_bytes(s, tokens, variant),
+        overlap=True,
+    )
+    return y
+
+
+def table_bytes(s: Shape, tokens: int, variant: Variant) -> int:
+    """Shared memory of a thread block: its tables, as in lut_table.cuh, and the inputs that they are made of."""
+    M = columns(tokens)
+    entry = M * s.table.itemsize
+    if variant == "SHARED":
+        tables = s.slices * 8192 * entry
+    else:
+        per_step = {2: 4, 4: 2}.get(entry, 1)
+        tables = -(-s.slices // per_step) * 256 * max(256, 32 * entry)
+    return tables + M * s.slices * 1024
+
+
+def choose(w: LutWeight, tokens: int, variant: Variant, processors: int | None = None) -> Shape:
+    """Return the cut for problems like this one."""
+    tiles, processors = w.tickets.numel(), processors or multiprocessors()
+    slices, warps, resident, table = 4, 16, 1, torch.float32
+    if tokens > 1:
+        table, slices = torch.float16, 2 if tokens > 2 else 4
+    row_blocks = max(1, min(tiles, resident * processors // (w.units * SLICES // slices)))
+    return Shape(slices, warps, resident, row_blocks, table)

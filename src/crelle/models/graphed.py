@@ -1,0 +1,169 @@
+"""Decoding on a GPU: the whole step for one token of up to four sequences is one CUDA graph, replayed for every token.
+
+A step works on buffers that stay where they are: token ids, positions, keys and values up to a capacity, logits. A
+cache that comes with a prompt is copied into such a state once and lives there on; when it is dropped, the state, with
+its captured graph, waits for the next one.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CapacityError
+from crelle.kernels import cuda
+from crelle.models.cache import KVCache
+from crelle.models.products import STEPPED
+
+if TYPE_CHECKING:
+    from crelle.models.llama import Llama
+    from crelle.models.opt import OPT
+
+MAX_TOKENS = 4  # sequences in a step
+_LEAST = 512  # tokens of the smallest state
+
+Step = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]  # (ids [B], position [B], layers' kv) -> logits f32 [B, V]
+
+
+def why_not(model: "Llama | OPT") -> str | None:
+    """Return why a model decodes layer by layer on its device, or None when its step can be a graph."""
+    if model.device.type != "cuda":
+        return f"graphs of a whole step run on a GPU, not on {model.device.type}"
+    if reason := cuda.available():
+        return f"a whole step needs the CUDA kernels, and this process {reason}"
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return f"a whole step computes in 16 bits, the model in {str(model.dtype).removeprefix('torch.')}"
+    if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
+        return f"kernel '{others[0]}' is not part of the step"
+    return model.step_lacks()
+
+
+def graphed(model: "Llama | OPT") -> "GraphedDecoder | str":
+    """Return the graphs of a model, or the sentence that says why it has none."""
+    return why_not(model) or GraphedDecoder(model)
+
+
+class GraphedDecoder:
+    """Takes a model's caches over, one state each, and replays its step on them."""
+
+    def __init__(self, model: "Llama | OPT") -> None:
+        self.context = model.c.context
+        self._step = model.make_step()
+        self._model = weakref.ref(model)  # which keeps this object
+        self._leased: weakref.WeakKeyDictionary[KVCache, _State] = weakref.WeakKeyDictionary()
+        self._free: list[_State] = []
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Return logits f32 [B, 1, V] for one more token [B, 1] of each sequence in the cache."""
+        state = self._state(cache, cache.length + 1)
+        logits = state.replay(tokens[:, 0], cache.length).clone()
+        cache.advance(1)
+        return logits[:, None]
+
+    @torch.inference_mode()
+    def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor:
+        """Return the `tokens` most likely ids [B, tokens] after a prompt [B, T], without a look from the host between.
+
+        `replayed` is called after every replay was enqueued, for those who time them.
+        """
+        model = self._model()
+        assert model is not None
+        cache = model.new_cache(ids.shape[0])
+        first = model(ids, cache, last=True)[:, -1].argmax(-1)
+        state = self._state(cache, cache.length + tokens)
+        state.begin(first, cache.length)
+        for _ in range(tokens - 1):
+            state.replay_greedily()
+            if replayed:
+                replayed()
+        cache.advance(tokens - 1)
+        return state.at.made[:, :tokens].clone()
+
+    def _state(self, cache: KVCache, need: int) -> "_State":
+        """Return the state that holds the cache, with room for `need` tokens; move the cache there if it is not."""
+        if need > self.context:
+            raise CapacityError(f"{need} tokens do not fit the model's context of {self.context}")
+        held = self._leased.get(cache)
+        if held is not None and held.capacity >= need:
+            return held
+        state = self._take(cache, need)
+        for mine, theirs in zip(state.kv, cache.layers, strict=True):
+            mine[:, :, :, : cache.length] = theirs[:, :, :, : cache.length]
+        cache.layers = list(state.kv)
+        self._leased[cache] = state
+        weakref.finalize(cache, self._free.append, state)
+        return state
+
+    def _take(self, cache: KVCache, need: int) -> "_State":
+        B = cache.layers[0].shape[1]
+        for i, state in enumerate(self._free):
+            if state.at.ids.shape[0] == B and state.capacity >= need:
+                return self._free.pop(i)
+        capacity = min(self.context, max(_LEAST, 1 << (need - 1).bit_length()))
+        return _State(self._step, cache, capacity)
+
+
+class _State:
+    """The buffers of some sequences and the graphs on them."""
+
+    def __init__(self, step: Step, cache: KVCache, capacity: int) -> None:
+        from crelle.kernels.cuda.tokens import State
+
+        like = cache.layers[0]
+        _, B, heads, _, size = like.shape
+        self.capacity = capacity
+        self.kv = [like.new_zeros(2, B, heads, capacity, size) for _ in cache.layers]
+        self.at = State.new(B, capacity, like.device)  # ids, positions, what was made
+        self._step = step
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.logits: Tensor
+
+    def replay(self, ids: Tensor, length: int) -> Tensor:
+        """Run the step for ids [B] behind `length` tokens; return the logits, which the next replay overwrites."""
+        graph = self._graph(greedy=False)
+        self.at.ids.copy_(ids)
+        self.at.position.fill_(length)
+        graph.replay()
+        return self.logits
+
+    def begin(self, ids: Tensor, length: int) -> None:
+        """Prepare for `replay_greedily`: the next ids, and how many tokens are in the cache."""
+        self._graph(greedy=True)
+        self.at.ids.copy_(ids)
+        self.at.position.fill_(length)
+        self.at.made[:, 0] = ids
+        self.at.step.fill_(1)
+
+    def replay_greedily(self) -> None:
+        """Run the step and take the most likely ids as the next ones; they are noted in `at.made`."""
+        self._graphs[True].replay()
+
+    def _graph(self, greedy: bool) -> torch.cuda.CUDAGraph:
+        if greedy not in self._graphs:
+            last = [kv[:, :, :, -1].clone() for kv in self.kv]  # a rehearsal writes the last token's place
+            self.at.position.fill_(self.capacity - 1)
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run(greedy)  # compiles and loads, which a capture may not
+            torch.cuda.current_stream().wait_stream(stream)
+            for kv, was in zip(self.kv, last, strict=True):
+                kv[:, :, :, -1] = was
+            self.at.step.zero_()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._run(greedy)
+            self._graphs[greedy] = graph
+        return self._graphs[greedy]
+
+    def _run(self, greedy: bool) -> None:
+        from crelle.kernels.cuda import tokens
+
+        logits = self._step(self.at.ids, self.at.position, self.kv)
+        if greedy:
+            tokens.greedy(logits, self.at)
+        else:
+            self.logits = logits

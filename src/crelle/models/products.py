@@ -1,0 +1,104 @@
+"""The linears of a decode step on a GPU: those that read the same input as one launch, with what comes before fused in.
+
+    y = Product([q, k, v])(x, "RMS_NORM", norm)      norm, digits and three matrices: two launches
+
+The matrices of a product are laid out behind one another and every QuantLinear gets its part of that memory back, so
+the layers that run a prompt and the step that runs a token share one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.layout import CudaWeight, join
+from crelle.models.linear import QuantLinear
+
+STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """Scale and shift of a norm; a shift means a layer norm, none an RMS norm."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+class Product:
+    """Some linears of the same input as one."""
+
+    def __init__(self, linears: Sequence[QuantLinear], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.weights = _joined(linears)
+        sizes = [linear.problem.N for linear in linears]
+        self.bias = _cat_biases(linears, sizes, dtype)
+        if len(self.weights) > 1:
+            self._parts = [b.contiguous() for b in torch.split(self.bias, sizes)] if self.bias is not None else None
+
+    def __call__(
+        self,
+        x: Tensor,
+        op: str = "PLAIN",
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return op(x) @ W.T + bias + residual as [tokens, N of all]."""
+        if len(self.weights) == 1:
+            return _multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
+        assert residual is None, "only single matrices write back to the residual stream"
+        biases = self._parts or [None] * len(self.weights)
+        pairs = zip(self.weights, biases, strict=True)
+        return torch.cat([_multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+
+
+def _multiply(
+    x: Tensor,
+    w: CudaWeight | Tensor,
+    op: str,
+    norm: Norm | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    from crelle.kernels.cuda import decode, dense
+
+    scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+    if isinstance(w, CudaWeight):
+        digits = decode.encode(x, w, op, scale, shift, eps)  # type: ignore[arg-type]
+        return decode.product(digits, w, dtype, bias, residual)
+    return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
+
+
+def _joined(linears: Sequence[QuantLinear]) -> list[CudaWeight | Tensor]:
+    """Return the matrices as one where their layouts allow it, and let the linears point into it."""
+    data = [linear.prepared.data for linear in linears]
+    if len(data) == 1:
+        return data
+    joined = _whole(data)
+    if joined is None:
+        return data
+    for linear, part in zip(linears, joined[1], strict=True):
+        linear.prepared = replace(linear.prepared, data=part)
+    return [joined[0]]
+
+
+def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
+    if all(isinstance(w, CudaWeight) for w in data):
+        return join(data)
+    if all(isinstance(w, Tensor) for w in data):
+        whole = torch.cat(data)
+        return whole, torch.split(whole, [w.shape[0] for w in data])
+    return None
+
+
+def _cat_biases(linears: Sequence[QuantLinear], sizes: list[int], dtype: torch.dtype) -> Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    some = next(linear.bias for linear in linears if linear.bias is not None)
+    zeros = [torch.zeros(n, dtype=dtype, device=some.device) for n in sizes]
+    return torch.cat([z if x.bias is None else x.bias for z, x in zip(zeros, linears, strict=True)])

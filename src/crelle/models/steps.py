@@ -1,0 +1,123 @@
+"""The step of each family on CUDA kernels: x [B, width] of one token a sequence, through all layers, to logits.
+
+    Llama   embed;  { norm·qkv, attention, o + x;  norm·gate·up, silu·down + x };  norm·head
+    OPT     embed + position;  { norm·qkv, attention, out + x;  norm·fc1, relu·fc2 + x };  norm·head
+
+What stands with a dot is fused: norms and activations are applied while x becomes digits, sums while y is written.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from crelle.formats.dense import DenseTensor
+from crelle.models.linear import QuantEmbedding
+from crelle.models.products import Norm, Product
+
+FIRST = 2  # OPT's row of the first position
+
+if TYPE_CHECKING:
+    from crelle.models.llama import Llama
+    from crelle.models.opt import OPT
+
+
+class Embed:
+    """Rows of the words' table, of the learned positions added; tables in codes are turned into numbers by torch."""
+
+    def __init__(self, words: QuantEmbedding, positions: QuantEmbedding | None = None) -> None:
+        self.words, self.positions = words, positions
+
+    def __call__(self, ids: Tensor, position: Tensor | None = None) -> Tensor:
+        from crelle.kernels.cuda.tokens import embed
+
+        table, learned = _plain(self.words), _plain(self.positions)
+        if table is not None and (self.positions is None or learned is not None):
+            return embed(ids, table, position if self.positions else None, learned, FIRST)
+        x: Tensor = self.words(ids)
+        if self.positions is not None and position is not None:
+            x = x + self.positions(position.long() + FIRST)
+        return x
+
+
+def _plain(e: QuantEmbedding | None) -> Tensor | None:
+    if e is None or not isinstance(e.weight, DenseTensor) or e.weight.weight.dtype != e.dtype:
+        return None
+    return e.weight.weight
+
+
+class LlamaStep:
+    """RMS norms, rotary positions, gated feed-forward."""
+
+    def __init__(self, model: "Llama") -> None:
+        c, dtype = model.c, model.dtype
+        self.c, self.embed = c, Embed(model.embedding)
+        self.layers = []
+        for layer in cast(Iterable[Any], model.layers):
+            a = layer.attention
+            self.layers.append(
+                (
+                    Norm(layer.norm_attention.weight, None, c.norm_eps),
+                    Product([a.q_proj, a.k_proj, a.v_proj], dtype),
+                    None if a.q_norm is None else a.q_norm.weight,
+                    None if a.k_norm is None else a.k_norm.weight,
+                    a.window,
+                    Product([a.o_proj], dtype),
+                    Norm(layer.norm_mlp.weight, None, c.norm_eps),
+                    Product([layer.gate, layer.up], dtype),
+                    Product([layer.down], dtype),
+                )
+            )
+        self.norm, self.head = Norm(model.norm.weight, None, c.norm_eps), Product([model.head], dtype)
+        turn = torch.arange(c.context)[:, None] * c.rope.frequency.cpu()  # [context, D/2]
+        self.cos, self.sin = turn.cos().to(model.device), turn.sin().to(model.device)
+
+    def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
+        from crelle.kernels.cuda.attention import attend
+
+        c, scale = self.c, self.c.head_size**-0.5
+        x = self.embed(ids)
+        for (norm, qkv, q_norm, k_norm, window, o, norm_mlp, gate_up, down), cache in zip(self.layers, kv, strict=True):
+            heads = qkv(x, "RMS_NORM", norm)
+            a = attend(heads, cache, position, c.heads, scale, self.cos, self.sin, window, q_norm, k_norm, c.norm_eps)
+            x = o(a, residual=x)
+            x = down(gate_up(x, "RMS_NORM", norm_mlp), "SILU_MUL", residual=x)
+        return self.head(x, "RMS_NORM", self.norm, dtype=torch.float32)
+
+
+class OPTStep:
+    """Layer norms before, learned positions, biases."""
+
+    def __init__(self, model: "OPT") -> None:
+        c, dtype = model.c, model.dtype
+        self.c, self.embed = c, Embed(model.embedding, model.begin.positions)
+        self.layers = []
+        for layer in cast(Iterable[Any], model.layers):
+            a = layer.attention
+            self.layers.append(
+                (
+                    _layer_norm(layer.norm_attention),
+                    Product([a.q_proj, a.k_proj, a.v_proj], dtype),
+                    Product([a.out_proj], dtype),
+                    _layer_norm(layer.norm_mlp),
+                    Product([layer.fc1], dtype),
+                    Product([layer.fc2], dtype),
+                )
+            )
+        self.norm, self.head = _layer_norm(model.finish.norm), Product([model.head], dtype)
+
+    def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
+        from crelle.kernels.cuda.attention import attend
+
+        c, scale = self.c, self.c.head_size**-0.5
+        x = self.embed(ids, position)
+        for (norm, qkv, out, norm_mlp, fc1, fc2), cache in zip(self.layers, kv, strict=True):
+            a = attend(qkv(x, "LAYER_NORM", norm), cache, position, c.heads, scale)
+            x = out(a, residual=x)
+            x = fc2(fc1(x, "LAYER_NORM", norm_mlp), "RELU", residual=x)
+        return self.head(x, "LAYER_NORM", self.norm, dtype=torch.float32)
+
+
+def _layer_norm(norm: object) -> Norm:
+    return Norm(norm.weight, norm.bias, norm.eps)  # type: ignore[attr-defined]

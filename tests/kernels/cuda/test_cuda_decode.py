@@ -1,0 +1,221 @@
+"""decode.cu and bits.cu against f64 of the dequantized weight; what can be checked without a GPU comes first."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from plane_weights import TOLERANCE, random_weight
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from crelle.kernels import ops
+from crelle.kernels.cuda import decode
+from crelle.kernels.cuda.layout import Kind, lay_out
+from crelle.kernels.cuda.planes import Cuda
+from crelle.kernels.reference import matmul_fp64
+
+HALF, BF16 = torch.float16, torch.bfloat16
+KINDS = [
+    (Kind.BCQ, 1, 32),
+    (Kind.BCQ, 2, 128),
+    (Kind.BCQ, 3, 64),
+    (Kind.BCQ, 4, 256),
+    (Kind.BCQ, 8, 48),
+    (Kind.BCQ_SYMMETRIC, 2, 64),
+    (Kind.BCQ_SYMMETRIC, 5, 10**6),
+    (Kind.UNIFORM, 2, 128),
+    (Kind.UNIFORM, 3, 32),
+    (Kind.UNIFORM, 4, 512),
+    (Kind.UNIFORM, 8, 128),
+    (Kind.UNIFORM_SYMMETRIC, 4, 64),
+    (Kind.AFFINE, 2, 40),
+    (Kind.AFFINE, 3, 10**6),
+    (Kind.AFFINE, 4, 96),
+]
+
+
+def relative(y: Tensor, oracle: Tensor) -> float:
+    return ((y.double() - oracle).norm() / oracle.norm()).item()  # a NaN fails every comparison
+
+
+# --- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(-13107, 13107))
+def test_eight_digits_of_base_minus_four_hold_the_integer(q: int) -> None:
+    digits = (q + 0xCCCC) ^ 0xCCCC  # as bits.cu makes them
+    assert 0 <= digits < 1 << 16
+    assert sum((digits >> 2 * i & 3) * (-4) ** i for i in range(8)) == q
+
+
+def test_the_operator_has_a_shape_before_it_runs() -> None:
+    w = lay_out(random_weight(Kind.BCQ, 3, 40, 300, 128))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = Cuda().run(torch.empty(5, 300, dtype=HALF), w)
+    assert (y.shape, y.dtype) == ((5, 40), HALF)
+
+
+@given(
+    P=st.integers(1, 8),
+    rows=st.integers(1, 60000),
+    tokens=st.integers(1, 4),
+    kind=st.sampled_from(Kind),
+    group=st.sampled_from([32, 128, 256]),
+)
+def test_every_choice_fits_a_multiprocessor(P: int, rows: int, tokens: int, kind: Kind, group: int) -> None:
+    w = lay_out(random_weight(kind, P, 16, 512, group))
+    tall = replace(w, N=rows)
+    s = decode.choose(tall, tokens, processors=132)
+    assert s.warps * decode._ring(tall, s) <= 99 * 1024  # what every chip since Ampere gives one thread block
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def device_weight(kind: Kind, P: int, N: int, K: int, group: int, dtype: torch.dtype = HALF):  # type: ignore[no-untyped-def]
+    return random_weight(kind, P, N, K, group, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "P", "group"), KINDS)
+@pytest.mark.parametrize(("N", "K"), [(16, 256), (100, 576), (17, 300), (1, 8), (333, 1023)])
+def test_decode_matches_oracle(kind: Kind, P: int, group: int, N: int, K: int) -> None:
+    w = device_weight(kind, P, N, K, group)
+    prepared = lay_out(w)
+    for tokens in (1, 2, 3, 4):
+        x = torch.randn(tokens, K, device="cuda", dtype=HALF)
+        out = torch.full((tokens, N), torch.nan, device="cuda", dtype=HALF)
+        decode.product(decode.encode(x, prepared), prepared, HALF, out=out)
+        assert relative(out, matmul_fp64(x, w)) < TOLERANCE[HALF], (tokens, N, K)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [HALF, BF16, torch.float32])
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_decode_takes_every_type(dtype: torch.dtype, scales: torch.dtype) -> None:
+    for kind in Kind:
+        w = device_weight(kind, 3, 48, 640, 128, scales)
+        x = torch.randn(2, 640, device="cuda", dtype=dtype)
+        assert relative(ops.matmul(x, ops.prepare(w, dtype, "cuda")), matmul_fp64(x, w)) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_outliers_keep_the_small_inputs() -> None:
+    w = device_weight(Kind.BCQ, 3, 64, 1024, 128)
+    x = torch.randn(1, 1024, device="cuda", dtype=HALF)
+    x[0, 5] = 1000
+    assert relative(ops.matmul(x, ops.prepare(w, HALF, "cuda")), matmul_fp64(x, w)) < TOLERANCE[HALF]
+
+
+@pytest.mark.gpu
+def test_zero_and_one_hot_inputs() -> None:
+    w = device_weight(Kind.UNIFORM, 4, 64, 512, 128)
+    prepared = ops.prepare(w, HALF, "cuda")
+    assert not ops.matmul(torch.zeros(1, 512, device="cuda", dtype=HALF), prepared).any()
+    numbers = w.dequantize(torch.float64)
+    for k in (0, 31, 127, 128, 300, 511):
+        x = torch.zeros(1, 512, device="cuda", dtype=HALF)
+        x[0, k] = 1
+        torch.testing.assert_close(ops.matmul(x, prepared)[0].double(), numbers[:, k], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_bias_and_residual_are_added(tokens: int) -> None:
+    w = device_weight(Kind.AFFINE, 4, 100, 512, 64)
+    prepared = lay_out(w)
+    x = torch.randn(tokens, 512, device="cuda", dtype=HALF)
+    bias, residual = torch.randn(100, device="cuda", dtype=HALF), torch.randn(tokens, 100, device="cuda", dtype=HALF)
+    y = decode.product(decode.encode(x, prepared), prepared, HALF, bias, residual)
+    assert relative(y, matmul_fp64(x, w) + bias.double() + residual.double()) < TOLERANCE[HALF]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_operations_on_the_way_match_torch(dtype: torch.dtype, tokens: int) -> None:
+    K = 1000
+    w = device_weight(Kind.BCQ, 3, 80, K, 128)
+    prepared = lay_out(w)
+    x, gain, shift = torch.randn(tokens, K, device="cuda", dtype=dtype), *torch.randn(2, K, device="cuda", dtype=dtype)
+    both = torch.randn(tokens, 2 * K, device="cuda", dtype=dtype)
+    wide = x.double()
+    rms = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)) * gain.double()
+    cases = [
+        (decode.encode(x, prepared, "RMS_NORM", gain, None, 1e-5), rms),
+        (
+            decode.encode(x, prepared, "LAYER_NORM", gain, shift, 1e-5),
+            F.layer_norm(wide, (K,), gain.double(), shift.double(), 1e-5),
+        ),
+        (decode.encode(both, prepared, "SILU_MUL"), F.silu(both[:, :K].double()) * both[:, K:].double()),
+        (decode.encode(x, prepared, "RELU"), wide.relu()),
+    ]
+    for digits, plain in cases:
+        y = decode.product(digits, prepared, dtype)
+        assert relative(y, plain @ w.dequantize(torch.float64).T) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_first_planes_of_a_nested_weight() -> None:
+    w = device_weight(Kind.AFFINE, 4, 128, 1024, 128)
+    whole = lay_out(w)
+    for p in (1, 2, 3):
+        fewer = type(w)(w.planes[:p].contiguous(), w.K, w.group, w.scale, w.low)
+        nested = replace(whole, P=p, scales=lay_out(fewer).scales)
+        x = torch.randn(1, 1024, device="cuda", dtype=HALF)
+        y = decode.product(decode.encode(x, nested), nested, HALF)
+        assert relative(y, matmul_fp64(x, fewer)) < TOLERANCE[HALF]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rerun_is_bitwise_equal(tokens: int) -> None:
+    w = lay_out(device_weight(Kind.BCQ, 3, 4096, 4096, 128))
+    x = torch.randn(tokens, 4096, device="cuda", dtype=HALF)
+    first = decode.product(decode.encode(x, w), w, HALF)
+    for _ in range(20):
+        assert torch.equal(decode.product(decode.encode(x, w), w, HALF), first)
+
+
+@pytest.mark.gpu
+def test_every_cut_gives_the_same_numbers() -> None:
+    w = device_weight(Kind.BCQ, 2, 200, 2048, 128)
+    prepared = lay_out(w)
+    x = torch.randn(1, 2048, device="cuda", dtype=HALF)
+    digits, oracle = decode.encode(x, prepared), matmul_fp64(x, w)
+    for cut in [
+        (1, 4, 1, 4, 32),
+        (1, 8, 2, 2, 16),
+        (2, 8, 1, 4, 24),
+        (4, 4, 1, 3, 16),
+        (1, 16, 1, 1, 32),
+        (3, 2, 2, 3, 8),
+    ]:
+        y = decode.product(digits, prepared, HALF, shape=decode.Shape(*cut))
+        assert relative(y, oracle) < TOLERANCE[HALF], cut
+
+
+@pytest.mark.gpu
+def test_capture_and_replay() -> None:
+    w = device_weight(Kind.BCQ, 3, 64, 512, 128)
+    prepared = ops.prepare(w, HALF, "cuda")
+    x = torch.randn(1, 512, device="cuda", dtype=HALF)
+    ops.matmul(x, prepared)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.matmul(x, prepared)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert relative(y, matmul_fp64(x, w)) < TOLERANCE[HALF]
+
+
+@pytest.mark.gpu
+def test_torch_compile_sees_through() -> None:
+    w = device_weight(Kind.BCQ, 3, 64, 512, 128)
+    prepared = ops.prepare(w, HALF, "cuda")
+    compiled = torch.compile(lambda x: ops.matmul(x.relu(), prepared) + 1, fullgraph=True)
+    x = torch.randn(2, 512, device="cuda", dtype=HALF)
+    torch.testing.assert_close(compiled(x), ops.matmul(x.relu(), prepared) + 1, rtol=2e-3, atol=2e-3)
