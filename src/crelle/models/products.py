@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.decode import Op
 from crelle.kernels.cuda.layout import CudaWeight, join
 from crelle.models.linear import QuantLinear
 
 STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
+_AHEAD = 12 << 20  # bytes of weights that come into L2 while norms and digits are made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +38,13 @@ class Product:
         self.weights = _joined(linears)
         sizes = [linear.problem.N for linear in linears]
         self.bias = _cat_biases(linears, sizes, dtype)
-        if len(self.weights) > 1:
-            self._parts = [b.contiguous() for b in torch.split(self.bias, sizes)] if self.bias is not None else None
+        apart = len(self.weights) > 1 and self.bias is not None
+        self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
 
     def __call__(
         self,
         x: Tensor,
-        op: str = "PLAIN",
+        op: Op = "PLAIN",
         norm: Norm | None = None,
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
@@ -51,15 +53,14 @@ class Product:
         if len(self.weights) == 1:
             return _multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
         assert residual is None, "only single matrices write back to the residual stream"
-        biases = self._parts or [None] * len(self.weights)
-        pairs = zip(self.weights, biases, strict=True)
+        pairs = zip(self.weights, self._biases, strict=True)
         return torch.cat([_multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
 
 
 def _multiply(
     x: Tensor,
     w: CudaWeight | Tensor,
-    op: str,
+    op: Op,
     norm: Norm | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -69,7 +70,7 @@ def _multiply(
 
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     if isinstance(w, CudaWeight):
-        digits = decode.encode(x, w, op, scale, shift, eps)  # type: ignore[arg-type]
+        digits = decode.encode(x, w, op, scale, shift, eps, _AHEAD)
         return decode.product(digits, w, dtype, bias, residual)
     return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
 

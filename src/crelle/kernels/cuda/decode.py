@@ -6,18 +6,25 @@
 Up to TOKENS rows of x. Both launch on the current stream, allocate only through torch, and can be captured in a graph.
 """
 
+import json
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from math import log2
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.layout import ROWS, CudaWeight
+from crelle.kernels.cuda.layout import ROWS, CudaWeight, Kind
 
 TOKENS = 4
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _ENCODE_WARPS = 8
+_AHEAD_OF_A_BLOCK = 1 << 20  # bytes that one thread block asks for
+_MEASURED_ON = 132  # multiprocessors of the device in tuned.json
+_PLANES = (Kind.BCQ, Kind.BCQ_SYMMETRIC)
 _SHARED = 96 * 1024  # bytes of shared memory that every chip since Ampere gives a thread block
 
 Op = Literal["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"]
@@ -40,7 +47,9 @@ class Shape:
     warps: int  # that share them
     run: int  # blocks of 256 inputs fetched at a time
     stages: int  # fetches under way
-    resident: int  # warps that a multiprocessor should hold
+    halves: int = 1  # of a block of x fetched at a time
+    resident: int = 32  # warps that a multiprocessor can hold, which bounds their registers
+    blocks: int = 2  # thread blocks on a multiprocessor: the grid fits at once, and room is left for the next kernel's
 
 
 def columns(tokens: int) -> int:
@@ -65,21 +74,44 @@ def encode(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 0.0,
+    ahead: int = 0,
 ) -> Digits:
-    """Turn x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up) into digits for w, applying `op` to it first."""
+    """Turn x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up) into digits for w, applying `op` to it first.
+
+    `ahead`: how many bytes of w to bring into L2 meanwhile, for a product that follows at once.
+    """
     tokens, M, halves = x.shape[0], columns(x.shape[0]), 2 * w.blocks
     bits = torch.empty(halves, 32, M, 2, dtype=torch.int32, device=x.device)
     scale = torch.empty(halves, M, 1 + parts(w), dtype=torch.float32, device=x.device)
     kernel = load(*encode_variant(op, parts(w), tokens, x.dtype))
-    grid = (-(-halves // _ENCODE_WARPS), tokens, 1)
-    kernel(grid, 32 * _ENCODE_WARPS, x, weight, bias, w.order, bits, scale, w.K, w.blocks, float(eps), overlap=True)
+    share = min(1.0, ahead / w.nbytes)
+    words, scales = (int(share * t.nbytes) for t in (w.words, w.scales))
+    others = min(32, -(-words // _AHEAD_OF_A_BLOCK))
+    kernel(
+        (-(-halves // _ENCODE_WARPS) + others, tokens, 1),
+        32 * _ENCODE_WARPS,
+        x,
+        weight,
+        bias,
+        w.order,
+        bits,
+        scale,
+        w.words,
+        words,
+        w.scales,
+        scales,
+        w.K,
+        w.blocks,
+        float(eps),
+        overlap=True,
+    )
     return Digits(tokens, bits, scale)
 
 
 def decode_variant(w: CudaWeight, tokens: int, shape: Shape, dtype: torch.dtype) -> tuple[str, str]:
     s = shape
     numbers = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}"
-    pieces = f"{s.tiles}, {s.warps}, {s.run}, {s.stages}, {s.resident}"
+    pieces = f"{s.tiles}, {s.warps}, {s.run}, {s.stages}, {s.halves}, {s.resident}"
     return "decode.cu", f"crelle::decode<{numbers}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
 
 
@@ -96,9 +128,8 @@ def product(
     s = shape or choose(w, x.tokens)
     y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.bits.device) if out is None else out
     kernel = load(*decode_variant(w, x.tokens, s, dtype))
-    grid = (-(-w.N // (ROWS * s.tiles)), 1, 1)
     kernel(
-        grid,
+        (_grid(w, s), 1, 1),
         32 * s.warps,
         w.words,
         w.scales,
@@ -124,17 +155,40 @@ def _ring(w: CudaWeight, s: Shape) -> int:
     return s.stages * (s.run * (w.P * 512 + lane_words * 32) + 8) + (s.stages & 1) * 8
 
 
+def _grid(w: CudaWeight, s: Shape) -> int:
+    """Return as many thread blocks as can run at once, or fewer where that shares the work out evenly."""
+    sets = -(-w.N // (ROWS * s.tiles))
+    rounds = -(-sets // (multiprocessors() * s.blocks))
+    return -(-sets // rounds)
+
+
 def choose(w: CudaWeight, tokens: int, processors: int | None = None) -> Shape:
-    """Return the cut that was fastest on an H200 for problems like this one (docs/kernels/bcq.md has the table)."""
-    tiles = -(-w.N // ROWS) / (processors or multiprocessors())  # tiles of a multiprocessor
-    if tokens > 2:
-        cut = Shape(1, 8, 1, 2 if w.P > 3 else 4, 16) if tiles < 12 else Shape(2, 4, 1, 4, 16)
-    elif tiles < 3:
-        cut = Shape(1, 16, 1, 2, 32) if w.P <= 2 and w.blocks >= 16 else Shape(1, 8, 1, 4, 16)
-    elif w.P <= 3:
-        cut = Shape(2, 8, 1, 4 if w.P == 2 else 2, 16)
-    else:
-        cut = Shape(1, 4, 1, 2, 32 if w.P <= 4 else 16) if tiles < 6 else Shape(2, 4, 1, 4, 16)
-    while cut.warps * _ring(w, cut) > _SHARED and cut.stages > 1:
-        cut = replace(cut, stages=cut.stages // 2)
+    """Return the cut that was fastest for the measured problem most like this one (tuned.json, made on an H200)."""
+    rows = w.N * _MEASURED_ON / (processors or multiprocessors())  # as many rows a multiprocessor as there
+
+    def unlike(m: "_Measured") -> tuple[float, float]:
+        size = abs(log2(m.N / rows)) + abs(log2(m.K / w.K))
+        return abs(m.P - w.P) + 4 * (columns(tokens) != m.M) + 0.5 * (m.codes != (w.kind not in _PLANES)), size
+
+    cut = min(_measured(), key=unlike).cut
+    if w.words.shape[2] != w.P or w.span > 1:
+        cut = replace(cut, run=1)
+    while cut.warps * _ring(w, cut) > _SHARED and (cut.stages > 1 or cut.run > 1):
+        cut = replace(cut, stages=cut.stages // 2) if cut.stages > 1 else replace(cut, run=1)
     return cut
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    codes: bool  # one scale for all planes
+    P: int
+    N: int
+    K: int
+    M: int
+    cut: Shape
+
+
+@cache
+def _measured() -> list[_Measured]:
+    text = (files("crelle.kernels.cuda") / "tuned.json").read_text()
+    return [_Measured(m["codes"], m["P"], m["N"], m["K"], m["M"], Shape(*m["cut"])) for m in json.loads(text)["best"]]

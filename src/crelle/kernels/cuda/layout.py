@@ -109,7 +109,7 @@ def join(parts: list[CudaWeight]) -> tuple[CudaWeight, list[CudaWeight]] | None:
         scales=torch.cat([w.scales for w in parts]),
     )
     tiles = [w.words.shape[0] for w in parts]
-    pieces = zip(parts, whole.words.split(tiles), whole.scales.split(tiles), strict=True)
+    pieces = zip(parts, torch.split(whole.words, tiles), torch.split(whole.scales, tiles), strict=True)
     return whole, [replace(w, words=words, scales=scales) for w, words, scales in pieces]
 
 

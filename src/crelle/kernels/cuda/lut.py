@@ -4,15 +4,16 @@
     y = matmul(x, w, bias, residual)                  up to TOKENS rows of x
 
 Rows are padded to tiles of 16, inputs to units of 1024: 32 lanes of 32 inputs, of which slice s is lane's s-th byte.
-    words   uint8 [tiles, units, 4, P, 32, 16]     unit, slice, plane, lane: the byte of each of 16 rows
+    words   uint8 [tiles, units, P, 4, 32, 16]     unit, plane, slice, lane: the byte of each of 16 rows
     scales  S [tiles, ceil(units/span), words, groups, 16]     what a group stores for each row, see layout.Kind
 Lanes 16 ... 31 hold rows 8 ... 15 first: the kernel's sum over lanes then needs no choice in its widest step.
-A group of inputs is stored as 32, 64, ... 512 or a multiple of 1024 of them. Others are padded up to 32 inputs and, where
-that is none of these, stored as several groups with the same scales; `order` then tells which input stands where (-1:
-none). Laying out needs no GPU.
+A group of inputs is stored as 32, 64, ... 512 or a multiple of 1024 of them. Others are padded up to 32 inputs and,
+where that is none of these, stored as several groups with the same scales; `order` then tells which input stands where
+(-1: none). Laying out needs no GPU.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -30,7 +31,8 @@ from crelle.kernels.cuda.layout import ROWS, Kind, _reordered, _scales
 TOKENS = 4
 UNIT, LANES, SLICES = 1024, 32, 4
 
-Variant = Literal["SHARED", "PRIVATE"]  # a table's entries one after another, as in the papers; a bank for each lane
+Variant = Literal["SHARED", "PRIVATE"]  # tables as in the papers; tables with a bank for each lane
+VARIANTS: tuple[Variant, ...] = ("SHARED", "PRIVATE")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,7 @@ class Shape:
     warps: int  # of a thread block
     resident: int  # thread blocks that a multiprocessor should hold
     row_blocks: int  # thread blocks that share the rows
+    ahead: int = 1  # planes that are asked for before they are needed
     table: torch.dtype = torch.float32
 
 
@@ -72,12 +75,12 @@ def lay_out(w: QuantTensor) -> LutWeight:
     """Lay a matrix of planes out anew, on the device it is on."""
     if isinstance(w, PermutedTensor):
         inner = lay_out(w.inner)
-        order = w.order.to(torch.int32)
+        outer = w.order.to(torch.int32)
         if inner.order is None:
-            order = torch.nn.functional.pad(order, (0, inner.units * UNIT - w.shape[1]), value=-1)
+            outer = torch.nn.functional.pad(outer, (0, inner.units * UNIT - w.shape[1]), value=-1)
         else:
-            order = torch.where(inner.order < 0, -1, order[inner.order.clamp(min=0).long()])
-        return replace(inner, order=order)
+            outer = torch.where(inner.order < 0, -1, outer[inner.order.clamp(min=0).long()])
+        return replace(inner, order=outer)
     if not isinstance(w, BCQTensor | UniformTensor | AffineTensor):
         raise UnsupportedError(f"kernel 'cuda' cannot lay out the format '{w.format}'")
     N, K = w.shape
@@ -123,15 +126,15 @@ def _words(planes: Tensor, order: Tensor | None, units: int) -> Tensor:
     """Planes uint8 [P, N, K/8] as words; a plane at a time, so that what stands beside it stays small."""
     P, N, _ = planes.shape
     tiles = -(-N // ROWS)
-    words = torch.empty(tiles, units, SLICES, P, LANES, ROWS, dtype=torch.uint8, device=planes.device)
+    words = torch.empty(tiles, units, P, SLICES, LANES, ROWS, dtype=torch.uint8, device=planes.device)
     for p in range(P):
         plane = planes[p] if order is None else _reordered(planes[p], order)
         rows = torch.zeros(tiles * ROWS, units * UNIT // 8, dtype=torch.uint8, device=planes.device)
         rows[:N, : plane.shape[1]] = plane
         six = rows.view(tiles, 2, 8, units, LANES, SLICES).permute(0, 3, 5, 4, 1, 2)  # tile, unit, slice, lane, rows
         half = LANES // 2
-        words[:, :, :, p, :half] = six[..., :half, :, :].flatten(-2)
-        words[:, :, :, p, half:] = six[..., half:, :, :].flip(-2).flatten(-2)
+        words[:, :, p, :, :half] = six[..., :half, :, :].flatten(-2)
+        words[:, :, p, :, half:] = six[..., half:, :, :].flip(-2).flatten(-2)
     return words
 
 
@@ -149,8 +152,8 @@ def _tiled(scales: Tensor, units: int, groups: int, span: int) -> Tensor:
 def lut_variant(w: LutWeight, tokens: int, variant: Variant, shape: Shape, dtype: torch.dtype) -> tuple[str, str]:
     """Return the kernel (file, expression) of such a product."""
     s = shape
-    numbers = f"{w.P}, crelle::{w.kind.name}, {columns(tokens)}, crelle::{variant}"
-    pieces = f"{s.slices}, {s.warps}, {s.resident}"
+    numbers = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}, crelle::{variant}"
+    pieces = f"{s.slices}, {s.warps}, {s.resident}, {min(s.ahead, w.P)}"
     types = f"{C_TYPES[s.table]}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
     return "lut.cu", f"crelle::lut<{numbers}, {pieces}, {types}>"
 
@@ -165,6 +168,7 @@ def matmul(
     shape: Shape | None = None,
 ) -> Tensor:
     """Return x @ W.T (+ bias) (+ residual) as [tokens, N], for x [tokens, K] of fp16 or bf16, tokens <= TOKENS."""
+    x = x.contiguous()
     tokens = x.shape[0]
     variant = variant or "PRIVATE"
     s = shape or choose(w, tokens, variant)
@@ -173,7 +177,7 @@ def matmul(
     partial = torch.empty(splits, columns(tokens), tiles * ROWS, dtype=torch.float32, device=x.device)
     kernel = load(*lut_variant(w, tokens, variant, s, x.dtype))
     kernel(
-        (s.row_blocks, splits, 1),
+        (min(s.row_blocks, tiles), splits, 1),
         32 * s.warps,
         w.words,
         w.scales,
@@ -188,8 +192,7 @@ def matmul(
         w.K,
         tokens,
         w.units,
-        w.words.shape[3],
-        w.groups,
+        w.words.shape[2],
         w.span,
         shared=table_bytes(s, tokens, variant),
         overlap=True,
@@ -206,14 +209,31 @@ def table_bytes(s: Shape, tokens: int, variant: Variant) -> int:
     else:
         per_step = {2: 4, 4: 2}.get(entry, 1)
         tables = -(-s.slices // per_step) * 256 * max(256, 32 * entry)
-    return tables + M * s.slices * 1024
+    return tables + M * s.slices * 8 * 33 * 4
 
 
-def choose(w: LutWeight, tokens: int, variant: Variant, processors: int | None = None) -> Shape:
-    """Return the cut for problems like this one."""
-    tiles, processors = w.tickets.numel(), processors or multiprocessors()
-    slices, warps, resident, table = 4, 16, 1, torch.float32
-    if tokens > 1:
-        table, slices = torch.float16, 2 if tokens > 2 else 4
-    row_blocks = max(1, min(tiles, resident * processors // (w.units * SLICES // slices)))
-    return Shape(slices, warps, resident, row_blocks, table)
+def choose(
+    w: LutWeight, tokens: int, variant: Variant, processors: int | None = None, room: int | None = None
+) -> Shape:
+    """Return the cut that was fastest on an H200 for problems like this one.
+
+    A small matrix is over before tables of 1024 inputs pay for themselves: 512 then, and its planes are asked for well
+    ahead, which a large matrix has no need of. Sums of four half entries can err by more than 1e-3, so several tokens
+    share tables of 512 inputs. `room` is the shared memory that a thread block may have.
+    """
+    processors, room = processors or multiprocessors(), room or _room(torch.cuda.current_device())
+    tiles = w.tickets.numel()
+    small = tiles * w.units < 40 * processors
+    s = Shape(2, 16, 1, 1, 1, torch.float16) if tokens > 1 else Shape(2, 16, 1, 1, 4) if small else Shape(4, 24, 1, 1)
+    while table_bytes(s, tokens, variant) > room and s.slices > 1:
+        s = replace(s, slices=s.slices // 2, warps=16)
+    splits = w.units * SLICES // s.slices
+    once, twice = processors // splits, 2 * processors // splits
+    row_blocks = min(tiles, max(1, once if 20 * once * splits >= 19 * processors else twice))
+    ahead = 1 if s.ahead == 1 else 4 if tiles <= row_blocks * s.warps and w.scales.dtype != torch.float32 else 2
+    return replace(s, row_blocks=row_blocks, ahead=ahead)
+
+
+@cache
+def _room(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 1024  # type: ignore[attr-defined]

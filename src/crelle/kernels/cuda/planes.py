@@ -48,7 +48,7 @@ class Cuda:
 
     def run(self, x: Tensor, prepared: CudaWeight) -> Tensor:
         w = prepared
-        return _plane_matmul(x, w.words, w.scales, w.order, w.N, w.K, w.P, w.kind.name, w.groups, w.span)
+        return _plane_matmul(x, w.words, w.scales, w.order, w.N, w.K, w.P, w.kind.name, w.groups, w.span)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("crelle::plane_matmul", mutates_args=())
@@ -65,15 +65,14 @@ def _plane_matmul(
     span: int,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of layout.py."""
-    from crelle.kernels.cuda import decode, tiles
+    from crelle.kernels.cuda import decode
 
     w = CudaWeight(N, K, P, Kind[kind], groups, span, words, scales, order)
     x = x.contiguous()
     if x.shape[0] == 0:
         return x.new_empty(0, N)
-    if x.shape[0] <= decode.TOKENS:
-        return decode.product(decode.encode(x, w), w, x.dtype)
-    return tiles.matmul(x, w)
+    portions = torch.split(x, decode.TOKENS)
+    return torch.cat([decode.product(decode.encode(part, w), w, x.dtype) for part in portions])
 
 
 @_plane_matmul.register_fake

@@ -8,9 +8,9 @@
 //
 // so that even a single query head wastes no memory traffic, and up to 8 cost what one costs. The positions are split
 // SPLITS ways over thread blocks, and a split over WARPS warps, 16 positions at a time: each warp has its own queue of
-// STAGES tiles and its own running maximum and sums, and waits for nobody. At the end the SPLITS * WARPS partial results
-// are added in a fixed order: the splits are one cluster and read each other's shared memory, where the chip has
-// clusters; otherwise they write to memory and the last one to arrive adds.
+// STAGES tiles and its own running maximum and sums, and waits for nobody. At the end the results of the warps,
+// then those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes
+// into the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
 //
 // The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
 // step ends with a kernel that never lets the next start early (tokens.cu), or outside of this package.
@@ -37,17 +37,27 @@ __device__ __forceinline__ float sum_of_rows(float v) {
   return v;
 }
 
-// All blocks of the cluster have come here, and see what the others have written.
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ float power_of_two(float v) {
+  float to;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(v));
+  return to;
+}
+
+// Blocks of a cluster: `arrive` and later `meet` are one barrier, after which all see what the others wrote before it.
+__device__ __forceinline__ void arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
-// What is at this address in the shared memory of block `rank` of the cluster.
-template <typename P>
-__device__ __forceinline__ const P *of_block(const P *mine, int rank) {
+__device__ __forceinline__ void meet() {
 #if __CUDA_ARCH__ >= 900
-  const P *theirs;
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// The same address in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float *of_block(float *mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  float *theirs;
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
   return theirs;
 #else
@@ -127,13 +137,13 @@ struct Tiles {
   __device__ __forceinline__ void ask(int i, int position, int count) {
     T *to = tile(i);
     if (count > 0) {
+      const T *k = keys + (size_t)position * D + 8 * lane, *v = values + (size_t)position * D + 8 * lane;
 #pragma unroll
       for (int j = 0; j < (2 * D + 31) / 32; j++) {
         const int c = lane + 32 * j, row = c / (D / 8), column = c % (D / 8) * 8, bytes = row < count ? 16 : 0;
         if (2 * D % 32 && c >= 2 * D) break;
-        const size_t at = (size_t)position * D + (bytes ? c * 8 : 0);
-        copy(to + row * ROW + column, keys + at, bytes);
-        copy(to + (16 + row) * ROW + column, values + at, bytes);
+        copy(to + row * ROW + column, k + 256 * j, bytes);
+        copy(to + (16 + row) * ROW + column, v + 256 * j, bytes);
       }
     } else if (count == 0) {
       for (int c = lane; c < 2 * D; c += 32) {
@@ -144,10 +154,10 @@ struct Tiles {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   static __device__ __forceinline__ void copy(T *to, const T *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     static_cast<uint32>(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32>(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(bytes)
+        : "memory");
   }
   __device__ __forceinline__ T *wait(int i) const {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
@@ -178,9 +188,10 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
   const int kv = blockIdx.y / chunks, chunk = blockIdx.y % chunks, head = kv * group + chunk * G;
   const int count = min(G, group - chunk * G);
   next_may_start();
+  if (CLUSTER && SPLITS > 1) arrive();
 
   // --- before the previous kernel is done: what this warp reads of the cache
-  const int at = min(position[b], capacity - 1), first = max(0, at + 1 - window);
+  const int at = min(__ldcg(position + b), capacity - 1), first = max(0, at + 1 - window);
   const int share = ((at + 1 - first + SPLITS - 1) / SPLITS + 15) / 16 * 16;
   const int begin = first + split * share, end = min(begin + share, at + 1);
   const int tiles = (max(end - begin, 0) + 15) / 16, mine = (max(tiles - warp, 0) + WARPS - 1) / WARPS;
@@ -194,7 +205,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
 #pragma unroll
   for (int s = 0; s < STAGES; s++) ask(s);
   const Turn<D> turn(cos, sin, at, lane);
-  previous_is_done();
+  previous_is_done_meanwhile(capacity);
 
   // --- the new token: key and value where they belong, queries in shared memory
   const T *row = qkv + (size_t)b * (heads + 2 * kv_heads) * D;
@@ -230,7 +241,8 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     const int from = begin + (warp + WARPS * i) * 16;
     if (from <= at && at < from + 16) {  // the new token is not in the cache yet, as far as this tile knows
       if (lane < D / 8) {
-        *reinterpret_cast<uint4 *>(tile + (at - from) * ROW + 8 * lane) = *reinterpret_cast<uint4 *>(fresh[0] + 8 * lane);
+        *reinterpret_cast<uint4 *>(tile + (at - from) * ROW + 8 * lane) =
+            *reinterpret_cast<uint4 *>(fresh[0] + 8 * lane);
         *reinterpret_cast<uint4 *>(tile + (16 + at - from) * ROW + 8 * lane) =
             *reinterpret_cast<uint4 *>(fresh[1] + 8 * lane);
       }
@@ -246,14 +258,13 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     }
     float p[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      p[j] = from + lane / 4 + j / 2 * 8 < end ? (s[0][j] + s[1][j]) * scale : NOTHING;
+    for (int j = 0; j < 4; j++) p[j] = from + lane / 4 + j / 2 * 8 < end ? (s[0][j] + s[1][j]) * scale : NOTHING;
     float factor[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const float now = fmaxf(largest[j], largest_of_rows(fmaxf(p[j], p[j + 2])));
-      factor[j] = exp2f(largest[j] - now), largest[j] = now;
-      p[j] = exp2f(p[j] - now), p[j + 2] = exp2f(p[j + 2] - now);
+      factor[j] = power_of_two(largest[j] - now), largest[j] = now;
+      p[j] = power_of_two(p[j] - now), p[j + 2] = power_of_two(p[j + 2] - now);
       sum[j] = fmaf(sum[j], factor[j], p[j] + p[j + 2]);
     }
     const uint32 low = transposed(pair<T>(p[0], p[1])), high = transposed(pair<T>(p[2], p[3]));
@@ -269,7 +280,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     ask(i + STAGES);
   }
 
-  // --- the parts of all warps of all splits, added in order
+  // --- this block's part: its warps' parts, added in order
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int h = 2 * (lane % 4) + j;
@@ -283,52 +294,79 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
       if (d + 8 < D) part.out[warp][h][d + 8] = o[k][j + 2];
     }
   }
-  constexpr bool TOGETHER = CLUSTER && SPLITS > 1;
-  if constexpr (TOGETHER) {
-    meet();
-  } else if constexpr (SPLITS > 1) {
-    __shared__ bool last;
-    __syncthreads();
-    const int set = b * gridDim.y + blockIdx.y;
-    parts += (size_t)set * SPLITS * (sizeof(Part) / 4);
-    const float *from = reinterpret_cast<const float *>(&part);
-    for (int i = threadIdx.x; i < sizeof(Part) / 4; i += WARPS * 32) parts[split * (sizeof(Part) / 4) + i] = from[i];
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      last = atomicAdd(arrived + set, 1) == SPLITS - 1;
-      if (last) arrived[set] = 0;
+  __syncthreads();
+  const auto added = [&](int h, int d, float &top, float &total) {
+    float result = 0;
+    top = NOTHING, total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, part.largest[w][h]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float factor = power_of_two(part.largest[w][h] - top);
+      total = fmaf(factor, part.sum[w][h], total), result = fmaf(factor, part.out[w][h][d], result);
     }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    return result;
+  };
+  T *to = out + ((size_t)b * heads + head) * D;
+  if constexpr (SPLITS == 1) {
+    for (int i = threadIdx.x; i < count * D; i += WARPS * 32) {
+      float top, total;
+      const float result = added(i / D, i % D, top, total);
+      to[i] = rounded<T>(result / total);
+    }
   } else {
-    __syncthreads();
-  }
-  const Part *of[SPLITS];
-#pragma unroll
-  for (int c = 0; c < SPLITS; c++)
-    of[c] = TOGETHER ? of_block(&part, c) : SPLITS == 1 ? &part : reinterpret_cast<const Part *>(parts) + c;
-  const int adders = TOGETHER ? SPLITS : 1, adder = TOGETHER ? split : 0;
-  for (int i = threadIdx.x * adders + adder; i < count * D; i += WARPS * 32 * adders) {
-    const int h = i / D, d = i % D;
-    float top = NOTHING, total = 0, result = 0, weight[SPLITS][WARPS];
-#pragma unroll
-    for (int c = 0; c < SPLITS; c++) {
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) top = fmaxf(top, weight[c][w] = of[c]->largest[w][h]);
-    }
-#pragma unroll
-    for (int c = 0; c < SPLITS; c++) {
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        const float factor = exp2f(weight[c][w] - top);
-        total = fmaf(factor, of[c]->sum[w][h], total), result = fmaf(factor, of[c]->out[w][h][d], result);
+    // --- all blocks' parts: each block gives every adder its share of the numbers
+    constexpr int ADDERS = CLUSTER ? SPLITS : 1, SHARE = G * D / ADDERS;
+    struct Gathered {
+      float largest[SPLITS][G], sum[SPLITS][G], out[SPLITS][SHARE];
+    };
+    __shared__ __align__(16) float gathered[CLUSTER ? sizeof(Gathered) / 4 : 1];
+    const int set = b * gridDim.y + blockIdx.y;
+    const auto at_adder = [&](int rank) {
+      return reinterpret_cast<Gathered *>(CLUSTER ? of_block(gathered, rank)
+                                                  : parts + (size_t)set * (sizeof(Gathered) / 4));
+    };
+    if (CLUSTER) meet();  // they have all started
+    for (int i = threadIdx.x; i < G * D; i += WARPS * 32) {
+      float top, total;
+      const float result = added(i / D, i % D, top, total);
+      at_adder(i / SHARE)->out[split][i % SHARE] = result;
+      if (i % D < ADDERS) {
+        Gathered *all = at_adder(i % D);
+        all->largest[split][i / D] = top, all->sum[split][i / D] = total;
       }
     }
-    out[((size_t)b * heads + head + h) * D + d] = rounded<T>(result / total);
+    if constexpr (CLUSTER) {
+      arrive(), meet();
+    } else {
+      __shared__ bool last;
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        last = atomicAdd(arrived + set, 1) == SPLITS - 1;
+        if (last) arrived[set] = 0;
+      }
+      __syncthreads();
+      if (!last) return;
+      __threadfence();
+    }
+    const int adder = CLUSTER ? split : 0;
+    const Gathered *all =
+        reinterpret_cast<const Gathered *>(CLUSTER ? gathered : parts + (size_t)set * (sizeof(Gathered) / 4));
+    for (int i = threadIdx.x; i < SHARE; i += WARPS * 32) {
+      const int e = adder * SHARE + i, h = e / D;
+      if (h >= count) break;
+      float top = NOTHING, total = 0, result = 0;
+#pragma unroll
+      for (int c = 0; c < SPLITS; c++) top = fmaxf(top, all->largest[c][h]);
+#pragma unroll
+      for (int c = 0; c < SPLITS; c++) {
+        const float factor = power_of_two(all->largest[c][h] - top);
+        total = fmaf(factor, all->sum[c][h], total), result = fmaf(factor, all->out[c][i], result);
+      }
+      to[e] = rounded<T>(result / total);
+    }
   }
-  if constexpr (TOGETHER) meet();  // nobody's shared memory goes while others read it
 }
 
 }  // namespace crelle

@@ -26,6 +26,17 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
+// Bit c of lane r becomes bit r of lane c.
+__device__ __forceinline__ uint32 transposed(uint32 x, int lane) {
+  uint32 keep = 0x0000ffff;
+#pragma unroll
+  for (int i = 16; i; i /= 2, keep ^= keep << i) {
+    const uint32 other = __shfl_xor_sync(~0u, x, i);
+    x = lane & i ? (other >> i & keep) | (x & ~keep) : (x & keep) | (other & keep) << i;
+  }
+  return x;
+}
+
 template <int WARPS>
 __device__ __forceinline__ float2 block_sum(float a, float b) {
   __shared__ float2 part[WARPS];
@@ -38,72 +49,110 @@ __device__ __forceinline__ float2 block_sum(float a, float b) {
   return sum;
 }
 
+// Ask for some memory to come into L2; nobody waits for it.
+__device__ __forceinline__ void fetch_into_l2(const char *from, long long bytes, int thread, int threads) {
+  constexpr int PIECE = 4096;
+  for (long long at = (long long)thread * PIECE; at < bytes; at += (long long)threads * PIECE) {
+    const int size = static_cast<int>(min((long long)PIECE, bytes - at)) / 16 * 16;
+#if __CUDA_ARCH__ >= 900
+    if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
+#else
+    for (int i = 0; i < size; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at + i));
+#endif
+  }
+}
+
 // x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up); order [256 blocks], which input stands where, -1 for none, or
-// null; grid (ceil(2 blocks / WARPS), tokens)
+// null; grid (ceil(2 blocks / WARPS) + others, tokens): the other thread blocks let the first bytes of the weights that
+// the digits are for come into L2, because nothing else keeps the memory busy while norms and digits are made.
 template <Op OP, int PARTS, int M, int WARPS, typename X>
 __global__ void __launch_bounds__(WARPS * 32)
     encode(const X *__restrict__ x, const X *__restrict__ weight, const X *__restrict__ bias,
-           const int *__restrict__ order, uint2 *bits, float *xscale, int K, int blocks, float eps) {
+           const int *__restrict__ order, uint32 *bits, float *xscale, const char *words, long long words_bytes,
+           const char *scales, long long scales_bytes, int K, int blocks, float eps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m = blockIdx.y, half = blockIdx.x * WARPS + warp;
   x += (size_t)m * K * (OP == SILU_MUL ? 2 : 1);
   next_may_start();
+  const int makers = (2 * blocks + WARPS - 1) / WARPS, others = gridDim.x - makers;
+  if (static_cast<int>(blockIdx.x) >= makers) {
+    const int thread = (blockIdx.x - makers) * WARPS * 32 + threadIdx.x;
+    if (m == 0) fetch_into_l2(words, words_bytes, thread, others * WARPS * 32);
+    if (m == 0) fetch_into_l2(scales, scales_bytes, thread, others * WARPS * 32);
+    return;
+  }
+  float v[4], gain[4] = {}, shift[4] = {};
+  int from[4];  // what does not depend on the previous kernel
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int at = half * 128 + 32 * i + lane;
+    from[i] = half >= 2 * blocks ? -1 : order ? order[at] : at < K ? at : -1;
+    if (from[i] < 0) continue;
+    if constexpr (OP == RMS_NORM || OP == LAYER_NORM) gain[i] = number(weight[from[i]]);
+    if constexpr (OP == LAYER_NORM) shift[i] = number(bias[from[i]]);
+  }
   previous_is_done();
 
+  // This warp's inputs first: they are under way while the row is summed up.
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int k = from[i];
+    v[i] = k < 0 ? 0 : number(x[k]);
+    if constexpr (OP == SILU_MUL) gain[i] = k < 0 ? 0 : number(x[K + k]);
+  }
   float mean = 0, scale = 1;
   if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
     float sum = 0, squares = 0;
-    for (int k = threadIdx.x; k < K; k += WARPS * 32) {
-      const float v = number(x[k]);
-      sum += v, squares = fmaf(v, v, squares);
+    const auto add = [&](float a) { sum += a, squares = fmaf(a, a, squares); };
+    const int vectors = K % 8 ? 0 : K / 8;
+    for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
+      const uint4 w = reinterpret_cast<const uint4 *>(x)[i];
+      const X *eight = reinterpret_cast<const X *>(&w);
+#pragma unroll
+      for (int j = 0; j < 8; j++) add(number(eight[j]));
     }
+    for (int k = 8 * vectors + threadIdx.x; k < K; k += WARPS * 32) add(number(x[k]));
     const float2 all = block_sum<WARPS>(sum, squares);
     if constexpr (OP == LAYER_NORM) mean = all.x / K;
     scale = rsqrtf(all.y / K - mean * mean + eps);
   }
   if (half >= 2 * blocks) return;
 
-  float v[4], largest = 0;
+  float largest = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int at = half * 128 + 32 * i + lane, k = order ? order[at] : at < K ? at : -1;
-    v[i] = 0;
-    if (k >= 0) {
-      v[i] = number(x[k]);
-      if constexpr (OP == RMS_NORM) v[i] = number(rounded<X>(v[i] * scale)) * number(weight[k]);
-      if constexpr (OP == LAYER_NORM) v[i] = (v[i] - mean) * scale * number(weight[k]) + number(bias[k]);
-      if constexpr (OP == SILU_MUL) v[i] = v[i] / (1 + __expf(-v[i])) * number(x[K + k]);
-      if constexpr (OP == RELU) v[i] = fmaxf(v[i], 0);
-    }
+    if constexpr (OP == RMS_NORM) v[i] = number(rounded<X>(v[i] * scale)) * gain[i];
+    if constexpr (OP == LAYER_NORM) v[i] = from[i] < 0 ? 0 : (v[i] - mean) * scale * gain[i] + shift[i];
+    if constexpr (OP == SILU_MUL) v[i] = v[i] / (1 + __expf(-v[i])) * gain[i];
+    if constexpr (OP == RELU) v[i] = fmaxf(v[i], 0);
     largest = fmaxf(largest, fabsf(v[i]));
   }
 #pragma unroll
   for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
   const float up = largest > 0 ? LARGEST / largest : 0;
 
-  constexpr int L = 4 / M, DIGITS = 8 / L;  // pairs of columns; digits that a pair holds
-  int sums[PARTS] = {};                     // each over 4 / PARTS runs of 32 inputs
-  uint32 low[M] = {}, high[M] = {};         // of instruction i, for the column and the inputs of this lane
-  const int column = lane / 4 - 2 * L * m;  // among those of this token
+  uint32 packed[2];      // the digits, 16 bits each, of inputs (lane, 32 + lane) and (64 + lane, 96 + lane)
+  int sums[PARTS] = {};  // each over 4 / PARTS runs of 32 inputs
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int q = __float2int_rn(v[i] * up), digits = (q + 0xCCCC) ^ 0xCCCC;
+    const int q = __float2int_rn(v[i] * up);
+    const uint32 digits = (q + 0xCCCC) ^ 0xCCCC;
+    packed[i / 2] = i % 2 ? packed[i / 2] | digits << 16 : digits;
     sums[i * PARTS / 4] += q;
-#pragma unroll
-    for (int d = 0; d < 8; d++) {
-      const uint32 l = __ballot_sync(~0u, digits >> (2 * d) & 1), h = __ballot_sync(~0u, digits >> (2 * d + 1) & 1);
-      if (lane % 4 == i && column == 2 * (d / DIGITS) + d % 2) low[d % DIGITS / 2] = l, high[d % DIGITS / 2] = h;
-    }
   }
-  if (0 <= column && column < 2 * L) {
+  constexpr int L = 4 / M, DIGITS = 8 / L;  // pairs of columns of a token; digits that a pair holds
 #pragma unroll
-    for (int i = 0; i < M; i++) bits[(half * 32 + lane) * M + i] = make_uint2(low[i], high[i]);
+  for (int i = 0; i < 2; i++) {
+    // Transposed, lane j has bit j % 16 of 32 inputs: the word that column and instruction of that digit want.
+    const uint32 word = transposed(packed[i], lane);
+    const int run = 2 * i + lane / 16, digit = lane % 16 / 2, column = 2 * (L * m + digit / DIGITS) + digit % 2;
+    bits[((half * 32 + 4 * column + run) * M + digit % DIGITS / 2) * 2 + lane % 2] = word;
   }
   xscale += (half * M + m) * (1 + PARTS);
   if (lane == 0) xscale[0] = largest / LARGEST;
 #pragma unroll
   for (int i = 0; i < PARTS; i++) {
     const int s = __reduce_add_sync(~0u, sums[i]);
-    if (lane == 0) xscale[1 + i] = s;
+    if (lane == 0) xscale[1 + i] = s * 0x1p-39f;  // the unit in which decode.cu adds up
   }
 }
 

@@ -69,28 +69,33 @@ struct Pair<float> {
   }
 };
 
-// The product of 16 rows and half a block: 128 inputs. GROUPS: groups of scales in a block: 1 (256 or more inputs a
-// group), 2, 4, 8.
+// The product of 16 rows and a block of 256 inputs, half a block at a time. GROUPS: groups of scales in a block: 1 (256
+// or more inputs a group), 2, 4, 8.
 template <int P, Kind KIND, int GROUPS, int M, typename S>
-struct Half {
-  static constexpr int SW = scale_words(KIND, P) * Pair<S>::WORDS, SCALES = GROUPS * SW;  // words of a group; of a lane
-  static constexpr int PLANE_BYTES = P * 512, SCALE_BYTES = SCALES * 32;                  // of a whole block
-  static constexpr int PARTS = GROUPS > 2 ? GROUPS / 2 : 1;                               // groups in half a block
-  static constexpr int LANES = 4 / M;                                                     // lanes that share a token
+struct Block {
+  static constexpr int SW = scale_words(KIND, P) * Pair<S>::WORDS, SCALES = GROUPS * SW;  // of a group; of a lane
+  static constexpr int PLANE_BYTES = P * 512, SCALE_BYTES = SCALES * 32;
+  static constexpr int PARTS = GROUPS > 2 ? GROUPS / 2 : 1;  // groups in half a block
+  static constexpr int LANES = 4 / M;                        // lanes that share a token
   static constexpr bool CODES = KIND == UNIFORM || KIND == UNIFORM_SYMMETRIC || KIND == AFFINE;
 
+  // Some halves of a block of x, as this lane needs them. The sums of x count once per row; they come in the unit of
+  // `weighed`.
+  template <int HALVES>
   struct Inputs {
-    uint32 bits[2 * M];  // of M instructions: low bits, high bits
-    float scale, sum[PARTS];
+    uint32 bits[HALVES][2 * M];  // of M instructions: low bits, high bits
+    float scale[HALVES], sum[HALVES][PARTS];
 
-    // `xbits` and `xscale` are those of this lane; sums count once per row, in the unit of `weighed`
     __device__ __forceinline__ Inputs(const uint32 *xbits, const float *xscale, int half, bool first) {
-      take(bits, xbits + half * (64 * M));
-      uint32 v[1 + PARTS];
-      take(v, reinterpret_cast<const uint32 *>(xscale) + half * (M * (1 + PARTS)));
-      scale = __uint_as_float(v[0]);
+      uint32 v[HALVES][1 + PARTS];
 #pragma unroll
-      for (int i = 0; i < PARTS; i++) sum[i] = first ? __uint_as_float(v[1 + i]) * 0x1p-39f : 0;
+      for (int h = 0; h < HALVES; h++) {
+        take(bits[h], xbits + half * (64 * M) + h * (64 * M));
+        take(v[h], reinterpret_cast<const uint32 *>(xscale) + half * (M * (1 + PARTS)) + h * (M * (1 + PARTS)));
+        scale[h] = __uint_as_float(v[h][0]);
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) sum[h][i] = first ? __uint_as_float(v[h][1 + i]) : 0;
+      }
     }
   };
 
@@ -105,18 +110,18 @@ struct Half {
     return v;
   }
 
-  static __device__ __forceinline__ void multiply(float2 &sums, const char *words, const char *pairs, const Inputs &x,
+  // Half h of a block; `scales` are those of the whole block.
+  static __device__ __forceinline__ void multiply(float2 &sums, const char *words, const uint32 (&scales)[SCALES],
+                                                  const uint32 (&bits)[2 * M], float xscale, const float (&xsum)[PARTS],
                                                   int h, int lane) {
     uint4 plane[P];
-    uint32 scales[PARTS * SW];
 #pragma unroll
     for (int p = 0; p < P; p++) plane[p] = twice(words + ((p * 32 + lane) * 2 + h) * 8);
-    take(scales, reinterpret_cast<const uint32 *>(pairs) + (lane >> 2) * SCALES + (GROUPS == 1 ? 0 : h * PARTS * SW));
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const uint32 *scale = scales + part * SW;
+      const uint32 *scale = scales + (GROUPS == 1 ? 0 : h * PARTS + part) * SW;
       const bool mine = PARTS == 1 || (lane & 3) / (4 / PARTS) == part;  // of the inputs that this lane brings
-      const float start = CODES ? 0 : -0.5f * x.sum[part];               // b is +-1/2, or 0 and 1 in a code
+      const float sum = xsum[part], start = CODES ? 0 : -0.5f * sum;     // b is +-1/2, or 0 and 1 in a code
       float2 f = make_float2(0, 0);
 #pragma unroll
       for (int p = 0; p < P; p++) {
@@ -124,12 +129,10 @@ struct Half {
             CODES ? make_float2(1 << (P - 1 - p), 1 << (P - 1 - p)) : Pair<S>::of(scale + p * Pair<S>::WORDS);
         int c[M][4];
 #pragma unroll
-        for (int i = 0; i < M; i++) count(c[i], plane[p], mine ? x.bits[2 * i] : 0, mine ? x.bits[2 * i + 1] : 0);
+        for (int i = 0; i < M; i++) count(c[i], plane[p], mine ? bits[2 * i] : 0, mine ? bits[2 * i + 1] : 0);
         f.x = fmaf(alpha.x, weighed(start, c, 0), f.x);
         f.y = fmaf(alpha.y, weighed(start, c, 1), f.y);
       }
-      const float sum = x.sum[part];
-      float2 step = make_float2(x.scale, x.scale);
       if constexpr (KIND == UNIFORM_SYMMETRIC)
         f.x = fmaf(-(1 << (P - 1)), sum, f.x), f.y = fmaf(-(1 << (P - 1)), sum, f.y);
       if constexpr (KIND == UNIFORM) {
@@ -137,114 +140,140 @@ struct Half {
         f.x = fmaf(-zero.x, sum, f.x), f.y = fmaf(-zero.y, sum, f.y);
       }
       if constexpr (CODES) {
-        const float2 s = Pair<S>::of(scale);
-        f.x *= s.x, f.y *= s.y;
+        const float2 step = Pair<S>::of(scale);
+        f.x *= step.x, f.y *= step.y;
       }
       if constexpr (KIND == AFFINE || KIND == BCQ) {
         const float2 low = Pair<S>::of(scale + (KIND == BCQ ? P : 1) * Pair<S>::WORDS);
-        const float times = KIND == BCQ ? 0.5f * sum : sum;
+        const float times = KIND == BCQ ? -start : sum;
         f.x = fmaf(low.x, times, f.x), f.y = fmaf(low.y, times, f.y);
       }
-      sums.x = fmaf(step.x, f.x, sums.x);
-      sums.y = fmaf(step.y, f.y, sums.y);
+      sums.x = fmaf(xscale, f.x, sums.x);
+      sums.y = fmaf(xscale, f.y, sums.y);
     }
   }
 };
 
 // words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / span), 8, SCALES]; bits and xscale as in
-// bits.cu; bias [N] and residual [tokens, N] may be null; y [tokens, N]; one thread block per TILES tiles. A warp takes
-// consecutive blocks, RUN of them at a time (1 where more planes are stored than used, or scales are shared). RESIDENT:
-// warps that a multiprocessor should hold at once.
-template <int P, Kind KIND, int GROUPS, int M, int TILES, int WARPS, int RUN, int STAGES, int RESIDENT, typename S,
-          typename Y>
+// bits.cu; bias [N] and residual [tokens, N] may be null; y [tokens, N].
+// A thread block takes TILES tiles at a time and every gridDim.x-th such set; its warps share the blocks of 256 inputs,
+// consecutive ones each, and fetch RUN of them at a time (1 where more planes are stored than used, or scales shared).
+// The grid should fit the device at once: then the kernels behind this one start, and fetch their own weights, early.
+// HALVES: of a block of x that are fetched at a time. RESIDENT: warps that a multiprocessor can hold, which bounds the
+// registers.
+template <int P, Kind KIND, int GROUPS, int M, int TILES, int WARPS, int RUN, int STAGES, int HALVES, int RESIDENT,
+          typename S, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     decode(const char *__restrict__ words, const char *__restrict__ scales, const uint32 *__restrict__ bits,
            const float *__restrict__ xscale, const Y *__restrict__ bias, const Y *residual, Y *y, int N, int tokens,
            int blocks, int planes, int span) {
-  using H = Half<P, KIND, GROUPS, M, S>;
-  using Queue = Ring<STAGES, RUN *(H::PLANE_BYTES + H::SCALE_BYTES)>;
+  using B = Block<P, KIND, GROUPS, M, S>;
+  using Queue = Ring<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES)>;
+  constexpr int OUTPUTS = (TILES * M * 16 + WARPS * 32 - 1) / (WARPS * 32);
   extern __shared__ __align__(128) char shared[];
+  __shared__ float partial[2][WARPS][TILES][M][16];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), t = lane & 3;
-  const int tile = blockIdx.x * TILES, last = (N - 1) / 16;
-  const int share = (blocks + WARPS - 1) / WARPS, begin = min(warp * share, blocks), mine = min(share, blocks - begin);
-  const int pieces = (mine + RUN - 1) / RUN * TILES;  // run by run, its tiles in turn
+  const int last = (N - 1) / 16, sets = last / TILES + 1;
+  const int begin = warp * blocks / WARPS, end = (warp + 1) * blocks / WARPS;
 
   next_may_start();
   Queue queue(shared + warp * Queue::SIZE, lane);
-  const auto ask = [&](int i) {
-    const int b = begin + i / TILES * RUN, n = min(tile + i % TILES, last),
-              run = RUN == 1 ? 1 : min(RUN, begin + mine - b);
-    const int set = GROUPS > 1 ? n * blocks + b : n * ((blocks + span - 1) / span) + b / span;
-    queue.ask(i % STAGES, words + (size_t)(n * blocks + b) * (planes * 512), run * H::PLANE_BYTES,
-              scales + (size_t)set * H::SCALE_BYTES, run * H::SCALE_BYTES);
+  struct {
+    int set, block, tile;
+  } wanted = {static_cast<int>(blockIdx.x), begin, 0};  // what to ask for next: run by run, its tiles in turn
+  const auto ask = [&](int stage) {
+    if (wanted.set >= sets || begin == end) {
+      queue.ask_nothing();
+      return;
+    }
+    const int b = wanted.block, n = min(wanted.set * TILES + wanted.tile, last), run = RUN == 1 ? 1 : min(RUN, end - b);
+    const int group = GROUPS > 1 ? n * blocks + b : n * ((blocks + span - 1) / span) + b / span;
+    queue.ask(stage, words + (size_t)(n * blocks + b) * (planes * 512), run * B::PLANE_BYTES,
+              scales + (size_t)group * B::SCALE_BYTES, run * B::SCALE_BYTES);
+    if (TILES == 1 || ++wanted.tile == TILES) {
+      wanted.tile = 0, wanted.block += RUN;
+      if (wanted.block >= end) wanted.block = begin, wanted.set += gridDim.x;
+    }
   };
 #pragma unroll
-  for (int s = 0; s < STAGES; s++) {
-    if (s < pieces)
-      ask(s);
-    else
-      queue.ask_nothing();
-  }
+  for (int s = 0; s < STAGES; s++) ask(s);
   previous_is_done();
 
-  const int token = t / H::LANES, end = 2 * (begin + mine);
-  const bool first = t % H::LANES == 0;
-  float2 sums[TILES];
-#pragma unroll
-  for (int j = 0; j < TILES; j++) sums[j] = make_float2(0, 0);
+  const int token = t / B::LANES;
+  const bool first = t % B::LANES == 0;
+  // undoes the unit of `weighed`; the lanes of a token weigh digits 0.., 8/LANES.., ...; +-1/2 becomes +-1
+  const float place = (B::CODES ? 0x1p39f : 0x1p40f) * (1 << 16 / B::LANES * (t % B::LANES));
   bits += lane * 2 * M;
-  xscale += token * (1 + H::PARTS);
-  typename H::Inputs next(bits, xscale, min(2 * begin, 2 * blocks - 1), first);  // one half block ahead
+  xscale += token * (1 + B::PARTS);
+  typename B::template Inputs<HALVES> next(bits, xscale, min(2 * begin, 2 * blocks - HALVES), first);  // one step ahead
+  int taken = 0, page = 0;  // pieces taken from the queue
 #pragma unroll 1
-  for (int i = 0; i < pieces; i += TILES) {
-    const int b = begin + i / TILES * RUN, run = RUN == 1 ? 1 : min(RUN, begin + mine - b);
-    const char *piece[TILES];
+  for (int set = blockIdx.x; set < sets; set += gridDim.x) {
+    float2 sums[TILES];
 #pragma unroll
-    for (int j = 0; j < TILES; j++) piece[j] = queue.wait((i + j) % STAGES, (i + j) / STAGES);
+    for (int j = 0; j < TILES; j++) sums[j] = make_float2(0, 0);
+    float more[OUTPUTS];  // what is added to the outputs of this thread, fetched while the products are made
 #pragma unroll
-    for (int r = 0; r < RUN; r++) {
-      if (r == run) break;
+    for (int k = 0; k < OUTPUTS; k++) {
+      const int i = threadIdx.x + k * WARPS * 32, m = i / 16 % M, n = (set * TILES + i / (M * 16)) * 16 + i % 16;
+      const bool there = i < TILES * M * 16 && n < N && m < tokens;
+      more[k] = bias && there ? number(bias[n]) : 0;
+      if (residual && there) more[k] += number(residual[(size_t)m * N + n]);
+    }
+#pragma unroll 1
+    for (int b = begin; b < end; b += RUN) {
+      const int run = RUN == 1 ? 1 : min(RUN, end - b);
+      const char *piece[TILES];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const typename H::Inputs x = next;
-        next = typename H::Inputs(bits, xscale, min(2 * (b + r) + h + 1, end - 1), first);
+      for (int j = 0; j < TILES; j++) piece[j] = queue.wait((taken + j) % STAGES, (taken + j) / STAGES);
+#pragma unroll
+      for (int r = 0; r < RUN; r++) {
+        if (r == run) break;
+        uint32 scale[TILES][B::SCALES];
 #pragma unroll
         for (int j = 0; j < TILES; j++)
-          H::multiply(sums[j], piece[j] + r * H::PLANE_BYTES, piece[j] + run * H::PLANE_BYTES + r * H::SCALE_BYTES, x,
-                      h, lane);
+          take(scale[j], reinterpret_cast<const uint32 *>(piece[j] + run * B::PLANE_BYTES + r * B::SCALE_BYTES) +
+                             (lane >> 2) * B::SCALES);
+#pragma unroll
+        for (int h = 0; h < 2; h += HALVES) {
+          const typename B::template Inputs<HALVES> x = next;
+          const int half = 2 * (b + r) + h + HALVES;
+          if (half < 2 * end || set + gridDim.x < sets)
+            next = typename B::template Inputs<HALVES>(bits, xscale, half < 2 * end ? half : 2 * begin, first);
+#pragma unroll
+          for (int k = 0; k < HALVES; k++) {
+#pragma unroll
+            for (int j = 0; j < TILES; j++)
+              B::multiply(sums[j], piece[j] + r * B::PLANE_BYTES, scale[j], x.bits[k], x.scale[k], x.sum[k], h + k,
+                          lane);
+          }
+        }
       }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < TILES; j++) ask((taken + j) % STAGES);
+      taken += TILES;
     }
-    __syncwarp();
+
+    // The warps' sums, in order. Two pages, so that one barrier is enough: nobody is two sets ahead.
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
-      if (i + j + STAGES < pieces)
-        ask(i + j + STAGES);
-      else
-        queue.ask_nothing();
+      float a = sums[j].x * place, c = sums[j].y * place;
+#pragma unroll
+      for (int i = 1; i < B::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), c += __shfl_xor_sync(~0u, c, i);
+      if (first) partial[page][warp][j][token][lane >> 2] = a, partial[page][warp][j][token][(lane >> 2) + 8] = c;
     }
-  }
-
-  __shared__ float partial[WARPS][TILES][M][16];
-  // undoes the unit of `weighed`; the lanes of a token weigh digits 0.., 8/LANES.., ...; +-1/2 becomes +-1
-  const float place = (H::CODES ? 0x1p39f : 0x1p40f) * (1 << 16 / H::LANES * (t % H::LANES));
+    __syncthreads();
 #pragma unroll
-  for (int j = 0; j < TILES; j++) {
-    float a = sums[j].x * place, b = sums[j].y * place;
+    for (int k = 0; k < OUTPUTS; k++) {
+      const int i = threadIdx.x + k * WARPS * 32, m = i / 16 % M, n = (set * TILES + i / (M * 16)) * 16 + i % 16;
+      if (i >= TILES * M * 16 || n >= N || m >= tokens) continue;
+      float sum = 0;
 #pragma unroll
-    for (int i = 1; i < H::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), b += __shfl_xor_sync(~0u, b, i);
-    if (first) partial[warp][j][token][lane >> 2] = a, partial[warp][j][token][(lane >> 2) + 8] = b;
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TILES * M * 16; i += WARPS * 32) {
-    const int j = i / (M * 16), m = i / 16 % M, n = (tile + j) * 16 + i % 16;
-    if (n >= N || m >= tokens) continue;
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += partial[w][j][m][i % 16];
-    if (bias) sum += number(bias[n]);
-    if (residual) sum += number(residual[(size_t)m * N + n]);
-    y[(size_t)m * N + n] = rounded<Y>(sum);
+      for (int w = 0; w < WARPS; w++) sum += (&partial[page][w][0][0][0])[i];
+      y[(size_t)m * N + n] = rounded<Y>(sum + more[k]);
+    }
+    page ^= 1;
   }
 }
 

@@ -1,4 +1,5 @@
-// y [M, N] = f(x) [M, K] W.T + bias + residual for up to 4 tokens and plain 16-bit weights [N, K], as fast as W is read.
+// y [M, N] = f(x) [M, K] W.T + bias + residual for up to 4 tokens and plain 16-bit weights [N, K], as fast as W is
+// read.
 //
 // A thread block takes 16 rows of W, and its warps share the inputs. A lane reads 16 bytes of row lane / 4 and of the
 // row 8 below: four lanes read 64 bytes in a row, 32 inputs. That is what the tensor core instruction takes in two
@@ -20,39 +21,41 @@ __device__ __forceinline__ uint4 eight(const T *row, int k, int K) {
   if constexpr (ALIGNED) {
     return k < K ? *reinterpret_cast<const uint4 *>(row + k) : make_uint4(0, 0, 0, 0);
   } else {
-    __align__(16) T v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = k + i < K ? row[k + i] : rounded<T>(0);
-    return *reinterpret_cast<const uint4 *>(v);
+    const unsigned short *from = reinterpret_cast<const unsigned short *>(row);
+    const auto two = [&](int i) {
+      return (k + i < K ? from[k + i] : 0u) | (k + i + 1 < K ? (uint32)from[k + i + 1] << 16 : 0u);
+    };
+    return make_uint4(two(0), two(2), two(4), two(6));
   }
 }
 
-// The same of weights: read once, so that they should not push anything out of the caches.
-template <bool ALIGNED, typename T>
-__device__ __forceinline__ uint4 eight_weights(const T *row, int k, int K) {
-  if constexpr (ALIGNED) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (k < K)
-      asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "l"(row + k));
-    return v;
-  } else {
-    return eight<false>(row, k, K);
-  }
+// 16 bytes that are read only once, or what `to` was.
+__device__ __forceinline__ void take_if(bool there, uint4 &to, const void *from) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+      : "l"(from), "r"((uint32)there));
 }
 
-// Sums of a token's numbers and their squares over the thread block; all threads must come.
-template <int WARPS>
-__device__ __forceinline__ float2 block_sum(float2 (&part)[WARPS], float sum, float squares) {
+// Sums of M tokens' numbers and of their squares, over the thread block; all threads must come.
+template <int M, int WARPS>
+__device__ __forceinline__ void block_sums(float2 (&part)[M][WARPS], float (&sum)[M], float (&squares)[M]) {
 #pragma unroll
-  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i), squares += __shfl_xor_sync(~0u, squares, i);
-  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = make_float2(sum, squares);
+  for (int m = 0; m < M; m++) {
+#pragma unroll
+    for (int i = 16; i; i /= 2) {
+      sum[m] += __shfl_xor_sync(~0u, sum[m], i), squares[m] += __shfl_xor_sync(~0u, squares[m], i);
+    }
+    if ((threadIdx.x & 31) == 0) part[m][threadIdx.x >> 5] = make_float2(sum[m], squares[m]);
+  }
   __syncthreads();
-  float2 all = make_float2(0, 0);
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) all.x += part[w].x, all.y += part[w].y;
-  return all;
+  for (int m = 0; m < M; m++) {
+    sum[m] = squares[m] = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum[m] += part[m][w].x, squares[m] += part[m][w].y;
+  }
 }
 
 struct Norm {
@@ -92,7 +95,7 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
   if constexpr (OP == SILU_MUL) {
     open<T>(g, eight<ALIGNED>(x + K, k, K));
 #pragma unroll
-    for (int i = 0; i < 8; i++) f[i] = f[i] / (1 + __expf(-f[i])) * g[i];
+    for (int i = 0; i < 8; i++) f[i] = __fdividef(f[i], 1 + __expf(-f[i])) * g[i];
   }
   if constexpr (OP == RELU) {
 #pragma unroll
@@ -102,7 +105,8 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
 }
 
 // x [M, K] (SILU_MUL: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
-// may be the residual. Shared: WARPS * M * (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
+// may be the residual; ahead: so many numbers of a row are brought near before they are asked for. Shared: WARPS * M *
+// (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
 template <Op OP, int M, int WARPS, int DEPTH, int RESIDENT, bool ALIGNED, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     product(const T *x, const T *__restrict__ weight, const T *__restrict__ norm, const T *__restrict__ shift,
@@ -111,18 +115,23 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
   const int tile = blockIdx.x * 16, begin = warp * share * 32, stride = share * 32 + 32;
   const int steps = min(share, max(0, (K - begin + 31) / 32));
+  const int have = min(steps, max(0, (K - begin - 8 * t + 31) / 32));  // steps in which this lane's inputs exist
   const T *low = weight + (size_t)min(tile + g, N - 1) * K, *high = weight + (size_t)min(tile + g + 8, N - 1) * K;
   T *mine = reinterpret_cast<T *>(shared) + warp * M * stride;
   next_may_start();
 
-  uint4 a[DEPTH][2];
+  uint4 a[DEPTH][2] = {};
   const auto ask = [&](uint4(&slot)[2], int step) {
-    const int k = step < steps ? begin + step * 32 + 8 * t : K;
-    slot[0] = eight_weights<ALIGNED>(low, k, K), slot[1] = eight_weights<ALIGNED>(high, k, K);
+    const int k = begin + 8 * t + step * 32;
+    if constexpr (ALIGNED) {
+      take_if(step < have, slot[0], low + k), take_if(step < have, slot[1], high + k);
+    } else if (step < have) {
+      slot[0] = eight<false>(low, k, K), slot[1] = eight<false>(high, k, K);
+    }
   };
 #pragma unroll
   for (int s = 0; s < DEPTH; s++) ask(a[s], s);
-  previous_is_done();
+  previous_is_done_meanwhile(K);
 
   // --- f(x), as far as this warp needs it
   float extra = 0;  // what the thread adds to the number that it will write
@@ -132,28 +141,35 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   if (writes && residual) extra += number(residual[(size_t)token * N + n]);
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   __shared__ float2 sums[M][WARPS];
+  constexpr int WIDE = OP == SILU_MUL ? 2 : 1;
+  float sum[M] = {}, squares[M] = {};
+#pragma unroll 2
+  for (int c = lane * 8; c < steps * 32; c += 256) {
+    uint4 v[M];
 #pragma unroll
-  for (int m = 0; m < M; m++) {
-    const T *row = x + (size_t)m * K * (OP == SILU_MUL ? 2 : 1);
-    float sum = 0, squares = 0;
-    for (int c = lane * 8; c < steps * 32; c += 256) {
-      const uint4 v = eight<ALIGNED>(row, begin + c, K);
+    for (int m = 0; m < M; m++) v[m] = eight<ALIGNED>(x + (size_t)m * K * WIDE, begin + c, K);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
       if constexpr (NORM) {
         float f[8];
-        open<T>(f, v);
+        open<T>(f, v[m]);
 #pragma unroll
-        for (int i = 0; i < 8; i++) sum += f[i], squares = fmaf(f[i], f[i], squares);
-        *reinterpret_cast<uint4 *>(mine + m * stride + c) = v;
+        for (int i = 0; i < 8; i++) sum[m] += f[i], squares[m] = fmaf(f[i], f[i], squares[m]);
       } else {
-        *reinterpret_cast<uint4 *>(mine + m * stride + c) =
-            applied<OP, ALIGNED>(v, row, begin + c, K, Norm{}, norm, shift);
+        v[m] = applied<OP, ALIGNED>(v[m], x + (size_t)m * K * WIDE, begin + c, K, Norm{}, norm, shift);
       }
+      *reinterpret_cast<uint4 *>(mine + m * stride + c) = v[m];
     }
-    if constexpr (NORM) {
-      const Norm norms = norm_of<OP>(block_sum(sums[m], sum, squares), K, eps);
-      for (int c = lane * 8; c < steps * 32; c += 256) {
+  }
+  if constexpr (NORM) {
+    block_sums(sums, sum, squares);
+#pragma unroll 2
+    for (int c = lane * 8; c < steps * 32; c += 256) {
+#pragma unroll
+      for (int m = 0; m < M; m++) {
         uint4 *at = reinterpret_cast<uint4 *>(mine + m * stride + c);
-        *at = applied<OP, ALIGNED>(*at, row, begin + c, K, norms, norm, shift);
+        const Norm norms = norm_of<OP>(make_float2(sum[m], squares[m]), K, eps);
+        *at = applied<OP, ALIGNED>(*at, x, begin + c, K, norms, norm, shift);
       }
     }
   }
@@ -201,15 +217,16 @@ __global__ void __launch_bounds__(WARPS * 32)
   const uint4 v = eight<ALIGNED>(row, k, K);
   Norm norms{};
   if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
-    __shared__ float2 part[WARPS];
-    float sum = 0, squares = 0;
+    __shared__ float2 part[1][WARPS];
+    float sum[1] = {}, squares[1] = {};
     for (int c = threadIdx.x * 8; c < K; c += WARPS * 256) {
       float f[8];
       open<T>(f, eight<ALIGNED>(row, c, K));
 #pragma unroll
-      for (int i = 0; i < 8; i++) sum += f[i], squares = fmaf(f[i], f[i], squares);
+      for (int i = 0; i < 8; i++) sum[0] += f[i], squares[0] = fmaf(f[i], f[i], squares[0]);
     }
-    norms = norm_of<OP>(block_sum(part, sum, squares), K, eps);
+    block_sums(part, sum, squares);
+    norms = norm_of<OP>(make_float2(sum[0], squares[0]), K, eps);
   }
   if (k >= K) return;
   const uint4 result = applied<OP, ALIGNED>(v, row, k, K, norms, norm, shift);
@@ -217,7 +234,10 @@ __global__ void __launch_bounds__(WARPS * 32)
     *reinterpret_cast<uint4 *>(y + k) = result;
   } else {
     const T *from = reinterpret_cast<const T *>(&result);
-    for (int i = 0; i < min(8, K - k); i++) y[k + i] = from[i];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (k + i < K) y[k + i] = from[i];
+    }
   }
 }
 

@@ -12,6 +12,12 @@
 //
 // The thread blocks of some rows each leave partial sums, and the last one to finish adds them up in order: which one
 // that is differs between runs, the sums do not. Layouts: crelle/kernels/cuda/lut.py.
+//
+// On an H200, one token, group 128: PRIVATE reads weights at up to 3.5 TB/s and is 1.2 (4096 x 4096, 2 bits) to 1.8
+// times (49152 x 12288, 4-bit codes) as fast as SHARED, which stays below 2.1 TB/s; the more planes, the more it gains,
+// for then the look-ups are all that counts. Half entries gain nothing for one token: an entry is read in the same
+// time, and must be converted. For several tokens they halve what is read, but the sum over lanes grows with the
+// tokens.
 #include "lut_table.cuh"
 
 namespace crelle {
@@ -37,14 +43,11 @@ template <typename S>
 struct Scales {
   static constexpr int LOADS = sizeof(S);
   uint4 v[LOADS];
-  __device__ __forceinline__ void load(const S *from, int upper) {
+  // `from`: this lane's first eight rows; the others are `other` bytes away
+  __device__ __forceinline__ void load(const char *from, int other) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++)
-      v[i] = __ldg(reinterpret_cast<const uint4 *>(from) + (i ^ upper * (LOADS / 2)));
-  }
-  __device__ __forceinline__ void copy(const Scales &o) {
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) v[i] = o.v[i];
+      v[i] = __ldg(reinterpret_cast<const uint4 *>(from + (i < LOADS / 2 ? 0 : other)) + i % (LOADS / 2));
   }
   __device__ __forceinline__ float operator[](int r) const {
     constexpr int PER = 16 / LOADS;  // rows of a load
@@ -84,18 +87,18 @@ __device__ __forceinline__ void sum_lanes(float (&v)[16 * M], int lane) {
   exchange<1, M>(v, lane);
 }
 
-// words [tiles, units, 4, planes, 32, uint4], scales [tiles, sets, scale words, groups, 16]; order, bias [N] and
-// residual [tokens, N] may be null; partial [splits, M, 16 tiles] and tickets [gridDim.x] are room to work in, tickets 0
-// before and after; y [tokens, N]. Grid (any number of row blocks, splits = 4 units / SLICES).
-template <int P, Kind KIND, int M, Placement PLACE, int SLICES, int WARPS, int RESIDENT, typename T, typename S,
-          typename X>
+// words [tiles, units, planes, 4, 32, uint4], scales [tiles, sets, scale words, GROUPS, 16]; order, bias [N] and
+// residual [tokens, N] may be null; partial [splits, M, 16 tiles] and tickets [gridDim.x] are room to work in, tickets
+// 0 before and after; y [tokens, N]. Grid (any number of row blocks, splits = 4 units / SLICES).
+template <int P, Kind KIND, int GROUPS, int M, Placement PLACE, int SLICES, int WARPS, int RESIDENT, int AHEAD,
+          typename T, typename S, typename X>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-    lut(const char *__restrict__ words, const S *__restrict__ scales, const X *x, const int *__restrict__ order,
+    lut(const char *__restrict__ words, const char *__restrict__ scales, const X *x, const int *__restrict__ order,
         const X *__restrict__ bias, const X *residual, float *partial, int *tickets, X *y, int N, int K, int tokens,
-        int units, int planes, int groups, int span) {
+        int units, int planes, int span) {
   using Table = Tables<T, M, PLACE, SLICES>;
   constexpr bool CODES = KIND == UNIFORM || KIND == UNIFORM_SYMMETRIC || KIND == AFFINE;
-  constexpr int SW = scale_words(KIND, P);
+  constexpr int SW = scale_words(KIND, P), SCALE_STEP = GROUPS * 16 * sizeof(S);
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), upper = lane >> 4;
   const int tiles = (N + 15) / 16, sets = (units + span - 1) / span;
@@ -104,19 +107,22 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
   const int end = (int)((long long)tiles * (blockIdx.x + 1) / gridDim.x);
 
   next_may_start();
-  const char *mine = words + (size_t)(unit * 4 + slice) * planes * 512 + lane * 16;
-  const size_t tile_bytes = (size_t)units * 4 * planes * 512;
-  const S *my_scales = scales + ((size_t)(unit / span) * SW * groups + (lane * groups >> 5)) * 16;
-  const int tile_scales = sets * SW * groups * 16;
-  uint4 next[SLICES];
-  Scales<S> next_alpha;
-  const auto ask = [&](int tile, int p) {
-    const char *from = mine + tile * tile_bytes + p * 512;
+  const size_t tile_bytes = (size_t)units * planes * 2048, tile_scales = (size_t)sets * GROUPS * SW * 16 * sizeof(S);
+  const int eight = 8 * sizeof(S), other = upper ? -eight : eight;
+  const char *at = words + (size_t)(begin + warp) * tile_bytes + unit * (planes * 2048) + slice * 512 + lane * 16;
+  const char *scale = scales + (size_t)(begin + warp) * tile_scales + upper * eight +
+                      (unit / span * SW * GROUPS + lane * GROUPS / 32) * (16 * (int)sizeof(S));
+  // Weights and alphas under way: each is asked for as soon as the one that was AHEAD planes before it is used up.
+  uint4 next[AHEAD][SLICES];
+  Scales<S> alpha[AHEAD];
+  if (begin + warp < end) {
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) next[s] = stream(from + s * planes * 512);
-    if constexpr (!CODES) next_alpha.load(my_scales + (size_t)tile * tile_scales + p * groups * 16, upper);
-  };
-  if (begin + warp < end) ask(begin + warp, 0);
+    for (int p = 0; p < AHEAD; p++) {
+#pragma unroll
+      for (int s = 0; s < SLICES; s++) next[p][s] = stream(at + (p * 4 + s) * 512);
+      if constexpr (!CODES) alpha[p].load(scale + p * SCALE_STEP, other);
+    }
+  }
   previous_is_done();
 
   Table tables(shared, lane);
@@ -128,49 +134,61 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
   __syncthreads();
   float all[M];  // sum of this lane's inputs
   {
-    typename Table::E e = tables.look_up(0, 255, 0);
+    typename Table::E e = tables.look_up(0, tables.at(255, 0));
 #pragma unroll
-    for (int s = 1; s < SLICES; s++) e.add(tables.look_up(s, 255, 0));
+    for (int s = 1; s < SLICES; s++) e.add(tables.look_up(s, tables.at(255, 0)));
     e.get(all);
   }
 
 #pragma unroll 1
   for (int tile = begin + warp; tile < end; tile += WARPS) {
-    const S *tile_scale = my_scales + (size_t)tile * tile_scales;
+    const bool more = tile + WARPS < end;
+    const char *next_at = at + WARPS * tile_bytes, *next_scale = scale + WARPS * tile_scales;
     float sums[16 * M];
 #pragma unroll
     for (int i = 0; i < 16 * M; i++) sums[i] = 0;
     Scales<S> first, last;  // of a code: scale, then zero or low; z comes last, too
-    if constexpr (CODES) first.load(tile_scale, upper);
-    if constexpr (KIND == BCQ || KIND == UNIFORM || KIND == AFFINE)
-      last.load(tile_scale + (SW - 1) * groups * 16, upper);
+    if constexpr (CODES) first.load(scale, other);
+    if constexpr (KIND == BCQ || KIND == UNIFORM || KIND == AFFINE) last.load(scale + (SW - 1) * SCALE_STEP, other);
 #pragma unroll
     for (int p = 0; p < P; p++) {
-      uint4 now[SLICES];
-      Scales<S> alpha;
-      if constexpr (!CODES) alpha.copy(next_alpha);
+      typename Table::E found[16];
 #pragma unroll
-      for (int s = 0; s < SLICES; s++) now[s] = next[s];
-      if (p + 1 < P)
-        ask(tile, p + 1);
-      else if (tile + WARPS < end)
-        ask(tile + WARPS, 0);
+      for (int s = 0; s < SLICES; s++) {
+        const uint4 now = next[p % AHEAD][s];
+        uint32 where[16];
+#pragma unroll
+        for (int r = 0; r < 16; r++)
+          where[r] = tables.at(r < 4 ? now.x : r < 8 ? now.y : r < 12 ? now.z : now.w, r % 4);
+        if (p + AHEAD < P)
+          next[p % AHEAD][s] = stream(at + ((p + AHEAD) * 4 + s) * 512);
+        else if (more)
+          next[p % AHEAD][s] = stream(next_at + (p % AHEAD * 4 + s) * 512);
+#pragma unroll
+        for (int r = 0; r < 16; r++) {
+          const typename Table::E e = tables.look_up(s, where[r]);
+          if (s == 0)
+            found[r] = e;
+          else
+            found[r].add(e);
+        }
+      }
 #pragma unroll
       for (int r = 0; r < 16; r++) {
-        const auto word = [&](int s) {
-          return r < 4 ? now[s].x : r < 8 ? now[s].y : r < 12 ? now[s].z : now[s].w;
-        };
-        typename Table::E e = tables.look_up(0, word(0), r % 4);
-#pragma unroll
-        for (int s = 1; s < SLICES; s++) e.add(tables.look_up(s, word(s), r % 4));
         float f[M];
-        e.get(f);
-        const float a = CODES ? 0 : alpha[r];
+        found[r].get(f);
+        const float a = CODES ? 0 : alpha[p % AHEAD][r];
 #pragma unroll
         for (int m = 0; m < M; m++) {
           float &sum = sums[r * M + m];
           sum = CODES ? fmaf(2, sum, f[m]) : fmaf(a, f[m], sum);
         }
+      }
+      if constexpr (!CODES) {
+        if (p + AHEAD < P)
+          alpha[p % AHEAD].load(scale + (p + AHEAD) * SCALE_STEP, other);
+        else if (more)
+          alpha[p % AHEAD].load(next_scale + p % AHEAD * SCALE_STEP, other);
       }
     }
 #pragma unroll
@@ -181,34 +199,36 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
         if constexpr (KIND == BCQ) sum = fmaf(last[r], all[m], sum);
         if constexpr (KIND == UNIFORM) sum = first[r] * fmaf(0.5f * ((1 << P) - 1) - last[r], all[m], 0.5f * sum);
         if constexpr (KIND == UNIFORM_SYMMETRIC) sum = first[r] * (0.5f * (sum - all[m]));
-        if constexpr (KIND == AFFINE)
-          sum = fmaf(last[r], all[m], first[r] * (0.5f * fmaf((1 << P) - 1, all[m], sum)));
-        if constexpr (Table::E::SCALED) sum *= undo[m];
+        if constexpr (KIND == AFFINE) sum = fmaf(last[r], all[m], first[r] * (0.5f * fmaf((1 << P) - 1, all[m], sum)));
       }
     }
     sum_lanes<M>(sums, lane);
     const size_t rows = 16 * (size_t)tiles;
     float *to = partial + (size_t)blockIdx.y * M * rows + tile * 16 + lane / 2;
     if constexpr (M == 1) {
-      if (lane % 2 == 0) to[0] = sums[0];
-    } else if constexpr (M == 2) {
-      to[lane % 2 * rows] = sums[0];
+      if (lane % 2 == 0) to[0] = sums[0] * undo[0];
     } else {
-      to[lane % 2 * 2 * rows] = sums[0];
-      to[(lane % 2 * 2 + 1) * rows] = sums[1];
+#pragma unroll
+      for (int i = 0; i < M / 2; i++) {
+        const float by = lane % 2 ? undo[M / 2 + i] : undo[i];
+        to[(lane % 2 * (M / 2) + i) * rows] = sums[i] * by;
+      }
     }
+    at = next_at, scale = next_scale;
   }
 
   __shared__ bool is_last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     is_last = atomicAdd(tickets + blockIdx.x, 1) == (int)gridDim.y - 1;
-    if (is_last) tickets[blockIdx.x] = 0;
+    if (is_last) {
+      tickets[blockIdx.x] = 0;
+      __threadfence();
+    }
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
   const int rows = (end - begin) * 16;
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * tokens; i += WARPS * 32) {

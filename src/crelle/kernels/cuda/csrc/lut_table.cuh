@@ -4,7 +4,8 @@
 //
 // A warp works on 32 tables at a time, its lane l on table l; 32 such tables (256 inputs) are a slice. SHARED places a
 // table's entries one after another, as the papers do: the lanes' bytes are random, so 32 reads fall into 32 banks at
-// random and the fullest bank gets 3.5 of them on average. PRIVATE places entry e of the 32 tables side by side: lane l
+// random and the fullest bank gets 3.5 of them on average (within table l, entry e stands at e ^ l: built without
+// conflicts). PRIVATE places entry e of the 32 tables side by side: lane l
 // only ever reads its own bank(s), whatever its byte is, without copying anything. With 256 bytes from one entry to the
 // next, the address is the weight's byte beside the lane's place: one byte permutation makes it from a word of weights.
 #pragma once
@@ -89,17 +90,16 @@ struct Bits<16> {
 template <typename T, int M, Placement PLACE, int SLICES>
 struct Tables {
   using E = Entry<T, M>;
-  static constexpr int SIZE = sizeof(T) * M;                              // bytes of an entry
-  static constexpr int STEP = SIZE == 16 ? 512 : 256;                     // PRIVATE: from an entry to the next
-  static constexpr int PER_STEP = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;      // PRIVATE: slices within a step
-  static constexpr int BYTES =
-      PLACE == SHARED ? SLICES * 8192 * SIZE : (SLICES + PER_STEP - 1) / PER_STEP * 256 * STEP;
+  static constexpr int SIZE = sizeof(T) * M;                          // bytes of an entry
+  static constexpr int STEP = SIZE == 16 ? 512 : 256;                 // PRIVATE: from an entry to the next
+  static constexpr int PER_STEP = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // PRIVATE: slices within a step
+  static constexpr int BYTES = PLACE == SHARED ? SLICES * 8192 * SIZE : (SLICES + PER_STEP - 1) / PER_STEP * 256 * STEP;
 
   char *base;
   uint32 place;  // of this lane
 
   __device__ __forceinline__ Tables(char *shared, int lane)
-      : base(shared), place(PLACE == SHARED ? lane * (256 * SIZE) : lane * (SIZE < 4 ? 4 : SIZE)) {}
+      : base(shared), place(PLACE == SHARED ? lane * (257 * SIZE) : lane * (SIZE < 4 ? 4 : SIZE)) {}
 
   // Where a slice begins. Two slices of 2-byte entries share the words of a bank.
   static __device__ __forceinline__ constexpr uint32 slice(int s) {
@@ -109,14 +109,14 @@ struct Tables {
   }
   // Where the entry lies that byte j of a word asks for.
   __device__ __forceinline__ uint32 at(uint32 word, int j) const {
-    if (PLACE == SHARED) return place + (word >> (8 * j) & 255) * SIZE;
+    if (PLACE == SHARED) return place ^ (word >> (8 * j) & 255) * SIZE;
     if (STEP == 512) return (word >> (8 * j) & 255) * 512 + place;
     return __byte_perm(word, place, 0x5504 | j << 4);
   }
-  __device__ __forceinline__ E look_up(int s, uint32 word, int j) const {
+  __device__ __forceinline__ E look_up(int s, uint32 at) const {
     using B = typename Bits<SIZE>::type;
     E e;
-    *reinterpret_cast<B *>(&e) = *reinterpret_cast<const B *>(base + at(word, j) + slice(s));
+    *reinterpret_cast<B *>(&e) = *reinterpret_cast<const B *>(base + at + slice(s));
     return e;
   }
   __device__ __forceinline__ void put(int s, uint32 index, const E &e) {
@@ -125,25 +125,28 @@ struct Tables {
   }
 };
 
-// The inputs that the tables of a thread block are of, as floats: input j of lane l's table in slice s, token m, at [m][s]
-// [j][l]. x [tokens, K]; `order` says which input stands where, -1 for none, or is null; `first` is lane 0's first.
+// The inputs that the tables of a thread block are of, as floats: token m's input j of lane l in slice s at
+// ((m * SLICES + s) * 8 + j) * PITCH + l; the pitch keeps both the stores and the loads free of bank conflicts.
+// x [tokens, K]; `order` says which input stands where, -1 for none, or is null; `first` is lane 0's first.
+constexpr int PITCH = 33;
+
 template <int M, int SLICES, int WARPS, typename X>
 __device__ __forceinline__ void stage(float *to, const X *x, const int *order, int tokens, int K, int first) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < M * SLICES * 256; i += WARPS * 32) {
     const int m = i / (SLICES * 256), lane = i % (SLICES * 256) / (SLICES * 8), j = i % (SLICES * 8);
     const int at = first + lane * 32 + j, k = order ? order[at] : at;
-    to[(m * SLICES * 8 + j) * 32 + lane] = m < tokens && 0 <= k && k < K ? number(x[(size_t)m * K + k]) : 0;
+    to[(m * SLICES * 8 + j) * PITCH + lane] = m < tokens && 0 <= k && k < K ? number(x[(size_t)m * K + k]) : 0;
   }
 }
 
-// Build this lane's tables of staged inputs: a warp takes the entries that agree in their upper bits and doubles its way
-// through the lower ones, one addition an entry. Half entries are of x times a power of two, per lane and token, such
-// that no sum of entries overflows; `undo` gets what undoes it.
+// Build this lane's tables of staged inputs: a warp takes the entries that agree in their upper bits and doubles its
+// way through the lower ones, one addition an entry. Half entries are of x times a power of two, per token, such that
+// no sum of a lane's entries overflows; `undo` gets what undoes it.
 template <typename T, int M, Placement PLACE, int SLICES, int WARPS>
 __device__ __forceinline__ void build(Tables<T, M, PLACE, SLICES> tables, const float *x, int warp, float (&undo)[M]) {
   constexpr int LOW = M > 2 ? 3 : 4, RUN = 1 << LOW, RUNS = 256 / RUN;
-  const auto input = [&](int m, int s, int j) { return x[((m * SLICES + s) * 8 + j) * 32]; };
+  const auto input = [&](int m, int s, int j) { return x[((m * SLICES + s) * 8 + j) * PITCH]; };
   float up[M];
 #pragma unroll
   for (int m = 0; m < M; m++) {
@@ -152,8 +155,8 @@ __device__ __forceinline__ void build(Tables<T, M, PLACE, SLICES> tables, const 
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < SLICES * 8; i++) sum += fabsf(input(m, i / 8, i % 8));
-      const int exponent = min(max(static_cast<int>(__float_as_uint(sum) >> 23), 15), 253);
-      up[m] = __uint_as_float(static_cast<uint32>(268 - exponent) << 23);  // 2^14 <= up * sum < 2^15
+      const int exponent = min(max(static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(sum)) >> 23), 15), 253);
+      up[m] = __uint_as_float(static_cast<uint32>(268 - exponent) << 23);  // up * sum < 2^15
       undo[m] = __uint_as_float(static_cast<uint32>(exponent - 14) << 23);
     }
   }

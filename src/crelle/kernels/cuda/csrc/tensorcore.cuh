@@ -72,4 +72,14 @@ __device__ __forceinline__ uint32 transposed(uint32 matrix) {
   return to;
 }
 
+// `previous_is_done` behind reads that were asked for: a loop that is never repeated (`positive` is), which the
+// assembler does not move them into. Otherwise it waits first and asks then.
+__device__ __forceinline__ void previous_is_done_meanwhile(int positive) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n .reg .pred p;\n again: griddepcontrol.wait;\n setp.lt.s32 p, %0, 0;\n @p bra again;\n}" ::"r"(positive)
+      : "memory");
+#endif
+}
+
 }  // namespace crelle

@@ -9,9 +9,8 @@ namespace crelle {
 
 // y [B, width] = table[ids] (+ positions[position + first], where positions is not null); grid (ceil(width / 2048), B)
 template <typename T>
-__global__ void __launch_bounds__(256)
-    embed(const long long *ids, const T *__restrict__ table, const int *position, const T *__restrict__ positions, T *y,
-          int width, int first) {
+__global__ void __launch_bounds__(256) embed(const long long *ids, const T *__restrict__ table, const int *position,
+                                             const T *__restrict__ positions, T *y, int width, int first) {
   const int b = blockIdx.y, k = (blockIdx.x * 256 + threadIdx.x) * 8;
   next_may_start();
   previous_is_done();
@@ -47,12 +46,11 @@ __device__ __forceinline__ Key largest(Key k) {
   return k;
 }
 
-// logits [B, V]; ids [B]; position [B]; step [1]; made [B, steps]; best [B, 32] and arrived [1] (zero) are scratch. Grid
-// (32, B): each thread block finds the largest of a piece, the last one to come the largest of all.
+// logits [B, V]; ids [B]; position [B]; step [1]; made [B, steps]; best [B, 32] and arrived [1] (zero) are scratch.
+// Grid (32, B): each thread block finds the largest of a piece, the last one to come the largest of all.
 template <typename T>
-__global__ void __launch_bounds__(256)
-    greedy(const T *logits, long long *ids, int *position, int *step, long long *made, Key *best, int *arrived, int V,
-           int steps) {
+__global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, int *position, int *step,
+                                              long long *made, Key *best, int *arrived, int V, int steps) {
   const int b = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __shared__ Key part[8];
   __shared__ bool last;

@@ -1,0 +1,104 @@
+"""Find the fastest cut of the decode kernel for common problems on this GPU and write kernels/cuda/tuned.json.
+
+    python bench/tune_cuda.py OUT.json [SECONDS]
+
+Every cut is checked against f64 first; each problem's cuts are timed by graph replays over more weights than L2 holds.
+"""
+
+import json
+import sys
+from dataclasses import astuple, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from crelle.eval.random_matrices import random_generator, random_matrix
+from crelle.kernels.cuda import build, decode
+from crelle.kernels.cuda.decode import Shape
+from crelle.kernels.cuda.layout import lay_out
+from crelle.quantizers.scheme import parse
+
+PROBLEMS = [
+    *((s, p, n, k, 1) for n, k in ((4096, 4096), (11008, 4096), (12288, 12288), (49152, 12288)) for s in "bu" for p in (2, 3, 4)),
+    *(("b", p, n, k, 1) for n, k in ((12288, 4096), (22016, 4096), (4096, 11008)) for p in (2, 3, 4)),
+    *(("b", 3, n, k, 1) for n, k in ((36864, 12288), (12288, 49152), (8192, 8192), (8192, 22016))),
+    *((s, p, n, k, 4) for n, k in ((4096, 4096), (11008, 4096), (12288, 12288), (49152, 12288)) for s in "bu" for p in (2, 4)),
+]
+CUTS = [
+    Shape(1, 16, 1, 2, 1, 32, 2),
+    Shape(1, 16, 2, 2, 2, 32, 2),
+    Shape(1, 8, 1, 4, 1, 32, 2),
+    Shape(1, 8, 2, 2, 1, 32, 3),
+    Shape(1, 8, 1, 2, 1, 32, 4),
+    Shape(2, 8, 1, 2, 1, 32, 4),
+    Shape(2, 8, 2, 2, 2, 24, 3),
+    Shape(2, 8, 1, 4, 1, 32, 999),
+    Shape(1, 4, 1, 2, 1, 32, 999),
+    Shape(2, 16, 1, 2, 1, 32, 1),
+]
+MANY = [Shape(1, 8, 1, 4, 1, 16, 2), Shape(1, 8, 1, 2, 1, 24, 3), Shape(2, 4, 1, 4, 1, 16, 4), Shape(2, 8, 1, 3, 1, 16, 2), Shape(1, 16, 1, 2, 1, 16, 1)]
+SCHEMES = {"b": "bcq:bits={},group=128", "u": "rtn:bits={},group=128"}
+WORKING_SET = 300e6
+
+
+def replays(calls: list, rounds: int = 9) -> float:  # type: ignore[type-arg]
+    """Median microseconds of one call, all of them in one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        graph.replay()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * a.elapsed_time(b) / len(calls))
+    return sorted(times)[rounds // 2]
+
+
+def main() -> None:
+    out, limit = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 1e9
+    begun, best = perf_counter(), []
+    small = {s: {p: lay_out(random_matrix(parse(SCHEMES[s].format(p)), 16, 512, random_generator(0, torch.device("cuda")))) for p in (2, 3, 4)} for s in SCHEMES}
+    wanted = {decode.decode_variant(small[s][p], M, cut, torch.float16) for s, p, _, _, M in PROBLEMS for cut in (CUTS if M == 1 else MANY)}
+    build.compile_all(sorted(wanted))
+    for s, P, N, K, M in PROBLEMS:
+        if perf_counter() - begun > limit:
+            break
+        plain = random_matrix(parse(SCHEMES[s].format(P)), N, K, random_generator(1, torch.device("cuda")))
+        w = lay_out(plain)
+        copies = [w] + [replace(w, words=w.words.clone(), scales=w.scales.clone()) for _ in range(min(100, int(WORKING_SET / w.nbytes)))]
+        x = torch.randn(M, K, device="cuda", dtype=torch.float16)
+        rows = torch.randint(0, N, (128,), device="cuda")
+        oracle = x.double() @ plain.rows(rows).dequantize(torch.float64).T
+        digits, found = decode.encode(x, w), []
+        for cut in CUTS if M == 1 else MANY:
+            if cut.warps * decode._ring(w, cut) > 200 * 1024:
+                continue
+            y = torch.full((M, N), torch.nan, device="cuda", dtype=torch.float16)
+            decode.product(digits, w, torch.float16, out=y, shape=cut)
+            error = ((y[:, rows].double() - oracle).norm() / oracle.norm()).item()
+            if not error < 1e-3:
+                print(f"{s}{P} {N}x{K} M={M} {cut}: error {error:.2g}, not timed", file=sys.stderr)
+                continue
+            calls = [lambda c=c: decode.product(digits, c, torch.float16, out=y, shape=cut) for c in copies]  # noqa: B023
+            found.append((replays(calls), cut))
+        found.sort(key=lambda f: f[0])
+        us, cut = found[0]
+        best.append({"codes": s == "u", "P": P, "N": N, "K": K, "M": M, "cut": list(astuple(cut)), "us": round(us, 2)})
+        line = " ".join(f"{astuple(c)}:{t:.2f}" for t, c in found[:4])
+        print(f"{s}{P} {N}x{K} M={M} {w.nbytes / us / 1e3:.0f} GB/s  {line}", flush=True)
+        out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "best": best}, indent=1) + "\n")
+        del copies, w
+
+
+if __name__ == "__main__":
+    main()

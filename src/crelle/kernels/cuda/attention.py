@@ -1,0 +1,114 @@
+"""Launches attention.cu: one new token per sequence is appended to the cache and attends to all before it.
+
+    y = attend(qkv, cache, position, heads, scale, cos, sin)
+
+`position` lies on the device, so that a captured launch serves every later token. It is read early, together with the
+earlier tokens' keys and values: they must not be written by a kernel that overlaps with the following ones
+(launch.py), other than the ends of a step that tokens.py launches.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.decode import C_TYPES
+from crelle.kernels.cuda.launch import load, multiprocessors
+
+_ROWS = 16  # positions that a warp takes at a time
+_HEADS = 8  # query heads that share a read, at most
+_FOREVER = 2**31 - 1  # a window that nothing falls out of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How attention.cu cuts the work; its template parameters."""
+
+    group: int  # query heads of a thread block
+    chunks: int  # such groups of a key/value head
+    splits: int  # thread blocks that share the positions
+    stages: int  # tiles under way in a warp
+    warps: int  # that share the positions of a thread block
+
+
+def supports(head_size: int, dtype: torch.dtype) -> str | None:
+    """Return None, or why heads like these cannot attend here."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"attends in float16 and bfloat16, not in {dtype}"
+    if head_size % 8 or not 8 <= head_size <= 256:
+        return f"takes heads of 8, 16, … 256 numbers, not of {head_size}"
+    return None
+
+
+def plan(batch: int, heads: int, kv_heads: int, head_size: int, capacity: int, processors: int | None = None) -> Plan:
+    """Fill a good half of the device: one thread block has enough reads under way, and splits cost time at the end."""
+    chunks = -(-heads // kv_heads // _HEADS)
+    group = -(-heads // kv_heads // chunks)
+    warps = 8 if head_size <= 128 else 4
+    blocks, most, splits = batch * kv_heads * chunks, 0.8 * (processors or multiprocessors()), 1
+    while splits < 8 and 2 * splits * blocks <= most and splits * warps * _ROWS < capacity:
+        splits *= 2
+    return Plan(group, chunks, splits, min(2, -(-capacity // (splits * warps * _ROWS))), warps)
+
+
+def attend_variant(p: Plan, head_size: int, dtype: torch.dtype, cluster: bool = True) -> tuple[str, str]:
+    """`cluster`: the splits meet in shared memory, which needs sm_90."""
+    numbers = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}"
+    return "attention.cu", f"crelle::attend<{numbers}, {C_TYPES[dtype]}>"
+
+
+def attend(
+    qkv: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    window: int | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+    cut: Plan | None = None,
+    cluster: bool | None = None,
+) -> Tensor:
+    """Store k and v of each sequence at its position; return what its queries see up to there, [B, heads * D].
+
+    qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position i32 [B]; cos and sin f32 [.., D/2] by
+    position, where heads are rotated; q_norm and k_norm [D], where they are normed before that. A token sees the last
+    `window` positions, its own among them.
+    """
+    _, B, kv_heads, capacity, D = cache.shape
+    p = cut or plan(B, heads, kv_heads, D, capacity)
+    together = torch.cuda.get_device_capability(qkv.device) >= (9, 0) if cluster is None else cluster
+    y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    parts = arrived = None
+    if p.splits > 1 and not together:
+        sets = B * kv_heads * p.chunks
+        parts = torch.empty(sets * p.splits * p.group * (D + 2), device=qkv.device)
+        arrived = torch.zeros(sets, dtype=torch.int32, device=qkv.device)
+    kernel = load(*attend_variant(p, D, qkv.dtype, together))
+    kernel(
+        (p.splits, kv_heads * p.chunks, B),
+        32 * p.warps,
+        qkv,
+        cache,
+        position,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        y,
+        parts,
+        arrived,
+        heads,
+        kv_heads,
+        capacity,
+        window or _FOREVER,
+        float(scale),
+        float(eps),
+        shared=p.warps * p.stages * 2 * _ROWS * (-(-D // 16) * 16 + 8) * 2,
+        overlap=True,
+    )
+    return y

@@ -1,0 +1,149 @@
+// The same product with the matrix instructions that every chip since Ampere has: a warp holds TILES tiles of 16 rows
+// and all NT tokens of its thread block. WN warps stand side by side along the rows and share x; WK such rows of warps
+// cut K among them and add up in a fixed order. A stage is a block of 256 inputs, of x and of the weights.
+#pragma once
+#include "ring.cuh"
+#include "tiles_weights.cuh"
+
+namespace crelle {
+
+__device__ __forceinline__ void copy_16(uint32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+template <typename X>
+__device__ __forceinline__ void multiply_16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void multiply_16<half>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply_16<bfloat16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Step STEP of half a block, for all tiles and tokens. `x` is the address of the half block's first 64 inputs.
+template <int STEP, int NT, int TILES, typename X, typename W>
+__device__ __forceinline__ void ampere_step(float (&d)[TILES][NT / 8][4], const W (&w)[TILES], uint32 x, int lane) {
+  uint32 a[TILES][4];
+#pragma unroll
+  for (int j = 0; j < TILES; j++) w[j].template step<STEP>(a[j]);
+  const int token = (lane & 7) + (lane >> 4) * 8, unit = (2 * STEP) % 8 + (lane >> 3 & 1);
+  const uint32 from = x + STEP / 4 * (NT * 128) + token * 128 + ((unit ^ token) & 7) * 16;
+#pragma unroll
+  for (int c = 0; c < NT / 8; c += 2) {
+    uint32 b[4];
+    if constexpr (NT == 8)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                   : "=r"(b[0]), "=r"(b[1])
+                   : "r"(x + STEP / 4 * (NT * 128) + (lane & 7) * 128 + ((unit ^ lane) & 7) * 16)
+                   : "memory");
+    else
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                   : "r"(from + c * 1024)
+                   : "memory");
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+      multiply_16<X>(d[j][c], a[j], b[0], b[1]);
+      if constexpr (NT > 8) multiply_16<X>(d[j][c + 1], a[j], b[2], b[3]);
+    }
+  }
+}
+
+// Arguments as of `hopper`; grid (ceil(N / (16 TILES WN)), ceil(M / NT))
+template <int P, Kind KIND, int GROUPS, int NT, int TILES, int WN, int WK, int STAGES, typename S, typename X>
+__global__ void __launch_bounds__(WN * WK * 32)
+    ampere(const char *__restrict__ words, const char *__restrict__ scales, const char *__restrict__ xs,
+           const X *__restrict__ bias, X *y, int N, int M, int blocks, int planes, int span) {
+  using W = Weights<P, KIND, GROUPS, S, X>;
+  constexpr int ROWS = WN * TILES * 16, STRIDE = ROWS + 4, X_BYTES = NT * 512;
+  constexpr int STAGE = X_BYTES + WN * TILES * W::BYTES;
+  extern __shared__ __align__(128) char shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, along = warp % WN, team = warp / WN;
+  const int row = blockIdx.x * ROWS, token = blockIdx.y * NT, padded = (M + 7) & ~7, tokens = min(NT, padded - token);
+  const int begin = blocks * team / WK, mine = blocks * (team + 1) / WK - begin;
+  char *const stages = shared + team * (STAGES * STAGE);
+
+  next_may_start();
+  previous_is_done();
+  const auto fetch = [&](int i) {
+    if (i < mine) {
+      char *const to = stages + i % STAGES * STAGE;
+      const char *from = xs + ((size_t)(begin + i) * 4 * padded + token) * 128;
+      for (int j = threadIdx.x % (WN * 32); j < 4 * tokens * 8; j += WN * 32) {
+        const int chunk = j / (tokens * 8), at = j % (tokens * 8) * 16;
+        copy_16(shared_address(to + chunk * (NT * 128) + at), from + (size_t)chunk * padded * 128 + at);
+      }
+#pragma unroll
+      for (int j = 0; j < TILES; j++) {
+        const int tile = min(row / 16 + along * TILES + j, (N - 1) / 16), b = begin + i;
+        const int set = GROUPS > 1 ? tile * blocks + b : tile * ((blocks + span - 1) / span) + b / span;
+        const uint32 at = shared_address(to + X_BYTES + (along * TILES + j) * W::BYTES);
+        for (int k = lane * 16; k < W::PLANE_BYTES; k += 512)
+          copy_16(at + k, words + (size_t)(tile * blocks + b) * (planes * 512) + k);
+        for (int k = lane * 16; k < W::SCALE_BYTES; k += 512)
+          copy_16(at + W::PLANE_BYTES + k, scales + (size_t)set * W::SCALE_BYTES + k);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  const auto team_meets = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(WN * 32) : "memory"); };
+
+  float d[TILES][NT / 8][4];
+#pragma unroll
+  for (int i = 0; i < TILES * NT / 2; i++) d[i / (NT / 2)][i % (NT / 2) / 4][i % 4] = 0;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) fetch(s);
+#pragma unroll 1
+  for (int i = 0; i < mine; i++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    team_meets();
+    fetch(i + STAGES - 1);
+    const char *stage = stages + i % STAGES * STAGE;
+#pragma unroll 1
+    for (int h = 0; h < 2; h++) {
+      W w[TILES];
+#pragma unroll
+      for (int j = 0; j < TILES; j++) w[j].load(stage + X_BYTES + (along * TILES + j) * W::BYTES, h, lane);
+      const uint32 x = shared_address(stage) + h * (NT * 256);
+      ampere_step<0, NT, TILES, X>(d, w, x, lane), ampere_step<1, NT, TILES, X>(d, w, x, lane);
+      ampere_step<2, NT, TILES, X>(d, w, x, lane), ampere_step<3, NT, TILES, X>(d, w, x, lane);
+      ampere_step<4, NT, TILES, X>(d, w, x, lane), ampere_step<5, NT, TILES, X>(d, w, x, lane);
+      ampere_step<6, NT, TILES, X>(d, w, x, lane), ampere_step<7, NT, TILES, X>(d, w, x, lane);
+    }
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();  // nobody reads the stages any more: results take their place
+
+  float *const results = reinterpret_cast<float *>(shared);
+  const int t = lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < TILES; j++) {
+    const int r = (along * TILES + j) * 16 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < NT / 8; c++) {
+      float *const to = results + (team * NT + c * 8 + t) * STRIDE + r;
+      to[0] = d[j][c][0], to[STRIDE] = d[j][c][1], to[8] = d[j][c][2], to[STRIDE + 8] = d[j][c][3];
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < NT * ROWS; i += WN * WK * 32) {
+    const int m = i / ROWS, n = row + i % ROWS;
+    if (token + m >= M || n >= N) continue;
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < WK; k++) sum += results[(k * NT + m) * STRIDE + i % ROWS];
+    if (bias) sum += number(bias[n]);
+    y[(size_t)(token + m) * N + n] = rounded<X>(sum);
+  }
+}
+
+}  // namespace crelle

@@ -1,0 +1,283 @@
+// The product on Hopper's warpgroups: weights become 16-bit numbers in registers and are the left operand from there; x
+// comes to shared memory by bulk copies, ready for the instruction (see arrange), and is the right one.
+//
+// A tile is 64 WG rows for NT tokens: each of a thread block's WG warpgroups holds 64 rows and all NT tokens in its
+// accumulators, so a weight is unpacked once per NT tokens. Every warp fetches its own 16 rows of weights by its own
+// queue; one more warp fetches x, XC times 64 inputs at a time, XS of these ahead, for all. While four instructions (64
+// inputs) are under way the warp unpacks the operands of the next four, and with two warpgroups there is always one in
+// the middle of a product.
+//
+// As many thread blocks run as the chip holds at once, and all get the same amount of work, whatever the numbers of
+// rows and tokens: the last tiles are cut along K into equal shares, which begin and end inside tiles. A thread block
+// that begins inside a tile leaves its sums in memory for the one that has the tile's beginning; that one adds them in
+// the order of K and writes the tile, so results do not depend on timing.
+#pragma once
+#include "ring.cuh"
+#include "tiles_weights.cuh"
+#include "tiles_wgmma.cuh"
+
+namespace crelle {
+
+// NT tokens as equal instructions of at most 128.
+__host__ __device__ constexpr int instruction_tokens(int nt) {
+  return nt == 176 ? 88 : nt > 128 ? (nt % 128 == 0 ? 128 : nt % 96 == 0 ? 96 : nt % 64 == 0 ? 64 : 32) : nt;
+}
+
+// Many tokens need more registers than every thread could have: then the warp that fetches x is a warpgroup that gives
+// its own away.
+__host__ __device__ constexpr bool gives_registers(int nt) { return nt > 128; }
+__host__ __device__ constexpr int hopper_threads(int nt, int wg) { return wg * 128 + (gives_registers(nt) ? 128 : 32); }
+
+#if __CUDA_ARCH__ == 900
+__device__ __forceinline__ void wait_barrier(uint32 barrier, int turn) {
+  asm volatile(
+      "{\n .reg .pred done;\n again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n @!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(turn & 1)
+      : "memory");
+}
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ uint32 transposed(uint32 v) {
+  uint32 w;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(w) : "r"(v));
+  return w;
+}
+
+// The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid)
+// are done as they are, the others are cut.
+struct Work {
+  int tile, first, count;  // the current piece: `count` blocks from `first` on
+  int at, end, next, tiles, blocks;
+
+  __device__ __forceinline__ static int share(int index, int rest, int blocks) {
+    return (long long)rest * blocks * index / gridDim.x;
+  }
+  __device__ __forceinline__ Work(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
+    const int rest = tiles - whole;
+    at = share(blockIdx.x, rest, blocks), end = share(blockIdx.x + 1, rest, blocks), next = rest + blockIdx.x;
+    advance();
+  }
+  __device__ __forceinline__ void advance() {
+    if (at < end) {
+      tile = at / blocks, first = at % blocks, count = min(blocks - first, end - at);
+      at += count;
+    } else {
+      tile = next, first = 0, count = next < tiles ? blocks : 0;
+      next += gridDim.x;
+    }
+  }
+};
+
+// words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / span), SCALE_BYTES]; xs as arrange makes it;
+// bias [N] may be null; y [M, N]; partial f32 [grid, NT * 64 WG]; flags [grid], zero before and after
+template <int P, Kind KIND, int GROUPS, int NT, int WG, int XC, int XS, int WS, int RESIDENT, typename S, typename X>
+__global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
+    hopper(const char *__restrict__ words, const char *__restrict__ scales, const char *__restrict__ xs,
+           const X *__restrict__ bias, X *y, float4 *partial, int *flags, int N, int M, int blocks, int planes,
+           int span, int whole) {
+  using W = Weights<P, KIND, GROUPS, S, X>;
+  using Queue = Ring<WS, W::BYTES>;
+  constexpr int ROWS = 64 * WG, CHUNK = NT * 128, X_BYTES = XC * CHUNK, WARPS = 4 * WG;
+  constexpr int ONE = instruction_tokens(NT), COUNT = NT / ONE;
+  extern __shared__ __align__(128) char raw[];
+  char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, queues
+  const uint32 x_at = shared_address(shared);
+  __shared__ __align__(8) unsigned long long full[XS], empty[XS];
+
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int across = (N + ROWS - 1) / ROWS, tiles = across * ((M + NT - 1) / NT);
+
+  next_may_start();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int s = 0; s < XS; s++) {
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full + s)));
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(empty + s)), "n"(WARPS));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (warp >= WARPS) {
+    if constexpr (gives_registers(NT)) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (warp == WARPS && elected()) {
+      previous_is_done();
+      const int padded = (M + 7) & ~7;
+      int s = 0, turn = 1;
+#pragma unroll 1
+      for (Work work(tiles, whole, blocks); work.count > 0; work.advance()) {
+        const int token = work.tile / across * NT, tokens = min(NT, padded - token);
+        const char *source = xs + ((size_t)work.first * 4 * padded + token) * 128;
+#pragma unroll 1
+        for (int i = 0; i < 4 / XC * work.count; i++) {
+          wait_barrier(shared_address(empty + s), turn);
+          asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full + s)),
+                       "r"(XC * tokens * 128)
+                       : "memory");
+#pragma unroll
+          for (int c = 0; c < XC; c++) {
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                    x_at + s * X_BYTES + c * CHUNK),
+                "l"(source), "r"(tokens * 128), "r"(shared_address(full + s))
+                : "memory");
+            source += (size_t)padded * 128;
+          }
+          if (++s == XS) s = 0, turn ^= 1;
+        }
+      }
+    }
+  } else {
+    if constexpr (gives_registers(NT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    Queue queue(shared + XS * X_BYTES + warp * Queue::SIZE, lane);
+    Work ahead(tiles, whole, blocks);  // as far as weights have been asked for
+    int asked = 0;
+    const auto ask = [&](int stage) {
+      if (ahead.count == 0) return;
+      const int tile = min(ahead.tile % across * WARPS + warp, (N - 1) / 16), b = ahead.first + asked;
+      const int set = GROUPS > 1 ? tile * blocks + b : tile * ((blocks + span - 1) / span) + b / span;
+      queue.ask(stage, words + (size_t)(tile * blocks + b) * (planes * 512), W::PLANE_BYTES,
+                scales + (size_t)set * W::SCALE_BYTES, W::SCALE_BYTES);
+      if (++asked == ahead.count) asked = 0, ahead.advance();
+    };
+#pragma unroll
+    for (int s = 0; s < WS; s++) ask(s);
+
+    float d[NT / 2];
+    uint32 a[2][4][4];
+    W w;
+    int xs_now = 0, x_turn = 0, w_now = 0, w_turn = 0, x_before = 0;
+
+    const auto multiply = [&](int chunk, const uint32(&a)[4][4]) {
+      if (chunk % XC == 0) wait_barrier(shared_address(full + xs_now), x_turn);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      // rows of 128 bytes, swizzled, in groups of eight; in units of 16 bytes
+      const unsigned long long matrix =
+          1ull << 62 | 64ull << 32 | 1ull << 16 | ((x_at + xs_now * X_BYTES + chunk % XC * CHUNK) & 0x3ffff) >> 4;
+#pragma unroll
+      for (int s = 0; s < 4; s++)
+#pragma unroll
+        for (int c = 0; c < COUNT; c++)
+          Wgmma<ONE, X>::multiply(d + c * (ONE / 2), a[s], matrix + c * (ONE * 8) + 2 * s);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      if (chunk % XC == XC - 1) {
+        x_before = xs_now;
+        if (++xs_now == XS) xs_now = 0, x_turn ^= 1;
+      }
+    };
+    const auto keep = [](uint32(&a)[4][4]) {  // these registers belong to instructions under way until here
+#pragma unroll
+      for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+    };
+    const auto release = [&](int stage) {
+      if (elected())
+        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(empty + stage)) : "memory");
+    };
+
+#pragma unroll 1
+    for (Work work(tiles, whole, blocks); work.count > 0; work.advance()) {
+#pragma unroll
+      for (int i = 0; i < NT / 2; i++) d[i] = 0;
+      const char *piece = queue.wait(w_now, w_turn);
+      w.load(piece, 0, lane);
+      w.template step<0>(a[0][0]), w.template step<1>(a[0][1]), w.template step<2>(a[0][2]),
+          w.template step<3>(a[0][3]);
+#pragma unroll 1
+      for (int i = 0; i < 2 * work.count; i++) {
+        const int last = x_before;
+        multiply(0, a[0]);
+        wait_for_products<1>();
+        keep(a[1]);
+        if (i > 0) release(last);
+        w.template step<4>(a[1][0]), w.template step<5>(a[1][1]), w.template step<6>(a[1][2]),
+            w.template step<7>(a[1][3]);
+        const int before = x_before;
+        multiply(1, a[1]);
+        wait_for_products<1>();
+        keep(a[0]);
+        if (XC == 1) release(before);
+        const bool odd = i & 1;
+        if (odd) {
+          if (++w_now == WS) w_now = 0, w_turn ^= 1;
+          if (i + 1 == 2 * work.count) break;
+          piece = queue.wait(w_now, w_turn);
+        }
+        w.load(piece, !odd, lane);
+        if (!odd) {
+          __syncwarp();
+          ask(w_now);
+        }
+        w.template step<0>(a[0][0]), w.template step<1>(a[0][1]), w.template step<2>(a[0][2]),
+            w.template step<3>(a[0][3]);
+      }
+      wait_for_products<0>();
+      keep(a[1]);
+      release(x_before);
+
+      if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
+        float4 *const to = partial + (size_t)blockIdx.x * (NT / 8 * WG * 128) + threadIdx.x;
+#pragma unroll
+        for (int c = 0; c < NT / 8; c++)
+          __stcg(to + c * (WG * 128), make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
+        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
+        if (threadIdx.x == 0) {
+          __threadfence();
+          asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
+        }
+        continue;
+      }
+      int have = work.count;
+#pragma unroll 1
+      for (int other = blockIdx.x + 1; have < blocks; other++) {
+        const int rest = tiles - whole, to = Work::share(other + 1, rest, blocks);
+        have += min(blocks - have, to - Work::share(other, rest, blocks));
+        if (threadIdx.x == 0) {
+          int there;
+          do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + other) : "memory");
+          while (!there);
+          flags[other] = 0;  // as the next launch wants it
+        }
+        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
+        const float4 *const from = partial + (size_t)other * (NT / 8 * WG * 128) + threadIdx.x;
+#pragma unroll
+        for (int c = 0; c < NT / 8; c++) {
+          const float4 v = __ldcg(from + c * (WG * 128));
+          d[4 * c] += v.x, d[4 * c + 1] += v.y, d[4 * c + 2] += v.z, d[4 * c + 3] += v.w;
+        }
+      }
+
+      // A lane has rows g and g + 8, tokens 2t and 2t + 1 of eight; transposed it has token g and four rows in a piece.
+      const int row = work.tile % across * ROWS + warp * 16, token = work.tile / across * NT, g = lane / 4,
+                t = lane % 4;
+      float add[2] = {0, 0};
+      if (bias) {
+        if (row + g < N) add[0] = number(bias[row + g]);
+        if (row + g + 8 < N) add[1] = number(bias[row + g + 8]);
+      }
+      const int n = row + (t & 1) * 8 + (t & 2) * 2;
+      X *to = y + (size_t)(token + g) * N + n;
+#pragma unroll
+      for (int c = 0; c < NT / 8; c++, to += (size_t)8 * N) {
+        const uint32 v = transposed(Two<X>::of(d[4 * c] + add[0], d[4 * c + 1] + add[0])),
+                     w = transposed(Two<X>::of(d[4 * c + 2] + add[1], d[4 * c + 3] + add[1]));
+        const uint32 other = __shfl_xor_sync(~0u, t & 1 ? v : w, 1);
+        const uint2 out = t & 1 ? make_uint2(other, w) : make_uint2(v, other);
+        if (token + 8 * c + g >= M || n >= N) continue;
+        if (N % 4 == 0) {
+          *reinterpret_cast<uint2 *>(to) = out;
+        } else {
+          const X *each = reinterpret_cast<const X *>(&out);
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            if (n + j < N) to[j] = each[j];
+        }
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace crelle

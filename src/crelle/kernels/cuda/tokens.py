@@ -1,0 +1,75 @@
+"""Launches tokens.cu: the first and the last kernel of a decode step, with the state that goes round on the device.
+
+    state = State.new(batch, steps, device)      # then fill ids and position
+    x = embed(state.ids, table)
+    …
+    greedy(logits, state)                        # ids, position and step are those of the next step
+
+A step captured in a graph is replayed as it is; the host looks at `made` when it wants to.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.decode import C_TYPES
+from crelle.kernels.cuda.launch import load
+
+_THREADS = 256
+_PIECES = 32  # that a row of logits is cut into; as in tokens.cu
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """Where B sequences are."""
+
+    ids: Tensor  # i64 [B], the tokens that come next
+    position: Tensor  # i32 [B], where they stand
+    step: Tensor  # i32 [1], how many tokens were made
+    made: Tensor  # i64 [B, steps], those
+    best: Tensor  # i64 [B, 32], scratch
+    arrived: Tensor  # i32 [1], scratch; 0 between launches
+
+    @classmethod
+    def new(cls, batch: int, steps: int, device: torch.device | str) -> Self:
+        """All sequences at position 0, with room for so many tokens."""
+
+        def zeros(*shape: int, wide: bool = False) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64 if wide else torch.int32, device=device)
+
+        ids, made, best = zeros(batch, wide=True), zeros(batch, steps, wide=True), zeros(batch, _PIECES, wide=True)
+        return cls(ids, zeros(batch), zeros(1), made, best, zeros(1))
+
+
+def embed_variant(dtype: torch.dtype) -> tuple[str, str]:
+    return "tokens.cu", f"crelle::embed<{C_TYPES[dtype]}>"
+
+
+def embed(
+    ids: Tensor,
+    table: Tensor,
+    position: Tensor | None = None,
+    positions: Tensor | None = None,
+    first: int = 2,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return table[ids] as [B, width]; with learned `positions`, plus their rows position + first (OPT: 2)."""
+    B, width = ids.shape[0], table.shape[1]
+    y = torch.empty(B, width, dtype=table.dtype, device=table.device) if out is None else out
+    grid = (-(-width // (8 * _THREADS)), B, 1)
+    load(*embed_variant(table.dtype))(grid, _THREADS, ids, table, position, positions, y, width, first, overlap=True)
+    return y
+
+
+def greedy_variant(dtype: torch.dtype) -> tuple[str, str]:
+    return "tokens.cu", f"crelle::greedy<{C_TYPES[dtype]}>"
+
+
+def greedy(logits: Tensor, state: State) -> None:
+    """Take the likeliest token of each row of logits [B, V], the first among equals; store it, and move on by one."""
+    s, (B, V) = state, logits.shape
+    kernel = load(*greedy_variant(logits.dtype))
+    counters = (s.ids, s.position, s.step, s.made, s.best, s.arrived)
+    kernel((_PIECES, B, 1), _THREADS, logits, *counters, V, s.made.shape[1], overlap=True)
