@@ -1,9 +1,11 @@
 """crelle bench: its JSON has the contract's keys, result files say how they were made."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from in_process import run
 
 from crelle.eval import accuracy, gemv
@@ -108,3 +110,116 @@ def test_decode_peer_model_needs_its_program(tiny_model: Path) -> None:
     done = run("bench", "decode", tiny_model, "--llama-model", "m.gguf")
     assert done.code == 2
     assert "--llama-bench" in done.err
+
+
+GEMV_ROW = {
+    "scheme": "bcq:bits=2,group=128",
+    "shape": [4096, 4096],
+    "batch": 1,
+    "device": "A GPU",
+    "baseline": "cuBLAS float16",
+    "baseline_microseconds": 10.0,
+    "speedup": 4.0,
+    "product_speedup": None,
+}
+DECODE_ROW = {
+    "model": "llama2-7b",
+    "scheme": "fp16",
+    "device": "A GPU",
+    "batch": 1,
+    "tokens": 128,
+    "context": 128,
+    "milliseconds_per_token": 3.3,
+    "weight_bytes": 13_000_000_000,
+    "read_ceiling_gb_per_s": 4300.0,
+}
+
+
+def test_gemv_of_several_shapes_has_a_row_for_each() -> None:
+    small = ("--shape", "96x64,32x64", "--shape", "64x32", "--scheme", "rtn:bits=4,group=32", "--threads", "1")
+    done = run("bench", "gemv", *small, "--json")
+    assert [r["shape"] for r in done.json["rows"]] == [[96, 64], [32, 64], [64, 32]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("command", [("gemv",), ("decode", "--shape", "llama2-7b")])
+def test_cuda_without_a_gpu_is_a_sentence(command: tuple[str, ...]) -> None:
+    done = run("bench", *command, "--device", "cuda")
+    assert done.code == 2
+    assert "no CUDA device" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_refused_rows_do_not_take_the_others_along(tmp_path: Path, as_json: bool) -> None:
+    schemes = ("--scheme", "fp16", "--scheme", "rtn:bits=4,group=32", "--scheme", "bf16")
+    command = ("bench", "gemv", "--shape", "96x64", *schemes, "--threads", "1", "--out", tmp_path / "g")
+    done = run(*command, *(["--json"] if as_json else []))
+    assert done.code == 2
+    said = str(done.json["refused"]) if as_json else done.err
+    assert "takes the formats" in said
+    result = json.loads((tmp_path / "g.json").read_text())
+    assert [r["scheme"] for r in result["rows"]] == ["rtn:bits=4,group=32"]
+    assert len(result["refused"]) == 2
+
+
+def test_decode_of_a_shape_has_figures_beside_f16(tmp_path: Path) -> None:
+    small = ("--layers", 1, "--tokens", 4, "--context", 4, "--rounds", 1, "--threads", 1, "--device", "cpu")
+    done = run("bench", "decode", "--shape", "opt-125m", *small, "--out", tmp_path / "d")
+    assert done.code == 0, done.err
+    assert "ms/token" in done.out
+    result = json.loads((tmp_path / "d.json").read_text())
+    assert [r["scheme"] for r in result["rows"]] == ["fp16", "bcq:bits=3,group=128"]
+    assert result["rows"][1]["speedup"] > 0
+    assert result["rows"][1]["weight_bytes"] < result["rows"][0]["weight_bytes"]
+    assert (tmp_path / "d.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "either MODEL"),
+        (("m", "--shape", "opt-125m"), "either MODEL"),
+        (("--shape", "llama9-1b"), "llama2-7b"),
+        (("--shape", "opt-125m", "--scheme", "nonsense"), "nonsense"),
+        (("--shape", "opt-125m", "--layers", 99), "1 to 12 layers"),
+        (("--shape", "opt-125m", "--prompt", 8), "--prompt"),
+        (("--shape", "opt-125m", "--tokens", 4000), "context of 2048"),
+        (("--shape", "opt-125m", "--tokens", 0), "at least 3 tokens"),
+        (("m", "--scheme", "fp16"), "--scheme"),
+        (("--shape", "opt-175b"), "GB are free"),
+    ],
+)
+def test_decode_bad_options_are_sentences(options: tuple[object, ...], words: str) -> None:
+    done = run("bench", "decode", *options, "--device", "cpu", "--no-baseline")
+    assert done.code == 2
+    assert words in done.err
+
+
+@pytest.mark.parametrize("row", [GEMV_ROW, DECODE_ROW], ids=["gemv", "decode"])
+def test_plot_draws_a_result_file_of_another_machine(row: dict[str, object], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"rows": [row, row]}))
+    done = run("bench", "plot", file, "--json")
+    assert done.json == {"picture": "result.png"}
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", ['{"rows": []}', '{"rows": [{"scheme": "fp16"}]}', "{}"])
+def test_plot_refuses_other_files(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(content)
+    done = run("bench", "plot", file)
+    assert done.code == 2
+    assert "rows" in done.err
+
+
+def test_without_matplotlib_figures_are_kept_and_the_picture_can_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    small = ("--shape", "96x64", "--scheme", "rtn:bits=4,group=32", "--threads", "1")
+    done = run("bench", "gemv", *small, "--results", tmp_path / "g")
+    assert done.code == 0, done.err
+    assert "bench plot g.json" in done.err
+    assert (tmp_path / "g.json").is_file()

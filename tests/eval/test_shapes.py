@@ -9,7 +9,7 @@ from conftest import TINY
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.eval.shapes import SHAPES, RandomWeights
-from crelle.formats.base import bits_per_weight
+from crelle.formats.base import bits_per_weight, nbytes
 from crelle.models.loader import build, read_config
 from crelle.quantizers.scheme import parse
 
@@ -96,6 +96,19 @@ def test_a_matrix_costs_what_its_scheme_costs(scheme: str) -> None:
     w = random_matrix(parse(scheme), 64, 1024, random_generator(0, "cpu"))
     assert w.shape == (64, 1024)
     assert bits_per_weight(w) == pytest.approx(SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "bcq:bits=3,group=24", "rtn:bits=4,group=32"])
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_size_of_a_model_is_known_before_it_is_made(kind: str, scheme: str) -> None:
+    weights = RandomWeights(SMALL[kind], scheme)
+    names = {n: len(weights.shape(n)) == 2 for n in weights.names()}
+    made = sum(nbytes(weights.matrix(n.removesuffix(".weight"))) for n, is_matrix in names.items() if is_matrix)
+    assert weights.nbytes() == made + sum(2 * weights.shape(n)[0] for n, is_matrix in names.items() if not is_matrix)
+
+
+def test_opt_175b_at_3_bits_fits_one_gpu() -> None:
+    assert 70e9 < RandomWeights("opt-175b", "bcq:bits=3,group=128").nbytes() < 80e9
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

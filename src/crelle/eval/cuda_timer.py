@@ -11,6 +11,7 @@ ceiling  The fastest plain read of a large buffer that we know, measured in the 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from statistics import median
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,8 @@ from crelle.eval.energy import Energy, per_call
 
 WORKING_SET = 500_000_000  # bytes that calls go through before they come back to the first copy: 8 L2 caches of an H200
 MOST_CALLS = 256  # in a graph; matrices of less than 2 MB stay partly in the cache
-REPLAYS = 15
+REPLAYS = 25
+_WARM = 0.05  # seconds of replays before those that count
 _CEILING_BYTES = 4 << 30
 
 Any_ = TypeVar("Any_")
@@ -113,8 +115,10 @@ class Replay:
             raise UnsupportedError(f"{what}: a rerun in a graph is not bitwise equal to the first run; it is not timed")
 
     def microseconds(self, replays: int = REPLAYS) -> float:
-        """Return the time of one call: the median of the replays, after one that does not count."""
-        self()
+        """Return the time of one call: the median of the replays, after some that do not count."""
+        warm_until = perf_counter() + _WARM
+        while perf_counter() < warm_until:  # an idle GPU takes its time to raise its clocks
+            self()
         marks = [(event(), event()) for _ in range(replays)]
         for begin, end in marks:
             begin.record()

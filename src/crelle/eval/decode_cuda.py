@@ -10,6 +10,7 @@ as bytes: at a context of a few hundred tokens they are less than a percent. Run
 """
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from crelle.models.loader import Model, build
 
 ROUNDS = 5  # generations that are timed
 TOLERANCE = 0.3  # of the way from the best logit to the mean one; a token chosen by chance is at 1
-_SPARE = 3 << 30  # bytes beside the weights
+_SPARE = 2 << 30  # bytes beside the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,10 @@ def measure(
     """Build, check and time one model; `scheme` is only what the row says of it."""
     if tokens < 3 or context < 1 or batch < 1 or rounds < 1:
         raise SchemeError("a decode benchmark takes at least 3 tokens, a context of 1, a batch of 1 and one round")
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    if isinstance(weights, RandomWeights) and (reason := does_not_fit(weights, device)):
+        raise CapacityError(reason)
     try:
         return _measure(weights, scheme, device, tokens, context, batch, rounds, kernel, ceiling, energy)
     except torch.cuda.OutOfMemoryError as e:
@@ -184,23 +186,29 @@ def beside(row: Decode, plain: Decode | None) -> Decode:
 
 
 def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
-    """Return why a model cannot be had in f16 on this device, if so."""
-    if device.type != "cuda":
-        return None
+    """Return why a model of random weights is too large for the memory that is free on a device, if so."""
     forget()
-    free, _ = torch.cuda.mem_get_info()
-    need = 2 * weights.weights() + _SPARE
+    if device.type == "cuda":
+        free, room = torch.cuda.mem_get_info()[0], 1.05  # padding, and a layer that is laid out anew
+    else:
+        free, room = (
+            os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            3.0,
+        )  # as stored, and as f32 where plain
+    need = room * weights.nbytes() + _SPARE
     if need <= free:
         return None
-    return f"{weights.path} takes {need / 1e9:.0f} GB in f16, this GPU has {free / 1e9:.0f} GB free"
+    what = f"{weights.path} at {weights.scheme}"
+    return f"{what} takes about {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free on this {device.type} device"
 
 
 def decoder_of(model: Model, batch: int) -> tuple[Decoder, str | None]:
     """Return what decodes, and why it is not a graph if it is none."""
     if batch > MAX_TOKENS:
         return Stepwise(model), f"a step takes up to {MAX_TOKENS} sequences, not {batch}"
-    found = model.graphed()
-    return (Stepwise(model), why_not(model)) if found is None else (found, None)
+    if found := model.graphed():
+        return found, None
+    return Stepwise(model), why_not(model) or "the model offers none"
 
 
 def check(model: Model, decoder: Decoder, ids: Tensor, tokens: int) -> float:

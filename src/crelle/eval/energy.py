@@ -87,7 +87,8 @@ def _counter(device: int | None) -> Iterator[Callable[[], float] | str]:
 def _reader(nvml: Any, device: int) -> Callable[[], float] | str:
     try:
         # By its own number: torch counts only the devices that CUDA_VISIBLE_DEVICES leaves.
-        board = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+        board = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         nvml.nvmlDeviceGetTotalEnergyConsumption(board)
     except nvml.NVMLError as e:
         return f"NVML has no energy counter of this GPU: {e}"

@@ -27,6 +27,7 @@ from crelle.quantizers.scheme import parse
 TOLERANCE = 1e-3  # ‖y - oracle‖ / ‖oracle‖ with f16 or bf16 in and out
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCES = {torch.float16: TOLERANCE, torch.bfloat16: 8 * TOLERANCE}  # 3 bits fewer in every output
+_DEVICE = "cuda"
 _CHECKS = 2  # fresh inputs that are checked
 _SLAB = 1 << 26  # weights that the oracle holds as f64 at one time
 _ENCODES = 64  # calls of the encoder in one graph
@@ -76,10 +77,10 @@ class GemvCuda:
 def baseline(N: int, K: int, batch: int, dtype: torch.dtype, energy: bool) -> Baseline:
     """Time torch's linear on as many plain weights as exceed the cache."""
     require_cuda()
-    random = random_generator(1, "cuda")
-    x = torch.randn(batch, K, generator=random, dtype=dtype, device="cuda")
+    random = random_generator(1, _DEVICE)
+    x = torch.randn(batch, K, generator=random, dtype=dtype, device=_DEVICE)
     n = copies(2 * N * K)
-    weights = [torch.randn(N, K, generator=random, dtype=dtype, device="cuda").mul_(K**-0.5) for _ in range(n)]
+    weights = [torch.randn(N, K, generator=random, dtype=dtype, device=_DEVICE).mul_(K**-0.5) for _ in range(n)]
     replay = Replay([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])  # type: ignore[misc]
     return Baseline(replay.microseconds(), replay.energy().joules if energy else None)
 
@@ -101,7 +102,7 @@ def measure(
     require_cuda()
     if dtype not in DTYPES:
         raise SchemeError(f"the dtype is {' or '.join(DTYPES)}, not '{dtype}'")
-    random = random_generator(seed, "cuda")
+    random = random_generator(seed, _DEVICE)
     w = at_precision(random_matrix(parse(scheme), N, K, random))
     prepared = ops.prepare(w, DTYPES[dtype], None if isinstance(w, DenseTensor) else kernel)
     rel_err, max_rel_err = check(w, prepared, batch, DTYPES[dtype], random)
@@ -111,7 +112,7 @@ def measure(
     del w
     n = copies(size)
     weights = [prepared] + [replace(prepared, data=clone(prepared.data)) for _ in range(n - 1)]
-    x = torch.randn(batch, K, generator=random, dtype=DTYPES[dtype], device="cuda")
+    x = torch.randn(batch, K, generator=random, dtype=DTYPES[dtype], device=_DEVICE)
     whole = Replay([lambda p=p: ops.matmul(x, p) for p in weights])  # type: ignore[misc]
     whole.check(ops.matmul(x, prepared), scheme)
     us = whole.microseconds()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.eval.random_matrices import random_generator, random_matrix
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, bits_per_weight
 from crelle.models.llama import LlamaConfig
 from crelle.models.loader import read_config
 from crelle.models.opt import OPTConfig
@@ -164,6 +164,15 @@ class RandomWeights:
     def weights(self) -> int:
         """Return how many numbers the model has."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
+
+    def nbytes(self) -> int:
+        """Return the bytes of the whole model in its scheme, without making it: matrices by a few rows of each kind."""
+        bits: dict[int, float] = {}  # of a weight in the layers, by the length of its row
+        for name, shape in self._shapes.items():
+            if len(shape) == 2 and ".layers." in name and shape[1] not in bits:
+                bits[shape[1]] = bits_per_weight(random_matrix(self.scheme, 8, shape[1], random_generator(0, "cpu")))
+        each = {n: bits[s[1]] if len(s) == 2 and ".layers." in n else 16 for n, s in self._shapes.items()}
+        return round(sum(each[n] * torch.Size(s).numel() for n, s in self._shapes.items()) / 8)
 
 
 def _shapes(weights: RandomWeights) -> dict[str, tuple[int, ...]]:
