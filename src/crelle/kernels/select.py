@@ -62,10 +62,10 @@ class Kernel(Protocol):
 def kernels() -> tuple[Kernel, ...]:
     """All kernels of this installation, most preferred first."""
     from crelle.kernels.cpu.planes import Cpu
-    from crelle.kernels.cuda.planes import Cuda
+    from crelle.kernels.cuda.planes import Cuda, CudaLut
     from crelle.kernels.reference import Dense, Dequantized, Reference
 
-    return (Dense(), Cuda(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
+    return (Dense(), Cuda(), CudaLut(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:

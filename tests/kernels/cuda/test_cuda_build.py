@@ -1,7 +1,7 @@
 """Run-time compilation: it needs no GPU, so all of it is checked everywhere; what launches is marked `gpu`."""
 
 import fcntl
-import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from crelle.errors import BuildError, CrelleError, UnsupportedError
 from crelle.kernels import cuda
 from crelle.kernels.cuda import build
 from crelle.kernels.cuda.launch import _Packer
+from crelle.kernels.cuda.variants import variants
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
 
@@ -338,32 +338,32 @@ def test_local_memory_is_found(sources: Path) -> None:
     assert LOCAL_MEMORY.search(code)
 
 
-def variants() -> Sequence[tuple[str, str]]:
-    """All (file, expression) pairs that the package may ask for."""
-    try:
-        return list(importlib.import_module("crelle.kernels.cuda.variants").variants())
-    except ModuleNotFoundError:
-        return [("probe.cu", "crelle::probe<__half>"), ("probe.cu", "crelle::probe<__nv_bfloat16>")]
+def spills_allowed(file: str, expression: str) -> int:
+    """How many instructions may go to local memory: none where speed was measured, a few in what is rarely used."""
+    planes = re.match(r"crelle::decode<(\d)", expression)
+    if planes:
+        return 0 if int(planes[1]) <= 4 else 80
+    return 24 if file in ("dense.cu", "lut.cu", "tiles.cu") else 0
 
 
 @pytest.mark.parametrize("arch", build.ARCHITECTURES)
 def test_every_variant_compiles_and_stays_in_registers(arch: str) -> None:
     """Each for each architecture; the instructions are looked at where there is a disassembler."""
     wrong = []
-    for built in build.compile_all(variants(), arch):
+    for built in build.compile_all(variants(arch), arch):
         assert built.cubin
         if (code := disassemble(built.cubin)) is None:
             continue
-        if found := LOCAL_MEMORY.search(code):
-            wrong.append(f"{built.file} {built.expression}: {found[0]}, local memory")
-        if built.file in MATRIX_FILES and not MATRIX.search(code):
+        if len(LOCAL_MEMORY.findall(code)) > spills_allowed(built.file, built.expression):
+            wrong.append(f"{built.file} {built.expression}: local memory")
+        if built.file in MATRIX_FILES and "arrange" not in built.expression and not MATRIX.search(code):
             wrong.append(f"{built.file} {built.expression}: no matrix instruction")
     assert not wrong, f"{arch}: " + "; ".join(wrong)
 
 
 def test_every_source_lies_in_the_package() -> None:
     assert build.CSRC.parent == Path(cuda.__file__).parent
-    assert {file for file, _ in variants()} <= {p.name for p in build.CSRC.glob("*.cu")}
+    assert {file for file, _ in variants("sm_90a")} <= {p.name for p in build.CSRC.glob("*.cu")}
 
 
 # Availability ------------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def test_decode_matches_oracle(kind: Kind, P: int, group: int, N: int, K: int) -
         out = torch.full((tokens, N), torch.nan, device="cuda", dtype=HALF)
         decode.product(decode.encode(x, prepared), prepared, HALF, out=out)
         size = x.double().abs() @ w.dequantize(torch.float64).abs().T  # one output may cancel to nearly nothing
-        assert (out.double() - matmul_fp64(x, w)).norm() < TOLERANCE[HALF] * size.norm() / min(K, 16) ** 0.5, (tokens, N, K)
+        error = (out.double() - matmul_fp64(x, w)).norm()
+        assert error < TOLERANCE[HALF] * size.norm() / min(K, 16) ** 0.5, (tokens, N, K)
 
 
 @pytest.mark.gpu

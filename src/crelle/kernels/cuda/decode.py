@@ -171,11 +171,18 @@ def choose(w: CudaWeight, tokens: int, processors: int | None = None) -> Shape:
         return abs(m.P - w.P) + 4 * (columns(tokens) != m.M) + 0.5 * (m.codes != (w.kind not in _PLANES)), size
 
     cut = min(_measured(), key=unlike).cut
+    if w.P > 4 or w.groups > 2 or w.scales.element_size() > 2 or tokens == 2:  # unlike all that was measured: more
+        cut = Shape(1, 8, 1, cut.stages, 1, 16 if tokens == 1 else 8)  # registers rather than more warps
     if w.words.shape[2] != w.P or w.span > 1:
         cut = replace(cut, run=1)
     while cut.warps * _ring(w, cut) > _SHARED and (cut.stages > 1 or cut.run > 1):
         cut = replace(cut, stages=cut.stages // 2) if cut.stages > 1 else replace(cut, run=1)
     return cut
+
+
+def measured_cuts() -> set[tuple[int, Kind, int, Shape]]:
+    """Return (planes, kind, tokens, cut) of all that was measured."""
+    return {(m.P, Kind.UNIFORM if m.codes else Kind.BCQ, m.M, m.cut) for m in _measured()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,12 @@ def choose(
     processors, room = processors or multiprocessors(), room or _room(torch.cuda.current_device())
     tiles = w.tickets.numel()
     small = tiles * w.units < 40 * processors
-    s = Shape(2, 16, 1, 1, 1, torch.float16) if tokens > 1 else Shape(2, 16, 1, 1, 4) if small else Shape(4, 24, 1, 1)
+    warps = 20 if w.P <= 2 and w.kind in (Kind.BCQ, Kind.BCQ_SYMMETRIC) else 24  # what the registers are enough for
+    s = Shape(4, warps, 1, 1)
+    if tokens > 1:
+        s = Shape(2, 16, 1, 1, 1, torch.float16)
+    elif small:
+        s = Shape(2, 16, 1, 1, 4)
     while table_bytes(s, tokens, variant) > room and s.slices > 1:
         s = replace(s, slices=s.slices // 2, warps=16)
     splits = w.units * SLICES // s.slices

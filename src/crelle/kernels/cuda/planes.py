@@ -1,14 +1,14 @@
-"""The CUDA kernels as one Kernel, `cuda`: bit-planes by digits on the binary tensor cores, tiles for many tokens.
+"""The CUDA kernels as two Kernels. `cuda`: bit-planes by digits on the binary tensor cores, tiles for many tokens.
 
-Behind it stands a torch operator, `crelle::plane_matmul`, with a description for tracing, so that torch.compile sees
-through it.
+Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a description for tracing, so
+that torch.compile sees through it.
 
 tokens      what runs
-1 … 4       decode.cu: x as 16-bit integers, exact counts; reads each weight byte once
-5 and more  tiles.cu: a tile of weights turned into numbers in registers, for the tensor cores
+1 … 8       decode.cu, four at a time: x as 16-bit integers, exact counts; reads each weight byte once (or twice)
+9 and more  tiles.cu: a tile of weights turned into numbers in registers, for the tensor cores
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels import cuda
 from crelle.kernels.cuda.layout import CudaWeight, Kind, lay_out
 from crelle.kernels.select import Problem
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.lut import LutWeight
 
 _FORMATS = (BCQTensor.format, UniformTensor.format, AffineTensor.format)
 
@@ -51,6 +54,26 @@ class Cuda:
         return _plane_matmul(x, w.words, w.scales, w.order, w.N, w.K, w.P, w.kind.name, w.groups, w.span)  # type: ignore[no-any-return]
 
 
+class CudaLut:
+    """The same by looking up, as the papers do: beaten by `cuda`, here to be measured and for chips without BMMA."""
+
+    name = "cuda-lut"
+    permutes = True
+
+    def supports(self, problem: Problem) -> str | None:
+        return unsupported(problem)
+
+    def prepare(self, w: QuantTensor, dtype: torch.dtype) -> "LutWeight":
+        from crelle.kernels.cuda import lut
+
+        return lut.lay_out(w)
+
+    def run(self, x: Tensor, prepared: "LutWeight") -> Tensor:
+        w = prepared
+        form = (w.N, w.K, w.P, w.kind.name, w.groups, w.span)
+        return _lut_matmul(x, w.words, w.scales, w.tickets, w.order, *form)  # type: ignore[no-any-return]
+
+
 @torch.library.custom_op("crelle::plane_matmul", mutates_args=())
 def _plane_matmul(
     x: Tensor,
@@ -65,16 +88,45 @@ def _plane_matmul(
     span: int,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of layout.py."""
-    from crelle.kernels.cuda import decode
+    from crelle.kernels.cuda import decode, tiles
 
     w = CudaWeight(N, K, P, Kind[kind], groups, span, words, scales, order)
     x = x.contiguous()
     if x.shape[0] == 0:
         return x.new_empty(0, N)
-    portions = torch.split(x, decode.TOKENS)
-    return torch.cat([decode.product(decode.encode(part, w), w, x.dtype) for part in portions])
+    if x.shape[0] > 2 * decode.TOKENS:
+        return tiles.matmul(x, w)
+    parts = [decode.product(decode.encode(part, w), w, x.dtype) for part in torch.split(x, decode.TOKENS)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @_plane_matmul.register_fake
 def _(x: Tensor, words: Tensor, scales: Tensor, order: Tensor | None, N: int, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], N)
+
+
+@torch.library.custom_op("crelle::lut_matmul", mutates_args=())
+def _lut_matmul(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    tickets: Tensor,
+    order: Tensor | None,
+    N: int,
+    K: int,
+    P: int,
+    kind: str,
+    groups: int,
+    span: int,
+) -> Tensor:
+    """Return x [M, K] @ W.T for a weight in the layout of lut.py; `tickets` are zeros before and after."""
+    from crelle.kernels.cuda import lut
+
+    w = lut.LutWeight(N, K, P, Kind[kind], groups, span, words, scales, tickets, order)
+    parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, lut.TOKENS)]
+    return parts[0] if len(parts) == 1 else torch.cat([x.new_empty(0, N), *parts])
+
+
+@_lut_matmul.register_fake
+def _(x: Tensor, words: Tensor, scales: Tensor, tickets: Tensor, order: Tensor | None, N: int, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], N)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.decode import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.layout import ROWS, CudaWeight
+from crelle.kernels.cuda.layout import ROWS, CudaWeight, Kind
 
 _RESIDENT = 4  # at most so many thread blocks of a product on a multiprocessor
 _SHARED = 227 * 1024 - 1024  # bytes that they have together on Hopper, less the barriers
@@ -90,7 +90,7 @@ def product(
     shape: Shape | OldShape | None = None,
 ) -> Tensor:
     """Return x @ W.T (+ bias) as [M, N]."""
-    s = shape or choose(w, x.tokens)
+    s = shape or choose(w, x.tokens, x.dtype)
     y = torch.empty(x.tokens, w.N, dtype=x.dtype, device=x.xs.device) if out is None else out
     kernel = load(*product_variant(w, s, x.dtype))
     if isinstance(s, OldShape):
@@ -133,15 +133,24 @@ def matmul(x: Tensor, w: CudaWeight, bias: Tensor | None = None, out: Tensor | N
 
 def variants(w: CudaWeight, tokens: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     """Return the kernels that `matmul` launches for so many tokens."""
-    return [arrange_variant(dtype), product_variant(w, choose(w, tokens), dtype)]
+    return [arrange_variant(dtype), product_variant(w, choose(w, tokens, dtype), dtype)]
 
 
 def cut(w: CudaWeight, tokens: int, s: Shape, processors: int) -> tuple[int, int]:
-    """Return (thread blocks, tiles that are not cut): one round of tiles or a little more is shared along K."""
+    """Return (thread blocks, tiles that are not cut along K).
+
+    Where tiles do not come out even, those of the last round, and a round before it, are shared by all. Adding the
+    parts of a tile costs about 6 us for 256 tokens; where the last round is nearly full, idling costs less.
+    """
     tiles = _tiles(w, tokens, s.tokens, s.warpgroups)
     grid = min(processors * s.resident, tiles * w.blocks)
     rounds, left = divmod(tiles, grid)
-    return grid, (rounds - (1 if left else 0)) * grid if rounds else 0
+    if left == 0:
+        return grid, tiles
+    idle = (1 - left / grid) * w.blocks * 2.8 * _COST.get(s.tokens, 1.0)  # us: a block of 256 inputs takes 2.8
+    if s.tokens >= 128 and idle < s.tokens * 6 / 256:
+        return min(grid, tiles), tiles
+    return grid, max(rounds - 1, 0) * grid
 
 
 def shared_bytes(w: CudaWeight, s: Shape) -> int:
@@ -166,7 +175,11 @@ def _tiles(w: CudaWeight, tokens: int, of_tokens: int, warpgroups: int) -> int:
 
 
 def choose(
-    w: CudaWeight, tokens: int, processors: int | None = None, capability: tuple[int, int] | None = None
+    w: CudaWeight,
+    tokens: int,
+    dtype: torch.dtype,
+    processors: int | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> Shape | OldShape:
     """Return the cut that was fastest on an H200 for problems like this one (docs/kernels/bcq.md has the table)."""
     if (capability or torch.cuda.get_device_capability()) != (9, 0):
@@ -174,10 +187,8 @@ def choose(
     processors = processors or multiprocessors()
     few = _tiles(w, tokens, 256, 2) < 0.4 * processors  # large tiles would be cut too often
     sizes = [t for t in _COST if t <= 128] if few else list(_COST)
-    if w.P > 6:
-        sizes = [t for t in sizes if t <= 128]  # their planes take registers
     at_a_time = min(sizes, key=lambda t: (-(-tokens // t) * _COST[t], t))
-    s = _shape(w, at_a_time, processors)
+    s = _shape(w, at_a_time, dtype, processors)
     while shared_bytes(w, s) > _SHARED // s.resident:  # long scales, many planes
         if s.x_stages > 2:
             s = replace(s, x_stages=s.x_stages - 1)
@@ -190,17 +201,19 @@ def choose(
     return s
 
 
-def _shape(w: CudaWeight, tokens: int, processors: int) -> Shape:
+def _shape(w: CudaWeight, tokens: int, dtype: torch.dtype, processors: int) -> Shape:
     """The best of those measured for tiles of so many tokens."""
-    narrow = _tiles(w, 1, 1, 2) < 0.5 * processors  # of 128 rows each
-    wide = _tiles(w, 1, 1, 2) > 0.7 * processors
-    heavy = w.P > 3
+    rows = _tiles(w, 1, 1, 2) / processors  # tiles of 128 rows
+    large = w.P > 4 or dtype == torch.bfloat16  # needs more registers than two times two warpgroups have
+    narrow = rows < 0.4 or large
+    wide = rows > 0.7
+    bcq = w.kind in (Kind.BCQ, Kind.BCQ_SYMMETRIC)
     if tokens == 16:
-        return Shape(16, 1, 2, 4, 3, 3) if narrow else Shape(16, 2, 2, 4, 2, 3) if wide else Shape(16, 2, 2, 4, 3, 2)
+        return Shape(16, 1, 2, 4, 3, 3) if narrow else Shape(16, 2, 2, 4, 3, 2)
     if tokens == 32:
-        return Shape(32, 1, 2, 4, 3, 3) if narrow else Shape(32, 2, 2, 4, 3, 2)
+        return Shape(32, 1, 2, 4, 3, 3) if narrow or w.P == 3 else Shape(32, 2, 2, 4, 3, 2)
     if tokens == 64:
-        return Shape(64, 2, 2, 3, 2, 2) if heavy and wide else Shape(64, 2, 2, 4, 3, 1)
+        return Shape(64, 2, 2, 3, 2, 2) if w.P == 4 and bcq and wide and not large else Shape(64, 2, 2, 4, 3, 1)
     if tokens == 128:
         return Shape(128, 2, 2, 4, 2)
     return Shape(tokens, 2, 1, 5, 2)
@@ -208,7 +221,7 @@ def _shape(w: CudaWeight, tokens: int, processors: int) -> Shape:
 
 def _choose_old(w: CudaWeight, tokens: int, room: int | None = None) -> OldShape:
     if room is None:
-        room = int(torch.cuda.get_device_properties().shared_memory_per_block_optin)
+        room = int(getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 99 * 1024))
     shapes = (OldShape(64, 2, 4, 1, 2), OldShape(32, 2, 4, 1, 2), OldShape(16, 2, 4, 2, 2), OldShape(8, 1, 2, 2, 2))
     useful = [s for s in shapes if s.tokens < 2 * tokens or s.tokens == 8]
     return next(s for s in useful if old_bytes(w, s) <= room)

@@ -7,8 +7,8 @@
 // walks over many rows with them. Lane l of a warp takes inputs 8l ... of each slice for 16 rows at a time: 16 bytes of
 // weights for 16 reads of its own table. Lanes that own inputs rather than rows are what makes tables free of bank
 // conflicts possible (PRIVATE); the price is one sum over the lanes per 16 rows, a shuffle and an addition a row, which
-// SLICES and P share. Weights are asked for one plane ahead, the first ones before the tables are built and before the
-// previous kernel is done.
+// SLICES and P share. Weights are asked for AHEAD planes early, the first ones before the tables are built and before
+// the previous kernel is done.
 //
 // The thread blocks of some rows each leave partial sums, and the last one to finish adds them up in order: which one
 // that is differs between runs, the sums do not. Layouts: crelle/kernels/cuda/lut.py.

@@ -1,4 +1,18 @@
 // y [M, N] = x [M, K] W.T for many tokens: weights become 16-bit numbers in registers, tensor cores do the rest.
+//
+// The weights are those of decode.cu, bit for bit: a lane finds the planes of its own rows and inputs in one piece, and
+// x is brought into their order once (arrange, below), since x is smaller and often serves several matrices. A weight
+// is unpacked once per tile of tokens, never written anywhere, and the sums are fp32.
+//   tiles_weights.cuh   planes to numbers: tables of three planes looked up by byte permutation; larger codes directly
+//   tiles_hopper.cuh    sm_90a: warpgroup instructions, x by bulk copies, work cut into equal shares
+//   tiles_ampere.cuh    everything else: warp instructions, cp.async
+// On an H200, group 128, the tile of tokens that wins: as many as there are, up to 256 (16, 32, 64, 128, 192, 256);
+// where that makes fewer than about 50 tiles, at most 128. Up to 32 tokens the unpacking is the limit, and several
+// thread blocks a multiprocessor hide its latencies; from 128 on one thread block of two warpgroups is best; with 256
+// tokens the tensor cores are busy. Lost: clusters that fetch x together (1.3 times slower); clusters that split K
+// (1.03 to 1.3 times slower at 128 tokens, where tiles do not come out even; but 1.2 to 1.5 times faster for 4096 x
+// 4096 at 16 tokens, probably since here the parts of a tile are awaited one after the other); signs by shift and
+// exclusive or instead of tables (9 instructions a pair at three planes, tables 5).
 #include "tiles_weights.cuh"
 #include "tiles_ampere.cuh"
 #include "tiles_hopper.cuh"

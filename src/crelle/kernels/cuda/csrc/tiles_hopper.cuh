@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32 transposed(uint32 v) {
   return w;
 }
 
-// The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid)
-// are done as they are, the others are cut.
+// The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
+// or all) are done as they are, the others are cut.
 struct Work {
   int tile, first, count;  // the current piece: `count` blocks from `first` on
   int at, end, next, tiles, blocks;

@@ -1,0 +1,201 @@
+"""tiles.cu against f64 of the dequantized weight; what can be checked without a GPU comes first."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plane_weights import TOLERANCE, random_weight
+from torch import Tensor
+
+from crelle.kernels.cuda import build, tiles
+from crelle.kernels.cuda.layout import Kind, lay_out
+from crelle.kernels.cuda.tiles import OldShape, Shape
+
+HALF, BF16 = torch.float16, torch.bfloat16
+HOPPER, ADA = (9, 0), (8, 9)
+KINDS = [
+    (Kind.BCQ, 1, 32),
+    (Kind.BCQ, 2, 128),
+    (Kind.BCQ, 3, 64),
+    (Kind.BCQ, 4, 256),
+    (Kind.BCQ, 5, 128),
+    (Kind.BCQ, 8, 48),
+    (Kind.BCQ_SYMMETRIC, 2, 64),
+    (Kind.BCQ_SYMMETRIC, 6, 10**6),
+    (Kind.UNIFORM, 2, 128),
+    (Kind.UNIFORM, 3, 32),
+    (Kind.UNIFORM, 4, 512),
+    (Kind.UNIFORM, 8, 128),
+    (Kind.UNIFORM_SYMMETRIC, 4, 64),
+    (Kind.AFFINE, 2, 40),
+    (Kind.AFFINE, 3, 10**6),
+    (Kind.AFFINE, 6, 96),
+]
+SHAPES = [
+    Shape(16, 1, 2, 4, 3, 3),
+    Shape(32, 2, 2, 4, 3, 2),
+    Shape(64, 2, 2, 3, 2, 2),
+    Shape(128, 2, 2, 4, 2),
+    Shape(256, 2, 1, 4, 2),
+    OldShape(8, 1, 2, 2, 2),
+    OldShape(64, 2, 4, 1, 2),
+]
+
+
+def relative(y: Tensor, oracle: Tensor) -> float:
+    return float((y.double() - oracle).norm() / oracle.norm())  # a NaN fails every comparison
+
+
+# --- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "P", "group"), KINDS)
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 100, 150, 300, 512, 5000])
+def test_the_chosen_shape_fits_the_chip(kind: Kind, P: int, group: int, tokens: int) -> None:
+    w = lay_out(random_weight(kind, P, 500, 1024, group, torch.float32))
+    s = tiles.choose(w, tokens, HALF, 132, HOPPER)
+    assert isinstance(s, Shape)
+    assert s.resident * (tiles.shared_bytes(w, s) + 1024 + 256) <= 228 * 1024
+    assert s.resident <= tiles._RESIDENT
+    assert s.tokens in (16, 32, 64, 128, 192, 256)
+
+
+def test_more_tokens_take_larger_tiles() -> None:
+    w = replace(lay_out(random_weight(Kind.BCQ, 3, 16, 512, 128)), N=12288)
+    sizes = [tiles.choose(w, m, HALF, 132, HOPPER).tokens for m in (5, 16, 32, 64, 128, 150, 256, 512, 4096)]
+    assert sizes == [16, 16, 32, 64, 128, 192, 256, 256, 256]
+
+
+@pytest.mark.parametrize("room", [99 * 1024, 163 * 1024])
+@pytest.mark.parametrize("tokens", [1, 16, 40, 500])
+def test_the_older_shape_fits_its_room(room: int, tokens: int) -> None:
+    w = lay_out(random_weight(Kind.BCQ, 8, 40, 512, 32))
+    s = tiles._choose_old(w, tokens, room)
+    assert tiles.old_bytes(w, s) <= room
+    assert s.tokens < 2 * max(tokens, 5)
+
+
+@pytest.mark.parametrize("tokens", [5, 64, 300, 512, 4096])
+@pytest.mark.parametrize("N", [17, 4096, 8192, 11008])
+def test_every_block_of_every_tile_is_done_once(N: int, tokens: int) -> None:
+    w = replace(lay_out(random_weight(Kind.BCQ, 1, 16, 2304, 128)), N=N)
+    s = tiles.choose(w, tokens, HALF, 132, HOPPER)
+    assert isinstance(s, Shape)
+    grid, whole = tiles.cut(w, tokens, s, 132)
+    count = tiles._tiles(w, tokens, s.tokens, s.warpgroups)
+    rest = count - whole
+    done = [0] * (count * w.blocks)
+    for i in range(grid):  # as Work in tiles_hopper.cuh
+        at, end = rest * w.blocks * i // grid, rest * w.blocks * (i + 1) // grid
+        assert rest == 0 or at < end  # whoever waits for a part of a tile must get one
+        for unit in range(at, end):
+            done[unit] += 1
+        for tile in range(rest + i, count, grid):
+            for b in range(w.blocks):
+                done[tile * w.blocks + b] += 1
+    assert done == [1] * len(done)
+    assert whole in (count, whole // grid * grid)
+
+
+def test_a_nearly_full_round_is_not_cut() -> None:
+    w = replace(lay_out(random_weight(Kind.BCQ, 1, 16, 8192, 128)), N=8192)
+    assert tiles.cut(w, 512, Shape(256, 2, 1, 5, 2), 132) == (128, 128)
+    assert tiles.cut(w, 256, Shape(256, 2, 1, 5, 2), 132) == (132, 0)
+    assert tiles.cut(w, 4096, Shape(256, 2, 1, 5, 2), 132) == (132, 6 * 132)
+
+
+@pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
+@pytest.mark.parametrize("arch", build.ARCHITECTURES)
+def test_the_kernels_compile(arch: str) -> None:
+    w = lay_out(random_weight(Kind.BCQ, 3, 40, 512, 128))
+    shape = tiles.choose(w, 64, HALF, 132, HOPPER) if arch == "sm_90a" else tiles._choose_old(w, 64, 99 * 1024)
+    for kernel in (tiles.arrange_variant(HALF), tiles.product_variant(w, shape, HALF)):
+        assert build.compile(*kernel, arch).cubin
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
+@pytest.mark.parametrize(("kind", "P"), [(Kind.BCQ, 3), (Kind.BCQ, 8), (Kind.UNIFORM, 4), (Kind.AFFINE, 8)])
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
+def test_products_of_a_warpgroup_are_not_serialized(kind: Kind, P: int, tokens: int, tmp_path: Path) -> None:
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    disassembler = shutil.which("nvdisasm") or find_nvidia_binary_utility("nvdisasm")
+    if disassembler is None:
+        pytest.skip("nvdisasm is not installed")
+    w = replace(lay_out(random_weight(kind, P, 16, 512, 128)), N=12288)
+    built = build.compile(*tiles.product_variant(w, tiles.choose(w, tokens, HALF, 132, HOPPER), HALF), "sm_90a")
+    (tmp_path / "kernel.cubin").write_bytes(built.cubin)
+    text = subprocess.run(
+        [disassembler, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "HGMMA" in text
+    assert text.count("WARPGROUP.ARRIVE") == 2  # one per four steps: ptxas had registers enough
+    assert not re.search(r"\b(LDL|STL)\b", text)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "P", "group"), KINDS)
+@pytest.mark.parametrize(("N", "K", "M"), [(100, 576, 5), (17, 1300, 40), (200, 256, 130)])
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_matmul_matches_oracle(kind: Kind, P: int, group: int, N: int, K: int, M: int, dtype: torch.dtype) -> None:
+    w = random_weight(kind, P, N, K, group, dtype, "cuda")
+    x, bias = torch.randn(M, K, dtype=dtype, device="cuda"), torch.randn(N, dtype=dtype, device="cuda")
+    y = torch.full((M, N), float("nan"), dtype=dtype, device="cuda")
+    tiles.matmul(x, lay_out(w), bias, y)
+    assert relative(y, x.double() @ w.dequantize(torch.float64).T + bias.double()) <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale_dtype", [HALF, BF16, torch.float32])
+def test_every_shape_matches_oracle(shape: Shape | OldShape, scale_dtype: torch.dtype) -> None:
+    if isinstance(shape, Shape) and torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs Hopper")
+    w = random_weight(Kind.BCQ, 3, 1100, 2304, 128, scale_dtype, "cuda")
+    x, prepared = torch.randn(300, 2304, dtype=HALF, device="cuda"), lay_out(w)
+    xs = tiles.arrange(x, prepared)
+    y = tiles.product(xs, prepared, shape=shape)
+    assert relative(y, x.double() @ w.dequantize(torch.float64).T) <= TOLERANCE[HALF]
+    for _ in range(5):
+        assert torch.equal(tiles.product(xs, prepared, shape=shape), y)
+    assert not xs.flags.any()
+
+
+@pytest.mark.gpu
+def test_first_planes_alone_are_a_weight() -> None:
+    w = lay_out(random_weight(Kind.BCQ_SYMMETRIC, 4, 64, 512, 128, HALF, "cuda"))
+    few = replace(w, P=2, scales=w.scales[..., :2, :].contiguous())
+    same = replace(few, words=w.words[:, :, :2].contiguous())
+    x = torch.randn(20, 512, dtype=HALF, device="cuda")
+    assert torch.equal(tiles.matmul(x, few), tiles.matmul(x, same))
+
+
+@pytest.mark.gpu
+def test_inputs_are_taken_in_the_order_of_the_weight() -> None:
+    w = lay_out(random_weight(Kind.UNIFORM, 3, 64, 512, 128, HALF, "cuda"))
+    order = torch.randperm(512, device="cuda").to(torch.int32)
+    x = torch.randn(20, 512, dtype=HALF, device="cuda")
+    assert torch.equal(tiles.matmul(x, replace(w, order=order)), tiles.matmul(x[:, order.long()], w))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_products_gives_the_same() -> None:
+    w = lay_out(random_weight(Kind.BCQ, 2, 300, 1024, 128, HALF, "cuda"))
+    x = torch.randn(40, 1024, dtype=HALF, device="cuda")
+    y = tiles.matmul(x, w)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            tiles.matmul(x, w, out=out)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, y)
