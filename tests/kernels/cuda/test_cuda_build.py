@@ -338,11 +338,11 @@ def test_local_memory_is_found(sources: Path) -> None:
     assert LOCAL_MEMORY.search(code)
 
 
-def spills_allowed(file: str, expression: str) -> int:
+def spills_allowed(file: str, expression: str, arch: str) -> int:
     """How many instructions may go to local memory: none where speed was measured, a few in what is rarely used."""
     planes = re.match(r"crelle::decode<(\d)", expression)
     if planes:
-        return 0 if int(planes[1]) <= 4 else 80
+        return 80 if int(planes[1]) > 4 else 0 if arch == "sm_90a" else 40
     return 24 if file in ("dense.cu", "lut.cu", "tiles.cu") else 0
 
 
@@ -354,7 +354,7 @@ def test_every_variant_compiles_and_stays_in_registers(arch: str) -> None:
         assert built.cubin
         if (code := disassemble(built.cubin)) is None:
             continue
-        if len(LOCAL_MEMORY.findall(code)) > spills_allowed(built.file, built.expression):
+        if len(LOCAL_MEMORY.findall(code)) > spills_allowed(built.file, built.expression, arch):
             wrong.append(f"{built.file} {built.expression}: local memory")
         if built.file in MATRIX_FILES and "arrange" not in built.expression and not MATRIX.search(code):
             wrong.append(f"{built.file} {built.expression}: no matrix instruction")
