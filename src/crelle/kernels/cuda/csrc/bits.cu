@@ -1,12 +1,12 @@
 // x [M, K] as the decode kernel wants it: integers of eight digits in base -4, one scale per 128 inputs, cut into bits.
 //
-//   bits    u32 [2 blocks, 32, M, 2]        half block, lane 4g + t, instruction i, low and high bit: bit j of a word
-//   belongs
-//                                           to input 32t + j, to the token and the digit that column g of instruction i
-//                                           has
-//   xscale  f32 [2 blocks, M, 1 + PARTS]    per half block and token: s, where x = s * integer; then the sum of the
-//   integers,
-//                                           or PARTS sums where so many groups of weights are in a half block
+//   bits    u32 [2 blocks, 32, M, 2]
+//           half block, lane 4g + t, instruction i, low and high bit of a digit: bit j of the word belongs to input
+//           32t + j, and to the token and the digit that column g of instruction i has
+//   xscale  f32 [2 blocks, M, 1 + PARTS]
+//           half block, token: s, where x = s * integer; then the sum of the integers (in units of 2^-39), or PARTS
+//           sums where so many groups of weights are in a half block
+//
 // M is 1, 2 or 4: a buffer for three tokens has room for four. A token has L = 4 / M pairs of columns; pair l of token
 // m is columns 2 (L m + l) and the next, and holds digits 8/L l + 2i and the next in instruction i.
 //
@@ -17,8 +17,6 @@
 namespace crelle {
 
 constexpr float LARGEST = 13107;  // what eight digits of base -4 hold on both sides of 0
-
-enum Op { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU };
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

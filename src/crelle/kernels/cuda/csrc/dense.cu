@@ -13,8 +13,6 @@
 
 namespace crelle {
 
-enum Op { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU };
-
 // 8 numbers from `k` on of a row of K, zeros behind its end; ALIGNED: K is a multiple of 8.
 template <bool ALIGNED, typename T>
 __device__ __forceinline__ uint4 eight(const T *row, int k, int K) {

@@ -10,6 +10,9 @@ using half = __half;
 using bfloat16 = __nv_bfloat16;
 using uint32 = unsigned int;
 
+// What may be done to x on its way into a product; SILU_MUL: x is gate, then up.
+enum Op { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU };
+
 __device__ __forceinline__ float number(half v) { return __half2float(v); }
 __device__ __forceinline__ float number(bfloat16 v) { return __bfloat162float(v); }
 __device__ __forceinline__ float number(float v) { return v; }
