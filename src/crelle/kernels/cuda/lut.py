@@ -19,14 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crelle.errors import UnsupportedError
-from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
-from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.permuted import PermutedTensor
+from crelle.kernels.cuda.arranged import ROWS, Arranged, Kind, arranged
 from crelle.kernels.cuda.decode import C_TYPES, columns
 from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.layout import ROWS, Kind, _reordered, _scales
 
 TOKENS = 4
 UNIT, LANES, SLICES = 1024, 32, 4
@@ -73,77 +69,28 @@ class Shape:
 
 def lay_out(w: QuantTensor) -> LutWeight:
     """Lay a matrix of planes out anew, on the device it is on."""
-    if isinstance(w, PermutedTensor):
-        inner = lay_out(w.inner)
-        outer = w.order.to(torch.int32)
-        if inner.order is None:
-            outer = torch.nn.functional.pad(outer, (0, inner.units * UNIT - w.shape[1]), value=-1)
-        else:
-            outer = torch.where(inner.order < 0, -1, outer[inner.order.clamp(min=0).long()])
-        return replace(inner, order=outer)
-    if not isinstance(w, BCQTensor | UniformTensor | AffineTensor):
-        raise UnsupportedError(f"kernel 'cuda' cannot lay out the format '{w.format}'")
+    a = arranged(w, UNIT)
     N, K = w.shape
-    kind, scales = _scales(w)  # [words, N, C]
-    stored, padded = _stored_group(K, w.group)
-    C = scales.shape[-1]
-    units = -(-C * padded // UNIT)
-    order = _order(K, w.group, padded, units).to(w.device) if padded != w.group and C > 1 else None
-    scales = scales.repeat_interleave(padded // stored, dim=-1)  # one per stored group
-    groups, span = (UNIT // stored, 1) if stored < UNIT else (1, stored // UNIT)
-    return LutWeight(
-        N,
-        K,
-        w.bits,
-        kind,
-        groups,
-        span,
-        _words(w.planes, order, units),
-        _tiled(scales, units, groups, span),
-        torch.zeros(-(-N // ROWS), dtype=torch.int32, device=w.device),
-        order,
-    )
+    tickets = torch.zeros(-(-N // ROWS), dtype=torch.int32, device=a.planes.device)
+    return LutWeight(N, K, a.planes.shape[0], a.kind, a.groups, a.span, _words(a), _tiled(a), tickets, a.order)
 
 
-def _stored_group(K: int, group: int) -> tuple[int, int]:
-    """Return (inputs of a stored group, inputs that a group is padded to)."""
-    if group >= K:  # a whole row: padding at its end costs nothing
-        padded = -(-K // UNIT) * UNIT
-        return padded, padded
-    padded = -(-group // 32) * 32
-    if padded % UNIT == 0:
-        return padded, padded
-    return next(u for u in (512, 256, 128, 64, 32) if padded % u == 0), padded
-
-
-def _order(K: int, group: int, padded: int, units: int) -> Tensor:
-    at = torch.arange(units * UNIT)
-    k = at // padded * group + at % padded
-    return torch.where((at % padded < group) & (k < K), k, -1).to(torch.int32)
-
-
-def _words(planes: Tensor, order: Tensor | None, units: int) -> Tensor:
-    """Planes uint8 [P, N, K/8] as words; a plane at a time, so that what stands beside it stays small."""
-    P, N, _ = planes.shape
-    tiles = -(-N // ROWS)
-    words = torch.empty(tiles, units, P, SLICES, LANES, ROWS, dtype=torch.uint8, device=planes.device)
+def _words(a: Arranged) -> Tensor:
+    """Planes as words; a plane at a time, so that what stands beside it stays small."""
+    P, N, _ = a.planes.shape
+    tiles, half = -(-N // ROWS), LANES // 2
+    words = torch.empty(tiles, a.blocks, P, SLICES, LANES, ROWS, dtype=torch.uint8, device=a.planes.device)
     for p in range(P):
-        plane = planes[p] if order is None else _reordered(planes[p], order)
-        rows = torch.zeros(tiles * ROWS, units * UNIT // 8, dtype=torch.uint8, device=planes.device)
-        rows[:N, : plane.shape[1]] = plane
-        six = rows.view(tiles, 2, 8, units, LANES, SLICES).permute(0, 3, 5, 4, 1, 2)  # tile, unit, slice, lane, rows
-        half = LANES // 2
-        words[:, :, p, :, :half] = six[..., :half, :, :].flatten(-2)
+        six = a.plane(p, UNIT).view(tiles, 2, 8, a.blocks, LANES, SLICES).permute(0, 3, 5, 4, 1, 2)
+        words[:, :, p, :, :half] = six[..., :half, :, :].flatten(-2)  # tile, unit, slice, lane, rows
         words[:, :, p, :, half:] = six[..., half:, :, :].flip(-2).flatten(-2)
     return words
 
 
-def _tiled(scales: Tensor, units: int, groups: int, span: int) -> Tensor:
-    words, N, C = scales.shape
-    tiles, sets = -(-N // ROWS), -(-units // span)
-    out = torch.zeros(words, tiles * ROWS, sets * groups, dtype=scales.dtype, device=scales.device)
-    out[:, :N, :C] = scales
-    return out.view(words, tiles, ROWS, sets, groups).permute(1, 3, 0, 4, 2).contiguous()
+def _tiled(a: Arranged) -> Tensor:
+    scales = a.padded_scales()
+    five = scales.view(scales.shape[0], -1, ROWS, scales.shape[2] // a.groups, a.groups)
+    return five.permute(1, 3, 0, 4, 2).contiguous()
 
 
 # --- the product ------------------------------------------------------------------------------------------------------
