@@ -18,7 +18,6 @@ from crelle.kernels.cuda.layout import CudaWeight, join
 from crelle.models.linear import QuantLinear
 
 STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
-_AHEAD = 12 << 20  # bytes of weights that come into L2 while norms and digits are made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +69,7 @@ def _multiply(
 
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     if isinstance(w, CudaWeight):
-        digits = decode.encode(x, w, op, scale, shift, eps, _AHEAD)
+        digits = decode.encode(x, w, op, scale, shift, eps)
         return decode.product(digits, w, dtype, bias, residual)
     return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
 

@@ -22,7 +22,6 @@ from crelle.kernels.cuda.layout import ROWS, CudaWeight, Kind
 TOKENS = 4
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _ENCODE_WARPS = 8
-_AHEAD_OF_A_BLOCK = 1 << 20  # bytes that one thread block asks for
 _MEASURED_ON = 132  # multiprocessors of the device in tuned.json
 _PLANES = (Kind.BCQ, Kind.BCQ_SYMMETRIC)
 _SHARED = 96 * 1024  # bytes of shared memory that every chip since Ampere gives a thread block
@@ -74,37 +73,14 @@ def encode(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 0.0,
-    ahead: int = 0,
 ) -> Digits:
-    """Turn x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up) into digits for w, applying `op` to it first.
-
-    `ahead`: how many bytes of w to bring into L2 meanwhile, for a product that follows at once.
-    """
+    """Turn x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up) into digits for w, applying `op` to it first."""
     tokens, M, halves = x.shape[0], columns(x.shape[0]), 2 * w.blocks
     bits = torch.empty(halves, 32, M, 2, dtype=torch.int32, device=x.device)
     scale = torch.empty(halves, M, 1 + parts(w), dtype=torch.float32, device=x.device)
     kernel = load(*encode_variant(op, parts(w), tokens, x.dtype))
-    share = min(1.0, ahead / w.nbytes)
-    words, scales = (int(share * t.nbytes) for t in (w.words, w.scales))
-    others = min(32, -(-words // _AHEAD_OF_A_BLOCK))
-    kernel(
-        (-(-halves // _ENCODE_WARPS) + others, tokens, 1),
-        32 * _ENCODE_WARPS,
-        x,
-        weight,
-        bias,
-        w.order,
-        bits,
-        scale,
-        w.words,
-        words,
-        w.scales,
-        scales,
-        w.K,
-        w.blocks,
-        float(eps),
-        overlap=True,
-    )
+    grid = (-(-halves // _ENCODE_WARPS), tokens, 1)
+    kernel(grid, 32 * _ENCODE_WARPS, x, weight, bias, w.order, bits, scale, w.K, w.blocks, float(eps), overlap=True)
     return Digits(tokens, bits, scale)
 
 

@@ -47,37 +47,15 @@ __device__ __forceinline__ float2 block_sum(float a, float b) {
   return sum;
 }
 
-// Ask for some memory to come into L2; nobody waits for it.
-__device__ __forceinline__ void fetch_into_l2(const char *from, long long bytes, int thread, int threads) {
-  constexpr int PIECE = 4096;
-  for (long long at = (long long)thread * PIECE; at < bytes; at += (long long)threads * PIECE) {
-    const int size = static_cast<int>(min((long long)PIECE, bytes - at)) / 16 * 16;
-#if __CUDA_ARCH__ >= 900
-    if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
-#else
-    for (int i = 0; i < size; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at + i));
-#endif
-  }
-}
-
 // x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up); order [256 blocks], which input stands where, -1 for none, or
-// null; grid (ceil(2 blocks / WARPS) + others, tokens): the other thread blocks let the first bytes of the weights that
-// the digits are for come into L2, because nothing else keeps the memory busy while norms and digits are made.
+// null; grid (ceil(2 blocks / WARPS), tokens)
 template <Op OP, int PARTS, int M, int WARPS, typename X>
 __global__ void __launch_bounds__(WARPS * 32)
     encode(const X *__restrict__ x, const X *__restrict__ weight, const X *__restrict__ bias,
-           const int *__restrict__ order, uint32 *bits, float *xscale, const char *words, long long words_bytes,
-           const char *scales, long long scales_bytes, int K, int blocks, float eps) {
+           const int *__restrict__ order, uint32 *bits, float *xscale, int K, int blocks, float eps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m = blockIdx.y, half = blockIdx.x * WARPS + warp;
   x += (size_t)m * K * (OP == SILU_MUL ? 2 : 1);
   next_may_start();
-  const int makers = (2 * blocks + WARPS - 1) / WARPS, others = gridDim.x - makers;
-  if (static_cast<int>(blockIdx.x) >= makers) {
-    const int thread = (blockIdx.x - makers) * WARPS * 32 + threadIdx.x;
-    if (m == 0) fetch_into_l2(words, words_bytes, thread, others * WARPS * 32);
-    if (m == 0) fetch_into_l2(scales, scales_bytes, thread, others * WARPS * 32);
-    return;
-  }
   float v[4], gain[4] = {}, shift[4] = {};
   int from[4];  // what does not depend on the previous kernel
 #pragma unroll

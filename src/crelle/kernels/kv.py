@@ -1,0 +1,150 @@
+"""Readable torch kernels over pages of keys and values: the oracle of every other one, and the last resort.
+
+append   writes new tokens into pages: turns, centres and quantizes them on the way
+attend   reads the pages as they are, a slab at a time with a running softmax; there never is a cache of numbers
+
+Both take a batch of sequences of any lengths. N new tokens lie one behind the other, sequence after sequence:
+
+    table    int [B, max_pages]   the pages of each sequence, in order; what lies behind its last page is not looked at
+    starts   B+1 numbers          tokens starts[b] … starts[b+1]-1 are those of sequence b; None: N/B for each
+    position / lengths            tokens of each sequence before / after these new ones
+
+so a prompt, a part of one and one token of a text under way go together. Each sequence is computed by itself, so its
+numbers do not depend on who else is in the batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CapacityError, SchemeError
+from crelle.formats.kv import KVFormat, KVPages, quantize, turn
+
+SLAB = 256  # tokens that `attend` holds as numbers at one time
+
+Numbers = Tensor | Sequence[int]
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    pages: KVPages,
+    table: Tensor,
+    position: Numbers,
+    *,
+    starts: Numbers | None = None,
+    center: Tensor | None = None,
+) -> None:
+    """Store k and v [N, Hkv, D] behind the `position` tokens that each sequence has; center: f32 [Hkv, D] or None."""
+    fmt = pages.format
+    wanted = (k.shape[0], pages.heads, pages.head_size)
+    if k.shape != wanted or v.shape != wanted:
+        raise SchemeError(f"keys and values must be {list(wanted)}, got {list(k.shape)} and {list(v.shape)}")
+    if center is not None and (not fmt.coded or tuple(center.shape) != wanted[1:]):
+        raise SchemeError(f"a centre [{pages.heads}, {pages.head_size}] is for coded pages, not for {fmt}")
+    at = [
+        torch.arange(before, before + end - begin)
+        for before, (begin, end) in zip(_ints(position), _spans(k.shape[0], table, starts), strict=True)
+    ]
+    page = torch.cat([_pages(pages, table[b], t, fmt) for b, t in enumerate(at)])  # [N]
+    place = (torch.cat(at) % fmt.page).to(page.device)
+    for kind, x in enumerate((k, v)):
+        if not fmt.coded:
+            pages.codes[page, kind, :, place] = x.to(pages.codes.dtype)
+            continue
+        assert pages.words is not None
+        x = x.float() - center if kind == 0 and center is not None else x
+        codes, words = quantize(turn(x, fmt), fmt.bits, fmt.groups(pages.head_size))
+        pages.codes[page, kind, :, place] = codes
+        pages.words[page, kind, :, place] = words
+
+
+def attend(
+    q: Tensor,
+    pages: KVPages,
+    table: Tensor,
+    lengths: Numbers,
+    *,
+    starts: Numbers | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(q K^T * scale) V [N, H, D], in q's dtype, for q [N, H, D] of the last tokens of each sequence.
+
+    H is a multiple of Hkv: head h reads key head h // (H/Hkv). Each token sees itself and those before it, with a
+    `window` only so many. `scale` is 1/sqrt(D) unless told. Sums are in f32.
+    """
+    N, H, D = q.shape
+    if pages.head_size != D or H % pages.heads:
+        raise SchemeError(f"{H} heads of {D} cannot read pages of {pages.heads} heads of {pages.head_size}")
+    scale = D**-0.5 if scale is None else scale
+    turned = (turn(q, pages.format) * scale).view(N, pages.heads, H // pages.heads, D)
+    parts = []
+    for b, ((begin, end), length) in enumerate(zip(_spans(N, table, starts), _ints(lengths), strict=True)):
+        if length < end - begin:
+            raise SchemeError(f"sequence {b} has {length} tokens in all, but asks for {end - begin} new ones")
+        parts.append(_attend_one(turned[begin:end], pages, table[b], length, window))
+    y = turn(torch.cat(parts).flatten(1, 2), pages.format)  # [N, H, D]
+    return y.to(q.dtype)
+
+
+def _attend_one(q: Tensor, pages: KVPages, row: Tensor, length: int, window: int | None) -> Tensor:
+    """One sequence: q [T, Hkv, R, D], scaled; R query heads for a key head."""
+    T, Hkv, R, D = q.shape
+    query = torch.arange(length - T, length, device=q.device)  # positions
+    q = q.permute(1, 2, 0, 3).reshape(Hkv, R * T, D)
+    top = q.new_full((Hkv, R * T, 1), -torch.inf)  # greatest score so far
+    weight, total = torch.zeros_like(top), torch.zeros_like(q)  # sums of exp(score - top), and of that times v
+    first = 0 if window is None else max(0, length - T - window + 1)
+    for key, slab in _slabs(pages, row, first, length):
+        k, v = slab  # [Hkv, S, D]
+        seen = key <= query[:, None]  # [T, S]
+        seen = seen if window is None else seen & (key > query[:, None] - window)
+        score = (q @ k.mT).masked_fill(~seen.repeat(R, 1), -torch.inf)  # [Hkv, R*T, S]
+        now = torch.maximum(top, score.amax(-1, keepdim=True))
+        base = now.masked_fill(now == -torch.inf, 0)  # who has seen nothing yet keeps sums of 0
+        p, keep = torch.exp(score - base), torch.exp(top - base)
+        weight, total, top = weight * keep + p.sum(-1, keepdim=True), total * keep + p @ v, now
+    return (total / weight).view(Hkv, R, T, D).permute(2, 0, 1, 3)  # [T, Hkv, R, D]
+
+
+def _slabs(pages: KVPages, row: Tensor, first: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Walk through tokens first … length-1: their positions [S] and numbers [2, Hkv, S, D], cut at fixed places."""
+    page = pages.format.page
+    step = max(1, SLAB // page) * page
+    for begin in range(first // step * step, length, step):
+        end = min(begin + step, length)
+        t = torch.arange(begin, end, page)
+        kv = pages.read(_pages(pages, row, t, pages.format))[:, :, : end - begin]
+        yield torch.arange(begin, end, device=kv.device), kv
+
+
+def _pages(pages: KVPages, row: Tensor, token: Tensor, fmt: KVFormat) -> Tensor:
+    """Return the page of each token of a sequence, or say that its table has none."""
+    at = token // fmt.page
+    if len(at) and int(at[-1]) >= len(row):
+        raise CapacityError(f"token {int(token[-1])} needs page {int(at[-1])} of a table of {len(row)} pages")
+    found = row[at.to(row.device)].long()
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < pages.count:
+        raise SchemeError(
+            f"a table names page {int(found.max() if found.min() >= 0 else found.min())} of {pages.count}"
+        )
+    return found.to(pages.codes.device)
+
+
+def _spans(N: int, table: Tensor, starts: Numbers | None) -> list[tuple[int, int]]:
+    B = table.shape[0]
+    if starts is None:
+        if N % B:
+            raise SchemeError(f"{N} tokens are not the same number for each of {B} sequences: give starts")
+        starts = range(0, N + 1, N // B)
+    found = _ints(starts)
+    if len(found) != B + 1 or found[0] != 0 or found[-1] != N or sorted(found) != found:
+        raise SchemeError(f"starts must rise from 0 to {N} in {B + 1} numbers, got {found}")
+    return list(pairwise(found))
+
+
+def _ints(x: Numbers) -> list[int]:
+    return x.tolist() if isinstance(x, Tensor) else list(x)
