@@ -8,7 +8,30 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels.cuda.layout import BLOCK, ROWS, CudaWeight, Kind
 
+KINDS = [
+    (Kind.BCQ, 1, 32),
+    (Kind.BCQ, 2, 128),
+    (Kind.BCQ, 3, 64),
+    (Kind.BCQ, 4, 256),
+    (Kind.BCQ, 5, 128),
+    (Kind.BCQ, 8, 48),
+    (Kind.BCQ_SYMMETRIC, 2, 64),
+    (Kind.BCQ_SYMMETRIC, 6, 10**6),
+    (Kind.UNIFORM, 2, 128),
+    (Kind.UNIFORM, 3, 32),
+    (Kind.UNIFORM, 4, 512),
+    (Kind.UNIFORM, 8, 128),
+    (Kind.UNIFORM_SYMMETRIC, 4, 64),
+    (Kind.AFFINE, 2, 40),
+    (Kind.AFFINE, 3, 10**6),
+    (Kind.AFFINE, 6, 96),
+]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}  # relative, of the norm, against f64
+
+
+def relative(y: Tensor, oracle: Tensor) -> float:
+    """The norm of the error over that of the oracle; a NaN fails every comparison."""
+    return float((y.double() - oracle).norm() / oracle.norm())
 
 
 def random_weight(

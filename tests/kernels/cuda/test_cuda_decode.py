@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from plane_weights import TOLERANCE, random_weight
-from torch import Tensor
+from plane_weights import KINDS, TOLERANCE, random_weight, relative
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crelle.kernels import ops
@@ -18,27 +17,6 @@ from crelle.kernels.cuda.planes import Cuda
 from crelle.kernels.reference import matmul_fp64
 
 HALF, BF16 = torch.float16, torch.bfloat16
-KINDS = [
-    (Kind.BCQ, 1, 32),
-    (Kind.BCQ, 2, 128),
-    (Kind.BCQ, 3, 64),
-    (Kind.BCQ, 4, 256),
-    (Kind.BCQ, 8, 48),
-    (Kind.BCQ_SYMMETRIC, 2, 64),
-    (Kind.BCQ_SYMMETRIC, 5, 10**6),
-    (Kind.UNIFORM, 2, 128),
-    (Kind.UNIFORM, 3, 32),
-    (Kind.UNIFORM, 4, 512),
-    (Kind.UNIFORM, 8, 128),
-    (Kind.UNIFORM_SYMMETRIC, 4, 64),
-    (Kind.AFFINE, 2, 40),
-    (Kind.AFFINE, 3, 10**6),
-    (Kind.AFFINE, 4, 96),
-]
-
-
-def relative(y: Tensor, oracle: Tensor) -> float:
-    return ((y.double() - oracle).norm() / oracle.norm()).item()  # a NaN fails every comparison
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
+from plane_weights import TOLERANCE, random_weight, relative
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
-from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor
-from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.bcq import BCQTensor
 from crelle.formats.permuted import PermutedTensor
 from crelle.kernels.cuda import build, lut
 from crelle.kernels.cuda.layout import Kind
 from crelle.kernels.cuda.lut import LutWeight, Shape, Variant
 
 ROW = 10**6
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}  # ||y - y64|| / ||y64||: y itself is rounded to x's type
 
 CASES = [  # kind, planes, group, type of the scales
     (Kind.BCQ, 3, 128, torch.float16),
@@ -30,29 +28,6 @@ CASES = [  # kind, planes, group, type of the scales
     (Kind.UNIFORM, 2, 2048, torch.float16),
 ]
 SHAPES = [(100, 576), (17, 301), (33, 2504)]
-
-
-def random_weight(
-    kind: Kind, P: int, N: int, K: int, group: int, scales: torch.dtype, device: str = "cpu"
-) -> QuantTensor:
-    group = min(group, K)
-    C = -(-K // group)
-    codes = torch.randint(0, 1 << P, (N, K), dtype=torch.uint8, device=device)
-
-    def some(*shape: int) -> Tensor:
-        return (torch.rand(*shape, device=device) * 0.1 + 0.01).to(scales)
-
-    z = (torch.randn(N, C, device=device) * 0.05).to(scales)
-    if kind in (Kind.BCQ, Kind.BCQ_SYMMETRIC):
-        return BCQTensor.from_codes(codes, some(P, N, C), z if kind is Kind.BCQ else None, group)
-    if kind is Kind.AFFINE:
-        return AffineTensor.from_codes(codes, P, some(N, C), z, group)
-    zero = torch.randint(0, 1 << P, (N, C), dtype=torch.uint8, device=device)
-    return UniformTensor.from_codes(codes, P, some(N, C), zero if kind is Kind.UNIFORM else None, group)
-
-
-def relative(y: Tensor, expected: Tensor) -> float:
-    return float((y.double() - expected).norm() / expected.norm())
 
 
 # The layout and the algorithm ---------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plane_weights import TOLERANCE, random_weight
-from torch import Tensor
+from plane_weights import KINDS, TOLERANCE, random_weight, relative
 
 from crelle.kernels.cuda import build, tiles
 from crelle.kernels.cuda.layout import Kind, lay_out
@@ -17,24 +16,6 @@ from crelle.kernels.cuda.tiles import OldShape, Shape
 
 HALF, BF16 = torch.float16, torch.bfloat16
 HOPPER, ADA = (9, 0), (8, 9)
-KINDS = [
-    (Kind.BCQ, 1, 32),
-    (Kind.BCQ, 2, 128),
-    (Kind.BCQ, 3, 64),
-    (Kind.BCQ, 4, 256),
-    (Kind.BCQ, 5, 128),
-    (Kind.BCQ, 8, 48),
-    (Kind.BCQ_SYMMETRIC, 2, 64),
-    (Kind.BCQ_SYMMETRIC, 6, 10**6),
-    (Kind.UNIFORM, 2, 128),
-    (Kind.UNIFORM, 3, 32),
-    (Kind.UNIFORM, 4, 512),
-    (Kind.UNIFORM, 8, 128),
-    (Kind.UNIFORM_SYMMETRIC, 4, 64),
-    (Kind.AFFINE, 2, 40),
-    (Kind.AFFINE, 3, 10**6),
-    (Kind.AFFINE, 6, 96),
-]
 SHAPES = [
     Shape(16, 1, 2, 4, 3, 3),
     Shape(32, 2, 2, 4, 3, 2),
@@ -44,10 +25,6 @@ SHAPES = [
     OldShape(8, 1, 2, 2, 2),
     OldShape(64, 2, 4, 1, 2),
 ]
-
-
-def relative(y: Tensor, oracle: Tensor) -> float:
-    return float((y.double() - oracle).norm() / oracle.norm())  # a NaN fails every comparison
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
