@@ -40,7 +40,7 @@ class Auto(Grid):
     tune: Literal["none", "short", "full"] = "short"
     search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
     steps: int = 64  # of block-wise training, per layer
-    rate: float = 5e-3  # of it, in steps of the grid
+    rate: float = 0.0  # of it, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
     end: int = 3000  # steps of end-to-end training, with tune=full
     own: int = 2048  # rows of text that the model itself writes for it
     seed: int = 0
@@ -83,7 +83,6 @@ class Auto(Grid):
         for name, coder in coders.items():
             linears[name].coder = coder
         x, y = walk.streams.here, walk.after
-        # The finer the grid, the smaller a step is against the weights, and the more steps a weight may move.
         with torch.enable_grad():
             tune_block(walk.block, list(coders.values()), x, y, self._training(), x.device)
         for name in coders:
@@ -91,7 +90,9 @@ class Auto(Grid):
         return fitted | {n: c.export() for n, c in coders.items()}
 
     def _training(self) -> Training:
-        return Training(steps=self.steps, batch=8, rate=self.rate, scale_rate=self.rate / 2, seed=self.seed)
+        # The finer the grid, the smaller its steps against the weights, and the more of them a weight may move.
+        rate = self.rate or 5e-3 * 2 ** max(0.0, self.bits - 3.35)
+        return Training(steps=self.steps, batch=8, rate=rate, scale_rate=rate / 2, seed=self.seed)
 
     def end_to_end(self) -> Training:
         """How `tune=full` trains the whole model."""
