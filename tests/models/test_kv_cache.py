@@ -7,11 +7,14 @@ import torch
 from conftest import write_tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_opt import write_random
 
-from crelle.errors import CapacityError
-from crelle.models.cache import KVCache
+from crelle.errors import CapacityError, SchemeError
+from crelle.formats.kv import KVFormat
+from crelle.models.cache import KVCache, PagedCache, why_not_fused
 from crelle.models.llama import Llama
 from crelle.models.loader import load
+from crelle.models.opt import OPT
 
 TOLERANCE = 2e-5  # sums of f32 in another order
 CPU = torch.device("cpu")
@@ -113,3 +116,93 @@ def test_cache_returns_all_that_was_appended(sizes: list[int]) -> None:
         at += size
     with pytest.raises(CapacityError, match=f"{at + 1} tokens do not fit the model's context of {at}"):
         cache.grow(1)
+
+
+# Pages of 8 and 4 bits ---------------------------------------------------------------------------------------------
+
+CODED = ["kv8", "kv4", "kv4:center=false", "kv8:center=false", "kv4:group=8,page=8", "kv4:rotate=false"]
+
+
+@pytest.fixture(scope="module")
+def opt_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random(tmp_path_factory.mktemp("opt"))
+
+
+@pytest.fixture(scope="module")
+def opt(opt_path: Path) -> OPT:
+    return load(opt_path, device="cpu")[0]
+
+
+def test_kv_16_is_the_cache_of_numbers(tiny: Llama) -> None:
+    assert isinstance(tiny.new_cache(kv=16), KVCache)
+    assert isinstance(tiny.new_cache(kv="kv4"), PagedCache)
+    with pytest.raises(SchemeError, match="16, 8 or 4"):
+        tiny.new_cache(kv="5")
+
+
+@pytest.mark.parametrize("kv", CODED)
+@pytest.mark.parametrize("which", ["tiny", "windowed", "opt"])
+def test_coded_pages_give_nearly_the_logits_of_numbers(which: str, kv: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(which)
+    tokens = random_tokens(60, batch=2) % model.c.vocabulary
+    exact, cache = model(tokens, model.new_cache(2)), model.new_cache(2, kv=kv)
+    error = (model(tokens, cache) - exact).pow(2).mean().sqrt() / exact.std()
+    assert 0 < error <= (0.02 if KVFormat.parse(kv).bits == 8 else 0.25)
+    assert cache.nbytes == cache.format.page_bytes(cache.layers[0].heads, model.c.head_size) * sum(
+        pages.count for pages in cache.layers
+    )
+
+
+@quick
+@pytest.mark.parametrize("kv", ["kv8", "kv4"])
+@given(sizes=portions)
+def test_any_portions_give_the_logits_of_one_pass_over_pages(tiny: Llama, kv: str, sizes: list[int]) -> None:
+    while sum(sizes) > tiny.c.context:
+        sizes = sizes[:-1]
+    tokens = random_tokens(sum(sizes))
+    whole, cache, at = tiny(tokens, tiny.new_cache(kv=kv)), tiny.new_cache(kv=kv), 0
+    for size in sizes:
+        logits = tiny(tokens[:, at : at + size], cache)
+        # A sum in another order may tip a value over to the next level of its grid, not more.
+        assert (logits - whole[:, at : at + size]).pow(2).mean().sqrt() <= 0.05 * whole.std()
+        at += size
+
+
+def test_a_batch_over_pages_equals_single_rows_beyond_every_growth(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path, num_hidden_layers=1, max_position_embeddings=600)
+    model, _ = load(path, device="cpu")
+    tokens = random_tokens(600, batch=2)
+    cache, parts = model.new_cache(2, kv=4), []
+    for at in (0, 250, 251, 520):
+        until = {0: 250, 250: 251, 251: 520, 520: 600}[at]
+        parts.append(model(tokens[:, at:until], cache))
+    single = torch.cat([model(row[None], model.new_cache(kv=4)) for row in tokens])
+    assert (torch.cat(parts, 1) - single).pow(2).mean().sqrt() <= 0.05 * single.std()
+    with pytest.raises(CapacityError, match="601 tokens do not fit the model's context of 600"):
+        model(tokens[:, :1], cache)
+    assert cache.length == 600
+
+
+def test_centres_are_where_the_keys_are(tiny_model: Path, opt_path: Path) -> None:
+    """Keys minus their centre are much smaller than keys, for tokens that the centres were not found with."""
+    llama, opt = (load(path, device="cpu")[0] for path in (tiny_model, opt_path))
+    llama.decoder = "its biases are those of before"
+    for model, rotated in ((llama, True), (opt, False)):
+        for layer in model.layers:  # far from 0, as trained models have them
+            k = layer.attention.k_proj
+            k.bias = 4 * torch.randn(k.weight.shape[0], generator=torch.Generator().manual_seed(3))
+        cache = model.new_cache()
+        model(random_tokens(40) % model.c.vocabulary, cache)
+        for kv, center in zip(cache.layers, model.key_centers, strict=True):
+            keys = kv[0, 0, :, 1:40].transpose(0, 1)  # [T, Hkv, D]
+            assert center.shape == keys.shape[1:]
+            share = (keys - center).pow(2).mean() / keys.pow(2).mean()
+            assert share < (0.75 if rotated else 0.2)  # quick pairs of rope keep no mean
+        assert model.key_centers is model.key_centers
+
+
+def test_coded_pages_do_not_run_in_one_call_and_say_so(tiny: Llama) -> None:
+    assert why_not_fused(KVFormat(16)) is None
+    assert why_not_fused(KVFormat(4)) == "a whole step in one call reads keys and values of 16 bits, not kv4"
+    for tokens in (random_tokens(5), random_tokens(1)):  # the fused step would fail on such a cache
+        tiny(tokens, tiny.new_cache(kv=4))

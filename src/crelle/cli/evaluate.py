@@ -5,7 +5,19 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Bits, Device, Json, KernelName, Model, Threads, out, print_json, tracking, use_threads
+from crelle.cli.console import (
+    Bits,
+    Device,
+    Json,
+    KernelName,
+    Model,
+    Threads,
+    err,
+    out,
+    print_json,
+    tracking,
+    use_threads,
+)
 
 NAME = "eval"
 
@@ -20,26 +32,34 @@ def run(
     threads: Threads = None,
     kernel: KernelName = None,
     bits: Bits = None,
+    kv: Annotated[
+        str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4, or e.g. kv4:group=64 (docs/formats/kv.md).")
+    ] = "16",
     json: Json = False,
 ) -> None:
     """Measure perplexity: lower is better, and the ratio to the unquantized model tells what quantizing cost.
 
     Windows do not overlap. Each starts with BOS where the tokenizer adds one (BOS + context-1 tokens). The model that
-    is measured is the very object that generates.
+    is measured is the very object that generates. `--kv 8` and `--kv 4` quantize the cache as well, and all tokens read
+    it so; that goes layer by layer, not in the fused step (`crelle explain MODEL --kv 4`).
 
     **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
     """
     from crelle.engine.llm import LLM
     from crelle.eval.perplexity import perplexity
     from crelle.eval.text import read_text
+    from crelle.models.cache import why_not_fused
 
     use_threads(threads)
     corpus = read_text(text)
-    llm = LLM.load(model, device=device, kernel=kernel, bits=bits)
+    llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
+    if reason := why_not_fused(llm.kv):
+        err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
     with tracking("perplexity") as track:
         result = perplexity(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)
     if json:
         print_json(result)
     else:
         windows = f"{result.windows} windows of {result.context}" + (" with BOS" if result.bos else "")
-        out.print(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens, {windows}", highlight=False)
+        cache = f", cache {result.kv}" if llm.kv.coded else ""
+        out.print(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens, {windows}{cache}", highlight=False)

@@ -1,8 +1,9 @@
 """crelle explain: which kernel multiplies by which matrix, and why not the others."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.table import Table
 
 from crelle.cli.console import Device, Json, Model, out, print_json
@@ -13,23 +14,33 @@ if TYPE_CHECKING:
 NAME = "explain"
 
 
-def run(model: Model, device: Device = "auto", json: Json = False) -> None:
+def run(
+    model: Model,
+    device: Device = "auto",
+    kv: Annotated[str, typer.Option("--kv", help="Bits of the KV cache it is to run with: 16, 8 or 4.")] = "16",
+    json: Json = False,
+) -> None:
     """Print layer → kernel → why not the others.
 
     Nothing falls back silently to something slower or less exact: this is where one sees what runs. Pass one of the
     names as `--kernel` to `generate` or `eval` to insist on it.
     """
+    from crelle.formats.kv import KVFormat
     from crelle.formats.source import open_weights
+    from crelle.models.cache import why_not_fused
     from crelle.models.fused import why_not
     from crelle.models.loader import never_fused
 
+    cache = KVFormat.parse(kv)
     rows = decisions(model, device)
     where = rows[0]["problem"]["device"]
     one_by_one = never_fused(open_weights(model, verify=False)) or why_not(
         where, {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows)
     )
+    one_by_one = one_by_one or why_not_fused(cache)
     if json:
-        print_json({"device": where, "fused": one_by_one is None, "why_not_fused": one_by_one, "layers": rows})
+        said = {"device": where, "kv": str(cache), "fused": one_by_one is None, "why_not_fused": one_by_one}
+        print_json({**said, "layers": rows})
         return
     table = Table("matrices", "problem", "kernel", "why not the others")
     alike: dict[tuple[str, str, str], list[str]] = {}

@@ -13,6 +13,7 @@ from crelle.engine.sampler import Sampler, Sampling
 from crelle.engine.tokenizer import Detokenizer, Message, Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.files import read_json
+from crelle.formats.kv import KVFormat
 from crelle.formats.source import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models import precisions
@@ -48,8 +49,9 @@ class LLM:
     >>> llm.generate("Once upon a time", Sampling(max_tokens=40)).text         # doctest: +SKIP
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, weights: Weights) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, weights: Weights, kv: KVFormat | None = None) -> None:
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
+        self.kv = kv or KVFormat()  # how caches store keys and values
         self.end_ids = _end_ids(weights)
         self.precisions = precisions.offered(weights)  # of a nested checkpoint; () where there is only one
         self._at = {model.build.bits or precisions.default(weights): model}
@@ -63,19 +65,22 @@ class LLM:
         threads: int | None = None,
         kernel: str | None = None,
         bits: int | None = None,
+        kv: KVFormat | str | int = 16,
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
         device: cpu, cuda or auto.  threads: on the CPU.  kernel: insist on one (see `crelle explain`).
         bits: of a nested checkpoint, the precision for calls that ask for none; default: the finest.
+        kv: bits of the cache, 16, 8 or 4, or a string with settings: see crelle.formats.kv.
         """
+        stored = KVFormat.parse(kv)
         if threads is not None:
             set_threads(threads)
         weights = open_weights(path)
         with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
             tokenizer = beside.submit(Tokenizer.of, weights)
             model = build(weights, choose_device(device), kernel=kernel, bits=bits)
-            return cls(model, tokenizer.result(), weights)
+            return cls(model, tokenizer.result(), weights, stored)
 
     def at(self, bits: int | None) -> Model:
         """Return the model at a precision of a nested checkpoint; None: as it was loaded.
@@ -136,7 +141,7 @@ class LLM:
 
     def _steps(self, model: Model, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         begun = perf_counter()
-        cache, sampler = model.new_cache(), Sampler(sampling, model.device)
+        cache, sampler = model.new_cache(kv=self.kv), Sampler(sampling, model.device)
         text, new = StopFilter(Detokenizer(self.tokenizer, ids), sampling.stop), list[int]()
         room = min(sampling.max_tokens, model.c.context - len(ids))
         feed, first, reason = ids, 0.0, "length"

@@ -2,7 +2,8 @@
 
 A window holds `context` tokens. Where the tokenizer starts texts with BOS, each window is BOS + context - 1 tokens of
 the text, and all of those count; otherwise the first token of a window is only read and context - 1 count.
-A last window that is not full is left out.
+A last window that is not full is left out. Keys and values are read as the cache stores them, those of a token's own
+window too: with a 4-bit cache every token sees what decoding would see.
 """
 
 import math
@@ -26,6 +27,7 @@ class Perplexity:
     windows: int
     context: int
     bos: bool
+    kv: str  # how the cache stored keys and values: kv16, kv8, kv4 …
 
 
 def perplexity(
@@ -67,12 +69,12 @@ def perplexity(
         predicted += window.shape[1] - 1
         if progress:
             progress(i + 1, count, f"{_exp(total / predicted):.2f}")
-    return Perplexity(_exp(total / predicted), count * body, count, context, bool(start))
+    return Perplexity(_exp(total / predicted), count * body, count, context, bool(start), str(llm.kv))
 
 
 def _logits(llm: LLM, window: Tensor, portion: int) -> Tensor:
     """Return the logits [1, T, V] of a window [1, T], read in portions."""
-    cache, T = llm.model.new_cache(), window.shape[1]
+    cache, T = llm.model.new_cache(kv=llm.kv), window.shape[1]
     return torch.cat([llm.model(window[:, t : t + portion], cache) for t in range(0, T, portion)], dim=1)
 
 

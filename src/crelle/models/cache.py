@@ -1,15 +1,31 @@
-"""Keys and values of the tokens so far, one block per layer that grows in steps."""
+"""Keys and values of the tokens so far: as numbers in one block per layer, or in pages of 8 or 4 bits.
+
+A forward pass first grows the cache, then attends layer by layer, then advances it. `attend` stores the new keys and
+values and lets the new tokens look at all that is stored; a model need not know how.
+"""
+
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.errors import CapacityError
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.kernels import kv as paged
+from crelle.models.rope import Rope
 
-_STEP = 256  # tokens by which the cache grows
+if TYPE_CHECKING:
+    from crelle.models.llama import Llama
+    from crelle.models.opt import OPT
+
+_STEP = 256  # tokens by which a cache grows
+_SAMPLE = 256  # random tokens from which the centres of keys are found
+_HORIZON = 4096  # positions for which they are meant
 
 
 class KVCache:
-    """K and V [B, Hkv, S, D] for every layer; a forward pass first grows it, then appends, then advances."""
+    """K and V [B, Hkv, S, D] for every layer, as numbers."""
 
     def __init__(
         self,
@@ -28,12 +44,8 @@ class KVCache:
 
     def grow(self, more: int) -> None:
         """Make room for `more` tokens, or say that the context is full."""
-        need = self.length + more
-        if need > self.context:
-            raise CapacityError(f"{need} tokens do not fit the model's context of {self.context}")
         have = self.layers[0].shape[3]
-        if need > have:
-            room = min(self.context, max(2 * have, -(-need // _STEP) * _STEP))
+        if room := _room(have, self.length + more, self.context):
             self.layers = [
                 torch.cat([kv, kv.new_empty(*kv.shape[:3], room - have, kv.shape[4])], 3) for kv in self.layers
             ]
@@ -46,5 +58,115 @@ class KVCache:
         kv[1, :, :, self.length : end] = v.transpose(1, 2)
         return kv[0, :, :, :end], kv[1, :, :, :end]
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
+        return attention(q, *self.append(layer, k, v), window)
+
     def advance(self, tokens: int) -> None:
         self.length += tokens
+
+
+class PagedCache:
+    """The same in pages of any KVFormat, through crelle.kernels.kv: page i of sequence b is page i*B + b."""
+
+    def __init__(
+        self,
+        fmt: KVFormat,
+        layers: int,
+        batch: int,
+        heads: int,
+        head_size: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        centers: list[Tensor] | None = None,
+    ) -> None:
+        """Begin empty; centers: of each layer's keys, f32 [Hkv, D], where the format has them."""
+        assert (centers is not None) == fmt.center, "centers and the format that asks for them go together"
+        self.format, self.batch, self.length, self.context = fmt, batch, 0, context
+        self.layers = [KVPages.new(fmt, 0, heads, head_size, dtype, device) for _ in range(layers)]
+        self.table = torch.empty(batch, 0, dtype=torch.int32)
+        self.centers: list[Tensor] | list[None] = centers or [None] * layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pages.nbytes for pages in self.layers)
+
+    def grow(self, more: int) -> None:
+        """Make room for `more` tokens, or say that the context is full."""
+        page, have = self.format.page, self.table.shape[1]
+        if room := _room(have * page, self.length + more, self.context):
+            need = -(-room // page)
+            self.layers = [pages.grown((need - have) * self.batch) for pages in self.layers]
+            self.table = torch.arange(need * self.batch, dtype=torch.int32).view(need, self.batch).T
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
+        pages, before = self.layers[layer], [self.length] * self.batch
+        k, v, flat = k.flatten(0, 1), v.flatten(0, 1), q.flatten(0, 1)  # [B*T, heads, D]
+        paged.append(k, v, pages, self.table, before, center=self.centers[layer])
+        after = [self.length + q.shape[1]] * self.batch
+        return paged.attend(flat, pages, self.table, after, window=window).view(q.shape)
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+
+Cache = KVCache | PagedCache
+
+
+def _room(have: int, need: int, context: int) -> int | None:
+    """Return to how many tokens a cache should grow, None where it need not."""
+    if need > context:
+        raise CapacityError(f"{need} tokens do not fit the model's context of {context}")
+    return min(context, max(2 * have, -(-need // _STEP) * _STEP)) if need > have else None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Return what the last T of S tokens see: q [B, T, H, D], k and v [B, Hkv, S, D] -> [B, T, H, D]."""
+    mask, causal = visible(q.shape[1], k.shape[2], window, q.device)
+    gqa = q.shape[2] != k.shape[1]
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=gqa)
+    return y.transpose(1, 2)
+
+
+def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:
+    """Which of S cached tokens each of the last T may see: (bool [T, S] or None for all, plainly causal or not)."""
+    if window is None or window >= S:
+        if T == 1:
+            return None, False
+        if T == S:
+            return None, True
+    query = torch.arange(S - T, S, device=device)[:, None]
+    key = torch.arange(S, device=device)
+    seen = key <= query
+    return (seen if window is None else seen & (key > query - window)), False
+
+
+def why_not_fused(kv: KVFormat) -> str | None:
+    """Return why a step in one call (C++ or CUDA graph) is not for this cache, or None where it may be."""
+    return f"a whole step in one call reads keys and values of 16 bits, not {kv}" if kv.coded else None
+
+
+@torch.inference_mode()
+def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
+    """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.
+
+    Any vector is right, for softmax does not see it (crelle.formats.kv); a good one leaves less to quantize. Before
+    rope, keys of all positions have one mean. Rope turns it with the position: slowly in the pairs of channels that
+    keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
+    token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
+    """
+    c, tokens = model.c, min(_SAMPLE, model.c.context)
+    ids = torch.randint(c.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache()
+    assert isinstance(cache, KVCache)
+    model(ids.to(model.device), cache, last=True)
+    keys = [kv[0, 0, :, :tokens].transpose(0, 1).float() for kv in cache.layers]  # [T, Hkv, D]
+    first = min(1, tokens - 1)
+    if rope is None:
+        return [k[first:].mean(0) for k in keys]
+    cos, sin = rope.angles(torch.arange(tokens, device=model.device), torch.float32)
+    means = [rope.turn(k, cos, -sin)[first:].mean(0) for k in keys]  # before rope
+    cos, sin = rope.angles(torch.arange(min(_HORIZON, c.context), device=model.device), torch.float32)
+    return [rope.turn(mean, cos.mean(0), sin.mean(0)) for mean in means]

@@ -8,15 +8,17 @@ Shapes: B sequences, T tokens, H heads, Hkv key/value heads, D head size, S cach
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, Self, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import UnsupportedError
+from crelle.formats.kv import KVFormat
 from crelle.models.builder import Builder
-from crelle.models.cache import KVCache
+from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
 from crelle.models.fused import MAX_ROWS, Decoder, fuse
 from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
 from crelle.models.linear import QuantEmbedding, QuantLinear
@@ -95,7 +97,7 @@ class Attention(nn.Module):
         self.q_norm = build.norm(f"{at}.q_norm", c.head_size, c.norm_eps, optional=True)
         self.k_norm = build.norm(f"{at}.k_norm", c.head_size, c.norm_eps, optional=True)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.c.heads, self.c.head_size)
         k = self.k_proj(x).view(B, T, self.c.kv_heads, self.c.head_size)
@@ -103,23 +105,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.c.rope.turn(q, *cos_sin), self.c.rope.turn(k, *cos_sin)
-        k, v = cache.append(self.layer, k, v)  # [B, Hkv, S, D]
-        mask, causal = visible(T, k.shape[2], self.window, x.device)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
-
-
-def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:
-    """Which of S cached tokens each of the last T may see: (bool [T, S] or None for all, plainly causal or not)."""
-    if window is None or window >= S:
-        if T == 1:
-            return None, False
-        if T == S:
-            return None, True
-    query = torch.arange(S - T, S, device=device)[:, None]
-    key = torch.arange(S, device=device)
-    seen = key <= query
-    return (seen if window is None else seen & (key > query - window)), False
+        y = cache.attend(self.layer, q, k, v, self.window)  # [B, T, H, D]
+        return self.o_proj(y.reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -135,7 +122,7 @@ class Layer(nn.Module):
         self.up = build.linear(f"{at}.mlp.up_proj", c.inner, c.width)
         self.down = build.linear(f"{at}.mlp.down_proj", c.width, c.inner)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
         x = x + self.attention(self.norm_attention(x), cos_sin, cache)
         h = self.norm_mlp(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
@@ -157,13 +144,14 @@ class Llama(nn.Module):
         self._graphed: GraphedDecoder | str | None = None  # the same on a GPU
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: KVCache, last: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
-        # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
-        if isinstance(self.decoder, Decoder) and (self.coded or tokens.shape[1] == 1):
-            return self._fused(self.decoder, tokens, cache, last)
-        if tokens.shape[1] == 1 and tokens.shape[0] <= MAX_TOKENS and (step := self.graphed()):
-            return step.step(tokens, cache)
+        if isinstance(cache, KVCache):  # coded pages go layer by layer: see crelle.models.cache.why_not_fused
+            # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
+            if isinstance(self.decoder, Decoder) and (self.coded or tokens.shape[1] == 1):
+                return self._fused(self.decoder, tokens, cache, last)
+            if tokens.shape[1] == 1 and tokens.shape[0] <= MAX_TOKENS and (step := self.graphed()):
+                return step.step(tokens, cache)
         x = self.embedding(tokens)  # [B, T, width]
         position = torch.arange(cache.length, cache.length + tokens.shape[1], device=self.device)
         cos_sin = self.c.rope.angles(position, self.dtype)
@@ -208,9 +196,23 @@ class Llama(nn.Module):
             self._graphed = graphed(self)
         return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
 
-    def new_cache(self, batch: int = 1) -> KVCache:
-        c = self.c
-        return KVCache(c.layers, batch, c.kv_heads, c.head_size, c.context, self.dtype, self.device)
+    @overload
+    def new_cache(self, batch: int = 1) -> KVCache: ...
+    @overload
+    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int) -> Cache: ...
+
+    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
+        """Return an empty cache for so many sequences; kv: 16 (numbers in the model's dtype), or pages of 8 or 4."""
+        c, fmt = self.c, KVFormat.parse(kv)
+        sizes = (c.layers, batch, c.kv_heads, c.head_size, c.context, self.dtype, self.device)
+        if not fmt.coded:
+            return KVCache(*sizes)
+        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
+
+    @cached_property
+    def key_centers(self) -> list[Tensor]:
+        """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
+        return key_centers(self, self.c.rope)
 
     def linears(self) -> list[QuantLinear]:
         """All linear layers, in the order in which they run."""

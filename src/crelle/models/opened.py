@@ -13,6 +13,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.source import Weights
 from crelle.models import llama, opt
 from crelle.models.builder import Builder
+from crelle.models.cache import attention
 from crelle.models.llama import LlamaConfig
 from crelle.models.loader import read_config
 from crelle.models.opt import OPTConfig
@@ -25,8 +26,8 @@ Config = TypeVar("Config", LlamaConfig, OPTConfig)
 class _NoCache:
     """A whole sequence at a time needs no memory of the one before."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k.transpose(1, 2), v.transpose(1, 2)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        return attention(q, k.transpose(1, 2), v.transpose(1, 2), window)
 
 
 class _Angles:

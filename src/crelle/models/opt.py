@@ -11,18 +11,19 @@ Shapes: B sequences, T tokens, H heads, D head size, S cached tokens, V vocabula
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, Self, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.kv import KVFormat
 from crelle.models.builder import Builder
-from crelle.models.cache import KVCache
+from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
 from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
 from crelle.models.linear import QuantEmbedding, QuantLinear
-from crelle.models.llama import visible
 from crelle.models.steps import OPTStep
 
 MODEL_TYPES = ("opt",)
@@ -93,13 +94,11 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj = _linear(build, c, f"{at}.q_proj"), _linear(build, c, f"{at}.k_proj")
         self.v_proj, self.out_proj = _linear(build, c, f"{at}.v_proj"), _linear(build, c, f"{at}.out_proj")
 
-    def forward(self, x: Tensor, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (p(x).view(B, T, self.c.heads, self.c.head_size) for p in (self.q_proj, self.k_proj, self.v_proj))
-        k, v = cache.append(self.layer, k, v)  # [B, H, S, D]
-        mask, causal = visible(T, k.shape[2], None, x.device)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal)
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+        y = cache.attend(self.layer, q, k, v)  # [B, T, H, D]
+        return self.out_proj(y.reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
 def _linear(build: Builder, c: OPTConfig, module: str, N: int | None = None, K: int | None = None) -> QuantLinear:
@@ -122,7 +121,7 @@ class Layer(nn.Module):
         self.fc1 = _linear(build, c, f"{at}.fc1", N=c.inner)
         self.fc2 = _linear(build, c, f"{at}.fc2", K=c.inner)
 
-    def forward(self, x: Tensor, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
         if self.norm_first:
             x = x + self.attention(self.norm_attention(x), cache)
             return x + self._feed(self.norm_mlp(x))
@@ -182,10 +181,10 @@ class OPT(nn.Module):
         self._graphed: GraphedDecoder | str | None = None
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: KVCache, last: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
         T = tokens.shape[1]
-        if T == 1 and tokens.shape[0] <= MAX_TOKENS and (step := self.graphed()):
+        if isinstance(cache, KVCache) and T == 1 and len(tokens) <= MAX_TOKENS and (step := self.graphed()):
             return step.step(tokens, cache)
         cache.grow(T)
         x = self.begin(self.embedding(tokens), cache.length)  # [B, T, width]
@@ -219,9 +218,23 @@ class OPT(nn.Module):
             self._graphed = graphed(self)
         return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
 
-    def new_cache(self, batch: int = 1) -> KVCache:
-        c = self.c
-        return KVCache(c.layers, batch, c.heads, c.head_size, c.context, self.dtype, self.device)
+    @overload
+    def new_cache(self, batch: int = 1) -> KVCache: ...
+    @overload
+    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int) -> Cache: ...
+
+    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
+        """Return an empty cache for so many sequences; kv: 16 (numbers in the model's dtype), or pages of 8 or 4."""
+        c, fmt = self.c, KVFormat.parse(kv)
+        sizes = (c.layers, batch, c.heads, c.head_size, c.context, self.dtype, self.device)
+        if not fmt.coded:
+            return KVCache(*sizes)
+        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
+
+    @cached_property
+    def key_centers(self) -> list[Tensor]:
+        """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
+        return key_centers(self, None)
 
     def linears(self) -> list[QuantLinear]:
         """All linear layers, in the order in which they run."""
