@@ -19,6 +19,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DENSE_DTYPES, DenseTensor
+from crelle.formats.kv import KVPages, turned_together
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.planes import CpuWeight, Precision
 from crelle.kernels.ops import Prepared
@@ -104,6 +105,18 @@ def unsupported(parts: ModelParts) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """A cache in pages (crelle.formats.kv); `table` is read anew in every step, so it may change in place."""
+
+    layers: Sequence[KVPages]
+    table: Tensor  # int32 [rows, pages of a row], contiguous
+    centers: Sequence[Tensor] = ()  # per layer f32 [Hkv, D], where the format centres keys
+
+
+Cache = Sequence[Tensor] | Paged
+
+
 class Decoder:
     """Decode steps of one model. Keeps its parts alive; holds on to the cache of the latest step."""
 
@@ -122,7 +135,7 @@ class Decoder:
         self,
         tokens: Tensor,
         positions: Tensor,
-        kv: Sequence[Tensor],
+        kv: Cache,
         *,
         rows: Tensor | None = None,
         out: Tensor | None = None,
@@ -130,34 +143,28 @@ class Decoder:
         """Return logits f32 [B, V] for tokens [B] that stand at positions [B] (all int64) of the cache's rows.
 
         Appends each token's key and value at its position and attends over [0, position]. `kv` holds per layer
-        [2, rows, Hkv, capacity, D] in f32, f16 or bf16; token i belongs to row rows[i], or to row i.
+        [2, rows, Hkv, capacity, D] in f32, f16 or bf16, or pages; token i belongs to row rows[i], or to row i.
         """
         self._take_cache(kv)
         logits = torch.empty(tokens.shape[0], self.vocabulary) if out is None else out
         self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), logits.numpy(), None)
         return logits
 
-    def step_greedy(
-        self, tokens: Tensor, positions: Tensor, kv: Sequence[Tensor], *, rows: Tensor | None = None
-    ) -> Tensor:
+    def step_greedy(self, tokens: Tensor, positions: Tensor, kv: Cache, *, rows: Tensor | None = None) -> Tensor:
         """Return the most likely next tokens [B], the first of equals; the logits stay inside."""
         self._take_cache(kv)
         best = torch.empty(tokens.shape[0], dtype=torch.int64)
         self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), None, best.numpy())
         return best
 
-    def generate_greedy(
-        self, token: int, position: int, kv: Sequence[Tensor], count: int, ends: Sequence[int] = ()
-    ) -> list[int]:
+    def generate_greedy(self, token: int, position: int, kv: Cache, count: int, ends: Sequence[int] = ()) -> list[int]:
         """Return up to `count` most likely tokens after `token`, the first of `ends` included; room must be there."""
         self._take_cache(kv)
         out = torch.empty(count, dtype=torch.int64)
         made = self._core.generate(token, position, out.numpy(), list(ends))
         return out[:made].tolist()
 
-    def prefill(
-        self, tokens: Tensor, position: int, kv: Sequence[Tensor], *, row: int = 0, last: bool = True
-    ) -> Tensor:
+    def prefill(self, tokens: Tensor, position: int, kv: Cache, *, row: int = 0, last: bool = True) -> Tensor:
         """Return logits f32 [1, V] of the last, or [T, V] of all, of tokens [T] that stand at `position` and behind it.
 
         Appends their keys and values to a row of the cache, which holds those of [0, position) and has room for all.
@@ -179,11 +186,27 @@ class Decoder:
         """Return seconds per phase since `time_phases`; of all of them, those `waiting` and `preparing` inputs."""
         return dict(self._core.phases())
 
-    def _take_cache(self, kv: Sequence[Tensor]) -> None:
+    def _take_cache(self, kv: Cache) -> None:
         # A cache that grew consists of new tensors. Those of before are held, so that no new one can pass for them.
-        if len(kv) != len(self._kv) or any(a is not b for a, b in zip(kv, self._kv, strict=True)):
+        tensors = _tensors(kv)
+        if len(tensors) == len(self._kv) and all(a is b for a, b in zip(tensors, self._kv, strict=True)):
+            return
+        if isinstance(kv, Paged):
+            fmt, size = kv.layers[0].format, kv.layers[0].head_size
+            turned = turned_together(size) if fmt.rotate else 0
+            words = [p.words.numpy() for p in kv.layers if p.words is not None]
+            codes = [p.codes for p in kv.layers]
+            centers = [c.numpy() for c in kv.centers]
+            self._core.set_pages(codes, words, kv.table.numpy(), fmt.bits, turned, centers)
+        else:
             self._core.set_cache(list(kv))
-            self._kv = list(kv)
+        self._kv = tensors
+
+
+def _tensors(kv: Cache) -> list[Tensor]:
+    if not isinstance(kv, Paged):
+        return list(kv)
+    return [kv.table, *kv.centers, *(t for p in kv.layers for t in p.tensors())]
 
 
 def _matrices(parts: ModelParts) -> Iterator[tuple[str, Matrix]]:

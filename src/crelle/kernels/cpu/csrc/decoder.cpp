@@ -137,8 +137,9 @@ void Decoder::arrange(int threads, int B) {
   sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
   angles_.grow(size_t(B) * padded(D) * 4);
   logits_.grow(size_t(B) * padded(model_.head.N) * 4);
-  // A thread's own: the input of a product, its output, a query, a key, a value, scores.
-  scratch_floats_ = B * widest * 2 + 4 * padded(D) + padded(kRun + 1);
+  // A thread's own: the input of a product, its output, a query, a key, a value, scores; of pages, a run as floats.
+  scratch_floats_ =
+      B * widest * 2 + 4 * padded(D) + padded(kRun + 1) + (cache_.paged() ? 2 * padded(size_t(kRun) * D) : 0);
   scratch_.grow(threads * scratch_floats_ * 4);
   best_.assign(size_t(threads) * B, 0);
   if (threads != threads_) meeting_.reset(threads);
@@ -163,6 +164,8 @@ struct Decoder::Work {
   float *const input = alone ? own : floats_of(d.scratch_);
   float *const output = own + B * ld_in, *const head_scratch = output + B * ld_in;
   const int in0 = alone ? 0 : part(B, t, n), in1 = alone ? 1 : part(B, t + 1, n);
+  float *const run_k = head_scratch + 4 * padded(D) + padded(kRun + 1), *const run_v = run_k + padded(size_t(kRun) * D);
+  int unpacked[4] = {-1, -1, -1, -1};  // which (layer, row, head, run) lies there
   using Clock = std::chrono::steady_clock;
   Clock::time_point last{};
 
@@ -305,8 +308,9 @@ struct Decoder::Work {
   }
 
   void attend(const LayerWeights &l, int layer, int b, int kv, int head, int from, int to, int run) {
-    const float *row_qkv = qkv + b * ld_qkv, *cos = floats_of(d.angles_) + b * padded(D), *sin = cos + D / 2;
+    const float *row_qkv = qkv + b * ld_qkv;
     float *q = head_scratch, *key = q + padded(D), *new_k = key + padded(D), *new_v = new_k + padded(D);
+    if (d.cache_.paged()) return attend_pages(l, layer, b, kv, head, from, to, run);
     const Number type = d.cache_.type;
     const size_t row_bytes = D * size_of(type), plane = size_t(d.cache_.capacity) * row_bytes;
     uint8_t *k = d.cache_.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane;
@@ -314,21 +318,14 @@ struct Decoder::Work {
 
     for (int i = 0; i < 16; ++i) __builtin_prefetch(k + from * row_bytes + i * 64);
 
-    const auto place = [&](const float *from_row, const float *norm, float *out) {
-      if (norm)
-        ops.rms_norm(from_row, norm, model.norm_eps, D, out);
-      else
-        std::copy_n(from_row, D, out);
-      ops.turn(out, cos, sin, D);
-    };
-    place(row_qkv + head * D, l.q_norm, q);
+    place(b, row_qkv + head * D, l.q_norm, q);
     ops.scale(q, 1.0f / std::sqrt(static_cast<float>(D)), D);
     std::fill(q + D, q + padded(D), 0.0f);
 
     Attend a{type,          D,       q,       k + from * row_bytes, v + from * row_bytes,
              to - from + 1, nullptr, nullptr, new_v + padded(D)};
     if (to == position[b]) {  // every head computes the new key again rather than wait for the one that stores it
-      place(row_qkv + (H + kv) * D, l.k_norm, key);
+      place(b, row_qkv + (H + kv) * D, l.k_norm, key);
       uint8_t *own_k = reinterpret_cast<uint8_t *>(new_k), *own_v = reinterpret_cast<uint8_t *>(new_v);
       ops.store(type, key, own_k, D);
       ops.store(type, row_qkv + (H + Hkv + kv) * D, own_v, D);
@@ -343,6 +340,54 @@ struct Decoder::Work {
     reinterpret_cast<Attended *>(d.parts_.data())[at] = ops.attend(a, floats_of(d.sums_) + at * padded(D));
   }
 
+  // A head of q or k: normed where the model does that, and turned by its position.
+  void place(int b, const float *from, const float *norm, float *out) {
+    const float *cos = floats_of(d.angles_) + b * padded(D), *sin = cos + D / 2;
+    if (norm)
+      ops.rms_norm(from, norm, model.norm_eps, D, out);
+    else
+      std::copy_n(from, D, out);
+    ops.turn(out, cos, sin, D);
+  }
+
+  // The same over pages: a run becomes floats once for all heads that read it.
+  void attend_pages(const LayerWeights &l, int layer, int b, int kv, int head, int from, int to, int run) {
+    const Cache &c = d.cache_;
+    const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
+    const float *row_qkv = qkv + b * ld_qkv;
+    float *q = head_scratch, *key = q + padded(D), *own_k = key + padded(D), *own_v = own_k + padded(D);
+    place(b, row_qkv + head * D, l.q_norm, q);
+    if (c.turned) hadamard(q, D, c.turned);
+    ops.scale(q, 1.0f / std::sqrt(static_cast<float>(D)), D);
+    std::fill(q + D, q + padded(D), 0.0f);
+
+    const bool newest = to == position[b];
+    const int count = to - from + 1 - newest, now[4] = {layer, b, kv, from / kRun};
+    if (!std::equal(now, now + 4, unpacked)) {
+      where.read(ops, 0, from, count, run_k);
+      where.read(ops, 1, from, count, run_v);
+      std::copy_n(now, 4, unpacked);
+    }
+    Attend a{Number::F32,
+             D,
+             q,
+             reinterpret_cast<uint8_t *>(run_k),
+             reinterpret_cast<uint8_t *>(run_v),
+             count,
+             nullptr,
+             nullptr,
+             own_v + padded(D)};
+    if (newest) {  // every head codes the new key again rather than wait for the one that stores it
+      const bool keep = head % (H / Hkv) == 0;
+      place(b, row_qkv + (H + kv) * D, l.k_norm, key);
+      where.write(ops, 0, to, key, keep, own_k);
+      where.write(ops, 1, to, row_qkv + (H + Hkv + kv) * D, keep, own_v);
+      a.k_own = reinterpret_cast<uint8_t *>(own_k), a.v_own = reinterpret_cast<uint8_t *>(own_v);
+    }
+    const size_t at = (size_t(b) * H + head) * d.runs_ + run;
+    reinterpret_cast<Attended *>(d.parts_.data())[at] = ops.attend(a, floats_of(d.sums_) + at * padded(D));
+  }
+
   void combine_heads(const LayerWeights &l) {
     for (int b = in0; b < in1; ++b) {
       const int runs = int(position[b]) / kRun - first_key(l, b) / kRun + 1;
@@ -350,6 +395,7 @@ struct Decoder::Work {
         const size_t at = (size_t(b) * H + h) * d.runs_;
         ops.combine(reinterpret_cast<const Attended *>(d.parts_.data()) + at, floats_of(d.sums_) + at * padded(D),
                     padded(D), runs, D, input + b * ld_in + h * D);
+        if (d.cache_.turned) hadamard(input + b * ld_in + h * D, D, d.cache_.turned);
       }
     }
   }

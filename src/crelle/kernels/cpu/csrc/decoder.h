@@ -24,6 +24,7 @@
 #include "meeting.h"
 #include "memory.h"
 #include "ops.h"
+#include "pages.h"
 #include "pool.h"
 #include "weight.h"
 
@@ -59,13 +60,6 @@ struct Model {
   Precision precision = Precision::Exact;
 
   std::string problem() const;  // what does not fit together, or empty
-};
-
-// Keys and values of all layers, each [2, rows, kv_heads, capacity, head_size]; borrowed.
-struct Cache {
-  Number type = Number::F32;
-  int rows = 0, capacity = 0;
-  std::vector<uint8_t *> layers;
 };
 
 class Decoder {

@@ -146,6 +146,62 @@ void set_cache(Owned &self, std::vector<AnyCache> layers) {
   self.cache = std::move(kept);
 }
 
+using Words = Out<int16_t, 5>;
+
+// The table is read anew in every step: what it names for the tokens of a row must be there.
+void require_pages(const Cache &c, int64_t row, int64_t tokens) {
+  if (!c.paged()) return;
+  for (int64_t i = 0; i * c.page < tokens; ++i) {
+    const int32_t page = c.table[row * c.width + i];
+    require(page >= 0 && page < c.pages, "the table names a page that is not there");
+  }
+}
+
+// Pages instead: codes (or numbers) and words of every layer, a table [rows, pages of a row] of int32.
+void set_pages(Owned &self, std::vector<AnyCache> layers, std::vector<Words> words, In<int32_t, 2> table, int bits,
+               int turned, std::vector<In<float, 2>> center) {
+  const Model &m = self.decoder->model();
+  require(layers.size() == m.layers.size() && (bits == 16 ? words.empty() : words.size() == layers.size()),
+          "pages must have one array of codes per layer, and one of words where they are coded");
+  require(bits == 16 || bits == 8 || bits == 4, "pages have 16, 8 or 4 bits");
+  require(m.head_size <= 512 && (turned == 0 || (m.head_size % turned == 0 && (turned & (turned - 1)) == 0)),
+          "channels are turned together in powers of two that divide the head");
+  require(center.empty() || center.size() == layers.size(), "one centre per layer");
+  Cache c;
+  c.bits = bits, c.turned = turned;
+  c.type = bits == 16 ? number_of(layers[0].dtype()) : Number::F32;
+  c.page = int(layers[0].shape(3)), c.rows = int(table.shape(0)), c.width = int(table.shape(1));
+  c.capacity = c.page * c.width;
+  c.table = table.data();
+  std::vector<nb::ndarray<>> kept{nb::ndarray<>(table.handle())};
+  const size_t count = layers[0].shape(0), row = bits == 16 ? m.head_size : size_t(m.head_size) * bits / 8;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const AnyCache &a = layers[i];
+    require(a.shape(0) == count && a.shape(1) == 2 && int(a.shape(2)) == m.kv_heads && int(a.shape(3)) == c.page &&
+                a.shape(4) == row && (bits == 16 ? number_of(a.dtype()) == c.type : a.dtype() == nb::dtype<uint8_t>()),
+            "pages must be [pages, 2, kv_heads, page, numbers or bytes of a head], alike in all layers");
+    c.layers.push_back(static_cast<uint8_t *>(a.data()));
+    kept.emplace_back(nb::ndarray<>(a.handle()));
+    if (bits == 16) continue;
+    const Words &w = words[i];
+    c.groups = int(words[0].shape(4));
+    require(w.shape(0) == count && w.shape(1) == 2 && int(w.shape(2)) == m.kv_heads && int(w.shape(3)) == c.page &&
+                int(w.shape(4)) == c.groups && c.groups >= 1 && c.groups <= 64 && m.head_size % c.groups == 0 &&
+                m.head_size / c.groups % 2 == 0,
+            "words must be [pages, 2, kv_heads, page, groups], groups of an even number of channels");
+    c.words.push_back(w.data());
+    kept.emplace_back(nb::ndarray<>(w.handle()));
+  }
+  for (const auto &v : center) {
+    require(int(v.shape(0)) == m.kv_heads && int(v.shape(1)) == m.head_size, "a centre must be [kv_heads, head_size]");
+    c.center.push_back(v.data());
+    kept.emplace_back(nb::ndarray<>(v.handle()));
+  }
+  c.pages = int(count);
+  self.decoder->set_cache(std::move(c));
+  self.cache = std::move(kept);
+}
+
 void step(Owned &self, In<int64_t, 1> token, In<int64_t, 1> position, std::optional<In<int64_t, 1>> row,
           std::optional<Out<float, 2>> logits, std::optional<Out<int64_t, 1>> best) {
   const int B = int(token.shape(0)), V = self.decoder->model().head.N;
@@ -161,6 +217,7 @@ void step(Owned &self, In<int64_t, 1> token, In<int64_t, 1> position, std::optio
     require(position.data()[b] >= 0 && position.data()[b] < c.capacity, "the position is outside of the cache");
     require(rows[b] >= 0 && rows[b] < c.rows, "no such row of the cache");
     for (int i = 0; i < b; ++i) require(rows[i] != rows[b], "two tokens of a step cannot share a row of the cache");
+    require_pages(c, rows[b], position.data()[b] + 1);
   }
   nb::gil_scoped_release release;
   self.decoder->step(token.data(), position.data(), rows, B, logits ? logits->data() : nullptr,
@@ -174,6 +231,7 @@ int generate(Owned &self, int64_t token, int64_t position, Out<int64_t, 1> out, 
   require(token >= 0 && token < self.decoder->model().embedding.N, "no such token");
   require(self.decoder->model().embedding.N >= self.decoder->model().head.N, "a token without an embedding");
   require(position >= 0 && position + n <= c.capacity && c.rows == 1, "the cache must have one row with room for all");
+  require_pages(c, 0, position + n);
   nb::gil_scoped_release release;
   const int64_t row = 0;
   for (int i = 0; i < n; ++i, ++position) {
@@ -194,6 +252,7 @@ void prefill(Owned &self, In<int64_t, 1> token, int64_t position, int64_t row, O
   require(T >= 1, "a prompt has at least one token");
   require(row >= 0 && row < cache.rows, "no such row of the cache");
   require(position >= 0 && position + T <= cache.capacity, "the prompt does not fit the cache");
+  require_pages(cache, row, position + T);
   require(logits.shape(0) == size_t(last ? 1 : T) && logits.shape(1) == size_t(m.head.N), "logits must be [1 or T, V]");
   for (int64_t t = 0; t < T; ++t) require(token.data()[t] >= 0 && token.data()[t] < m.embedding.N, "no such token");
   nb::gil_scoped_release release;
@@ -283,6 +342,7 @@ void bind_decoder(nb::module_ &m) {
   nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.decoder.")
       .def("__init__", &build, "parts"_a, "precision"_a)
       .def("set_cache", &set_cache, "layers"_a)
+      .def("set_pages", &set_pages, "layers"_a, "words"_a, "table"_a.noconvert(), "bits"_a, "turned"_a, "center"_a)
       .def("step", &step, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = nb::none(),
            "logits"_a.none().noconvert() = nb::none(), "best"_a.none().noconvert() = nb::none())
       .def("prefill", &prefill, "token"_a.noconvert(), "position"_a, "row"_a, "logits"_a.noconvert(), "last"_a)

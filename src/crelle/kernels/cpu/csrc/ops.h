@@ -61,6 +61,9 @@ struct AttendBlock {
   const float *q;        // turned and scaled
   const uint8_t *k, *v;  // from position 0 on; the tokens' own are there
   float *out;
+  // Where they do not lie in a row: writes keys and values [from, from + count) as floats.
+  void (*read)(const void *pages, int from, int count, float *k, float *v) = nullptr;
+  const void *pages = nullptr;
 };
 
 struct Ops {
@@ -86,6 +89,8 @@ struct Ops {
   void (*add_to_tile)(float *x, const float *bias, int n);
   void (*attend_block)(const AttendBlock &a, float *scratch);
   size_t (*attend_block_scratch)(int heads, int D);  // in floats
+  // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see unpack.h
+  void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
 };
 
 extern const Ops kOpsGeneric;

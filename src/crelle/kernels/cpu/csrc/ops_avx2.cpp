@@ -16,6 +16,7 @@ namespace avx2 {
 #include "attention.h"
 #include "tiles.h"
 #include "prefill_attention.h"
+#include "unpack.h"
 
 }  // namespace avx2
 }  // namespace
@@ -38,6 +39,7 @@ const Ops kOpsAvx2{"avx2",
                    avx2::turn_tile,
                    avx2::add_to_tile,
                    avx2::attend_block,
-                   avx2::attend_block_scratch};
+                   avx2::attend_block_scratch,
+                   avx2::unpack};
 
 }  // namespace crelle::cpu

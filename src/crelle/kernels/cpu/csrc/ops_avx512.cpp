@@ -16,6 +16,7 @@ namespace avx512 {
 #include "attention.h"
 #include "tiles.h"
 #include "prefill_attention.h"
+#include "unpack.h"
 
 }  // namespace avx512
 }  // namespace
@@ -38,6 +39,7 @@ const Ops kOpsAvx512{"avx512",
                      avx512::turn_tile,
                      avx512::add_to_tile,
                      avx512::attend_block,
-                     avx512::attend_block_scratch};
+                     avx512::attend_block_scratch,
+                     avx512::unpack};
 
 }  // namespace crelle::cpu

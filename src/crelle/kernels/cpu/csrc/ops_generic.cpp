@@ -14,6 +14,7 @@ namespace generic {
 #include "attention.h"
 #include "tiles.h"
 #include "prefill_attention.h"
+#include "unpack.h"
 
 }  // namespace generic
 }  // namespace
@@ -36,6 +37,7 @@ const Ops kOpsGeneric{"generic",
                       generic::turn_tile,
                       generic::add_to_tile,
                       generic::attend_block,
-                      generic::attend_block_scratch};
+                      generic::attend_block_scratch,
+                      generic::unpack};
 
 }  // namespace crelle::cpu

@@ -167,9 +167,9 @@ void Prefill::place(const LayerWeights &l, int layer, int T, int position, int t
   const int H = model_.heads, Hkv = model_.kv_heads, D = model_.head_size, head = D * kTileRows;
   const int at = position + tile * kTileRows, count = tokens_of(T, tile);
   const Number type = cache_->type;
-  const size_t row = D * size_of(type), plane = cache_->capacity * row;
-  uint8_t *const keys = cache_->layers[layer] + size_t(row_) * Hkv * plane + at * row;
-  uint8_t *const values = keys + size_t(cache_->rows) * Hkv * plane;
+  const size_t row = D * size_of(type), plane = cache_->paged() ? 0 : cache_->capacity * row;
+  uint8_t *const keys = cache_->paged() ? nullptr : cache_->layers[layer] + size_t(row_) * Hkv * plane + at * row;
+  uint8_t *const values = cache_->paged() ? nullptr : keys + size_t(cache_->rows) * Hkv * plane;
   float *const q = q_.tile(tile), *const k = k_.tile(tile), *const v = v_.tile(tile);
   const float *cos = angles_.tile(tile), *sin = cos + head / 2;
   if (l.q.bias) ops_.add_to_tile(q, l.q.bias, H * D);
@@ -186,27 +186,65 @@ void Prefill::place(const LayerWeights &l, int layer, int T, int position, int t
     ops_.rows_of_tile(x, count, D, rows, D);
     if (type != Number::F32) ops_.store(type, rows, to, count * D);
   };
+  const auto into_pages = [&](int h, int kind, const float *x) {
+    const PagedHead where{*cache_, layer, row_, h, Hkv, D};
+    ops_.rows_of_tile(x, count, D, floats_of(scratch), D);
+    for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
+  };
   for (int h = 0; h < H; ++h) turn(q + h * head, l.q_norm, 1.0f / std::sqrt(static_cast<float>(D)));
+  if (cache_->turned) turn_back(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
     turn(k + h * head, l.k_norm, 1.0f);
+    if (cache_->paged()) {
+      into_pages(h, 0, k + h * head), into_pages(h, 1, v + h * head);
+      continue;
+    }
     keep(k + h * head, keys + h * plane);
     keep(v + h * head, values + h * plane);
   }
 }
 
 // The tokens of a block from `tile` on, for all query heads of one key/value head.
+// The Hadamard matrix times all heads of a tile; it is its own inverse.
+void Prefill::turn_back(float *tile, int heads, int count) const {
+  const int D = model_.head_size;
+  static thread_local Buffer scratch;
+  scratch.grow(size_t(D) * kTileRows * sizeof(float));
+  float *const rows = floats_of(scratch);
+  for (int h = 0; h < heads; ++h) {
+    float *const x = tile + size_t(h) * D * kTileRows;
+    ops_.rows_of_tile(x, count, D, rows, D);
+    for (int i = 0; i < count; ++i) hadamard(rows + size_t(i) * D, D, cache_->turned);
+    ops_.tile_of_rows(rows, D, count, D, false, x);
+  }
+}
+
 void Prefill::attend(const LayerWeights &l, int layer, int T, int position, int tile, int kv) {
   const int Hkv = model_.kv_heads, D = model_.head_size, G = model_.heads / Hkv;
-  const size_t plane = cache_->capacity * D * size_of(cache_->type), head = size_t(kv) * G * D * kTileRows;
+  const size_t head = size_t(kv) * G * D * kTileRows;
   static thread_local Buffer scratch;  // of the thread that runs this
   scratch.grow(ops_.attend_block_scratch(G, D) * sizeof(float));
   AttendBlock a{};
   a.type = cache_->type, a.D = D, a.heads = G, a.window = l.window;
   a.position = position + tile * kTileRows, a.count = std::min(kBlockTokens, T - tile * kTileRows);
   a.pitch = q_.pitch, a.q = q_.tile(tile) + head, a.out = attended_.tile(tile) + head;
-  a.k = cache_->layers[layer] + (size_t(row_) * Hkv + kv) * plane;
-  a.v = a.k + size_t(cache_->rows) * Hkv * plane;
+  const std::pair<const Ops &, PagedHead> pages{ops_, {*cache_, layer, row_, kv, Hkv, D}};
+  if (cache_->paged()) {
+    a.pages = &pages;
+    a.read = [](const void *p, int from, int count, float *k, float *v) {
+      const auto &[ops, where] = *static_cast<const std::pair<const Ops &, PagedHead> *>(p);
+      where.read(ops, 0, from, count, k);
+      where.read(ops, 1, from, count, v);
+    };
+  } else {
+    const size_t plane = cache_->capacity * D * size_of(cache_->type);
+    a.k = cache_->layers[layer] + (size_t(row_) * Hkv + kv) * plane;
+    a.v = a.k + size_t(cache_->rows) * Hkv * plane;
+  }
   ops_.attend_block(a, floats_of(scratch));
+  if (cache_->turned)
+    for (int i = 0; i < a.count; i += kTileRows)
+      turn_back(attended_.tile(tile + i / kTileRows) + head, G, std::min(kTileRows, a.count - i));
 }
 
 // The head of the last `wanted` tokens, as rows.

@@ -75,6 +75,7 @@ private:
   void finish(int T, int wanted, float *logits);
   void place(const LayerWeights &l, int layer, int T, int position, int tile);
   void attend(const LayerWeights &l, int layer, int T, int position, int tile, int kv);
+  void turn_back(float *tile, int heads, int count) const;
 
   void expect(Tiles x, int M, int K, std::initializer_list<const Matrix *> group);
   void pack(int tile);

@@ -114,7 +114,9 @@ inline void attend_block(const AttendBlock &b, float *scratch) {
     const int to = from + kKeys < end ? from + kKeys : end;
     const float *k = reinterpret_cast<const float *>(b.k + from * row);
     const float *v = reinterpret_cast<const float *>(b.v + from * row);
-    if (b.type != Number::F32) {
+    if (b.read) {
+      b.read(b.pages, from, to - from, wide_k, wide_v), k = wide_k, v = wide_v;
+    } else if (b.type != Number::F32) {
       load_numbers(b.type, b.k + from * row, wide_k, (to - from) * D), k = wide_k;
       load_numbers(b.type, b.v + from * row, wide_v, (to - from) * D), v = wide_v;
     }

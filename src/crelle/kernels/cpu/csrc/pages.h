@@ -1,0 +1,48 @@
+// Keys and values in pages of 16, 8 or 4 bits; crelle/formats/kv.py defines the layout and every rounding.
+//
+// A cache is either one block per sequence (`capacity` tokens each) or pages that a table names. Coded pages hold keys
+// and values turned by a Hadamard matrix, which is its own inverse: queries are turned as well, and so is the result.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ops.h"
+
+namespace crelle::cpu {
+
+// Keys and values of all layers; borrowed. Blocks: [2, rows, kv_heads, capacity, head_size]. Pages:
+// [pages, 2, kv_heads, page, numbers or codes of a head], and words [pages, 2, kv_heads, page, groups] beside codes.
+struct Cache {
+  Number type = Number::F32;  // of numbers; codes are read as f32
+  int rows = 0, capacity = 0;
+  std::vector<uint8_t *> layers;
+  // pages only
+  int page = 0, bits = 16, groups = 0, turned = 0;  // tokens of a page; channels that are turned together, 0: none
+  std::vector<int16_t *> words;
+  std::vector<const float *> center;  // [kv_heads, head_size] per layer, or empty
+  const int32_t *table = nullptr;     // [rows, width]
+  int width = 0, pages = 0;           // pages of a row, of all
+
+  bool paged() const { return page > 0; }
+  bool coded() const { return bits < 16; }
+};
+
+// One head of one layer for one sequence: where its tokens lie.
+struct PagedHead {
+  const Cache &c;
+  int layer, row, head, heads, D;
+
+  // Tokens [from, from + count) as f32 rows; `kind` 0: keys, 1: values.
+  void read(const Ops &ops, int kind, int from, int count, float *out) const;
+  // Store x [D] of a token, turned and centred first where pages are coded; `out` (or null) gets it as it is read back.
+  void write(const Ops &ops, int kind, int position, const float *x, bool keep, float *out) const;
+
+private:
+  size_t place(int kind, int position) const;  // in tokens of this head, over all pages
+};
+
+// x [n], in blocks of `block` channels: times the Hadamard matrix over the root of its size. `block` a power of two.
+void hadamard(float *x, int n, int block);
+
+}  // namespace crelle::cpu

@@ -1,0 +1,140 @@
+"""The C++ step and prompt over pages of 16, 8 and 4 bits against the readable kernels over the same pages."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crelle.eval.shapes import RandomWeights
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.kernels import cpu
+from crelle.kernels.cpu.decoder import Decoder, Paged
+from crelle.models.llama import Llama
+from crelle.models.loader import build
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+FORMATS = ["kv16", "kv8", "kv4", "kv4:group=16,rotate=false,center=false", "kv8:page=5", "kv4:page=32,group=64"]
+# Relative, of the norm of logits: a code that falls to the other side of a half moves them by more than f32 does.
+TOLERANCE = {16: 1e-4, 8: 2e-3, 4: 1e-2}
+
+
+def make(**options: Any) -> Llama:
+    model = build(RandomWeights({**CONFIG, **options}, "rtn:bits=4,group=48", CPU, seed=1), CPU)
+    assert isinstance(model, Llama)
+    assert isinstance(model.decoder, Decoder)
+    return model
+
+
+def pages_for(model: Llama, fmt: KVFormat, rows: int, width: int) -> Paged:
+    """Pages enough for all rows, handed out in disorder."""
+    c, count = model.c, rows * width + 3
+    layers = [KVPages.new(fmt, count, c.kv_heads, c.head_size, torch.float32, "cpu") for _ in range(c.layers)]
+    table = torch.randperm(count)[: rows * width].to(torch.int32).view(rows, width).contiguous()
+    centers = [x.float().contiguous() for x in model.key_centers] if fmt.center else []
+    return Paged(layers, table, centers)
+
+
+def layer_by_layer(model: Llama, tokens: Tensor, fmt: KVFormat, cuts: list[int]) -> Tensor:
+    """Logits [T, V] of tokens [T] that come in portions, without the C++ step."""
+    decoder, model.decoder = model.decoder, "not now"
+    try:
+        cache = model.new_cache(1, kv=fmt)
+        return torch.cat([model(part[None], cache)[0] for part in tokens.split(cuts)])
+    finally:
+        model.decoder = decoder
+
+
+def close(found: Tensor, wanted: Tensor, fmt: KVFormat) -> bool:
+    return ((found - wanted).norm() / wanted.norm()).item() < TOLERANCE[fmt.bits]
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize(
+    "options", [{}, {"head_dim": 64}, {"head_dim": 80}, {"model_type": "mistral", "sliding_window": 20}]
+)
+def test_prompt_and_steps_match_layer_by_layer(text: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, fmt = make(**options), KVFormat.parse(text)
+    tokens = torch.randint(0, 300, (90,))
+    wanted = layer_by_layer(model, tokens, fmt, [70] + [1] * 20)
+    paged = pages_for(model, fmt, rows=3, width=-(-96 // fmt.page))
+    decoder = model.decoder
+    assert isinstance(decoder, Decoder)
+    found = [decoder.prefill(tokens[:70], 0, paged, row=1, last=False)]
+    for i in range(70, 90):
+        found.append(decoder.step(tokens[i : i + 1], torch.tensor([i]), paged, rows=torch.tensor([1])))
+    assert close(torch.cat(found), wanted, fmt)
+
+
+@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4"])
+def test_a_row_does_not_depend_on_who_steps_beside_it(text: str) -> None:
+    torch.manual_seed(0)
+    model, fmt = make(), KVFormat.parse(text)
+    decoder = model.decoder
+    assert isinstance(decoder, Decoder)
+    lengths, tokens = [3, 40, 17], torch.randint(0, 300, (3, 60))
+
+    def step(paged: Paged, rows: list[int], i: int) -> Tensor:
+        fresh = torch.stack([tokens[r, lengths[r] + i] for r in rows])
+        return decoder.step(fresh, torch.tensor([lengths[r] + i for r in rows]), paged, rows=torch.tensor(rows))
+
+    def run(together: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        paged = pages_for(model, fmt, rows=3, width=6)
+        for row, n in enumerate(lengths):
+            decoder.prefill(tokens[row, :n], 0, paged, row=row)
+        out = []
+        for i in range(10):
+            rows = [[0, 1, 2]] if together else [[0], [1], [2]]
+            out.append(torch.cat([step(paged, r, i) for r in rows]))
+        return out
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_codes_are_those_of_the_format() -> None:
+    torch.manual_seed(0)
+    model, fmt = make(), KVFormat(4)
+    decoder = model.decoder
+    assert isinstance(decoder, Decoder)
+    tokens = torch.randint(0, 300, (64,))
+    paged = pages_for(model, fmt, rows=1, width=4)
+    decoder.prefill(tokens, 0, paged)
+    model.decoder = "not now"
+    cache = model.new_cache(1, kv=fmt)
+    model(tokens[None], cache)
+    theirs = cache.layers[0].read(cache.table[0, :4].long())
+    mine = paged.layers[0].read(paged.table[0].long())
+    assert ((mine - theirs).abs() > 1e-6).float().mean().item() < 1e-3  # a rounding may fall to the other side
+
+
+def test_a_table_that_names_no_page_is_refused() -> None:
+    model, fmt = make(), KVFormat(8)
+    decoder = model.decoder
+    assert isinstance(decoder, Decoder)
+    paged = pages_for(model, fmt, rows=1, width=4)
+    decoder.step(torch.tensor([1]), torch.tensor([0]), paged)
+    paged.table[0, 1] = 999
+    decoder.step(torch.tensor([1]), torch.tensor([1]), paged)  # the second page is not needed yet
+    with pytest.raises(ValueError, match="a page that is not there"):
+        decoder.step(torch.tensor([1]), torch.tensor([16]), paged)
+    with pytest.raises(ValueError, match="outside of the cache"):
+        decoder.step(torch.tensor([1]), torch.tensor([64]), paged)
