@@ -34,25 +34,22 @@ def test_token_by_token_is_the_perplexity_of_one_pass(tiny_model: Path) -> None:
     assert measured(tiny_model, 4, stepwise=True) == pytest.approx(measured(tiny_model, 4), rel=1e-3)
 
 
-def test_the_command_measures_what_the_function_does_and_says_which_path_runs(tiny_model: Path, text: Path) -> None:
+def test_the_command_measures_what_the_function_does(tiny_model: Path, text: Path) -> None:
     options = ("--text", text, "--context", 64, "--device", "cpu")
     for kv in ("16", "8", "4", "kv4:center=false"):
         result = succeed("eval", tiny_model, *options, "--kv", kv, "--json")
         assert result.json["perplexity"] == pytest.approx(measured(tiny_model, kv), rel=1e-6)
         assert result.json["kv"] == f"kv{kv.removeprefix('kv')}"
-        assert ("layer by layer" in result.err) == (kv != "16")
+        assert "layer by layer" not in result.err  # on a CPU
     assert "cache kv4" in succeed("eval", tiny_model, *options, "--kv", "4").out
     refused = run("eval", tiny_model, *options, "--kv", "3")
     assert (refused.code, "16, 8 or 4" in refused.err) == (2, True)
 
 
-def test_explain_tells_that_coded_pages_go_layer_by_layer(tiny_model: Path) -> None:
+def test_explain_tells_how_coded_pages_run(tiny_model: Path) -> None:
     seen = succeed("explain", tiny_model, "--device", "cpu", "--kv", "4", "--json").json
-    assert (seen["kv"], seen["fused"]) == ("kv4", False)
     plain = succeed("explain", tiny_model, "--device", "cpu", "--json").json
-    if plain["fused"]:
-        assert seen["why_not_fused"] == "a whole step in one call reads keys and values of 16 bits, not kv4"
-        assert "layer by layer" in succeed("explain", tiny_model, "--device", "cpu", "--kv", "4").out
+    assert (seen["kv"], seen["fused"]) == ("kv4", plain["fused"])
 
 
 def test_generation_uses_the_cache_that_was_asked_for(tiny_model: Path) -> None:

@@ -201,8 +201,26 @@ def test_centres_are_where_the_keys_are(tiny_model: Path, opt_path: Path) -> Non
         assert model.key_centers is model.key_centers
 
 
-def test_coded_pages_do_not_run_in_one_call_and_say_so(tiny: Llama) -> None:
-    assert why_not_fused(KVFormat(16)) is None
-    assert why_not_fused(KVFormat(4)) == "a whole step in one call reads keys and values of 16 bits, not kv4"
-    for tokens in (random_tokens(5), random_tokens(1)):  # the fused step would fail on such a cache
-        tiny(tokens, tiny.new_cache(kv=4))
+def test_coded_pages_run_in_one_call_on_the_cpu_only(tiny: Llama) -> None:
+    assert why_not_fused(KVFormat(16), "cuda") is None
+    assert why_not_fused(KVFormat(4), "cpu") is None
+    assert why_not_fused(KVFormat(4), "cuda") == (
+        "a whole step in one call reads keys and values of 16 bits on cuda, not kv4"
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_step_in_one_call_matches_layer_by_layer(tiny: Llama, bits: int) -> None:
+    tokens = random_tokens(30)
+    fused, cache = [], tiny.new_cache(kv=bits)
+    for part in tokens.split([20, 1, 1, 8], 1):
+        fused.append(tiny(part, cache))
+    decoder, tiny.decoder = tiny.decoder, "not now"
+    try:
+        wanted, cache = [], tiny.new_cache(kv=bits)
+        for part in tokens.split([20, 1, 1, 8], 1):
+            wanted.append(tiny(part, cache))
+    finally:
+        tiny.decoder = decoder
+    error = (torch.cat(fused, 1) - torch.cat(wanted, 1)).norm() / torch.cat(wanted, 1).norm()
+    assert error < {8: 2e-3, 4: 1e-2}[bits]

@@ -41,7 +41,7 @@ def run(
 
     Windows do not overlap. Each starts with BOS where the tokenizer adds one (BOS + context-1 tokens). The model that
     is measured is the very object that generates. `--kv 8` and `--kv 4` quantize the cache as well, and all tokens read
-    it so; that goes layer by layer, not in the fused step (`crelle explain MODEL --kv 4`).
+    it so (`crelle explain MODEL --kv 4` tells which path that takes).
 
     **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
     """
@@ -53,7 +53,7 @@ def run(
     use_threads(threads)
     corpus = read_text(text)
     llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
-    if reason := why_not_fused(llm.kv):
+    if reason := why_not_fused(llm.kv, llm.model.device.type):
         err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
     with tracking("perplexity") as track:
         result = perplexity(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)

@@ -37,7 +37,7 @@ def run(
     one_by_one = never_fused(open_weights(model, verify=False)) or why_not(
         where, {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows)
     )
-    one_by_one = one_by_one or why_not_fused(cache)
+    one_by_one = one_by_one or why_not_fused(cache, where)
     if json:
         said = {"device": where, "kv": str(cache), "fused": one_by_one is None, "why_not_fused": one_by_one}
         print_json({**said, "layers": rows})

@@ -13,6 +13,7 @@ from torch import Tensor
 from crelle.errors import CapacityError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import kv as paged
+from crelle.kernels.cpu.decoder import Paged
 from crelle.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class KVCache:
         kv[1, :, :, self.length : end] = v.transpose(1, 2)
         return kv[0, :, :, :end], kv[1, :, :, :end]
 
+    def stored(self) -> list[Tensor]:
+        """Return all layers, as the C++ step takes them."""
+        return self.layers
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
         return attention(q, *self.append(layer, k, v), window)
@@ -98,7 +103,11 @@ class PagedCache:
         if room := _room(have * page, self.length + more, self.context):
             need = -(-room // page)
             self.layers = [pages.grown((need - have) * self.batch) for pages in self.layers]
-            self.table = torch.arange(need * self.batch, dtype=torch.int32).view(need, self.batch).T
+            self.table = torch.arange(need * self.batch, dtype=torch.int32).view(need, self.batch).T.contiguous()
+
+    def stored(self) -> Paged:
+        """Return all layers, as the C++ step takes them."""
+        return Paged(self.layers, self.table, [c for c in self.centers if c is not None])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
@@ -143,9 +152,11 @@ def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[T
     return (seen if window is None else seen & (key > query - window)), False
 
 
-def why_not_fused(kv: KVFormat) -> str | None:
-    """Return why a step in one call (C++ or CUDA graph) is not for this cache, or None where it may be."""
-    return f"a whole step in one call reads keys and values of 16 bits, not {kv}" if kv.coded else None
+def why_not_fused(kv: KVFormat, device: str) -> str | None:
+    """Return why a step in one call is not for this cache on a device, or None where it may be."""
+    if device == "cpu" or not kv.coded:
+        return None
+    return f"a whole step in one call reads keys and values of 16 bits on {device}, not {kv}"
 
 
 @torch.inference_mode()

@@ -146,12 +146,12 @@ class Llama(nn.Module):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
-        if isinstance(cache, KVCache):  # coded pages go layer by layer: see crelle.models.cache.why_not_fused
-            # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
-            if isinstance(self.decoder, Decoder) and (self.coded or tokens.shape[1] == 1):
-                return self._fused(self.decoder, tokens, cache, last)
-            if tokens.shape[1] == 1 and tokens.shape[0] <= MAX_TOKENS and (step := self.graphed()):
-                return step.step(tokens, cache)
+        # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
+        if isinstance(self.decoder, Decoder) and (self.coded or tokens.shape[1] == 1):
+            return self._fused(self.decoder, tokens, cache, last)
+        few = tokens.shape[1] == 1 and tokens.shape[0] <= MAX_TOKENS
+        if few and isinstance(cache, KVCache) and (step := self.graphed()) is not None:
+            return step.step(tokens, cache)
         x = self.embedding(tokens)  # [B, T, width]
         position = torch.arange(cache.length, cache.length + tokens.shape[1], device=self.device)
         cos_sin = self.c.rope.angles(position, self.dtype)
@@ -162,16 +162,16 @@ class Llama(nn.Module):
         x = self.norm(x[:, -1:] if last else x)
         return self.head(x).float()  # type: ignore[no-any-return]
 
-    def _fused(self, decoder: Decoder, tokens: Tensor, cache: KVCache, last: bool) -> Tensor:
+    def _fused(self, decoder: Decoder, tokens: Tensor, cache: Cache, last: bool) -> Tensor:
         """The same in C++: one token of each sequence as one step, longer portions sequence by sequence."""
         B, T = tokens.shape
         cache.grow(T)
         if T == 1 and B <= MAX_ROWS:
             position = torch.full((B,), cache.length)
-            logits = decoder.step(tokens[:, 0].contiguous(), position, cache.layers)[:, None]
+            logits = decoder.step(tokens[:, 0].contiguous(), position, cache.stored())[:, None]
         else:
             portion = [tokens[b].contiguous() for b in range(B)]
-            at, kv = cache.length, cache.layers
+            at, kv = cache.length, cache.stored()
             logits = torch.stack([decoder.prefill(t, at, kv, row=b, last=last) for b, t in enumerate(portion)])
         cache.advance(T)
         return logits
