@@ -20,10 +20,20 @@ from crelle.kernels.cuda.layout import lay_out
 from crelle.quantizers.scheme import parse
 
 PROBLEMS = [
-    *((s, p, n, k, 1) for n, k in ((4096, 4096), (11008, 4096), (12288, 12288), (49152, 12288)) for s in "bu" for p in (2, 3, 4)),
+    *(
+        (s, p, n, k, 1)
+        for n, k in ((4096, 4096), (11008, 4096), (12288, 12288), (49152, 12288))
+        for s in "bu"
+        for p in (2, 3, 4)
+    ),
     *(("b", p, n, k, 1) for n, k in ((12288, 4096), (22016, 4096), (4096, 11008)) for p in (2, 3, 4)),
     *(("b", 3, n, k, 1) for n, k in ((36864, 12288), (12288, 49152), (8192, 8192), (8192, 22016))),
-    *((s, p, n, k, 4) for n, k in ((4096, 4096), (11008, 4096), (12288, 12288), (49152, 12288)) for s in "bu" for p in (2, 4)),
+    *(
+        (s, p, n, k, 4)
+        for n, k in ((4096, 4096), (11008, 4096), (12288, 12288), (49152, 12288))
+        for s in "bu"
+        for p in (2, 4)
+    ),
 ]
 CUTS = [
     Shape(1, 16, 1, 2, 1, 32, 2),
@@ -37,7 +47,13 @@ CUTS = [
     Shape(1, 4, 1, 2, 1, 32, 999),
     Shape(2, 16, 1, 2, 1, 32, 1),
 ]
-MANY = [Shape(1, 8, 1, 4, 1, 16, 2), Shape(1, 8, 1, 2, 1, 24, 3), Shape(2, 4, 1, 4, 1, 16, 4), Shape(2, 8, 1, 3, 1, 16, 2), Shape(1, 16, 1, 2, 1, 16, 1)]
+MANY = [
+    Shape(1, 8, 1, 4, 1, 16, 2),
+    Shape(1, 8, 1, 2, 1, 24, 3),
+    Shape(2, 4, 1, 4, 1, 16, 4),
+    Shape(2, 8, 1, 3, 1, 16, 2),
+    Shape(1, 16, 1, 2, 1, 16, 1),
+]
 SCHEMES = {"b": "bcq:bits={},group=128", "u": "rtn:bits={},group=128"}
 WORKING_SET = 300e6
 
@@ -67,15 +83,28 @@ def replays(calls: list, rounds: int = 9) -> float:  # type: ignore[type-arg]
 def main() -> None:
     out, limit = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 1e9
     begun, best = perf_counter(), []
-    small = {s: {p: lay_out(random_matrix(parse(SCHEMES[s].format(p)), 16, 512, random_generator(0, torch.device("cuda")))) for p in (2, 3, 4)} for s in SCHEMES}
-    wanted = {decode.decode_variant(small[s][p], M, cut, torch.float16) for s, p, _, _, M in PROBLEMS for cut in (CUTS if M == 1 else MANY)}
+    small = {
+        s: {
+            p: lay_out(random_matrix(parse(SCHEMES[s].format(p)), 16, 512, random_generator(0, torch.device("cuda"))))
+            for p in (2, 3, 4)
+        }
+        for s in SCHEMES
+    }
+    wanted = {
+        decode.decode_variant(small[s][p], M, cut, torch.float16)
+        for s, p, _, _, M in PROBLEMS
+        for cut in (CUTS if M == 1 else MANY)
+    }
     build.compile_all(sorted(wanted))
     for s, P, N, K, M in PROBLEMS:
         if perf_counter() - begun > limit:
             break
         plain = random_matrix(parse(SCHEMES[s].format(P)), N, K, random_generator(1, torch.device("cuda")))
         w = lay_out(plain)
-        copies = [w] + [replace(w, words=w.words.clone(), scales=w.scales.clone()) for _ in range(min(100, int(WORKING_SET / w.nbytes)))]
+        copies = [w] + [
+            replace(w, words=w.words.clone(), scales=w.scales.clone())
+            for _ in range(min(100, int(WORKING_SET / w.nbytes)))
+        ]
         x = torch.randn(M, K, device="cuda", dtype=torch.float16)
         rows = torch.randint(0, N, (128,), device="cuda")
         oracle = x.double() @ plain.rows(rows).dequantize(torch.float64).T
