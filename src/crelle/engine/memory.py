@@ -1,0 +1,162 @@
+"""How many pages a memory budget buys.
+
+    budget = weights + working space + pages
+
+weights         what the kernels multiply with, at every precision that is served, the embedding and the norms. On a
+                CPU the file they came from stays mapped, and the system may drop those pages at any time: not counted.
+working space   the numbers of one step: its residual stream, the widest layer, the logits of all who draw
+pages           the rest: keys and values of all layers, scales and zeros counted
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CapacityError, SchemeError
+from crelle.formats.base import nbytes
+from crelle.formats.kv import KVFormat
+from crelle.kernels.kv import SLAB
+from crelle.models.loader import Model
+from crelle.models.opt import OPTConfig
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read 24GB, 512 MB, 1.5GiB or a number of bytes; GB is 10^9 bytes, GiB 2^30."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        size = text
+    else:
+        found = _SIZE.fullmatch(str(text).strip())
+        if not found or (found[3] and not found[2]):
+            raise SchemeError(f"a size of memory looks like 24GB, 512MB, 1.5GiB or 800000, not '{text}'")
+        number, unit, binary, _ = found.groups()
+        size = int(float(number) * (_BINARY if binary else _UNITS)[unit.lower()])
+    if size < 1:
+        raise SchemeError(f"a size of memory is at least one byte, got '{text}'")
+    return size
+
+
+def show_bytes(size: int) -> str:
+    """Write a size for people: 1.42 GB."""
+    if size < 1000:
+        return f"{size} bytes"
+    number, units = size / 1000, ["kB", "MB", "GB"]
+    while number >= 999.5 and len(units) > 1:  # would be shown as 1000
+        number, units = number / 1000, units[1:]
+    return f"{number:.3g} {units[0]}" if number < 999.5 else f"{number:,.0f} {units[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What memory is used for; all sizes in bytes."""
+
+    kv: KVFormat
+    weights: int
+    working: int
+    page_bytes: int  # of all layers together
+    pages: int
+    context: int
+    max_batch: int
+
+    @property
+    def cache(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.working + self.cache
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.pages * self.kv.page
+
+    def batch(self, tokens: int) -> int:
+        """Return how many texts of so many tokens can run at once."""
+        return min(self.max_batch, self.pages // -(-tokens // self.kv.page))
+
+    def __str__(self) -> str:
+        typical = min(1024, self.context)
+        return (
+            f"{show_bytes(self.total)}: weights {show_bytes(self.weights)}, working space {show_bytes(self.working)}, "
+            f"{self.pages} pages of {self.kv.page} tokens at {self.kv} {show_bytes(self.cache)}; room for {self.tokens}"
+            f" tokens, {self.batch(typical)} texts of {typical} at once"
+        )
+
+
+def plan(
+    models: Iterable[Model], kv: KVFormat, *, memory: str | int | None, pages: int | None, max_batch: int, budget: int
+) -> MemoryPlan:
+    """Share out a memory budget among the models' precisions, working space and pages; or take `pages` as given."""
+    models = list(models)
+    c, each = models[0].c, page_bytes(models[0], kv)
+    weights, working = weight_bytes(models), working_bytes(models[0], max_batch, budget)
+    if pages is None:
+        assert memory is not None, "give a budget or the number of pages"
+        size = parse_bytes(memory)
+        if (pages := (size - weights - working) // each) < 1:
+            raise CapacityError(
+                f"a budget of {show_bytes(size)} holds no cache: weights take {show_bytes(weights)}, working space "
+                f"{show_bytes(working)}, one page of {kv.page} tokens {show_bytes(each)}; give it more memory, or "
+                "choose fewer bits, a smaller batch or a smaller token budget"
+            )
+    return MemoryPlan(kv, weights, working, each, pages, c.context, max_batch)
+
+
+def kv_heads(model: Model) -> int:
+    """Return the heads that keys and values have."""
+    return model.c.heads if isinstance(model.c, OPTConfig) else model.c.kv_heads
+
+
+def page_bytes(model: Model, kv: KVFormat) -> int:
+    """Return the bytes of one page, all layers together."""
+    return model.c.layers * kv.page_bytes(kv_heads(model), model.c.head_size, model.dtype.itemsize)
+
+
+def working_bytes(model: Model, max_batch: int, budget: int) -> int:
+    """Bound the numbers that a step of `budget` tokens holds at one time: see Batched."""
+    c = model.c
+    row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
+    row += 2 * c.heads * SLAB  # scores and their exponentials, where a prompt's tokens attend together
+    return 4 * budget * row + 4 * 3 * max_batch * c.vocabulary  # logits, their softmax, one sorted
+
+
+def weight_bytes(models: Iterable[Model]) -> int:
+    """Count what models hold, once where they share it."""
+    sizes: dict[int, int] = {}
+    for model in models:
+        for linear in model.linears():
+            _count(linear.prepared.data, sizes)
+            _count(linear.bias, sizes)
+        embedding = model.embedding.weight
+        if embedding is not model.head.weight:
+            sizes[id(embedding)] = nbytes(embedding)
+        for module in model.modules():
+            for name in ("weight", "bias"):
+                if isinstance(t := getattr(module, name, None), Tensor):
+                    _count(t, sizes)
+    return sum(sizes.values())
+
+
+def _count(x: Any, sizes: dict[int, int]) -> None:
+    """Note the bytes of a kernel's weight: a tensor, something that knows its size, or parts of those."""
+    if isinstance(x, Tensor):
+        if x.device != torch.device("meta"):
+            sizes[x.data_ptr()] = x.numel() * x.element_size()
+    elif isinstance(x, tuple):
+        for part in x:
+            _count(part, sizes)
+    elif hasattr(x, "nbytes"):
+        sizes[id(x)] = x.nbytes
+    elif hasattr(x, "data"):  # CpuWeight
+        _count(x.data, sizes)
+    elif hasattr(x, "tensors"):
+        for part in x.tensors().values():
+            _count(part, sizes)

@@ -1,0 +1,98 @@
+"""What the engine gives back: an event for every token, and at the end of a text all of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from crelle.engine.llm import Completion, StopFilter
+from crelle.engine.sampler import Sampler
+from crelle.engine.sequence import Reason
+from crelle.errors import CapacityError
+
+
+class QueueFullError(CapacityError):
+    """Too many requests wait already; the same request may succeed later."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found a token, before temperature, penalties and truncation had their say."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the k most likely tokens, the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One finished text of a request."""
+
+    index: int  # among the n of the request
+    completion: Completion  # its finish_reason is one of sequence.Reason
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, where they were asked for
+    error: BaseException | None = None  # what failed, where the reason is "error"
+    reused: int = 0  # tokens of the prompt that were in the cache already
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step of one text: the token drawn, the text that became certain; the last one carries the output."""
+
+    index: int
+    text: str = ""
+    token: int | None = None  # None: nothing was drawn, or an end token, which is not part of the text
+    logprob: TokenLogprob | None = None
+    output: Output | None = None
+
+
+OnEvent = Callable[[Event], None]
+
+
+class Growing:
+    """A text under way: what the scheduler's sequence, which knows ids only, does not have. Survives preemptions."""
+
+    def __init__(self, index: int, prompt_tokens: int, sampler: Sampler, text: StopFilter, top: int | None) -> None:
+        """Begin now; top: how many likely tokens to tell of with each one drawn; None: no logprobs."""
+        self.index, self.prompt_tokens, self.sampler, self.text = index, prompt_tokens, sampler, text
+        self.top, self.logprobs, self.tokens = top, list[TokenLogprob](), list[int]()
+        self.begun = perf_counter()
+        self.first: float | None = None  # when the first token came
+        self.pending: TokenLogprob | None = None  # of the token just drawn
+
+    def draw(self, logits: Tensor, so_far: list[int]) -> int:
+        """Return the next token for logits [V]."""
+        token = self.sampler.draw(logits, so_far)
+        self.pending = None if self.top is None else logprob(logits, token, self.top)
+        self.first = self.first or perf_counter()
+        return token
+
+    def push(self, token: int) -> Event:
+        """Add a token that is part of the text."""
+        self.tokens.append(token)
+        if self.pending is not None:
+            self.logprobs.append(self.pending)
+        return Event(self.index, self.text.push(token), token, self.pending)
+
+    def finish(self, reason: Reason, error: BaseException | None, **more: int) -> Event:
+        """Return the last event; more: fields of Output."""
+        tokens = self.tokens
+        rest = self.text.finish()
+        said = "stop" if self.text.stopped and reason in ("stop", "length") else reason
+        first = (self.first or self.begun) - self.begun
+        seconds = perf_counter() - self.begun - first
+        speed = (len(tokens) - 1) / seconds if len(tokens) > 1 and seconds > 0 else 0.0
+        completion = Completion(self.text.text, tokens, said, self.prompt_tokens, first, speed)
+        logprobs = None if self.top is None else tuple(self.logprobs)
+        return Event(self.index, rest, output=Output(self.index, completion, logprobs, error, **more))
+
+
+def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
+    """Return the log-probability of a token and of the `top` most likely ones, for logits [V]."""
+    logs = torch.log_softmax(logits.float(), -1)
+    best = logs.topk(min(top, logs.numel()))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprob(token, float(logs[token]), tuple(pairs))

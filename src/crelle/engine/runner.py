@@ -1,0 +1,84 @@
+"""Carries out steps: owns the pages of all layers, copies what the scheduler wants copied, runs the model.
+
+    run(step)   1  copies       page to page in every layer, before anything is written
+                2  one pass     of the model at the step's precision over all tokens of the step (crelle.models.batched)
+                3  logits       one row for each sequence that draws; n texts of one prompt get the same row
+
+Who may use which page is the scheduler's business; the runner believes it.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from crelle.engine.blocks import Copy
+from crelle.engine.llm import LLM
+from crelle.engine.memory import kv_heads
+from crelle.engine.scheduler import Step
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.models.batched import Batched, View
+from crelle.models.loader import Model
+
+
+class Runner:
+    """A model with all of its pages."""
+
+    def __init__(self, llm: LLM, kv: KVFormat, pages: int, *, exact: bool | None = None) -> None:
+        """Allocate the pages; exact: see crelle.models.batched."""
+        model, c = llm.model, llm.model.c
+        sizes = (pages, kv_heads(model), c.head_size, model.dtype, model.device)
+        self.llm, self.kv, self._exact = llm, kv, exact
+        self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
+        self._batched: dict[int | None, Batched] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pages.nbytes for pages in self.layers)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        """Return logits f32 [draws, V], a row for each of `step.draws` in order."""
+        self._copy(step.copies)
+        model = self.at(step.precision)
+        tokens = [token for run in step.runs for token in run.ids]
+        starts, wanted, rows = [0], list[int](), list[int]()
+        for run in step.runs:
+            starts.append(starts[-1] + run.end - run.start)
+            rows += [len(wanted)] * len(run.draws)
+            wanted += [starts[-1] - 1] if run.draws else []
+        view = View(
+            self.layers,
+            _table([run.pages for run in step.runs], model.model.device),
+            starts,
+            [run.start for run in step.runs],
+            centers(model.model, self.kv),
+            model.exact,
+        )
+        logits = model(tokens, view, wanted)  # [runs that draw, V]
+        return logits if rows == list(range(len(wanted))) else logits[torch.tensor(rows, device=logits.device)]
+
+    def at(self, bits: int | None) -> Batched:
+        """Return the model at a precision, ready for batches."""
+        if bits not in self._batched:
+            self._batched[bits] = Batched(self.llm.at(bits), exact=self._exact)
+        return self._batched[bits]
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        if not copies:
+            return
+        source, target = (torch.tensor(pages) for pages in zip(*copies, strict=True))
+        for pages in self.layers:
+            for t in pages.tensors():
+                t[target.to(t.device)] = t[source.to(t.device)]  # all are read before any is written
+
+
+def centers(model: Model, kv: KVFormat) -> list[Tensor] | list[None]:
+    """Return what each layer's keys are stored relative to."""
+    return model.key_centers if kv.center else [None] * model.c.layers
+
+
+def _table(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Return int32 [B, max_pages]; behind a row's last page stands 0, which nobody looks at."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32, device=device)
