@@ -91,7 +91,7 @@ class Auto(Grid):
 
     def _training(self) -> Training:
         # The finer the grid, the smaller its steps against the weights, and the more of them a weight may move.
-        rate = self.rate or 5e-3 * 2 ** max(0.0, self.bits - 3.35)
+        rate = self.rate or 5e-3 * 2 ** max(0.0, round(self.bits - 3.35, 6))
         return Training(steps=self.steps, batch=8, rate=rate, scale_rate=rate / 2, seed=self.seed)
 
     def end_to_end(self) -> Training:
