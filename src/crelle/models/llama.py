@@ -9,19 +9,19 @@ Shapes: B sequences, T tokens, H heads, Hkv key/value heads, D head size, S cach
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import UnsupportedError
-from crelle.formats.kv import KVFormat
 from crelle.models.builder import Builder
-from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
+from crelle.models.cache import Cache, KVCache, key_centers
+from crelle.models.decoding import Decoding
 from crelle.models.fused import MAX_ROWS, Decoder, fuse
-from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
-from crelle.models.linear import QuantEmbedding, QuantLinear
+from crelle.models.graphed import MAX_TOKENS
+from crelle.models.linear import QuantEmbedding
 from crelle.models.rope import Rope
 from crelle.models.steps import LlamaStep
 
@@ -128,8 +128,10 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
 
 
-class Llama(nn.Module):
+class Llama(Decoding):
     """The whole model."""
+
+    c: LlamaConfig
 
     def __init__(self, build: Builder, c: LlamaConfig) -> None:
         super().__init__()
@@ -141,7 +143,6 @@ class Llama(nn.Module):
         self.head = build.linear("lm_head", c.vocabulary, c.width, embedding if c.tied else None)
         self.coded = any(linear.weight.format != "dense" for linear in self.linears())
         self.decoder = fuse(self)  # the whole step for one token in C++, or why there is none
-        self._graphed: GraphedDecoder | str | None = None  # the same on a GPU
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
@@ -190,30 +191,7 @@ class Llama(nn.Module):
         """Return the step of one token on CUDA kernels; see crelle.models.graphed."""
         return LlamaStep(self)
 
-    def graphed(self) -> GraphedDecoder | None:
-        """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
-        if self._graphed is None:
-            self._graphed = graphed(self)
-        return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
-
-    @overload
-    def new_cache(self, batch: int = 1) -> KVCache: ...
-    @overload
-    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int) -> Cache: ...
-
-    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
-        """Return an empty cache for so many sequences; kv: 16 (numbers in the model's dtype), or pages of 8 or 4."""
-        c, fmt = self.c, KVFormat.parse(kv)
-        sizes = (c.layers, batch, c.kv_heads, c.head_size, c.context, self.dtype, self.device)
-        if not fmt.coded:
-            return KVCache(*sizes)
-        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
-
     @cached_property
     def key_centers(self) -> list[Tensor]:
         """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
         return key_centers(self, self.c.rope)
-
-    def linears(self) -> list[QuantLinear]:
-        """All linear layers, in the order in which they run."""
-        return [m for m in self.modules() if isinstance(m, QuantLinear)]

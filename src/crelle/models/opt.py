@@ -12,17 +12,17 @@ Shapes: B sequences, T tokens, H heads, D head size, S cached tokens, V vocabula
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.kv import KVFormat
 from crelle.models.builder import Builder
-from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
-from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
+from crelle.models.cache import Cache, KVCache, key_centers
+from crelle.models.decoding import Decoding
+from crelle.models.graphed import MAX_TOKENS
 from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.steps import OPTStep
 
@@ -51,6 +51,10 @@ class OPTConfig:
     norm_first: bool  # before attention and feed-forward; otherwise behind them
     last_norm: bool
     norm_eps: float = 1e-5
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
 
     @classmethod
     def from_hf(cls, c: dict[str, Any]) -> Self:
@@ -165,8 +169,10 @@ class Finish(nn.Module):
         return x if self.project_out is None else self.project_out(x)
 
 
-class OPT(nn.Module):
+class OPT(Decoding):
     """The whole model."""
+
+    c: OPTConfig
 
     def __init__(self, build: Builder, c: OPTConfig) -> None:
         super().__init__()
@@ -178,7 +184,6 @@ class OPT(nn.Module):
         self.finish = Finish(build, c)
         self.head = build.linear("lm_head", c.vocabulary, c.words, embedding if c.tied else None)
         self.decoder = NOT_FUSED
-        self._graphed: GraphedDecoder | str | None = None
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
@@ -212,30 +217,7 @@ class OPT(nn.Module):
         """Return the step of one token on CUDA kernels; see crelle.models.graphed."""
         return OPTStep(self)
 
-    def graphed(self) -> GraphedDecoder | None:
-        """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
-        if self._graphed is None:
-            self._graphed = graphed(self)
-        return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
-
-    @overload
-    def new_cache(self, batch: int = 1) -> KVCache: ...
-    @overload
-    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int) -> Cache: ...
-
-    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
-        """Return an empty cache for so many sequences; kv: 16 (numbers in the model's dtype), or pages of 8 or 4."""
-        c, fmt = self.c, KVFormat.parse(kv)
-        sizes = (c.layers, batch, c.heads, c.head_size, c.context, self.dtype, self.device)
-        if not fmt.coded:
-            return KVCache(*sizes)
-        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
-
     @cached_property
     def key_centers(self) -> list[Tensor]:
         """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
         return key_centers(self, None)
-
-    def linears(self) -> list[QuantLinear]:
-        """All linear layers, in the order in which they run."""
-        return [m for m in self.modules() if isinstance(m, QuantLinear)]
