@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.decode import Op
+from crelle.kernels.cuda.decode import Digits, Op, parts
 from crelle.kernels.cuda.layout import CudaWeight, join
 from crelle.models.linear import QuantLinear
 
@@ -40,9 +40,15 @@ class Product:
         apart = len(self.weights) > 1 and self.bias is not None
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
 
+    @property
+    def takes_digits(self) -> bool:
+        """Whether all is one matrix in planes, which can be given its input as digits that attention made."""
+        w = self.weights[0]
+        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.order is None and parts(w) == 1
+
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Digits,
         op: Op = "PLAIN",
         norm: Norm | None = None,
         residual: Tensor | None = None,
@@ -57,7 +63,7 @@ class Product:
 
 
 def _multiply(
-    x: Tensor,
+    x: Tensor | Digits,
     w: CudaWeight | Tensor,
     op: Op,
     norm: Norm | None,
@@ -69,8 +75,9 @@ def _multiply(
 
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     if isinstance(w, CudaWeight):
-        digits = decode.encode(x, w, op, scale, shift, eps)
-        return decode.product(digits, w, dtype, bias, residual)
+        digits = x if isinstance(x, Digits) else decode.encode(x, w, op, scale, shift, eps)
+        return decode.product(digits, w, dtype, bias, residual, chained=True)
+    assert isinstance(x, Tensor), "digits are for planes"
     return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
 
 

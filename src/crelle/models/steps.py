@@ -4,6 +4,7 @@
     OPT     embed + position;  { norm·qkv, attention, out + x;  norm·fc1, relu·fc2 + x };  norm·head
 
 What stands with a dot is fused: norms and activations are applied while x becomes digits, sums while y is written.
+Heads of 128 numbers leave the attention as digits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from crelle.models.products import Norm, Product
 FIRST = 2  # OPT's row of the first position
 
 if TYPE_CHECKING:
+    from crelle.kernels.cuda.attention import Heads
     from crelle.models.llama import Llama
     from crelle.models.opt import OPT
 
@@ -60,9 +62,7 @@ class LlamaStep:
                 (
                     Norm(layer.norm_attention.weight, None, c.norm_eps),
                     Product([a.q_proj, a.k_proj, a.v_proj], dtype),
-                    None if a.q_norm is None else a.q_norm.weight,
-                    None if a.k_norm is None else a.k_norm.weight,
-                    a.window,
+                    (a.window, *(None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm)), c.norm_eps),
                     Product([a.o_proj], dtype),
                     Norm(layer.norm_mlp.weight, None, c.norm_eps),
                     Product([layer.gate, layer.up], dtype),
@@ -74,14 +74,12 @@ class LlamaStep:
         self.cos, self.sin = turn.cos().to(model.device), turn.sin().to(model.device)
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        from crelle.kernels.cuda.attention import attend
+        from crelle.kernels.cuda.attention import Heads
 
-        c, scale = self.c, self.c.head_size**-0.5
         x = self.embed(ids)
-        for (norm, qkv, q_norm, k_norm, window, o, norm_mlp, gate_up, down), cache in zip(self.layers, kv, strict=True):
-            heads = qkv(x, "RMS_NORM", norm)
-            a = attend(heads, cache, position, c.heads, scale, self.cos, self.sin, window, q_norm, k_norm, c.norm_eps)
-            x = o(a, residual=x)
+        for (norm, qkv, how, o, norm_mlp, gate_up, down), cache in zip(self.layers, kv, strict=True):
+            heads = Heads(self.cos, self.sin, *how)
+            x = _attended(qkv(x, "RMS_NORM", norm), cache, position, self.c, heads, o, x)
             x = down(gate_up(x, "RMS_NORM", norm_mlp), "SILU_MUL", residual=x)
         return self.head(x, "RMS_NORM", self.norm, dtype=torch.float32)
 
@@ -108,15 +106,24 @@ class OPTStep:
         self.norm, self.head = _layer_norm(model.finish.norm), Product([model.head], dtype)
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        from crelle.kernels.cuda.attention import attend
+        from crelle.kernels.cuda.attention import PLAIN
 
-        c, scale = self.c, self.c.head_size**-0.5
         x = self.embed(ids, position)
         for (norm, qkv, out, norm_mlp, fc1, fc2), cache in zip(self.layers, kv, strict=True):
-            a = attend(qkv(x, "LAYER_NORM", norm), cache, position, c.heads, scale)
-            x = out(a, residual=x)
+            x = _attended(qkv(x, "LAYER_NORM", norm), cache, position, self.c, PLAIN, out, x)
             x = fc2(fc1(x, "LAYER_NORM", norm_mlp), "RELU", residual=x)
         return self.head(x, "LAYER_NORM", self.norm, dtype=torch.float32)
+
+
+def _attended(
+    qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: Product, residual: Tensor
+) -> Tensor:
+    """What heads see, multiplied, plus the residual; as digits straight from the attention where that is possible."""
+    from crelle.kernels.cuda.attention import attend, attend_digits, makes_digits
+
+    fits = out.takes_digits and makes_digits(c.head_size, c.heads)
+    seen = (attend_digits if fits else attend)(qkv, cache, position, c.heads, c.head_size**-0.5, heads)
+    return out(seen, residual=residual)
 
 
 def _layer_norm(norm: object) -> Norm:

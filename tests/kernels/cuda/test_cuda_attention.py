@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from plane_weights import random_weight
 from torch import Tensor
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import attention, build
+from crelle.kernels.cuda import attention, build, decode, layout
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -69,13 +70,12 @@ def test_attention_matches_oracle(case: tuple[object, ...], turn: int) -> None:
     cos, sin = (angle.cos(), angle.sin()) if rotated else (None, None)
     weights = [(1 + 0.2 * torch.randn(D, device=dev)).to(dtype) if normed else None for _ in range(2)]
 
+    how = attention.Heads(cos, sin, window, *weights, eps)
     outs, caches = [], []
     for _ in range(3):
         mine, out = cache.clone(), torch.full((B, heads * D), nan, dtype=dtype, device=dev)
         torch.cuda.synchronize()
-        attention.attend(
-            qkv, mine, position, heads, D**-0.5, cos, sin, window, *weights, eps=eps, out=out, cluster=cluster
-        )
+        attention.attend(qkv, mine, position, heads, D**-0.5, how, out, cluster=cluster)
         outs.append(out)
         caches.append(mine)
     assert all(torch.equal(outs[0], again) for again in outs[1:])
@@ -100,6 +100,24 @@ def test_attention_matches_oracle(case: tuple[object, ...], turn: int) -> None:
         seen = [x[:, first : p + 1].double().repeat_interleave(heads // kv_heads, 0) for x in (keys, values)]
         share = torch.einsum("hd,hsd->hs", q * D**-0.5, seen[0]).softmax(-1)
         assert _error(outs[0][b].view(heads, D), torch.einsum("hs,hsd->hd", share, seen[1])) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (4, 4)], ids=str)
+@pytest.mark.parametrize("B", [1, 2, 3, 4])
+@pytest.mark.parametrize("cluster", [True, False])
+def test_heads_leave_as_the_digits_that_they_would_become(heads: tuple[int, int], B: int, cluster: bool) -> None:
+    torch.manual_seed(B)
+    (H, kv), dev, capacity = heads, "cuda", 700
+    position = torch.tensor([0, 255, 699, 31][:B], dtype=torch.int32, device=dev)
+    qkv = torch.randn(B, (H + 2 * kv) * 128, device=dev).half()
+    cache = torch.randn(2, B, kv, capacity, 128, device=dev).half()
+    w = layout.lay_out(random_weight(layout.Kind.BCQ, 3, 48, H * 128, 128, device=dev))
+    plain = attention.attend(qkv, cache.clone(), position, H, 0.09, cluster=cluster)
+    digits = attention.attend_digits(qkv, cache.clone(), position, H, 0.09, cluster=cluster)
+    wanted = decode.product(decode.encode(plain, w), w, torch.float32)
+    assert torch.equal(decode.product(digits, w, torch.float32), wanted)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.decode import C_TYPES
+from crelle.kernels.cuda.decode import C_TYPES, Digits, columns
 from crelle.kernels.cuda.launch import load, multiprocessors
 
 _ROWS = 16  # positions that a warp takes at a time
@@ -51,10 +51,27 @@ def plan(batch: int, heads: int, kv_heads: int, head_size: int, capacity: int, p
     return Plan(group, chunks, splits, min(2, -(-capacity // (splits * warps * _ROWS))), warps)
 
 
-def attend_variant(p: Plan, head_size: int, dtype: torch.dtype, cluster: bool = True) -> tuple[str, str]:
-    """`cluster`: the splits meet in shared memory, which needs sm_90."""
-    numbers = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}"
+def attend_variant(
+    p: Plan, head_size: int, dtype: torch.dtype, cluster: bool = True, digits: int = 0
+) -> tuple[str, str]:
+    """`cluster`: the splits meet in shared memory, which needs sm_90; `digits`: see attention.cu."""
+    numbers = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}, {digits}"
     return "attention.cu", f"crelle::attend<{numbers}, {C_TYPES[dtype]}>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """How heads are made of a product's output, where a model says more than their number."""
+
+    cos: Tensor | None = None  # f32 [context, D/2], where heads are rotated
+    sin: Tensor | None = None
+    window: int | None = None  # how many positions a token sees, its own among them
+    q_norm: Tensor | None = None  # [D], where heads are normed before they are rotated
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+PLAIN = Heads()
 
 
 def attend(
@@ -63,52 +80,82 @@ def attend(
     position: Tensor,
     heads: int,
     scale: float,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    window: int | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    how: Heads = PLAIN,
     out: Tensor | None = None,
     cut: Plan | None = None,
     cluster: bool | None = None,
 ) -> Tensor:
     """Store k and v of each sequence at its position; return what its queries see up to there, [B, heads * D].
 
-    qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position i32 [B]; cos and sin f32 [.., D/2] by
-    position, where heads are rotated; q_norm and k_norm [D], where they are normed before that. A token sees the last
-    `window` positions, its own among them.
+    qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position i32 [B].
     """
+    y = torch.empty(len(qkv), heads * cache.shape[-1], dtype=qkv.dtype, device=qkv.device) if out is None else out
+    _launch(qkv, cache, position, heads, scale, how, (y, None), 0, cut, cluster)
+    return y
+
+
+def makes_digits(head_size: int, heads: int) -> bool:
+    """Whether what heads see can leave as digits: a head is half a block then."""
+    return head_size == 128 and heads % 2 == 0
+
+
+def attend_digits(
+    qkv: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    how: Heads = PLAIN,
+    cut: Plan | None = None,
+    cluster: bool | None = None,
+) -> Digits:
+    """The same, as digits for weights with groups of at least 128 inputs in their own order."""
+    B = len(qkv)
+    made = Digits.empty(B, heads, 1, qkv.device)
+    _launch(qkv, cache, position, heads, scale, how, (made.bits, made.scale), columns(B), cut, cluster)
+    return made
+
+
+def _launch(
+    qkv: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    how: Heads,
+    out: tuple[Tensor, Tensor | None],
+    digits: int,
+    cut: Plan | None,
+    cluster: bool | None,
+) -> None:
     _, B, kv_heads, capacity, D = cache.shape
     p = cut or plan(B, heads, kv_heads, D, capacity)
     together = torch.cuda.get_device_capability(qkv.device) >= (9, 0) if cluster is None else cluster
-    y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device) if out is None else out
     parts = arrived = None
     if p.splits > 1 and not together:
         sets = B * kv_heads * p.chunks
         parts = torch.empty(sets * p.splits * p.group * (D + 2), device=qkv.device)
         arrived = torch.zeros(sets, dtype=torch.int32, device=qkv.device)
-    kernel = load(*attend_variant(p, D, qkv.dtype, together))
+    kernel = load(*attend_variant(p, D, qkv.dtype, together, digits))
     kernel(
         (p.splits, kv_heads * p.chunks, B),
         32 * p.warps,
         qkv,
         cache,
         position,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        y,
+        how.cos,
+        how.sin,
+        how.q_norm,
+        how.k_norm,
+        *out,
         parts,
         arrived,
         heads,
         kv_heads,
         capacity,
-        window or _FOREVER,
+        how.window or _FOREVER,
         float(scale),
-        float(eps),
+        float(how.eps),
         shared=p.warps * p.stages * 2 * _ROWS * (-(-D // 16) * 16 + 8) * 2,
         overlap=True,
     )
-    return y

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from math import log2
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -34,8 +34,15 @@ class Digits:
     """Some tokens as bits; serves every weight with as many blocks, parts and the same order of inputs."""
 
     tokens: int
-    bits: Tensor  # int32 [2 blocks, 32, M, 2]
+    bits: Tensor  # int32 [2 blocks, 32, M, 2] or, of the same size, as digits.cuh says
     scale: Tensor  # f32 [2 blocks, M, 1 + parts]
+
+    @classmethod
+    def empty(cls, tokens: int, halves: int, parts: int, device: torch.device) -> Self:
+        """Room for tokens of so many half blocks."""
+        M = columns(tokens)
+        bits = torch.empty(halves, 32, M, 2, dtype=torch.int32, device=device)
+        return cls(tokens, bits, torch.empty(halves, M, 1 + parts, dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +82,12 @@ def encode(
     eps: float = 0.0,
 ) -> Digits:
     """Turn x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up) into digits for w, applying `op` to it first."""
-    tokens, M, halves = x.shape[0], columns(x.shape[0]), 2 * w.blocks
-    bits = torch.empty(halves, 32, M, 2, dtype=torch.int32, device=x.device)
-    scale = torch.empty(halves, M, 1 + parts(w), dtype=torch.float32, device=x.device)
+    tokens, halves = x.shape[0], 2 * w.blocks
+    made = Digits.empty(tokens, halves, parts(w), x.device)
     kernel = load(*encode_variant(op, parts(w), tokens, x.dtype))
-    grid = (-(-halves // _ENCODE_WARPS), tokens, 1)
-    kernel(grid, 32 * _ENCODE_WARPS, x, weight, bias, w.order, bits, scale, w.K, w.blocks, float(eps), overlap=True)
-    return Digits(tokens, bits, scale)
+    grid, norm = (-(-halves // _ENCODE_WARPS), tokens, 1), (weight, bias)
+    kernel(grid, 32 * _ENCODE_WARPS, x, *norm, w.order, made.bits, made.scale, w.K, w.blocks, float(eps), overlap=True)
+    return made
 
 
 def decode_variant(w: CudaWeight, tokens: int, shape: Shape, dtype: torch.dtype) -> tuple[str, str]:
@@ -99,9 +105,10 @@ def product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     shape: Shape | None = None,
+    chained: bool = False,
 ) -> Tensor:
-    """Return x @ W.T (+ bias) (+ residual) as [tokens, N]."""
-    s = shape or choose(w, x.tokens)
+    """Return x @ W.T (+ bias) (+ residual) as [tokens, N]; `chained`: kernels that overlap come before and after."""
+    s = shape or choose(w, x.tokens, chained=chained)
     y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.bits.device) if out is None else out
     kernel = load(*decode_variant(w, x.tokens, s, dtype))
     kernel(
@@ -138,13 +145,14 @@ def _grid(w: CudaWeight, s: Shape) -> int:
     return -(-sets // rounds)
 
 
-def choose(w: CudaWeight, tokens: int, processors: int | None = None) -> Shape:
+def choose(w: CudaWeight, tokens: int, processors: int | None = None, chained: bool = False) -> Shape:
     """Return the cut that was fastest for the measured problem most like this one (tuned.json, made on an H200)."""
     rows = w.N * _MEASURED_ON / (processors or multiprocessors())  # as many rows a multiprocessor as there
 
     def unlike(m: "_Measured") -> tuple[float, float]:
         size = abs(log2(m.N / rows)) + abs(log2(m.K / w.K))
-        return abs(m.P - w.P) + 4 * (columns(tokens) != m.M) + 0.5 * (m.codes != (w.kind not in _PLANES)), size
+        other_kind, other_place = m.codes != (w.kind not in _PLANES), m.chained != chained
+        return abs(m.P - w.P) + 4 * (columns(tokens) != m.M) + 0.5 * other_kind + 0.75 * other_place, size
 
     cut = min(_measured(), key=unlike).cut
     if w.P > 4 or w.groups > 2 or w.scales.element_size() > 2 or tokens == 2:  # unlike all that was measured: more
@@ -168,10 +176,12 @@ class _Measured:
     N: int
     K: int
     M: int
+    chained: bool  # in the steps of a model
     cut: Shape
 
 
 @cache
 def _measured() -> list[_Measured]:
     text = (files("crelle.kernels.cuda") / "tuned.json").read_text()
-    return [_Measured(m["codes"], m["P"], m["N"], m["K"], m["M"], Shape(*m["cut"])) for m in json.loads(text)["best"]]
+    names = ("codes", "P", "N", "K", "M", "chained")
+    return [_Measured(*(m[name] for name in names), Shape(*m["cut"])) for m in json.loads(text)["best"]]

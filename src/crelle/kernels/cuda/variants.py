@@ -14,7 +14,7 @@ import torch
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.kernels.cuda import attention, decode, dense, layout, lut, tiles, tokens
+from crelle.kernels.cuda import attention, decode, dense, layout, lut, paged, tiles, tokens
 from crelle.kernels.cuda.layout import CudaWeight, Kind
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -28,7 +28,7 @@ Variant = tuple[str, str]  # file, expression
 def variants(arch: str) -> list[Variant]:
     """Return (file, expression) of all of them for an architecture, e.g. sm_90a, in order."""
     capability = int(arch[3]), int(arch[4])
-    return sorted({*_decode(), *_tiles(capability), *_lut(), *_small()})
+    return sorted({*_decode(), *_tiles(capability), *_lut(), *_small(), *paged.variants()})
 
 
 def _weight(kind: Kind, P: int, group: int = 128, scales: torch.dtype = HALF) -> QuantTensor:
@@ -90,6 +90,8 @@ def _small() -> Iterator[Variant]:
             for cluster in (True, False):
                 plan = attention.plan(1, heads, kv_heads, size, 2048, processors=132)
                 yield attention.attend_variant(plan, size, HALF if cluster else BF16, cluster)
+                for digits in (1, 2, 4) if size == 128 else ():
+                    yield attention.attend_variant(plan, size, HALF, cluster, digits)
     for op in _OPS:
         for count in range(1, 5):
             yield dense.product_variant(op, count, K, HALF if count % 2 else BF16, F32 if count > 2 else HALF)

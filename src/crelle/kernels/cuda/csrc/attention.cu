@@ -14,11 +14,11 @@
 //
 // The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
 // step ends with a kernel that never lets the next start early (tokens.cu), or outside of this package.
+#include "digits.cuh"
 #include "tensorcore.cuh"
+#include "turn.cuh"
 
 namespace crelle {
-
-constexpr float NOTHING = -3e38f;  // the logit of what is not seen
 
 #if __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)
@@ -35,12 +35,6 @@ __device__ __forceinline__ float sum_of_rows(float v) {
 #pragma unroll
   for (int i = 4; i < 32; i *= 2) v += __shfl_xor_sync(~0u, v, i);
   return v;
-}
-
-__device__ __forceinline__ float power_of_two(float v) {
-  float to;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(v));
-  return to;
 }
 
 // Blocks of a cluster: `arrive` and later `meet` are one barrier, after which all see what the others wrote before it.
@@ -64,54 +58,6 @@ __device__ __forceinline__ float *of_block(float *mine, int rank) {
   return mine;
 #endif
 }
-
-// cos and sin for the pairs of dimensions that a lane turns.
-template <int D>
-struct Turn {
-  static constexpr int PAIRS = (D / 2 + 31) / 32;
-  float cos[PAIRS], sin[PAIRS];
-
-  __device__ __forceinline__ Turn(const float *c, const float *s, int at, int lane) {
-#pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
-      const int i = lane + 32 * j;
-      const bool turns = c && i < D / 2;
-      cos[j] = turns ? c[(size_t)at * (D / 2) + i] : 1, sin[j] = turns ? s[(size_t)at * (D / 2) + i] : 0;
-    }
-  }
-
-  // A warp norms (where there is a weight) and turns a head; `to` gets it, and `also` unless it is null.
-  template <typename T>
-  __device__ __forceinline__ void head(const T *from, const T *weight, float eps, int lane, T *to, T *also) const {
-    float a[PAIRS], b[PAIRS], squares = 0;
-#pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
-      const int i = lane + 32 * j;
-      a[j] = i < D / 2 ? number(from[i]) : 0, b[j] = i < D / 2 ? number(from[i + D / 2]) : 0;
-      squares = fmaf(a[j], a[j], fmaf(b[j], b[j], squares));
-    }
-    if (weight) {
-#pragma unroll
-      for (int i = 16; i; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
-      const float scale = rsqrtf(squares / D + eps);
-#pragma unroll
-      for (int j = 0; j < PAIRS; j++) {
-        const int i = lane + 32 * j;
-        if (i >= D / 2) continue;
-        a[j] = number(rounded<T>(number(rounded<T>(a[j] * scale)) * number(weight[i])));
-        b[j] = number(rounded<T>(number(rounded<T>(b[j] * scale)) * number(weight[i + D / 2])));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
-      const int i = lane + 32 * j;
-      if (i >= D / 2) continue;
-      const T low = rounded<T>(a[j] * cos[j] - b[j] * sin[j]), high = rounded<T>(b[j] * cos[j] + a[j] * sin[j]);
-      to[i] = low, to[i + D / 2] = high;
-      if (also) also[i] = low, also[i + D / 2] = high;
-    }
-  }
-};
 
 // A warp's queue of tiles of 16 positions, in shared memory: rows of keys, then rows of values, padded so that 8 rows
 // lie in different banks. Positions that are not there are zeros.
@@ -169,11 +115,13 @@ struct Tiles {
 // qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position [B]; cos, sin f32 [context, D/2] and
 // the norms' weights [D] may be null; out [B, heads D]; window: how many positions a token sees, itself among them.
 // parts, arrived (zeros): only without clusters. Grid (SPLITS, kv_heads * chunks of G query heads, B).
-template <int D, int G, int SPLITS, int STAGES, int WARPS, bool CLUSTER, typename T>
+// DIGITS is 0, or the M of digits.cuh: heads of 128 numbers are half blocks then and leave as digits, `out` and
+// `xscale`.
+template <int D, int G, int SPLITS, int STAGES, int WARPS, bool CLUSTER, int DIGITS, typename T>
 __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     attend(const T *qkv, T *cache, const int *position, const float *__restrict__ cos, const float *__restrict__ sin,
-           const T *__restrict__ q_norm, const T *__restrict__ k_norm, T *out, float *parts, int *arrived, int heads,
-           int kv_heads, int capacity, int window, float scale, float eps) {
+           const T *__restrict__ q_norm, const T *__restrict__ k_norm, void *out, float *xscale, float *parts,
+           int *arrived, int heads, int kv_heads, int capacity, int window, float scale, float eps) {
   using Queue = Tiles<D, STAGES, T>;
   constexpr int ROW = Queue::ROW, STEPS = (D + 15) / 16;
   struct Part {  // what a warp found; heads are 4 numbers apart in their banks
@@ -307,8 +255,20 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     }
     return result;
   };
-  T *to = out + ((size_t)b * heads + head) * D;
-  if constexpr (SPLITS == 1) {
+  T *to = static_cast<T *>(out) + ((size_t)b * heads + head) * D;
+  const auto give = [&](int g, float (&v)[4]) {  // a warp: head g as digits
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = number(rounded<T>(v[i]));
+    write_digits<1, DIGITS ? DIGITS : 1>(v, static_cast<uint32 *>(out), xscale, head + g, b, lane);
+  };
+  if constexpr (SPLITS == 1 && DIGITS) {
+    for (int g = warp; g < count; g += WARPS) {
+      float v[4], top, total;
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[i] = added(g, lane + 32 * i, top, total), v[i] /= total;
+      give(g, v);
+    }
+  } else if constexpr (SPLITS == 1) {
     for (int i = threadIdx.x; i < count * D; i += WARPS * 32) {
       float top, total;
       const float result = added(i / D, i % D, top, total);
@@ -316,7 +276,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     }
   } else {
     // --- all blocks' parts: each block gives every adder its share of the numbers
-    constexpr int ADDERS = CLUSTER ? SPLITS : 1, SHARE = G * D / ADDERS;
+    constexpr int ADDERS = CLUSTER && !DIGITS ? SPLITS : 1, SHARE = G * D / ADDERS;
     struct Gathered {
       float largest[SPLITS][G], sum[SPLITS][G], out[SPLITS][SHARE];
     };
@@ -350,12 +310,11 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
       if (!last) return;
       __threadfence();
     }
+    if (CLUSTER && DIGITS && split) return;
     const int adder = CLUSTER ? split : 0;
     const Gathered *all =
         reinterpret_cast<const Gathered *>(CLUSTER ? gathered : parts + (size_t)set * (sizeof(Gathered) / 4));
-    for (int i = threadIdx.x; i < SHARE; i += WARPS * 32) {
-      const int e = adder * SHARE + i, h = e / D;
-      if (h >= count) break;
+    const auto summed = [&](int h, int i) {
       float top = NOTHING, total = 0, result = 0;
 #pragma unroll
       for (int c = 0; c < SPLITS; c++) top = fmaxf(top, all->largest[c][h]);
@@ -364,7 +323,21 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
         const float factor = power_of_two(all->largest[c][h] - top);
         total = fmaf(factor, all->sum[c][h], total), result = fmaf(factor, all->out[c][i], result);
       }
-      to[e] = rounded<T>(result / total);
+      return result / total;
+    };
+    if constexpr (DIGITS) {
+      for (int g = warp; g < count; g += WARPS) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = summed(g, g * D + lane + 32 * i);
+        give(g, v);
+      }
+    } else {
+      for (int i = threadIdx.x; i < SHARE; i += WARPS * 32) {
+        const int e = adder * SHARE + i, h = e / D;
+        if (h >= count) break;
+        to[e] = rounded<T>(summed(h, i));
+      }
     }
   }
 }

@@ -1,0 +1,148 @@
+// From a row of x to digits: what bits.cu does in a launch of its own and attention.cu for its heads.
+//
+//   bits    u32 [2 blocks, 32, M, 2]
+//           half block, lane 4g + t, instruction i, low and high bit of a digit: bit j of the word belongs to input
+//           32t + j, and to the token and the digit that column g of instruction i has
+//           or, for one token and groups of at least 128 inputs, [blocks, 32, 4]
+//           block, lane 4g + t, low and high bit of digit 2 (g % 4), then of the next: of input 32t + j in half g / 4
+//   xscale  f32 [2 blocks, M, 1 + PARTS]
+//           half block, token: s, where x = s * integer; then the sum of the integers (in units of 2^-39), or PARTS
+//           sums where so many groups of weights are in a half block
+//
+// M is 1, 2 or 4: a buffer for three tokens has room for four. A token has L = 4 / M pairs of columns; pair l of token
+// m is columns 2 (L m + l) and the next, and holds digits 8/L l + 2i and the next in instruction i.
+#pragma once
+#include "numbers.cuh"
+
+namespace crelle {
+
+constexpr float LARGEST = 13107;  // what eight digits of base -4 hold on both sides of 0
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+  return v;
+}
+
+// Bit c of lane r becomes bit r of lane c.
+__device__ __forceinline__ uint32 transposed_bits(uint32 x, int lane) {
+  uint32 keep = 0x0000ffff;
+#pragma unroll
+  for (int i = 16; i; i /= 2, keep ^= keep << i) {
+    const uint32 other = __shfl_xor_sync(~0u, x, i);
+    x = lane & i ? (other >> i & keep) | (x & ~keep) : (x & keep) | (other & keep) << i;
+  }
+  return x;
+}
+
+template <int WARPS>
+__device__ __forceinline__ float2 block_sum(float a, float b) {
+  __shared__ float2 part[WARPS];
+  a = warp_sum(a), b = warp_sum(b);
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = make_float2(a, b);
+  __syncthreads();
+  float2 sum = make_float2(0, 0);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum.x += part[w].x, sum.y += part[w].y;
+  return sum;
+}
+
+// What norms need to know of a whole row: its mean (0 for an RMS norm) and one over its size. All threads call it.
+template <Op OP, int WARPS, typename X>
+__device__ __forceinline__ float2 statistics(const X *x, int K, float eps) {
+  if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
+    float sum = 0, squares = 0;
+    const auto add = [&](float a) { sum += a, squares = fmaf(a, a, squares); };
+    const int vectors = K % 8 ? 0 : K / 8;
+    for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
+      const uint4 w = __ldcg(reinterpret_cast<const uint4 *>(x) + i);
+      const X *eight = reinterpret_cast<const X *>(&w);
+#pragma unroll
+      for (int j = 0; j < 8; j++) add(number(eight[j]));
+    }
+    for (int k = 8 * vectors + threadIdx.x; k < K; k += WARPS * 32) add(number(__ldcg(x + k)));
+    const float2 all = block_sum<WARPS>(sum, squares);
+    const float mean = OP == LAYER_NORM ? all.x / K : 0;
+    return make_float2(mean, rsqrtf(all.y / K - mean * mean + eps));
+  }
+  return make_float2(0, 1);
+}
+
+// A lane's four inputs of a half block, and what an operation wants to know of them.
+template <Op OP, typename X>
+struct Quarter {
+  float v[4], gain[4], shift[4];
+  int from[4];  // where they come from; -1: nowhere, and they are 0
+
+  // What does not depend on the previous kernel: where, and a norm's weights.
+  __device__ __forceinline__ void place(const X *weight, const X *bias, const int *order, int half, int K, int blocks,
+                                        int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = half * 128 + 32 * i + lane;
+      from[i] = half >= 2 * blocks ? -1 : order ? order[at] : at < K ? at : -1;
+      gain[i] = shift[i] = 0;
+      if (from[i] < 0) continue;
+      if constexpr (OP == RMS_NORM || OP == LAYER_NORM) gain[i] = number(weight[from[i]]);
+      if constexpr (OP == LAYER_NORM) shift[i] = number(bias[from[i]]);
+    }
+  }
+
+  __device__ __forceinline__ void read(const X *x, int K) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int k = from[i];
+      v[i] = k < 0 ? 0 : number(__ldcg(x + k));
+      if constexpr (OP == SILU_MUL) gain[i] = k < 0 ? 0 : number(__ldcg(x + K + k));
+    }
+  }
+
+  __device__ __forceinline__ void apply(float2 row) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (OP == RMS_NORM) v[i] = number(rounded<X>(v[i] * row.y)) * gain[i];
+      if constexpr (OP == LAYER_NORM) v[i] = from[i] < 0 ? 0 : (v[i] - row.x) * row.y * gain[i] + shift[i];
+      if constexpr (OP == SILU_MUL) v[i] = v[i] / (1 + __expf(-v[i])) * gain[i];
+      if constexpr (OP == RELU) v[i] = fmaxf(v[i], 0);
+    }
+  }
+};
+
+// A warp writes the digits of 128 inputs of token m; lane l has inputs l, 32 + l, 64 + l, 96 + l.
+template <int PARTS, int M>
+__device__ __forceinline__ void write_digits(const float (&v)[4], uint32 *bits, float *xscale, int half, int m,
+                                             int lane) {
+  float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+  largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));  // the order of bits, where none is < 0
+  const float up = largest > 0 ? LARGEST / largest : 0;
+
+  uint32 packed[2];      // the digits, 16 bits each, of inputs (lane, 32 + lane) and (64 + lane, 96 + lane)
+  int sums[PARTS] = {};  // each over 4 / PARTS runs of 32 inputs
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int q = __float2int_rn(v[i] * up);
+    const uint32 digits = (q + 0xCCCC) ^ 0xCCCC;
+    packed[i / 2] = i % 2 ? packed[i / 2] | digits << 16 : digits;
+    sums[i * PARTS / 4] += q;
+  }
+  constexpr int L = 4 / M, DIGITS = 8 / L;  // pairs of columns of a token; digits that a pair holds
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    // Transposed, lane j has bit j % 16 of 32 inputs: the word that column and instruction of that digit want.
+    const uint32 word = transposed_bits(packed[i], lane);
+    const int run = 2 * i + lane / 16, digit = lane % 16 / 2, column = 2 * (L * m + digit / DIGITS) + digit % 2;
+    if (M == 1 && PARTS == 1)
+      bits[(half / 2 * 32 + 4 * (half % 2 * 4 + digit / 2) + run) * 4 + lane % 4] = word;
+    else
+      bits[((half * 32 + 4 * column + run) * M + digit % DIGITS / 2) * 2 + lane % 2] = word;
+  }
+  xscale += (half * M + m) * (1 + PARTS);
+  if (lane == 0) xscale[0] = largest / LARGEST;
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    const int s = __reduce_add_sync(~0u, sums[i]);
+    if (lane == 0) xscale[1 + i] = s * 0x1p-39f;  // the unit in which block.cuh adds up
+  }
+}
+
+}  // namespace crelle

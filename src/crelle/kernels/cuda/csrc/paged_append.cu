@@ -1,0 +1,250 @@
+// New tokens into pages: q and k are normed (where the model does that) and rotated by position, then q, k, v turned by
+// H, the keys' centre taken off, and keys and values quantized and stored where the block table says.
+//
+// A warp takes one head of one token, a lane two channels next to each other of each 64. What formats/kv.py computes is
+// computed in the same steps with the same roundings (division, not a product with the inverse; nothing contracted), so
+// codes and words are the same bits. A norm and a rotation round to T where the model's own layers do.
+#include "pages.cuh"
+
+namespace crelle {
+
+// A head of T: normed where there is a weight, rotated where there is a cos.
+template <int D, typename T>
+__device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *from, const T *weight, float eps,
+                                         const float *cos, const float *sin, int lane) {
+  using H = Head<D>;
+  float other[H::SIZE];  // the channels half a head away
+  H::load(v, from, lane);
+#pragma unroll
+  for (int p = 0; p < H::PAIRS; p++) {
+    const int i = H::channel(p, lane);
+    other[2 * p] = other[2 * p + 1] = 0;
+    if (!cos || !H::has(p, lane)) continue;
+    const Neighbours<T> two = *reinterpret_cast<const Neighbours<T> *>(from + (i < D / 2 ? i + D / 2 : i - D / 2));
+    other[2 * p] = number(two.first), other[2 * p + 1] = number(two.second);
+  }
+  if (weight) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < H::SIZE; i++) squares = fmaf(v[i], v[i], squares);
+    const float scale = rsqrtf(sum_of_warp(squares) / D + eps);
+    const auto normed = [&](float x, int i) {
+      return number(rounded<T>(__fmul_rn(number(rounded<T>(__fmul_rn(x, scale))), number(weight[i]))));
+    };
+#pragma unroll
+    for (int j = 0; j < H::SIZE; j++) {
+      const int i = H::channel(j / 2, lane) + j % 2;
+      if (!H::has(j / 2, lane)) continue;
+      v[j] = normed(v[j], i);
+      if (cos) other[j] = normed(other[j], i < D / 2 ? i + D / 2 : i - D / 2);
+    }
+  }
+  if (cos) {
+#pragma unroll
+    for (int p = 0; p < H::PAIRS; p++) {
+      const int i = H::channel(p, lane), angle = i < D / 2 ? i : i - D / 2;
+      if (!H::has(p, lane)) continue;
+      const Neighbours<float> c = *reinterpret_cast<const Neighbours<float> *>(cos + angle);
+      const Neighbours<float> s = *reinterpret_cast<const Neighbours<float> *>(sin + angle);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float along = __fmul_rn(v[2 * p + j], j ? c.second : c.first);
+        const float across = __fmul_rn(other[2 * p + j], j ? s.second : s.first);
+        v[2 * p + j] = number(rounded<T>(i < D / 2 ? __fsub_rn(along, across) : __fadd_rn(along, across)));
+      }
+    }
+  }
+}
+
+// The least and the greatest of the group of each pair of channels, and whether some channel of it is not a number.
+template <int D, int GROUP>
+__device__ __forceinline__ void ranges(const float (&v)[Head<D>::SIZE], float (&low)[Head<D>::PAIRS],
+                                       float (&high)[Head<D>::PAIRS], bool (&broken)[Head<D>::PAIRS], int lane) {
+  using H = Head<D>;
+  constexpr int LANES = GROUP / 2;  // that hold a group
+  const auto widen = [&](int p, float l, float h, bool b) {
+    low[p] = fminf(low[p], l), high[p] = fmaxf(high[p], h), broken[p] |= b;
+  };
+  const auto around = [&](int p, int apart) {
+    widen(p, __shfl_xor_sync(~0u, low[p], apart), __shfl_xor_sync(~0u, high[p], apart),
+          __shfl_xor_sync(~0u, static_cast<int>(broken[p]), apart));
+  };
+#pragma unroll
+  for (int p = 0; p < H::PAIRS; p++) {
+    low[p] = high[p] = 0, broken[p] = v[2 * p] != v[2 * p] || v[2 * p + 1] != v[2 * p + 1];  // the range holds 0
+    low[p] = fminf(low[p], fminf(v[2 * p], v[2 * p + 1])), high[p] = fmaxf(high[p], fmaxf(v[2 * p], v[2 * p + 1]));
+  }
+  if constexpr (LANES < 32 && (LANES & LANES - 1) == 0) {
+#pragma unroll
+    for (int p = 0; p < H::PAIRS; p++) {
+#pragma unroll
+      for (int i = 1; i < LANES; i *= 2) around(p, i);
+    }
+  } else if constexpr (GROUP % 64 == 0 || GROUP == D) {
+#pragma unroll
+    for (int p = 0; p < H::PAIRS; p++) {
+#pragma unroll
+      for (int k = p + 1; k < H::PAIRS; k++)
+        if (GROUP == D || k * 64 / GROUP == p * 64 / GROUP) widen(p, low[k], high[k], broken[k]);
+#pragma unroll
+      for (int i = 1; i < 32; i *= 2) around(p, i);
+#pragma unroll
+      for (int k = p + 1; k < H::PAIRS; k++)
+        if (GROUP == D || k * 64 / GROUP == p * 64 / GROUP) low[k] = low[p], high[k] = high[p], broken[k] = broken[p];
+    }
+  } else {  // lanes in no such order: one group after the other
+    float all_low[H::PAIRS], all_high[H::PAIRS];
+    bool all_broken[H::PAIRS];
+#pragma unroll
+    for (int p = 0; p < H::PAIRS; p++) all_low[p] = low[p], all_high[p] = high[p], all_broken[p] = broken[p];
+#pragma unroll
+    for (int group = 0; group < D / GROUP; group++) {
+      float l = 0, h = 0;
+      bool b = false;
+#pragma unroll
+      for (int p = 0; p < H::PAIRS; p++)
+        if (H::channel(p, lane) / GROUP == group)
+          l = fminf(l, all_low[p]), h = fmaxf(h, all_high[p]), b |= all_broken[p];
+#pragma unroll
+      for (int i = 1; i < 32; i *= 2)
+        l = fminf(l, __shfl_xor_sync(~0u, l, i)), h = fmaxf(h, __shfl_xor_sync(~0u, h, i));
+      b = __any_sync(~0u, b);
+#pragma unroll
+      for (int p = 0; p < H::PAIRS; p++)
+        if (H::channel(p, lane) / GROUP == group) low[p] = l, high[p] = h, broken[p] = b;
+    }
+  }
+}
+
+// One group's range becomes its word; `safe` and `shift` take a number to its code.
+template <int BITS>
+__device__ __forceinline__ int word_of(float low, float high, bool broken, float &safe, float &shift) {
+  constexpr int ZERO_BITS = BITS == 4 ? 6 : 8, KEPT = ZERO_BITS - 1, STEPS = (1 << BITS) - 1;
+  constexpr float FINE = 1 << (ZERO_BITS - BITS);
+  int half_bits = __half_as_ushort(__float2half_rn(__fdiv_rn(__fsub_rn(high, low), STEPS)));
+  half_bits = min((half_bits + (1 << KEPT) - 1) >> KEPT << KEPT, 0x7fff & -(1 << KEPT));
+  if (broken) half_bits = 0x7e00;  // not a number
+  const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(half_bits)));
+  safe = scale > 0 ? scale : 1.f;
+  const float zero = rintf(__fmul_rn(__fdiv_rn(-low, safe), FINE));
+  const int z = broken ? 0 : static_cast<int>(fminf(fmaxf(zero, 0.f), (1 << ZERO_BITS) - 1));  // not a number: 0
+  shift = z / FINE;
+  return half_bits << 1 | z;
+}
+
+// q [N, heads, D], k and v [N, kv_heads, D], whose tokens are so many numbers apart; position [B]: where the first new
+// token of each sequence stands, < 0: nowhere; starts [B + 1], null: N / B new tokens for each; table [B, max_pages];
+// cos, sin f32 [context, D/2], the norms' weights [D] and the keys' centre f32 [kv_heads, D] may be null;
+// turned [N, heads, D]: q as paged_attention.cu wants it. codes, words: the layer's pages; E: the numbers of 16-bit
+// pages. Grid (N, heads + 2 stored over 8), 8 warps; stored: kv_heads, or 0 where only q is to be turned.
+template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
+__global__ void __launch_bounds__(256)
+    paged_append(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
+                 const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
+                 const T *k_norm, const float *center, E *turned, unsigned char *codes, unsigned short *words, int B,
+                 int max_pages, int pages, int page, int context, int heads, int kv_heads, int stored, float eps) {
+  constexpr bool CODED = BITS < 16;
+  constexpr int GROUP = CODED ? D / C : D, ROW = D * BITS / 8;
+  using H = Head<D>;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = blockIdx.x, r = blockIdx.y * 8 + warp;
+  next_may_start();
+  previous_is_done();
+  if (r >= heads + 2 * stored) return;
+
+  // --- whose token this is, and where it stands
+  int b = 0, at = 0;
+  if (starts) {
+    for (int i = lane; i - lane < B - 1; i += 32)  // sequences that end before it or with it
+      b += __popc(__ballot_sync(~0u, i < B - 1 && __ldcg(starts + 1 + i) <= n));
+    at = n - __ldcg(starts + b);
+  } else {
+    const int each = gridDim.x / B;
+    b = n / each, at = n % each;
+  }
+  const int before = position ? __ldcg(position + b) : 0;
+  at += before;
+  if (before < 0 || (cos && at >= context)) return;
+  const size_t angle = (size_t)at * (D / 2);
+  const float *c = cos ? cos + angle : nullptr, *s = sin ? sin + angle : nullptr;
+
+  float x[H::SIZE];
+  if (r < heads) {
+    prepared<D, T>(x, q + (size_t)n * q_apart + r * D, q_norm, eps, c, s, lane);
+    if (ROTATE) H::turn(x, lane);
+    H::store(x, turned + ((size_t)n * heads + r) * D, lane);
+    return;
+  }
+  const int kind = r - heads >= stored, head = r - heads - kind * stored;
+  const int found = at / page < max_pages ? __ldcg(table + (size_t)b * max_pages + at / page) : -1;
+  if (found < 0 || found >= pages) return;
+  const size_t row = (((size_t)found * 2 + kind) * kv_heads + head) * page + at % page;
+  if (kind == 0)
+    prepared<D, T>(x, k + (size_t)n * k_apart + head * D, k_norm, eps, c, s, lane);
+  else
+    prepared<D, T>(x, v + (size_t)n * v_apart + head * D, static_cast<const T *>(nullptr), eps, nullptr, nullptr, lane);
+
+  if constexpr (!CODED) {
+    H::store(x, reinterpret_cast<E *>(codes) + row * D, lane);
+  } else {
+    if (kind == 0 && center) {
+#pragma unroll
+      for (int i = 0; i < H::SIZE; i++)
+        if (H::has(i / 2, lane)) x[i] = __fsub_rn(x[i], __ldg(center + head * D + H::channel(i / 2, lane) + i % 2));
+    }
+    if (ROTATE) H::turn(x, lane);
+    float low[H::PAIRS], high[H::PAIRS];
+    bool broken[H::PAIRS];
+    ranges<D, GROUP>(x, low, high, broken, lane);
+#pragma unroll
+    for (int p = 0; p < H::PAIRS; p++) {
+      if (!H::has(p, lane)) continue;
+      const int first = H::channel(p, lane);
+      float safe, shift;
+      const int word = word_of<BITS>(low[p], high[p], broken[p], safe, shift);
+      if (first % GROUP == 0) words[row * C + first / GROUP] = static_cast<unsigned short>(word);
+      int code[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float found = rintf(__fadd_rn(__fdiv_rn(x[2 * p + j], safe), shift));
+        code[j] = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // not a number: 0
+      }
+      unsigned char *to = codes + row * ROW + first * BITS / 8;
+      if constexpr (BITS == 4)
+        *to = static_cast<unsigned char>(code[0] | code[1] << 4);
+      else
+        *reinterpret_cast<unsigned short *>(to) = static_cast<unsigned short>(code[0] | code[1] << 8);
+    }
+  }
+}
+
+// The numbers of a sequence's first `length` tokens, turned and centred as they are stored: out [2, kv_heads, length,
+// D]. For prompts, whose tokens share them. Grid (8 numbers a thread, kv_heads, 2).
+template <int D, int BITS, int C, typename E>
+__global__ void __launch_bounds__(256) paged_read(const unsigned char *codes, const unsigned short *words,
+                                                  const int *table, E *out, int page, int kv_heads, int length) {
+  constexpr int RUNS = D / 8, GROUP = BITS < 16 ? D / C : D, ZERO_BITS = BITS == 4 ? 6 : 8;
+  const int i = blockIdx.x * 256 + threadIdx.x, token = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
+  next_may_start();
+  previous_is_done();
+  if (token >= length) return;
+  const size_t row = (((size_t)__ldcg(table + token / page) * 2 + blockIdx.z) * kv_heads + head) * page + token % page;
+  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)blockIdx.z * kv_heads + head) * length + token) * D + first);
+  if constexpr (BITS == 16) {
+    *to = __ldcg(reinterpret_cast<const uint4 *>(reinterpret_cast<const E *>(codes) + row * D + first));
+  } else {
+    const uint32 *from = reinterpret_cast<const uint32 *>(codes + row * (D * BITS / 8) + first * BITS / 8);
+    const uint32 packed[2] = {__ldcg(from), BITS == 8 ? __ldcg(from + 1) : 0};
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int word = __ldcg(words + row * C + (first + j) / GROUP);
+      const float scale = __half2float(__ushort_as_half(word >> ZERO_BITS << (ZERO_BITS - 1)));
+      const float zero = (word & (1 << ZERO_BITS) - 1) / static_cast<float>(1 << (ZERO_BITS - BITS));
+      const int code = packed[j * BITS / 32] >> j * BITS % 32 & (1 << BITS) - 1;
+      v[j] = __fmul_rn(__fsub_rn(code, zero), scale);
+    }
+    *to = closed<E>(v);
+  }
+}
+
+}  // namespace crelle

@@ -1,0 +1,514 @@
+// Attention of one token per sequence over pages of 16, 8 or 4 bits (formats/kv.py), read as they are.
+//
+// As in attention.cu, tokens and channels go along the tensor instruction's 16 rows and query heads along its 8
+// columns. Codes enter the products as they are (pages.cuh); scale and zero of a token and group of channels do not
+// touch a code. Each pair of head h and group c has a column of its own, with q set to 0 outside of the group:
+//
+//   S [token, (h, c)] = sum over channels of c of q code              score(h) = sum over c of scale (S - zero sum(q))
+//   O [channel, (h, c)] += code (p scale)      z [(h, c)] += zero (p scale)      out(h) = O - z in the channels of c
+//
+// so K takes 4 multiply-adds for 2 groups of a token where dequantizing takes one for each 2 of their 64 numbers, and
+// V's scales go into P. A step of 16 channels belongs to groups whose columns lie together, so no product is made
+// twice: D/16 instructions for K and as many for V, for 1 to 8 heads.
+//
+// A warp takes 16 U tokens at a time from its own queue of STAGES such pieces, has its own running maximum and sums and
+// waits for nobody; WARPS of them share what a thread block reads, blocks along x share a sequence. Parts are added in
+// a fixed order: those of the warps, then, by the last block to arrive, those of the blocks. Then H is undone.
+//
+// Arithmetic of 4 bits, D = 128, groups of 32: 16 tokens are 2304 bytes. At 4.5 TB/s a multiprocessor of 132 gets that
+// many in 119 cycles of 1.76 GHz, so each of its 4 schedulers has 475 cycles for 16 tokens. The inner loop takes 290
+// instructions for them (one head; 320 for four): 16 tensor instructions, 96 masks and shifts that make numbers of
+// codes (at half rate: 192 cycles of their unit), about 55 for scales and zeros, 20 for the softmax, 55 to ask for the
+// next tile. Under way: 4608 bytes for each stage of a warp; 10 blocks of 2 warps with 2 stages: 184 KB a
+// multiprocessor.
+#include "pages.cuh"
+
+namespace crelle {
+
+constexpr float NOTHING = -3e38f;  // the score of what is not seen
+constexpr float RAISED = 2;        // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
+
+__device__ __forceinline__ float largest_of_rows(float v) {
+#pragma unroll
+  for (int i = 4; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
+  return v;
+}
+__device__ __forceinline__ float sum_of_rows(float v) {
+#pragma unroll
+  for (int i = 4; i < 32; i *= 2) v += __shfl_xor_sync(~0u, v, i);
+  return v;
+}
+__device__ __forceinline__ float largest_of_warp(float v) {
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
+  return v;
+}
+__device__ __forceinline__ float power_of_two(float v) {
+  float to;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(v));
+  return to;
+}
+
+// Copy up to BYTES (8 or 16) into shared memory; the rest becomes zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy(uint32 to, const char *from, int bytes = BYTES) {
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// WORDS words of 4 bytes in one load.
+template <int WORDS>
+struct __align__(4 * WORDS) Vector {
+  uint32 word[WORDS];
+};
+
+// Where the tiles of 16 tokens of one key head are, and what a lane copies of them.
+template <int D, int BITS, int C>
+struct Source {
+  using P = Pages<D, BITS, C>;
+  static constexpr int ALONG = P::ROW / P::PIECE, PIECES = 16 * ALONG, WORDS = 4 * C;  // copies of a tile
+
+  const int *table;  // of the sequence
+  int page, kv_heads, kv, lane, place;
+  const char *keys, *values, *words;
+
+  __device__ Source(const char *codes, const char *words, const int *table, int page, int kv_heads, int kv, int lane)
+      : table(table), page(page), kv_heads(kv_heads), kv(kv), lane(lane), place(P::place(lane)), words(words) {
+    keys = codes + lane * P::PIECE, values = keys + (size_t)page * kv_heads * P::ROW;
+    if (P::CODED && WORDS <= 32) this->words += words_at(lane);
+  }
+
+  // The row (of a token and head) at which the keys of a tile begin; its values are `page * kv_heads` behind.
+  __device__ __forceinline__ uint32 row(int tile) const {
+    const int per = page / 16;
+    return ((uint32)__ldcg(table + tile / per) * 2 * kv_heads + kv) * page + tile % per * 16;
+  }
+  __device__ __forceinline__ size_t words_at(int piece) const {
+    return (size_t)(piece / (2 * C + !C) ? page * kv_heads : 0) * (2 * C) + piece % (2 * C + !C) * 16;
+  }
+
+  // Ask for all of a tile.
+  __device__ __forceinline__ void ask(uint32 to, uint32 row) const {
+#pragma unroll
+    for (int kind = 0; kind < 2; kind++) {
+      const char *from = (kind ? values : keys) + (size_t)row * P::ROW;
+#pragma unroll
+      for (int j = 0; j < (PIECES + 31) / 32; j++) {
+        if (PIECES % 32 && lane + 32 * j >= PIECES) break;
+        const int at = P::PIECE == 16 ? P::place_behind(place, j) : place_of_half(lane + 32 * j);
+        copy<P::PIECE>(to + kind * P::CODES + at, from + 32 * j * P::PIECE);
+      }
+    }
+    if constexpr (P::CODED && WORDS <= 32) {
+      if (WORDS == 32 || lane < WORDS) copy<16>(to + 2 * P::CODES + 16 * lane, words + (size_t)row * (2 * C));
+    } else {
+#pragma unroll
+      for (int j = 0; j < WORDS / 32; j++)
+        copy<16>(to + 2 * P::CODES + 16 * (lane + 32 * j), words + (size_t)row * (2 * C) + words_at(lane + 32 * j));
+    }
+  }
+  // Ask for a tile of which only `count` tokens are there; seldom.
+  __device__ __forceinline__ void ask(uint32 to, uint32 row, int count) const {
+#pragma unroll 1
+    for (int piece = lane; piece < 2 * PIECES; piece += 32) {
+      const int kind = piece >= PIECES, i = piece - kind * PIECES;
+      const char *from = (kind ? values : keys) + (size_t)row * P::ROW + (i - lane) * P::PIECE;
+      const int at = P::PIECE == 16 ? P::place(i) : place_of_half(i);
+      copy<P::PIECE>(to + kind * P::CODES + at, from, i / ALONG < count ? P::PIECE : 0);
+    }
+    if constexpr (P::CODED) {
+#pragma unroll 1
+      for (int piece = lane; piece < WORDS; piece += 32)
+        copy<16>(to + 2 * P::CODES + 16 * piece,
+                 words + (size_t)row * (2 * C) + words_at(piece) - (WORDS <= 32 ? words_at(lane) : 0),
+                 min(16, max(0, (count * C - piece % (2 * C) * 8) * 2)));
+    }
+  }
+  static __device__ __forceinline__ int place_of_half(int piece) {
+    const int at = piece % ALONG * P::PIECE;
+    return P::place(at / 16, piece / ALONG) + at % 16;
+  }
+};
+
+// q [B, heads, D], turned where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
+// lengths [B]: tokens of each sequence, this one among them; 0: nobody, out is 0. out [B, heads, D]. A token sees the
+// last `window`. parts [sets, splits, G, D + 2], arrived [sets] (zeros): where there are splits, at most 32 of them.
+// Grid (splits, kv_heads * chunks of G query heads, B). E: the numbers of pages and q; T: those of out.
+// RESIDENT: warps for which the registers of a multiprocessor shall suffice.
+template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int RESIDENT, bool ROTATE, typename E,
+          typename T>
+__global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
+    paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
+                 float *parts, int *arrived, int max_pages, int heads, int kv_heads, int page, int window,
+                 float scale) {
+  using P = Pages<D, BITS, C>;
+  using Shape = Columns<D, BITS, C, G>;
+  constexpr int STEPS = P::STEPS, TILES = Shape::TILES, PACK = Shape::PACK, EACH = PACK == 1 ? 2 : 1;
+  constexpr int STAGE = U * P::TILE, OWN = STAGES * STAGE, AHEAD = 32 / U, PITCH = D + 4;
+  static_assert(Shape::fits() && D % 16 == 0 && G <= 8);
+  static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
+
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+  const int b = blockIdx.z, group = heads / kv_heads, chunks = (group + G - 1) / G;
+  const int kv = blockIdx.y / chunks, head = kv * group + blockIdx.y % chunks * G;
+  const int count = min(G, kv * group + group - head);
+  next_may_start();
+
+  // --- what this warp reads: pieces warp, warp + WARPS … of the block's share
+  const Source<D, BITS, C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv, lane);
+  const bool plain = gridDim.x == 1 && window >= max_pages * page;  // then the table need not wait for the length
+  const int guessed = (warp + lane / U * WARPS) * U + lane % U;
+  const int length = __ldcg(lengths + b);
+  const uint32 guess = plain ? source.row(min(guessed, max_pages * page / 16 - 1)) : 0;
+  const int end = min(length, max_pages * page), first = max(0, end - window);
+  const int base = first / 16, pieces = (max(end - base * 16, 0) + 16 * U - 1) / (16 * U);
+  const int share = (pieces + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  const int mine = (max(min(share, pieces - begin) - warp, 0) + WARPS - 1) / WARPS;
+  char *queue = shared + warp * OWN;
+  const uint32 queue_at = static_cast<uint32>(__cvta_generic_to_shared(queue));
+
+  const auto tile_of = [&](int i) { return base + (begin + warp + WARPS * i) * U; };
+  const auto rows_of = [&](int i) {  // lane l has tile l % U of piece i + l / U
+    const int tile = tile_of(i + lane / U) + lane % U;
+    return i + lane / U < mine && tile * 16 < end ? source.row(tile) : 0;
+  };
+  uint32 rows = 0, rows_next = !plain ? rows_of(0) : lane / U < mine && guessed * 16 < end ? guess : 0;
+  const auto ask = [&](int i, int stage) {
+    if (i % AHEAD == 0) rows = rows_next, rows_next = rows_of(i + AHEAD);
+    if (i < mine) {
+      const uint32 to = queue_at + stage * STAGE;
+      const int left = end - tile_of(i) * 16;
+      if (left >= 16 * U) {
+#pragma unroll
+        for (int u = 0; u < U; u++) source.ask(to + u * P::TILE, __shfl_sync(~0u, rows, i % AHEAD * U + u));
+      } else {
+#pragma unroll 1
+        for (int u = 0; u < U; u++)
+          source.ask(to + u * P::TILE, __shfl_sync(~0u, rows, i % AHEAD * U + u), left - 16 * u);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  // The last token was stored by the kernel before; all others, table and lengths were there when that one began.
+  const bool early = mine > STAGES && (tile_of(STAGES - 1) + U) * 16 < end;
+  if (!early) previous_is_done();
+#pragma unroll
+  for (int s = 0; s < STAGES; s++) ask(s, s);
+  if (early) previous_is_done();
+
+  // --- q as the right side of the products: column g is head g / PACK and one of PACK groups
+  uint32 query[STEPS][2];
+  float start[TILES][2], minus[TILES][2];  // of columns 2t and 2t + 1: what S starts with; - sum of q
+  {
+    constexpr int RUN = P::RUN;  // a lane's channels of 16 bytes of codes follow each other
+    const E *from = q + ((size_t)b * heads + head + g / PACK) * D + RUN * t;
+    float sums_of[TILES][2] = {};  // of q as it enters: with factor 1, and with the other
+#pragma unroll
+    for (int unit = 0; unit < P::UNITS; unit++) {
+      const int n = Shape::tile_of_channel(unit * P::WIDE), channel = unit * P::WIDE + RUN * t;
+      union {
+        Vector<RUN / 2> words;
+        E numbers[RUN];
+      } run = {};
+      if (g / PACK < count && channel < D)
+        run.words = *reinterpret_cast<const Vector<RUN / 2> *>(from + unit * P::WIDE);
+#pragma unroll
+      for (int k = 0; k < RUN / 2; k++) {  // two at a time make a register
+        float v[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int j = P::key_place(k, i);
+          const bool in = !P::CODED || (channel + j) / Shape::GROUP == n * PACK + g % PACK;
+          v[i] = number(rounded<E>((in ? number(run.numbers[j]) : 0.f) * P::key_factor(k)));
+          sums_of[n][P::key_factor(k) != 1] += v[i];
+        }
+        if (BITS == 16)
+          query[unit / 2][unit % 2] = pair<E>(v[0], v[1]);
+        else
+          query[unit * (RUN / 4) + k / 2][k % 2] = pair<E>(v[0], v[1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+      float plain = sums_of[n][0] + sums_of[n][1] / P::key_factor(1);
+      float extra = P::OFFSET * plain - P::KEY_OFFSET * (sums_of[n][0] + sums_of[n][1]);
+#pragma unroll
+      for (int i = 1; i < 4; i *= 2) {
+        plain += __shfl_xor_sync(~0u, plain, i), extra += __shfl_xor_sync(~0u, extra, i);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        start[n][c] = P::CODED ? __shfl_sync(~0u, extra, 8 * t + 4 * c) : 0;
+        minus[n][c] = -__shfl_sync(~0u, plain, 8 * t + 4 * c);
+      }
+    }
+  }
+  scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
+
+  // Words of columns 2t and 2t + 1 (of head 2t / PACK) for a token.
+  const auto words_of = [&](const char *at, int n, int token) -> uint32 {
+    const unsigned short *w = reinterpret_cast<const unsigned short *>(at) + token * C;
+    if constexpr (PACK == 1) return w[n] * 0x10001u;
+    const int c = n * PACK + 2 * t % PACK;
+    if (c >= C) return 0;
+    if constexpr (C % 2 == 0) return *reinterpret_cast<const uint32 *>(w + c);
+    return w[c] | (c + 1 < C ? (uint32)w[c + 1] << 16 : 0u);
+  };
+
+  float top[EACH], sum[EACH], o[STEPS][4], z[TILES][2];
+#pragma unroll
+  for (int e = 0; e < EACH; e++) top[e] = NOTHING, sum[e] = 0;
+#pragma unroll
+  for (int n = 0; n < TILES; n++) z[n][0] = z[n][1] = 0;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) o[step][0] = o[step][1] = o[step][2] = o[step][3] = 0;
+
+#pragma unroll 1
+  for (int i = 0, at = 0; i < mine; i++, at = at + 1 == STAGES ? 0 : at + 1) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    __syncwarp();
+    const char *stage = queue + at * STAGE;
+
+    float p[U][2][EACH];  // scores, then exp of them: of tokens g and g + 8
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const char *tile = stage + u * P::TILE;
+      float s[TILES][4];
+#pragma unroll
+      for (int n = 0; n < TILES; n++) s[n][0] = s[n][2] = start[n][0], s[n][1] = s[n][3] = start[n][1];
+#pragma unroll
+      for (int unit = 0; unit < P::UNITS; unit += 2) {
+        uint32 r[4], a[2][4];
+        matrices(r, P::rows(tile, unit, lane));
+        constexpr int MADE = BITS == 4 ? 2 : 1;
+#pragma unroll
+        for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
+          if (unit + k >= P::UNITS) break;
+          if constexpr (BITS == 16)
+            P::keys(a, r[0], r[1], r[2], r[3]);
+          else
+            P::keys(a, r[2 * k], r[2 * k + 1], 0, 0);
+#pragma unroll
+          for (int m = 0; m < MADE; m++) {
+            const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
+            const int n = Shape::tile_of_channel(P::channel_of_step(step));
+            multiply<E>(s[n], a[m][0], a[m][1], a[m][2], a[m][3], query[step][0], query[step][1]);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        if constexpr (P::CODED) {
+#pragma unroll
+          for (int e = 0; e < EACH; e++) p[u][r][e] = 0;
+#pragma unroll
+          for (int n = 0; n < TILES; n++) {
+            uint32 scales, zeros;
+            P::open(words_of(tile + 2 * P::CODES, n, g + 8 * r), scales, zeros);
+            const float2 by = both(scales), zero = both(zeros);
+            p[u][r][0] = fmaf(by.x, fmaf(zero.x, minus[n][0], s[n][2 * r]), p[u][r][0]);
+            p[u][r][EACH - 1] = fmaf(by.y, fmaf(zero.y, minus[n][1], s[n][2 * r + 1]), p[u][r][EACH - 1]);
+          }
+#pragma unroll
+          for (int k = 1; k < PACK / 2; k *= 2) p[u][r][0] += __shfl_xor_sync(~0u, p[u][r][0], k);
+        } else {
+          p[u][r][0] = s[0][2 * r], p[u][r][EACH - 1] = s[0][2 * r + 1];
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; e++) p[u][r][e] *= scale;
+      }
+    }
+    const int from = tile_of(i) * 16;
+    if (from < first || end < from + 16 * U) {  // not all of these tokens are seen
+#pragma unroll
+      for (int u = 0; u < U; u++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int token = from + 16 * u + 8 * r + g;
+#pragma unroll
+          for (int e = 0; e < EACH; e++) p[u][r][e] = first <= token && token < end ? p[u][r][e] : NOTHING;
+        }
+      }
+    }
+
+    float factor[EACH];
+    bool same = true;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      float most = p[0][0][e];
+#pragma unroll
+      for (int u = 0; u < U; u++) most = fmaxf(most, fmaxf(p[u][0][e], p[u][1][e]));
+      const float now = fmaxf(top[e], largest_of_rows(most));
+      same = same && now == top[e];
+      factor[e] = power_of_two(top[e] - now), top[e] = now;
+      float more = 0;
+#pragma unroll
+      for (int u = 0; u < U; u++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) more += p[u][r][e] = power_of_two(p[u][r][e] - (now - RAISED));
+      }
+      sum[e] = fmaf(sum[e], factor[e], more);
+    }
+    if (!__all_sync(~0u, same)) {
+#pragma unroll
+      for (int n = 0; n < TILES; n++) z[n][0] *= factor[0], z[n][1] *= factor[EACH - 1];
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        o[step][0] *= factor[0], o[step][2] *= factor[0];
+        o[step][1] *= factor[EACH - 1], o[step][3] *= factor[EACH - 1];
+      }
+    }
+
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const char *tile = stage + u * P::TILE;
+      uint32 share_of[TILES][2];  // P as the right side: tokens 2t, 2t + 1 (and 8 more) of column g
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint32 plain = pair<E>(p[u][r][0], p[u][r][EACH - 1]);
+        if constexpr (P::CODED) {
+#pragma unroll
+          for (int n = 0; n < TILES; n++) {
+            uint32 scales, zeros;
+            P::open(words_of(tile + 2 * P::CODES + P::WORDS, n, g + 8 * r), scales, zeros);
+            const half2 scaled = __hmul2(*reinterpret_cast<const half2 *>(&plain), *reinterpret_cast<half2 *>(&scales));
+            const uint32 bits = *reinterpret_cast<const uint32 *>(&scaled);
+            const float2 by = both(bits), zero = both(zeros);
+            z[n][0] = fmaf(by.x, zero.x, z[n][0]), z[n][1] = fmaf(by.y, zero.y, z[n][1]);
+            share_of[n][r] = transposed(bits);
+          }
+        } else {
+          share_of[0][r] = transposed(plain);
+        }
+      }
+#pragma unroll
+      for (int unit = 0; unit < P::UNITS; unit += 2) {
+        uint32 r[4], a[2][4];
+        transposed(r, P::rows(tile + P::CODES, unit, lane));
+        constexpr int MADE = BITS == 4 ? 2 : 1;
+#pragma unroll
+        for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
+          if (unit + k >= P::UNITS) break;
+          if constexpr (BITS == 16)
+            P::values(a, r[0], r[1], r[2], r[3]);
+          else
+            P::values(a, r[2 * k], r[2 * k + 1], 0, 0);
+#pragma unroll
+          for (int m = 0; m < MADE; m++) {
+            const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
+            const int n = Shape::tile_of_channel(P::channel_of_step(step));
+            multiply<E>(o[step], a[m][0], a[m][1], a[m][2], a[m][3], share_of[n][0], share_of[n][1]);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    ask(i + STAGES, at);
+  }
+
+  // --- this warp's part, in place of its tiles
+  float *result = reinterpret_cast<float *>(queue);
+  __syncwarp();
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const float all = sum_of_rows(sum[e]);
+    const int h = PACK == 1 ? 2 * t + e : 2 * t / PACK;
+    if (g == 0 && (PACK == 1 || 2 * t % PACK == 0)) tops[warp][h] = top[e], sums[warp][h] = all;
+  }
+#pragma unroll
+  for (int n = 0; n < TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    const int n = Shape::tile_of_channel(P::channel_of_step(step));
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int c = j % 2, h = PACK == 1 ? 2 * t + c : 2 * t / PACK, channel = P::channel(step, g, j / 2);
+      const bool its = PACK == 1 || n * PACK + 2 * t % PACK + c == channel / Shape::GROUP;
+      if (h < G && channel < D && its) result[h * PITCH + channel] = o[step][j] - (P::CODED ? z[n][c] : 0);
+    }
+  }
+  __syncthreads();
+
+  // --- the block's part: its warps' parts, added in order; then the same with the blocks'
+  constexpr int EVERY = (G * D + WARPS * 32 - 1) / (WARPS * 32);
+  float found[EVERY];
+  const int set = b * gridDim.y + blockIdx.y;
+  float *part = parts + ((size_t)set * gridDim.x + blockIdx.x) * G * (D + 2);
+  if (threadIdx.x < G * WARPS) {  // what the part of each warp counts
+    const int h = threadIdx.x / WARPS, mine = threadIdx.x % WARPS;
+    float most = NOTHING, total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, tops[w][h]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total = fmaf(power_of_two(tops[w][h] - most), sums[w][h], total);
+    const float by = power_of_two(tops[mine][h] - most);
+    if (gridDim.x == 1)
+      counts[mine][h] = total == 0 ? 0 : by / total;
+    else
+      counts[mine][h] = by, part[h * (D + 2) + D] = most, part[h * (D + 2) + D + 1] = total;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < EVERY; k++) {
+    const int j = threadIdx.x + k * WARPS * 32, h = j / D, d = j % D;
+    found[k] = 0;
+    if (j >= G * D) break;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      found[k] = fmaf(counts[w][h], reinterpret_cast<const float *>(shared + w * OWN)[h * PITCH + d], found[k]);
+    if (gridDim.x > 1) part[h * (D + 2) + d] = found[k];
+  }
+  if (gridDim.x > 1) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      last = atomicAdd(arrived + set, 1) == gridDim.x - 1;
+      if (last) arrived[set] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    part -= (size_t)blockIdx.x * G * (D + 2);
+    float *weights = reinterpret_cast<float *>(shared);  // [G, 32]: what the part of each block counts
+    for (int h = warp; h < G; h += WARPS) {
+      const float *its = part + ((size_t)lane * G + h) * (D + 2) + D;
+      const float most = lane < gridDim.x ? __ldcg(its) : NOTHING, total = lane < gridDim.x ? __ldcg(its + 1) : 0;
+      const float by = power_of_two(most - largest_of_warp(most)), all = sum_of_warp(by * total);
+      weights[h * 32 + lane] = all == 0 ? 0 : by / all;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < EVERY; k++) {
+      const int j = threadIdx.x + k * WARPS * 32, h = j / D;
+      if (j >= G * D) break;
+      const float *its = part + h * (D + 2) + j % D;
+      found[k] = 0;
+#pragma unroll 8
+      for (int s = 0; s < gridDim.x; s++)
+        found[k] = fmaf(weights[h * 32 + s], __ldcg(its + (size_t)s * G * (D + 2)), found[k]);
+    }
+  }
+
+  // --- turned back, a head to a warp
+  float *all = reinterpret_cast<float *>(shared);
+  __syncthreads();  // all have read the warps' parts
+#pragma unroll
+  for (int k = 0; k < EVERY; k++) {
+    const int j = threadIdx.x + k * WARPS * 32;
+    if (j < G * D) all[j] = found[k];
+  }
+  __syncthreads();
+  for (int h = warp; h < count; h += WARPS) {
+    float v[Head<D>::SIZE];
+    Head<D>::load(v, all + h * D, lane);
+    if (ROTATE) Head<D>::turn(v, lane);
+    Head<D>::store(v, out + ((size_t)b * heads + head + h) * D, lane);
+  }
+}
+
+}  // namespace crelle
