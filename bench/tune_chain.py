@@ -10,6 +10,7 @@ results of every cut used here are checked there.
 import json
 import sys
 from dataclasses import astuple
+from itertools import pairwise
 
 import torch
 
@@ -51,7 +52,7 @@ def milliseconds(step: object, kv: list[torch.Tensor], replays: int = 40) -> flo
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))[replays // 2]
+    return sorted(a.elapsed_time(b) for a, b in pairwise(marks))[replays // 2]
 
 
 @torch.inference_mode()
