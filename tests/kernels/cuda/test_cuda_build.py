@@ -339,10 +339,10 @@ def test_local_memory_is_found(sources: Path) -> None:
 
 
 def spills_allowed(file: str, expression: str, arch: str) -> int:
-    """How many instructions may go to local memory: none where speed was measured, a few in what is rarely used."""
+    """How many instructions may go to local memory: a few, around the loop, in what was measured to be fastest so."""
     planes = re.match(r"crelle::decode<(\d)", expression)
     if planes:
-        return 80 if int(planes[1]) > 4 else 0 if arch == "sm_90a" else 40
+        return 80 if int(planes[1]) > 4 else 8 if arch == "sm_90a" else 40
     return 24 if file in ("dense.cu", "lut.cu", "tiles.cu") else 0
 
 
