@@ -14,7 +14,7 @@ demo: setup
 	$(BIN)/crelle demo
 
 test: setup lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -rs
 
 test-slow: setup
 	$(BIN)/pytest -m "not gpu"

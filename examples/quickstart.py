@@ -19,6 +19,8 @@ def main() -> None:
     for piece in llm.stream("The three laws of robotics are", Sampling(max_tokens=40, temperature=0.7, seed=1)):
         print(piece.text, end="", flush=True)
     print()
+    texts = llm.generate(["One", "Two", "Three"], Sampling(max_tokens=20))  # a list: all at once, each as if alone
+    print([text.text for text in texts])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
 
-from crelle.cli import bench, chat, demo, doctor, evaluate, explain, export, generate, inspect, quantize, search, tune
+from crelle.cli import (
+    bench,
+    chat,
+    demo,
+    doctor,
+    evaluate,
+    explain,
+    export,
+    generate,
+    inspect,
+    quantize,
+    search,
+    serve,
+    tune,
+)
 from crelle.cli.console import err, print_json
 from crelle.errors import CrelleError
 from crelle.version import __version__
@@ -29,7 +43,7 @@ app = typer.Typer(
     "`crelle generate OUT --prompt 'Hello'`.",
 )
 
-for command in (quantize, search, tune, inspect, evaluate, generate, chat, explain, export, doctor, demo):
+for command in (quantize, search, tune, inspect, evaluate, generate, chat, serve, explain, export, doctor, demo):
     app.command(name=command.NAME)(command.run)
 app.add_typer(bench.app, name=bench.NAME)
 

@@ -1,0 +1,156 @@
+"""crelle serve: answer many clients over HTTP, in OpenAI's protocol."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from crelle.cli.console import Bits, Device, Json, KernelName, Model, Threads, err, print_json, use_threads
+
+if TYPE_CHECKING:
+    from crelle.server.app import Server
+
+NAME = "serve"
+
+
+def run(
+    model: Model,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0: one that is free.")] = 8000,
+    kv: Annotated[str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4.")] = "16",
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="For weights and cache together, like 24GB; default: see the banner.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", help="Texts that run at once.")] = 32,
+    queue_limit: Annotated[int, typer.Option("--queue-limit", help="Prompts that may wait; one more gets 429.")] = 256,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a whole request may take.")] = 600.0,
+    grace: Annotated[float, typer.Option("--grace", help="Seconds to finish what runs after SIGTERM.")] = 30.0,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most; default: what the context holds.")
+    ] = None,
+    max_body: Annotated[str, typer.Option("--max-body", help="Size of a request at most, like 2MB.")] = "2MiB",
+    max_prompt: Annotated[
+        int | None, typer.Option("--max-prompt", help="Characters of a prompt at most; default: 8 a token of context.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", help="Ask clients for this key; repeatable; others can see it.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="Ask for one of the keys in this file, one a line.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option("--allow-origin", help="Let web pages of this origin call (CORS); repeatable.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What clients call the model; default: as its directory.")
+    ] = None,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers into the log; they are left out otherwise.")
+    ] = False,
+    bits: Bits = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    kernel: KernelName = None,
+    json: Json = False,
+) -> None:
+    """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
+
+    Clients may stream, ask for logprobs, several texts, seeds and, of a nested checkpoint, `precision`. A page to play
+    with is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to standard
+    error, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
+
+    **Examples**
+
+    `crelle serve out/smollm2-4bit --kv 4`
+
+    `crelle serve out/smollm2-4bit --host 0.0.0.0 --api-key-file keys.txt --memory 4GB --queue-limit 64`
+    """
+    from crelle.engine.engine import Engine, Service
+    from crelle.engine.llm import LLM
+    from crelle.engine.memory import parse_bytes
+    from crelle.errors import UnsupportedError
+
+    try:
+        from crelle.server import logs
+        from crelle.server.app import reserve
+        from crelle.server.run import serve
+        from crelle.server.settings import Keys, Settings
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] != "aiohttp":
+            raise
+        raise UnsupportedError("crelle serve needs aiohttp: pip install 'crelle[server]'") from e
+
+    settings = Settings(
+        host=host,
+        port=port,
+        keys=Keys.read(api_key_file, *(api_key or ())),
+        origins=tuple(allow_origin or ()),
+        max_body=parse_bytes(max_body),
+        max_prompt=max_prompt,
+        max_tokens=max_tokens,
+        timeout=timeout,
+        grace=grace,
+        log_prompts=log_prompts,
+    )
+    use_threads(threads)
+    sock = reserve(settings)  # a port that is taken is said before the model is loaded
+    with err.status(f"loading {model}"):
+        llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
+        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit)
+    logs.set_up()
+
+    def on_start(server: "Server") -> None:
+        facts = _facts(server)
+        if json:
+            print_json(facts)
+        else:
+            for line in _banner(server, facts):
+                print(line, flush=True)
+
+    serve(Service(engine), settings, name=name, sock=sock, on_start=on_start)
+
+
+def _facts(server: "Server") -> dict[str, Any]:
+    from crelle.formats.checkpoint import Checkpoint
+
+    state = server.state
+    llm, plan, weights = state.llm, state.engine.plan, state.llm.weights
+    return {
+        "address": server.address,
+        "model": state.facts.name,
+        "scheme": weights.scheme if isinstance(weights, Checkpoint) else "not quantized by Crelle",
+        "precisions": list(llm.precisions),
+        "device": str(llm.model.device),
+        "kv": str(state.engine.kv),
+        "pages": plan.pages,
+        "bytes": {"weights": plan.weights, "working": plan.working, "cache": plan.cache},
+        "context": plan.context,
+        "max_batch": plan.max_batch,
+        "queue_limit": state.engine.queue_limit,
+        "keys": len(state.settings.keys.digests),
+    }
+
+
+def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
+    from crelle.version import __version__
+
+    state = server.state
+    settings, bits = state.settings, facts["precisions"]
+    choice = f", at {', '.join(map(str, bits))} bits as each request asks" if bits else ""
+    keys = (
+        f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}"
+        if facts["keys"]
+        else "none: whoever reaches it may use it"
+    )
+    rows = {
+        "model": facts["model"],
+        "weights": facts["scheme"] + choice,
+        "memory": str(state.engine.plan),
+        "limits": f"{facts['max_batch']} texts at once, {facts['queue_limit']} may wait, {settings.timeout:g} s each",
+        "keys": keys,
+        "address": f"{server.address}/v1 for clients, {server.address} to play",
+    }
+    lines = [f"crelle {__version__} serves", *(f"  {name:<8} {said}" for name, said in rows.items())]
+    if not settings.loopback and not settings.keys:
+        lines.append("  other machines can reach this address, and no key is asked for: see --api-key-file")
+    return [*lines, "  Ctrl-C or SIGTERM ends it"]

@@ -1,0 +1,156 @@
+"""The server as an aiohttp application, its start and its end.
+
+async with running(service, settings) as server:        # accepts requests
+    await something
+                                                        # takes no more, finishes or cuts what runs, is gone
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from crelle.engine.engine import Service
+from crelle.errors import CapacityError
+from crelle.server.guard import dress, guard
+from crelle.server.handlers import STATE, add_routes
+from crelle.server.inbox import Post
+from crelle.server.logs import LOGGER, describe, log
+from crelle.server.settings import Settings
+from crelle.server.state import State
+
+_IDLE = 75.0  # seconds after which a connection without a request is closed
+_HEADERS, _HEADER_SIZE = 128, 8190  # of a request, and bytes of each
+_LINGER = 3.0  # seconds in which what a refused client still sends is thrown away
+_QUEUE = 1024  # connections that the system holds until they are accepted
+_LAST = 5.0  # seconds for answers that were cut to be written
+
+
+@dataclass(slots=True)
+class Server:
+    """A server that runs."""
+
+    state: State
+    address: str  # http://host:port
+    runner: web.AppRunner
+    hurry: asyncio.Event  # set: no grace any more
+
+
+def make_app(state: State) -> web.Application:
+    app = web.Application(middlewares=[guard], client_max_size=state.settings.max_body)
+    app[STATE] = state
+    app.on_response_prepare.append(dress)
+    add_routes(app)
+    return app
+
+
+@asynccontextmanager
+async def running(
+    service: Service, settings: Settings, name: str | None = None, sock: socket.socket | None = None
+) -> AsyncIterator[Server]:
+    """Listen while the block runs; then shut down within the grace that the settings give. Ends the service too."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_unexpected)
+    state = State(service, settings, name)
+    state.warm_up()
+    state.post = Post(loop)
+    runner = web.AppRunner(
+        make_app(state),
+        handler_cancellation=True,  # a client that leaves ends its texts
+        access_log=None,
+        logger=LOGGER,
+        auto_decompress=False,  # a small body must not become a large one
+        max_headers=_HEADERS,
+        max_field_size=_HEADER_SIZE,
+        max_line_size=_HEADER_SIZE,
+        keepalive_timeout=_IDLE,
+        lingering_time=_LINGER,
+        shutdown_timeout=_LAST,
+    )
+    await runner.setup()
+    watching = asyncio.create_task(_watch(state))
+    try:
+        sock = sock or reserve(settings)
+        await web.SockSite(runner, sock, backlog=_QUEUE).start()
+        server = Server(state, address(sock), runner, asyncio.Event())
+        log("ready", address=server.address, model=state.facts.name, keys=len(settings.keys.digests))
+        try:
+            yield server
+        finally:
+            await _finish(server)
+    finally:
+        watching.cancel()
+        await runner.cleanup()
+        await asyncio.to_thread(service.close, finish=False)
+        state.close()
+        log("stopped")
+
+
+async def _finish(server: Server) -> None:
+    """Accept no more; wait for what runs, for a while; then cut it and let what it has be sent."""
+    state = server.state
+    state.closing = True
+    for site in list(server.runner.sites):
+        await site.stop()
+    log("stopping", requests=len(state.generations), grace=state.settings.grace)
+    await _until_idle(state, state.settings.grace, server.hurry)
+    if state.generations:
+        log("cutting", logging.WARNING, requests=len(state.generations))
+        state.cut = "shutdown"
+        for generation in list(state.generations):
+            generation.cancel()
+        await _until_idle(state, _LAST)
+
+
+async def _until_idle(state: State, seconds: float, hurry: asyncio.Event | None = None) -> None:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while state.generations and loop.time() < end and not (hurry and hurry.is_set()):
+        await asyncio.sleep(0.02)
+
+
+async def _watch(state: State) -> None:
+    """Count once a second, for rates; say it once if the engine has died."""
+    told = False
+    while True:
+        state.metrics.sample(state.engine.stats)
+        if state.service.error is not None and not told:
+            log("engine died", logging.CRITICAL, fault=describe(state.service.error))
+            told = True
+        await asyncio.sleep(1)
+
+
+def reserve(settings: Settings) -> socket.socket:
+    """Take the port, or say why that cannot be done. Nobody can connect to it yet."""
+    where = f"{settings.host} port {settings.port}"
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, there = found[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(there)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as e:
+        remedy = "; --port takes another, 0 one that is free" if "in use" in str(e) else ""
+        raise CapacityError(f"cannot listen on {where}: {e.strerror or e}{remedy}") from e
+    sock.setblocking(False)
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what the loop itself stumbles over, such as too many open files, in one line."""
+    error = context.get("exception")
+    log("loop", logging.ERROR, said=context.get("message"), fault=describe(error) if error else None)

@@ -1,0 +1,62 @@
+"""Every answer that is not a success: a status, and OpenAI's shape {"error": {message, type, param, code}}.
+
+The openai client turns the status into its exception classes:
+    400 BadRequestError · 401 AuthenticationError · 403 PermissionDeniedError · 404 NotFoundError
+    429 RateLimitError · 500 and above InternalServerError
+"""
+
+from typing import Any
+
+from crelle.engine.output import QueueFullError
+from crelle.errors import CapacityError, CrelleError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer with an error in it; the message is for the person who wrote the client."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers, self.close = headers or {}, close  # close: what the client still sends is not worth reading
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(error: CrelleError, retry_after: int) -> ApiError:
+    """Say to a client what the engine or the tokenizer says of its request."""
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(retry_after)})
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+    return ApiError(400, str(error), code="invalid_value")
+
+
+def unavailable(why: str) -> ApiError:
+    """Answer while the server shuts down, or when its engine has died."""
+    return ApiError(503, why, code="unavailable", headers={"Retry-After": "5"}, close=True)
+
+
+def failed(request_id: str) -> ApiError:
+    """Answer where something of ours broke. What it was stands in the log, not here."""
+    why = f"the server failed while it worked on this request ({request_id}); other requests are not touched"
+    return ApiError(500, why, code="internal_error")
+
+
+def timed_out(seconds: float, tokens: int) -> ApiError:
+    """Answer where a request took too long; trying the same again would take as long."""
+    why = f"the request was ended after {seconds:g} s with {tokens} tokens drawn; ask for fewer tokens, or stream"
+    return ApiError(504, why, code="timeout", headers={"x-should-retry": "false"})

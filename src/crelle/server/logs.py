@@ -1,0 +1,48 @@
+"""One JSON object a line. No prompt, no answer, no key is ever in it, unless prompts were asked for."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+LOGGER = logging.getLogger("crelle.server")
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as JSON. Of exceptions it tells class and message, never the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line: dict[str, Any] = {"time": when, "level": record.levelname.lower(), "event": _short(record.getMessage())}
+        line |= getattr(record, "facts", {})
+        if record.exc_info and record.exc_info[1] is not None:
+            line["error"] = describe(record.exc_info[1])
+        return json.dumps(line, ensure_ascii=True, default=str)
+
+
+def describe(error: BaseException) -> str:
+    """Name an exception on one line."""
+    return f"{type(error).__name__}: {_short(str(error))}"
+
+
+def log(event: str, level: int = logging.INFO, **facts: Any) -> None:
+    LOGGER.log(level, event, extra={"facts": {k: v for k, v in facts.items() if v is not None}})
+
+
+def set_up(stream: TextIO | None = None, level: int = logging.INFO) -> None:
+    """Send the server's logs, and what aiohttp and asyncio have to say, to a stream (default: standard error)."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines())
+    for logger, least in ((LOGGER, level), (logging.getLogger("aiohttp"), logging.ERROR), (_asyncio(), logging.ERROR)):
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(least)
+
+
+def _asyncio() -> logging.Logger:
+    return logging.getLogger("asyncio")
+
+
+def _short(text: str) -> str:
+    first = text.split("\n", 1)[0]
+    return first if len(first) <= 300 else first[:300] + "…"

@@ -1,0 +1,132 @@
+"""Numbers for Prometheus, in its text format."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator
+from time import monotonic
+
+from crelle.engine.engine import Stats
+from crelle.engine.output import Output
+
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
+_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_WINDOW = 5.0  # seconds over which tokens per second are counted
+
+
+class Histogram:
+    """Counts of values up to each bound."""
+
+    def __init__(self, name: str, says: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.says, self.bounds = name, says, bounds
+        self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, "histogram", self.says)
+        so_far = 0
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            so_far += count
+            yield f'{self.name}_bucket{{le="{bound}"}} {so_far}'
+        yield f"{self.name}_sum {self.sum!r}"
+        yield f"{self.name}_count {so_far}"
+
+
+class Rate:
+    """How fast a count grows, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def sample(self, count: int, now: float | None = None) -> None:
+        """Take note of a count; to be called about once a second."""
+        now = monotonic() if now is None else now
+        self._seen.append((now, count))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
+            self._seen.popleft()
+
+    def per_second(self, count: int, now: float | None = None) -> float:
+        now = monotonic() if now is None else now
+        if not self._seen or now - self._seen[0][0] < 0.1:
+            return 0.0
+        then, before = self._seen[0]
+        return (count - before) / (now - then)
+
+
+class Metrics:
+    """What the server counts itself; the engine's numbers come from its Stats."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, int], int] = {}
+        self.first = Histogram("crelle_time_to_first_token_seconds", "from arrival to the first token", _FIRST)
+        self.each = Histogram("crelle_time_per_token_seconds", "mean of a text's tokens after the first", _EACH)
+        self.speed, self.finishing = Rate(), Rate()
+        self.running = self.waiting = 0  # HTTP requests for text with, and still without, a first token
+        self.prompt_tokens = 0
+        self.disconnects = self.slow_readers = self.timeouts = 0
+
+    def answered(self, path: str, status: int) -> None:
+        self.requests[path, status] = self.requests.get((path, status), 0) + 1
+
+    def finished(self, output: Output) -> None:
+        """Take note of a text's times."""
+        done = output.completion
+        if done.tokens:
+            self.first.observe(done.first_token_seconds)
+        if done.tokens_per_second > 0:
+            self.each.observe(1 / done.tokens_per_second)
+
+    def sample(self, stats: Stats) -> None:
+        self.speed.sample(stats.tokens_drawn)
+        self.finishing.sample(stats.finished)
+
+    def retry_after(self, stats: Stats) -> int:
+        """Guess when a place in the queue will be free: when all that wait have been served."""
+        rate = self.finishing.per_second(stats.finished)
+        return 1 if not stats.waiting else min(60, max(1, round(stats.waiting / rate))) if rate > 0 else 10
+
+    def text(self, stats: Stats, queue_limit: int | None, ready: bool) -> str:
+        """Return the page that Prometheus reads."""
+        now: list[tuple[str, str, float]] = [
+            ("crelle_ready", "1 while requests are taken", int(ready)),
+            ("crelle_queue_length", "prompts that wait for the engine", stats.waiting),
+            ("crelle_queue_limit", "prompts that may wait; -1: any number", -1 if queue_limit is None else queue_limit),
+            ("crelle_texts_running", "texts that the engine works on", stats.running),
+            ("crelle_requests_running", "HTTP requests that have had a first token", self.running),
+            ("crelle_requests_waiting", "HTTP requests that have not", self.waiting),
+            ("crelle_kv_pages", "pages of the cache", stats.pages),
+            ("crelle_kv_pages_used", "pages in texts that run", stats.pages_used),
+            ("crelle_kv_pages_cached", "pages kept for whoever has the same prefix", stats.pages_cached),
+            ("crelle_tokens_per_second", "tokens drawn, over the last 5 s", self.speed.per_second(stats.tokens_drawn)),
+        ]
+        ever: list[tuple[str, str, float]] = [
+            ("crelle_steps_total", "steps of the engine", stats.steps),
+            ("crelle_tokens_run_total", "tokens the model ran over", stats.tokens_run),
+            ("crelle_tokens_drawn_total", "tokens drawn", stats.tokens_drawn),
+            ("crelle_tokens_reused_total", "tokens of prompts found in the cache", stats.tokens_reused),
+            ("crelle_prompt_tokens_total", "tokens of prompts let in", self.prompt_tokens),
+            ("crelle_preemptions_total", "texts that gave their pages back for a while", stats.preemptions),
+            ("crelle_texts_finished_total", "texts ended, for any reason", stats.finished),
+            ("crelle_texts_failed_total", "texts ended by a fault of the server", stats.failed),
+            ("crelle_disconnects_total", "clients that left before their answer", self.disconnects),
+            ("crelle_slow_readers_total", "streams ended because nobody read them", self.slow_readers),
+            ("crelle_timeouts_total", "requests that took too long", self.timeouts),
+        ]
+        lines = [*_numbers("gauge", now), *_numbers("counter", ever)]
+        lines += _head("crelle_requests_total", "counter", "HTTP requests by path and status; 499: the client left")
+        for (path, status), count in sorted(self.requests.items()):
+            lines.append(f'crelle_requests_total{{path="{path}",status="{status}"}} {count}')
+        lines += [*self.first.lines(), *self.each.lines()]
+        return "\n".join(lines) + "\n"
+
+
+def _head(name: str, kind: str, says: str) -> list[str]:
+    return [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
+
+
+def _numbers(kind: str, rows: Iterable[tuple[str, str, float]]) -> Iterator[str]:
+    for name, says, value in rows:
+        yield from _head(name, kind, says)
+        yield f"{name} {value}"

@@ -1,0 +1,77 @@
+"""The document at /openapi.json, from the tables that requests are checked by."""
+
+from typing import Any
+
+from crelle.server import tables
+from crelle.server.schema import Schema
+from crelle.server.tables import Facts
+from crelle.version import __version__
+
+_ERRORS = {
+    400: "the request makes no sense, or can never be served: the message says why",
+    401: "the API key is missing or wrong",
+    403: "a web page of this origin may not call",
+    404: "there is no such model or page",
+    408: "the body did not arrive in time",
+    413: "the body is too large",
+    415: "the body is not plain application/json",
+    429: "too many requests wait already; Retry-After says when to come again",
+    500: "the server failed on this request",
+    503: "the server is shutting down, or its engine has stopped",
+    504: "the request took too long",
+}
+_POST = tuple(_ERRORS)
+
+
+def document(facts: Facts, *, keys: bool) -> dict[str, Any]:
+    """Describe every path; `keys`: whether API keys are asked for."""
+    stream: dict[str, Any] = {"text/event-stream": {}}  # where `stream` is true: OpenAI's chunks, then [DONE]
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [facts.name]}}
+    paths = {
+        "/v1/models": {"get": _get("the model that is served", tables.MODELS)},
+        "/v1/models/{model}": {"get": {**_get("one model", tables.MODEL, 404), "parameters": [model]}},
+        "/v1/completions": {"post": _post("continue texts", tables.completion(facts), tables.COMPLETION, stream)},
+        "/v1/chat/completions": {"post": _post("answer", tables.chat(facts), tables.CHAT, stream)},
+        "/v1/status": {"get": _get("what the engine is doing", tables.STATUS)},
+        "/tokenize": {"post": _post("the token ids of a text", tables.tokenize(facts), tables.TOKENS, {})},
+        "/health": {"get": _get("whether the process lives", tables.ALIVE, 503, open_to_all=True)},
+        "/ready": {"get": _get("whether it takes requests", tables.ALIVE, 503, open_to_all=True)},
+        "/metrics": {"get": _get("for Prometheus", None)},
+        "/openapi.json": {"get": _get("this document", {"type": "object"}, open_to_all=True)},
+    }
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": f"Crelle: {facts.name}",
+            "version": __version__,
+            "description": "OpenAI's completions and chat, from one model at few bits. Unknown parameters are refused.",
+        },
+        "paths": paths,
+        "components": {"schemas": {"Error": tables.ERROR}},
+    }
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _responses(kinds: dict[str, Any], errors: tuple[int, ...]) -> dict[str, Any]:
+    wrong = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    found = {"200": {"description": "done", "content": kinds}}
+    return found | {str(status): {"description": _ERRORS[status], "content": wrong} for status in errors}
+
+
+def _get(says: str, schema: Schema | None, *errors: int, open_to_all: bool = False) -> dict[str, Any]:
+    plain = {"text/plain": {"schema": {"type": "string"}}}
+    kinds = plain if schema is None else {"application/json": {"schema": schema}}
+    needs: dict[str, Any] = {"security": []} if open_to_all else {}
+    extra = () if open_to_all else (401,)
+    return {"summary": says, "responses": _responses(kinds, (*errors, *extra, 403)), **needs}
+
+
+def _post(says: str, takes: Schema, gives: Schema, more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "summary": says,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": takes}}},
+        "responses": _responses({"application/json": {"schema": gives}, **more}, _POST),
+    }

@@ -1,0 +1,58 @@
+"""Serve until a signal comes."""
+
+import asyncio
+import gc
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from crelle.engine.engine import Service
+from crelle.server.app import Server, running
+from crelle.server.logs import log
+from crelle.server.settings import Settings
+
+
+def serve(
+    service: Service,
+    settings: Settings,
+    *,
+    name: str | None = None,
+    sock: socket.socket | None = None,
+    on_start: Callable[[Server], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal ends the grace.
+
+    name, sock: as in `running`.  on_start: called when requests are taken.
+    """
+    _raise_file_limit()
+    gc.collect()
+    gc.freeze()  # the model stays: nobody needs to look for garbage in it again
+    gc.set_threshold(10_000, 20, 20)
+    asyncio.run(_serve(running(service, settings, name, sock), on_start))
+
+
+async def _serve(server_runs: AbstractAsyncContextManager[Server], on_start: Callable[[Server], None] | None) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    async with server_runs as server:
+
+        def on_signal(number: signal.Signals) -> None:
+            if stop.is_set():
+                server.hurry.set()
+            log("signal", name=number.name)
+            stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        if on_start:
+            on_start(server)
+        await stop.wait()
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file; take as many as the system gives."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,122 @@
+"""Answers in OpenAI's shapes: whole, and in chunks of a stream."""
+
+import json
+import secrets
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from time import time
+from typing import Any
+
+from crelle.engine.output import Event, Output, TokenLogprob
+from crelle.server.ask import Ask
+from crelle.server.tokens import TokenTexts
+from crelle.version import __version__
+
+DONE = b"data: [DONE]\n\n"
+PING = b": working\n\n"  # a comment: clients skip it, proxies see that the connection lives
+
+
+def sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Place:
+    """Where in a text its tokens begin, in characters, though a token may end within one."""
+
+    def __init__(self) -> None:
+        self._characters, self._decoder = 0, getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token: bytes) -> int:
+        """Return where a token begins, and go on to its end."""
+        begins = self._characters
+        self._characters += len(self._decoder.decode(token))
+        return begins
+
+
+class Answer:
+    """Builds the answers to one request. Text number i of prompt p is choice p * n + i."""
+
+    def __init__(self, ask: Ask, choices: int, model: str, tokens: TokenTexts) -> None:
+        self.ask, self._tokens = ask, tokens
+        kind = "chat.completion" if ask.chat else "text_completion"
+        self.id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        chunked = kind + ".chunk" if ask.chat and ask.stream else kind
+        fingerprint = f"crelle-{__version__}"
+        self._head = {"id": self.id, "object": chunked, "created": int(time()), "model": model}
+        self._head["system_fingerprint"] = fingerprint
+        self._usage_key: dict[str, Any] = {"usage": None} if ask.usage else {}
+        self._places = [Place() for _ in range(choices)]
+
+    def whole(self, outputs: Sequence[Output], cut: str | None = None) -> dict[str, Any]:
+        """Return the answer in one piece; outputs: of all prompts, in order; cut: why some are not complete."""
+        choices = []
+        for index, output in enumerate(outputs):
+            done = output.completion
+            choice: dict[str, Any] = {"index": index}
+            if self.ask.chat:
+                choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+            else:
+                choice["text"] = done.text
+            choice["logprobs"] = None
+            if output.logprobs is not None:
+                choice["logprobs"] = self._logprobs(output.logprobs, index)
+            choices.append(choice | _end(output, cut))
+        return {**self._head, "choices": choices, "usage": usage(outputs, self.ask.n)}
+
+    def opening(self) -> bytes:
+        """Return what a chat's stream begins with."""
+        if not self.ask.chat:
+            return b""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(index, {"delta": delta}, None, {}) for index in range(len(self._places)))
+
+    def chunk(self, index: int, event: Event, cut: str | None = None) -> bytes:
+        """Return an event as part of a stream; nothing where it holds nothing to tell."""
+        logprobs = None
+        if event.logprob is not None:
+            logprobs = self._logprobs([event.logprob], index)
+        if not (event.text or event.output or logprobs):
+            return b""
+        text = {"delta": {"content": event.text} if event.text else {}} if self.ask.chat else {"text": event.text}
+        return self._chunk(index, text, logprobs, _end(event.output, cut) if event.output else {})
+
+    def closing(self, outputs: Sequence[Output]) -> bytes:
+        """Return what ends a stream."""
+        if not self.ask.usage:
+            return DONE
+        return sse({**self._head, "choices": [], "usage": usage(outputs, self.ask.n)}) + DONE
+
+    def _chunk(self, index: int, text: dict[str, Any], logprobs: Any, end: dict[str, Any]) -> bytes:
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None, **end}
+        return sse({**self._head, "choices": [choice], **self._usage_key})
+
+    def _logprobs(self, found: Sequence[TokenLogprob], index: int) -> dict[str, Any]:
+        if self.ask.chat:
+            content = [{**self._one(t.token, t.logprob), "top_logprobs": [self._one(*p) for p in t.top]} for t in found]
+            return {"content": content, "refusal": None}
+        text, place = self._tokens.text, self._places[index]
+        return {
+            "tokens": [text(t.token) for t in found],
+            "token_logprobs": [t.logprob for t in found],
+            "top_logprobs": [{text(i): value for i, value in t.top} for t in found] if self.ask.logprobs else None,
+            "text_offset": [place.take(self._tokens.raw(t.token)) for t in found],
+        }
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._tokens.text(token), "logprob": logprob, "bytes": list(self._tokens.raw(token))}
+
+
+def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
+    """Count tokens; a prompt counts once, however many texts are drawn for it."""
+    firsts = outputs[::n]
+    prompt = sum(o.completion.prompt_tokens for o in firsts)
+    drawn = sum(len(o.completion.tokens) for o in outputs)
+    cached = sum(min(o.reused, o.completion.prompt_tokens) for o in firsts)
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _end(output: Output, cut: str | None) -> dict[str, Any]:
+    """Say why a text ended: OpenAI has no word for a server that shuts down, so that stands beside."""
+    reason = output.completion.finish_reason
+    return {"finish_reason": reason} if reason in ("stop", "length") else {"finish_reason": "length", "cut": cut}

@@ -1,0 +1,120 @@
+"""What all handlers share: the engine, the settings, the tables, the counts."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, TypeVar
+
+from crelle.engine.engine import Service
+from crelle.errors import CrelleError
+from crelle.server.ask import Ask, Asks
+from crelle.server.faults import ApiError, refused, unavailable
+from crelle.server.inbox import Inbox, Post
+from crelle.server.metrics import Metrics
+from crelle.server.openapi import document
+from crelle.server.settings import Settings
+from crelle.server.tables import Facts
+from crelle.server.tokens import TokenTexts
+
+if TYPE_CHECKING:
+    from crelle.server.generation import Generation
+
+T = TypeVar("T")
+_CHARACTERS_A_TOKEN = 8  # few texts have more on average, so longer prompts would not fit the context anyway
+_PROMPTS = 64  # in one request
+_QUICK = 4096  # characters that are tokenized at once; more would hold up the loop
+
+
+class State:
+    """One served model."""
+
+    def __init__(self, service: Service, settings: Settings, name: str | None = None) -> None:
+        self.service, self.settings = service, settings
+        self.engine, self.llm = service.engine, service.engine.llm
+        self.created = int(time())
+        c, engine = self.llm.model.c, self.engine
+        self.room = min(c.context, engine.blocks.pages * engine.kv.page + 1)  # tokens of one text; the last is not kept
+        self.facts = Facts(
+            name=name or model_name(self.llm.weights.path),
+            context=c.context,
+            vocabulary=c.vocabulary,
+            precisions=self.llm.precisions,
+            max_prompt=settings.max_prompt or _CHARACTERS_A_TOKEN * c.context,
+            max_tokens=min(settings.max_tokens or c.context, c.context),
+            max_n=engine.scheduler.max_batch,
+            max_prompts=min(_PROMPTS, engine.queue_limit or _PROMPTS),
+        )
+        self.asks, self.tokens, self.metrics = Asks(self.facts), TokenTexts(self.llm.tokenizer), Metrics()
+        self.document = document(self.facts, keys=bool(settings.keys))
+        self.closing = False
+        self.cut: str | None = None  # why texts are ended before they are complete
+        self.generations: set[Generation] = set()
+        self.post: Post | None = None  # set when the loop runs
+        self._worker = ThreadPoolExecutor(1, "crelle-tokenizer")
+
+    def warm_up(self) -> None:
+        """Do now what the first requests would wait for: chat templates, every precision."""
+        with suppress(CrelleError):  # no template, say: whoever wants to chat will be told
+            self.llm.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+        for bits in self.facts.precisions:
+            self.llm.at(bits)
+
+    @property
+    def why_not_ready(self) -> str | None:
+        if self.closing:
+            return "the server is shutting down"
+        if self.service.error is not None:
+            return "the engine has stopped after a fault; the server must be started again"
+        return None
+
+    def require_ready(self) -> None:
+        if why := self.why_not_ready:
+            raise unavailable(why)
+
+    async def off_the_loop(self, characters: int, work: Callable[[], T]) -> T:
+        """Run something that tokenizes so many characters: at once, or beside the loop where it takes long."""
+        if characters <= _QUICK:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox) -> None:
+        """Hand all prompts to the engine, or none."""
+        assert self.post is not None
+        self.require_ready()
+        try:
+            for i, ids in enumerate(prompts):
+                most = ask.max_tokens or max(1, min(self.facts.max_tokens, self.room - len(ids)))
+                handle = self.service.submit(
+                    ids,
+                    replace(ask.sampling, max_tokens=most),
+                    n=ask.n,
+                    bits=ask.bits,
+                    logprobs=ask.logprobs,
+                    realm=realm,
+                    ignore_end=ask.ignore_end,
+                    on_event=self.post.callback(inbox, i),
+                )
+                inbox.handles.append(handle)
+        except CrelleError as e:
+            inbox.close()
+            raise self.refused(e) from None
+        self.metrics.prompt_tokens += sum(map(len, prompts))
+
+    def refused(self, error: CrelleError) -> ApiError:
+        """Say to a client what is wrong with its request."""
+        if why := self.why_not_ready:  # since a moment ago
+            return unavailable(why)
+        return refused(error, self.metrics.retry_after(self.engine.stats))
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def model_name(path: Path) -> str:
+    """Return what clients call a model: its directory's name, or its file's."""
+    whole = path.resolve()
+    return whole.stem if whole.suffix == ".gguf" else whole.name

@@ -1,0 +1,77 @@
+"""A real browser on the playground, and the moves of a person in front of it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from chromium import ARGUMENTS, chromium, environment
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
+
+from crelle.errors import CrelleError
+
+_PATIENCE = 20_000  # milliseconds: machines under load are slow
+
+expect.set_options(timeout=_PATIENCE)
+
+
+@contextmanager
+def launched() -> Iterator[Browser]:
+    """Run a headless Chromium. Not for a whole session: Playwright keeps an event loop in this thread meanwhile."""
+    try:
+        program = chromium()
+    except CrelleError as e:  # said loudly: make test lists what was skipped, and why
+        pytest.skip(f"NO BROWSER, so the playground is not tested: {e}")
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=program, args=ARGUMENTS, env=environment(program))
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched(browser: Browser, url: str) -> Iterator[Page]:
+    """Open an empty tab; check at the end that it asked nobody but `url` and that nothing went wrong in it."""
+    asked: list[str] = []
+    wrong: list[str] = []
+
+    def hear(message: ConsoleMessage) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:  # a refusal is not a fault
+            wrong.append(message.text)
+
+    context = browser.new_context(viewport={"width": 1100, "height": 720}, color_scheme="light")
+    context.set_default_timeout(_PATIENCE)
+    context.on("request", lambda request: asked.append(request.url))
+    context.on("console", hear)
+    context.on("weberror", lambda error: wrong.append(str(error.error)))
+    yield context.new_page()
+    context.close()
+    assert asked
+    assert [u for u in asked if not u.startswith((url + "/", "data:"))] == []
+    assert wrong == []
+
+
+def visit(page: Page, url: str) -> None:
+    """Open the playground and wait until it knows its server."""
+    page.goto(url)
+    expect(page.locator("#model")).to_have_text("tiny")
+
+
+def ask(page: Page, text: str) -> Locator:
+    """Send a message as people do and return the answers to it."""
+    page.locator("#prompt").fill(text)
+    page.locator("#prompt").press("Enter")
+    return page.locator(".turn").last.locator(".answer")
+
+
+def over(answer: Locator) -> Locator:
+    """Wait for the end of an answer."""
+    expect(answer).to_have_attribute("aria-busy", "false")
+    return answer
+
+
+def eventually(page: Page, true: Callable[[], bool]) -> None:
+    """Wait for something outside of the page."""
+    for _ in range(_PATIENCE // 50):
+        if true():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"it did not come true within {_PATIENCE // 1000} seconds")

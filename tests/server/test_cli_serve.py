@@ -1,0 +1,151 @@
+"""crelle serve as a process: its banner, its sentences, SIGTERM under load."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+from tiny_server import nested_llm, nested_model
+
+from crelle import Sampling
+
+
+@contextmanager
+def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """Run `crelle serve` on a free port until the block is left; yields it, its port and what it said."""
+    command = [sys.executable, "-m", "crelle.cli.main", "serve", str(nested_model()), "--port", "0", *options]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as found:
+        assert found.stdout
+        said = ""
+        while not said.endswith(("}\n", "ends it\n")):  # one JSON object, or the banner
+            line = found.stdout.readline()
+            assert line, found.stderr and found.stderr.read()
+            said += line
+        port = re.search(r"http://[\d.]+:(\d+)", said)
+        assert port
+        try:
+            yield found, int(port[1]), said
+        finally:
+            found.kill()
+
+
+def ask(port: int, timeout: float = 60, **body: Any) -> tuple[int, Any]:
+    given = json.dumps({"temperature": 0, **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(given)}"
+    with socket.create_connection(("127.0.0.1", port), timeout) as sock:
+        sock.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + given)
+        answer = b""
+        while part := sock.recv(65536):
+            answer += part
+    return int(answer.split()[1]), json.loads(answer.split(b"\r\n\r\n", 1)[1])
+
+
+def test_sigterm_under_load_answers_everybody_and_ends_with_code_0() -> None:
+    whole = nested_llm("alone").generate("Hello", Sampling(max_tokens=1900)).text
+    answers: list[tuple[int, Any]] = []
+    with process("--grace", "0.5", "--max-batch", "4", "--json") as (server, port, said):
+        facts = json.loads(said)
+        assert ask(port, prompt="Hello", max_tokens=5)[0] == 200
+
+        def client() -> None:
+            answers.append(ask(port, prompt="Hello", max_tokens=1900))
+
+        clients = [threading.Thread(target=client) for _ in range(8)]
+        for thread in clients:
+            thread.start()
+        time.sleep(0.3)
+        server.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        for thread in clients:
+            thread.join(30)
+        out, log = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert time.monotonic() - begun < 15
+    assert out == "", "one JSON object and nothing else"
+    assert (facts["model"], facts["precisions"], facts["max_batch"]) == ("tiny", [2, 3, 4], 4)
+    assert facts["scheme"].startswith("bcq-nested")
+    assert len(answers) == 8
+    for code, body in answers:
+        assert code in (200, 503)
+        if code == 200:
+            assert whole.startswith(body["choices"][0]["text"])
+            assert body["choices"][0]["text"]
+        else:
+            assert body["error"]["code"] == "unavailable"
+    assert "200" in {str(code) for code, _ in answers}
+    assert "Traceback" not in log + out
+    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+    assert events[-1] == "stopped"
+    assert {"ready", "signal", "stopping"} <= set(events)
+
+
+def test_banner_says_what_is_served_and_where() -> None:
+    with process("--kv", "4", "--memory", "40MB", "--name", "small", CRELLE_API_KEYS="sesame") as (server, port, said):
+        assert ask(port, prompt="Hello")[0] == 401
+        server.send_signal(signal.SIGINT)
+        out, log = server.communicate(timeout=30)
+    assert server.returncode == 0
+    for line in (
+        "model    small",
+        "bcq-nested:bits=4,group=24",
+        "at 2, 3, 4 bits as each request asks",
+        "40 MB: weights",
+    ):
+        assert line in said
+    assert "kv4" in said
+    assert "keys     1 API key\n" in said
+    assert "sesame" not in said + out + log
+
+
+def test_mistakes_are_one_sentence(crelle: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = {
+            ("--port", port): "in use; --port takes another",
+            ("--host", "no-such-host.invalid"): "cannot listen on no-such-host.invalid",
+        }
+        for options, says in cases.items():
+            done = crelle("serve", nested_model(), *options)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert re.search(says, done.stderr), done.stderr
+            assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--timeout", "0"], "timeout must be above 0"),
+        (["--api-key-file", "/no/such/file"], "cannot read API keys"),
+        (["--allow-origin", "example.org"], "an origin looks like"),
+        (["--max-body", "lots"], "a size of memory looks like"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "cli")
+    from in_process import run
+
+    result = run("serve", nested_model(), *options)
+    assert result.code == 2
+    assert says in result.err
+
+
+def test_without_aiohttp_the_remedy_is_named() -> None:
+    code = (
+        "import sys; sys.modules['aiohttp'] = None; sys.argv = ['crelle', 'serve', 'x']\n"
+        "from crelle.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install 'crelle[server]'" in done.stderr
