@@ -17,8 +17,8 @@ CONTRACT = {
     "--device --threads --kernel --json",
     "chat": "--system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed --stop "
     "--device --threads --kernel --json",
-    "serve": "--host --port --kv --memory --max-batch --queue-limit --timeout --api-key --api-key-file --device --threads "
-    "--json",
+    "serve": "--host --port --kv --memory --max-batch --queue-limit --timeout --api-key --api-key-file --device "
+    "--threads --json",
     "explain": "--device --json",
     "doctor": "--json",
     "demo": "--out --text --tokens --context --device --threads --json",

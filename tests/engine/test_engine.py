@@ -345,6 +345,20 @@ def test_an_interrupt_passes_through_and_leaves_a_sound_engine(llm: LLM) -> None
     assert_empty(engine)
 
 
+def test_end_tokens_can_be_ignored(llm: LLM) -> None:
+    token = alone(llm, "Hello")[0][3]
+    end, llm.end_ids = llm.end_ids, frozenset({token})
+    try:
+        engine = Engine(llm, pages=64)
+        stops, goes_on = engine.add("Hello", GREEDY), engine.add("Hello", GREEDY, ignore_end=True)
+        engine.run()
+        assert reasons(stops) == ["stop"]
+        assert (reasons(goes_on), len(tokens(goes_on)[0])) == (["length"], 12)
+        assert token in tokens(goes_on)[0]
+    finally:
+        llm.end_ids = end
+
+
 # generate_all ---------------------------------------------------------------------------------------------------------
 
 

@@ -89,6 +89,34 @@ def test_list_of_prompts_gives_a_list_of_completions(llm: LLM) -> None:
     assert len({tuple(d.tokens) for d in done}) == 3
 
 
+def test_list_of_prompts_runs_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crelle.engine.runner import Runner
+
+    batches, run = list[int](), Runner.run
+    monkeypatch.setattr(Runner, "run", lambda self, step: (batches.append(len(step.runs)), run(self, step))[1])
+    done = llm.generate([[65, 66], [67], [68, 69, 70]], Sampling(max_tokens=5))
+    assert [d.prompt_tokens for d in done] == [2, 1, 3]
+    assert batches == [3] * 5
+
+
+def test_list_of_prompts_takes_a_sampling_for_each(llm: LLM) -> None:
+    samplings = [Sampling(max_tokens=3), Sampling(max_tokens=7, temperature=1.0, seed=5)]
+    one, two = llm.generate(["Hello", "a"], samplings)
+    assert (len(one.tokens), len(two.tokens)) == (3, 7)
+    assert llm.generate(["a"], samplings[1:])[0].tokens == two.tokens
+    with pytest.raises(SchemeError, match="2 prompts, but 1 samplings"):
+        llm.generate(["Hello", "a"], samplings[:1])
+    with pytest.raises(SchemeError, match="one prompt takes one sampling"):
+        llm.generate("Hello", samplings)  # type: ignore[call-overload]
+
+
+def test_one_bad_prompt_of_a_list_is_a_sentence(llm: LLM) -> None:
+    with pytest.raises(CapacityError, match=f"the model's context holds {CONTEXT}"):
+        llm.generate(["Hello", "a" * CONTEXT])
+    with pytest.raises(SchemeError, match="the prompt is empty"):
+        llm.generate([[65], []])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_pieces_joined_are_the_completion(llm: LLM, temperature: float) -> None:
     pieces = list(llm.stream("Hello", Sampling(max_tokens=60, temperature=temperature, seed=2)))

@@ -90,6 +90,12 @@ class Pages:
 
     def run(self, portions: dict[int, list[int]]) -> dict[int, Tensor]:
         """Run over these tokens of these sequences in one pass; return the logits of all of them."""
+        tokens = sum(map(len, portions.values()))
+        found = self.some(portions, range(tokens))
+        return dict(zip(portions, found.split([len(ids) for ids in portions.values()]), strict=True))
+
+    def some(self, portions: dict[int, list[int]], wanted: Sequence[int]) -> Tensor:
+        """The same, but return the logits of only some tokens of the pass."""
         starts, tokens = [0], []
         for ids in portions.values():
             tokens += ids
@@ -103,10 +109,10 @@ class Pages:
             centers(self.model.model, self.fmt),
             self.model.exact,
         )
-        logits = self.model(tokens, view, range(len(tokens)))
+        logits = self.model(tokens, view, wanted)
         for b, ids in portions.items():
             self.lengths[b] += len(ids)
-        return dict(zip(portions, logits.split([len(ids) for ids in portions.values()]), strict=True))
+        return logits
 
 
 def alone(model: Batched, kv: str, ids: list[int], portions: Sequence[int] = ()) -> Tensor:
@@ -178,6 +184,24 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(
             assert torch.equal(torch.cat(found[b]), alone(model, kv, ids)), b
 
     check()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("core", [True, False], ids=["core", "layers"])
+@pytest.mark.parametrize("wanted", [[], [0], [0, 20], [39, 3], [12]])
+def test_tokens_whose_logits_nobody_wants_still_leave_their_keys(
+    load: Any, wanted: list[int], core: bool, exact: bool
+) -> None:
+    """40 tokens of three sequences: more than one call of the C++ step; the wanted ones may be in any of them."""
+    model = Batched(load("llama", "rtn:bits=4,group=24").model, core=core, exact=exact)
+    portions = {0: random_ids(1), 1: random_ids(25, 1), 2: random_ids(14, 2)}
+    every, few = (Pages(model, "16", 3, 30) for _ in range(2))
+    logits = torch.cat(list(every.run(portions).values()))
+    tolerance = 0.0 if exact else 2e-3 * float(logits.abs().max())
+    torch.testing.assert_close(few.some(portions, wanted), logits[wanted], rtol=0, atol=tolerance)
+    after = {0: random_ids(1, 3), 1: random_ids(2, 4), 2: random_ids(1, 5)}
+    for b, want in every.run(after).items():
+        torch.testing.assert_close(few.run({b: after[b]})[b], want, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -192,3 +192,10 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> Non
 def test_stop_that_is_no_tuple_of_strings_is_refused(stop: Any) -> None:
     with pytest.raises(SchemeError, match="stop must be a tuple of strings, none of them empty"):
         Sampling(stop=stop)
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-46, 1e-30])
+def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float) -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.9])
+    sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=1), torch.device("cpu"))
+    assert [sampler.draw(logits, []) for _ in range(20)] == [1] * 20

@@ -160,6 +160,18 @@ def test_batch_never_exceeds_its_limit_and_all_come_in_order() -> None:
     assert first_seen == list(range(8))
 
 
+def test_assumed_prompts_decode_at_once() -> None:
+    s = Scheduler(BlockManager(20, 4, sharing=False), context=60, max_batch=3, budget=8)
+    for _ in range(4):
+        s.submit(request(range(10), tokens=3))
+    s.assume_prompts()
+    step = s.schedule()
+    assert shape(step) == [1, 1, 1]  # the fourth waits for a place
+    assert [(run.start, run.end) for run in step.runs] == [(9, 10)] * 3
+    s.update(step, [1, 2, 3])
+    s.blocks.assert_consistent([sequence.table for sequence in s.running])
+
+
 def test_more_urgent_request_goes_first() -> None:
     s = scheduler(max_batch=1)
     for priority in (1, 0, -1, 0):

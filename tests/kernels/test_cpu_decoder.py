@@ -45,7 +45,8 @@ OPS = 2e-6  # of a building block against f64
 def fused(model: Llama, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
     """Logits of tokens [B, T] from `prompt` on, a step each, into outputs full of NaN."""
     cache, all_logits = model.new_cache(tokens.shape[0]), []
-    model(tokens[:, :prompt], cache)
+    if prompt:
+        model(tokens[:, :prompt], cache)
     for i in range(prompt, tokens.shape[1]):
         cache.grow(1)
         out = torch.full((tokens.shape[0], model.c.vocabulary), float("nan"))
@@ -163,6 +164,42 @@ def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
             assert kv[layer][:, rows[b], :, lengths[b] + 1 :].isnan().all()
 
 
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("sizes", [[16, 16, 16, 16, 16, 9], [1, 7, 15, 3, 2]])
+def test_tokens_of_one_text_have_the_bits_of_single_steps(
+    sizes: list[int], variant: str, tmp_path: Path, isa: str
+) -> None:
+    path = quantize(write_variant(tmp_path / "m", variant), tmp_path / "q", "rtn:bits=4,group=24")
+    model = open_model(path)
+    tokens, decoder = some_tokens(2, sum(sizes)), Decoder(take_apart(model))
+    single = torch.cat([fused(model, decoder, text[None], 0) for text in tokens])
+    cache, at = model.new_cache(2), 0
+    cache.grow(sum(sizes))
+    for n in sizes:  # n tokens of the second text, between them where there is room one of the first
+        ids, positions, rows = tokens[1, at : at + n].tolist(), list(range(at, at + n)), [1] * n
+        if n < 16:
+            ids[n // 2 : n // 2], positions[n // 2 : n // 2], rows[n // 2 : n // 2] = [int(tokens[0, 0])], [0], [0]
+        want = [0, len(ids) - 1]
+        out = torch.full((2, model.c.vocabulary), float("nan"))
+        given = {"rows": torch.tensor(rows), "want": torch.tensor(want), "out": out}
+        got = decoder.step(torch.tensor(ids), torch.tensor(positions), cache.layers, **given)
+        for i, logits in zip(want, got, strict=True):
+            assert torch.equal(logits, single[rows[i], positions[i]])
+        at += n
+
+
+def test_no_logits_are_made_where_none_are_wanted(quantized: Path) -> None:
+    model = open_model(quantized)
+    decoder, cache = Decoder(take_apart(model)), model.new_cache(1)
+    cache.grow(4)
+    ids, none = some_tokens(1, 4)[0], torch.empty(0, dtype=torch.int64)
+    single = fused(model, decoder, ids[None], 0)[0, 3]
+    row = torch.zeros(3, dtype=torch.int64)
+    assert decoder.step(ids[:3].contiguous(), torch.arange(3), cache.layers, rows=row, want=none).shape[0] == 0
+    last = decoder.step(ids[3:].contiguous(), torch.tensor([3]), cache.layers)
+    assert torch.equal(last[0], single)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cache_of_16_bits(dtype: torch.dtype, tiny_model: Path, isa: str) -> None:
     model = open_model(tiny_model)
@@ -265,7 +302,7 @@ def test_step_checks_its_arguments(quantized: Path) -> None:
         "outside of the cache": ([1], [96]),
         "one position": ([1, 2], [0]),
         "no such row": ([1], [0], [2]),
-        "share a row": ([1, 2], [0, 1], [1, 1]),
+        "share a place": ([1, 2, 3], [0, 1, 1], [1, 1, 1]),
         "1 to 16 tokens": ([1] * 17, [0] * 17),
         "one array per layer": ([1], [0], None, cache.layers[:1]),
         "alike in all layers": ([1], [0], None, [cache.layers[0][:, :, :1].contiguous(), *cache.layers[1:]]),
@@ -329,6 +366,21 @@ def test_dense_matmul(M: int, N: int, K: int, dtype: torch.dtype, isa: str) -> N
     y = torch.full((M, N), float("nan"))
     _core.dense_matmul(x.numpy(), w, y.numpy())
     assert error(y, x.double() @ w.double().T) < OPS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "K"), [(64, 576), (13, 100), (2, 33)])
+def test_dense_rows_have_the_same_bits_in_any_number(N: int, K: int, dtype: torch.dtype, isa: str) -> None:
+    x, w = random(23, K), random(N, K, seed=12).to(dtype)
+
+    def product(rows: Tensor) -> Tensor:
+        y = torch.full((len(rows), N), float("nan"))
+        _core.dense_matmul(rows.contiguous().numpy(), w, y.numpy())
+        return y
+
+    single = torch.cat([product(row[None]) for row in x])
+    for M in (2, 4, 7, 8, 9, 16, 20, 23):
+        assert torch.equal(product(x[:M]), single[:M])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,9 +138,26 @@ def test_matmul_is_bitwise_equal_on_rerun_and_for_any_thread_count(
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
 def test_batched_equals_single_rows(isa: str, kind: str, P: int, precision: Precision) -> None:
     w = Cpu(precision).prepare(weight(kind, 70, 200, P, 64, bias=True), torch.float32)
-    x = inputs(9, 200)
-    rows = torch.cat([product(x[m : m + 1].contiguous(), w) for m in range(9)])
-    assert torch.equal(product(x, w), rows)
+    x = inputs(23, 200)
+    rows = torch.cat([product(x[m : m + 1].contiguous(), w) for m in range(23)])
+    for M in (2, 3, 4, 5, 9, 16, 17, 23):
+        assert torch.equal(product(x[:M].contiguous(), w), rows[:M])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("K", "G"), [(576, 128), (200, 24), (96, 32), (640, 256), (100, 100), (33, 16)])
+@pytest.mark.parametrize("P", [4, 8])
+def test_codes_as_tiles_have_the_bits_of_single_rows(
+    isa: str, P: int, K: int, G: int, bias: bool, precision: Precision
+) -> None:
+    """Groups that end within a tile or a segment, outputs that end within a block, scales of 16 and 32 bits."""
+    for N, dtype in ((50, torch.float16), (33, torch.float32)):
+        w = Cpu(precision).prepare(weight("uniform", N, K, P, G, bias=bias, dtype=dtype), torch.float32)
+        x = inputs(16, K)
+        x[3] = 0
+        rows = torch.cat([product(row[None].contiguous(), w) for row in x])
+        assert torch.equal(product(x, w), rows)
 
 
 def test_exact_error_is_far_below_int8(isa: str) -> None:

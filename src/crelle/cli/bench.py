@@ -2,12 +2,20 @@
 
 import typer
 
-from crelle.cli import bench_accuracy, bench_decode, bench_gemv, bench_plot, bench_startup
+from crelle.cli import (
+    bench_accuracy,
+    bench_attention,
+    bench_decode,
+    bench_gemv,
+    bench_plot,
+    bench_serve,
+    bench_startup,
+)
 
 NAME = "bench"
 app = typer.Typer(
     no_args_is_help=True, help="Measure speed: check first, then time, beside a baseline of the same run."
 )
 
-for command in (bench_gemv, bench_decode, bench_accuracy, bench_startup, bench_plot):
+for command in (bench_gemv, bench_attention, bench_decode, bench_serve, bench_accuracy, bench_startup, bench_plot):
     app.command(name=command.NAME)(command.run)

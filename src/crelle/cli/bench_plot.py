@@ -13,11 +13,11 @@ Row = dict[str, Any]
 
 
 def run(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A result file of `bench gemv` or `bench decode`.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A result file that a benchmark wrote.")],
     to: Annotated[Path | None, typer.Option("--out", help="The picture to write; default: FILE with .png.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw the picture of a result file that `crelle bench gemv` or `crelle bench decode` wrote, on any machine.
+    """Draw the picture of a result file that gemv, decode, serve or attention wrote, on any machine.
 
     **Example**: `crelle bench plot bench/results/h200-gemv.json`
     """
@@ -53,7 +53,15 @@ def draw(path: Path, rows: list[Row]) -> None:
     from crelle.eval.plots import plot_bars
 
     first = rows[0]
-    if "working_set" in first:  # gemv on the CPU
+    if "over_time" in first or "milliseconds_per_step" in first:
+        from crelle.eval.serve_plot import plot_serving
+
+        plot_serving(path, rows)
+    elif "attention" in first:
+        from crelle.eval.attention_bench import plot_attention
+
+        plot_attention(path, rows)
+    elif "working_set" in first:  # gemv on the CPU
         labels = [f"{_size(r)}{r['scheme']} {r['working_set']} t{r['threads']}" for r in rows]
         bars = {"GB/s": _column(rows, "gb_per_s"), "roofline": _column(rows, "roofline_gb_per_s")}
         N, K = first["shape"]

@@ -47,6 +47,7 @@ class LLM:
 
     >>> llm = LLM.load("out/smollm2-3bit")                                     # doctest: +SKIP
     >>> llm.generate("Once upon a time", Sampling(max_tokens=40)).text         # doctest: +SKIP
+    >>> [c.text for c in llm.generate(["Once upon a time", "There was"])]      # doctest: +SKIP
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, weights: Weights, kv: KVFormat | None = None) -> None:
@@ -97,15 +98,31 @@ class LLM:
     def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Completion: ...
     @overload
     def generate(
-        self, prompt: list[str], sampling: Sampling | None = None, *, bits: int | None = None
+        self,
+        prompt: list[str] | list[list[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        bits: int | None = None,
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompt: Prompt | list[str], sampling: Sampling | None = None, *, bits: int | None = None
+        self,
+        prompt: Prompt | list[str] | list[list[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        bits: int | None = None,
     ) -> Completion | list[Completion]:
-        """Continue a prompt (text or token ids), or each of a list of texts; `bits` as in `at`."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            return [self._run(str(p), sampling, bits) for p in prompt]
+        """Continue a prompt (text or token ids), or all of a list of prompts side by side; `bits` as in `at`.
+
+        A list goes through the engine (docs/engine.md): its texts share every reading of the weights. Each has the
+        sampling, or the one at its place in a list of them, and gets what it would get in any other list.
+        """
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            from crelle.engine.engine import generate_all  # it is built on this class
+
+            return generate_all(self, prompt, sampling, bits=bits)
+        if isinstance(sampling, Sequence):
+            raise SchemeError("one prompt takes one sampling, not a list of them")
         return self._run(prompt, sampling, bits)  # type: ignore[arg-type]
 
     def _run(self, prompt: Prompt, sampling: Sampling | None, bits: int | None) -> Completion:
@@ -186,6 +203,9 @@ class StopFilter:
 
     def _let(self, text: str, hold: bool) -> str:
         self._all += text
+        if not self._stop:
+            self._given = len(self._all)
+            return text
         found = [(i + len(s), i) for s in self._stop if (i := self._all.find(s, self._given)) >= 0]
         if found:
             self.stopped, end = True, min(found)[1]  # the one that is complete first, however the text was cut

@@ -63,10 +63,14 @@ class Growing:
         self.first: float | None = None  # when the first token came
         self.pending: TokenLogprob | None = None  # of the token just drawn
 
-    def draw(self, logits: Tensor, so_far: list[int]) -> int:
-        """Return the next token for logits [V]."""
-        token = self.sampler.draw(logits, so_far)
-        self.pending = None if self.top is None else logprob(logits, token, self.top)
+    def draw(self, logits: Callable[[], Tensor], so_far: list[int], likeliest: int | None = None) -> int:
+        """Return the next token for logits [V], which are asked for where they are needed.
+
+        likeliest: the token of the largest logit, where it is known.
+        """
+        known = likeliest if self.sampler.greedy else None
+        token = self.sampler.draw(logits(), so_far) if known is None else known
+        self.pending = None if self.top is None else logprob(logits(), token, self.top)
         self.first = self.first or perf_counter()
         return token
 

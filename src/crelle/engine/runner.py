@@ -1,7 +1,8 @@
 """Carries out steps: owns the pages of all layers, copies what the scheduler wants copied, runs the model.
 
     run(step)   1  copies       page to page in every layer, before anything is written
-                2  one pass     of the model at the step's precision over all tokens of the step (crelle.models.batched)
+                2  one pass     of the model at the step's precision over all tokens of the step (crelle.models.batched;
+                                on a GPU crelle.models.batched_cuda, where that can)
                 3  logits       one row for each sequence that draws; n texts of one prompt get the same row
 
 Who may use which page is the scheduler's business; the runner believes it.
@@ -18,6 +19,7 @@ from crelle.engine.memory import kv_heads
 from crelle.engine.scheduler import Step
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.models.batched import Batched, View
+from crelle.models.batched_cuda import CudaBatch, Part, why_not
 from crelle.models.loader import Model
 
 
@@ -31,6 +33,7 @@ class Runner:
         self.llm, self.kv, self._exact = llm, kv, exact
         self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
         self._batched: dict[int | None, Batched] = {}
+        self._on_gpu: dict[int | None, CudaBatch | None] = {}
 
     @property
     def nbytes(self) -> int:
@@ -40,12 +43,13 @@ class Runner:
     def run(self, step: Step) -> Tensor:
         """Return logits f32 [draws, V], a row for each of `step.draws` in order."""
         self._copy(step.copies)
+        if (batch := self.on_gpu(step.precision)) is not None:
+            return _for_draws(batch([Part(r.ids, r.start, r.pages, bool(r.draws)) for r in step.runs]), step)
         model = self.at(step.precision)
         tokens = [token for run in step.runs for token in run.ids]
-        starts, wanted, rows = [0], list[int](), list[int]()
+        starts, wanted = [0], list[int]()
         for run in step.runs:
             starts.append(starts[-1] + run.end - run.start)
-            rows += [len(wanted)] * len(run.draws)
             wanted += [starts[-1] - 1] if run.draws else []
         view = View(
             self.layers,
@@ -55,14 +59,21 @@ class Runner:
             centers(model.model, self.kv),
             model.exact,
         )
-        logits = model(tokens, view, wanted)  # [runs that draw, V]
-        return logits if rows == list(range(len(wanted))) else logits[torch.tensor(rows, device=logits.device)]
+        return _for_draws(model(tokens, view, wanted), step)
 
     def at(self, bits: int | None) -> Batched:
         """Return the model at a precision, ready for batches."""
         if bits not in self._batched:
             self._batched[bits] = Batched(self.llm.at(bits), exact=self._exact)
         return self._batched[bits]
+
+    def on_gpu(self, bits: int | None) -> CudaBatch | None:
+        """Return the model at a precision as graphs on its GPU, or None where it has none (`why_not` says why)."""
+        if bits not in self._on_gpu:
+            model = self.llm.at(bits)
+            able, exact = why_not(model, self.kv) is None, bool(self._exact)
+            self._on_gpu[bits] = CudaBatch(model, self.layers, centers(model, self.kv), exact=exact) if able else None
+        return self._on_gpu[bits]
 
     def _copy(self, copies: Iterable[Copy]) -> None:
         if not copies:
@@ -76,6 +87,14 @@ class Runner:
 def centers(model: Model, kv: KVFormat) -> list[Tensor] | list[None]:
     """Return what each layer's keys are stored relative to."""
     return model.key_centers if kv.center else [None] * model.c.layers
+
+
+def _for_draws(logits: Tensor, step: Step) -> Tensor:
+    """Return a row for each draw of logits [runs that draw, V]."""
+    draws = [len(run.draws) for run in step.runs if run.draws]
+    if all(n == 1 for n in draws):
+        return logits
+    return logits.repeat_interleave(torch.tensor(draws, device=logits.device), 0)
 
 
 def _table(rows: list[list[int]], device: torch.device) -> Tensor:

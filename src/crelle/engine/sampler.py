@@ -52,6 +52,11 @@ class Sampler:
         else:
             self._random.manual_seed(sampling.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the token drawn is always the one with the largest logit."""
+        return self.s.temperature < _COLD and self.s.repetition_penalty == 1.0
+
     def draw(self, logits: Tensor, so_far: Sequence[int]) -> int:
         """Return the next token for logits [V], given all tokens so far."""
         if self.s.repetition_penalty != 1.0:
@@ -76,7 +81,9 @@ def _truncate(logits: Tensor, s: Sampling) -> Tensor:
     if s.top_p < 1:
         ordered, index = logits.sort(descending=True)
         mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits = logits.index_fill(0, index[mass_before >= s.top_p], -torch.inf)
+        left_out = mass_before >= s.top_p
+        left_out[0] = False  # also where top_p is below what f32 can tell from 0
+        logits = logits.index_fill(0, index[left_out], -torch.inf)
     if s.min_p > 0:
         p = logits.softmax(-1)
         logits = logits.masked_fill(p < s.min_p * p.max(), -torch.inf)

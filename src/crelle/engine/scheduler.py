@@ -164,6 +164,14 @@ class Scheduler:
         assert not self.unfinished
         return Step(None, (), (), ())
 
+    def assume_prompts(self) -> None:
+        """Let in who fits, and take their prompts but for the last token as computed: to measure decoding alone."""
+        assert self._under_way is None, "the last step is still under way"
+        assert not self.blocks.sharing, "what was not computed must not be found by others"
+        self._admit()
+        for s in self._running:
+            self.blocks.commit(s.table, s.ids, max(s.computed, len(s.ids) - 1))
+
     def _admit(self) -> None:
         while self._waiting:
             s, slots = self._waiting[0], sum(r.slots for r in self._running)

@@ -19,9 +19,9 @@ exact   A token's numbers do not depend, to the last bit, on what else is in the
             attention     each token by itself
             positions     cos and sin from a table that is made in blocks of fixed size, for the same reason
         The default on a CPU. What it costs is in docs/engine.md. Elsewhere rows go together as they come.
-C++     Where a model has the fused step (crelle.models.fused), one call runs all of this for up to 16 sequences. A row
-        of it has the same bits in any company; a prompt as one call is computed by tiles and has others. So with
-        `exact` prompts go token by token too, but side by side: the next token of each sequence in one call.
+C++     Where a model has the fused step (crelle.models.fused), one call runs all of this for up to 16 tokens, of one
+        sequence or of many. A row of it has the same bits in any company; a whole prompt as one call is computed by
+        other tiles and has others. So with `exact` prompts go 16 tokens at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -114,35 +114,31 @@ class Batched:
         return run(ids, at, view, rows).float()
 
     def _in_core(self, decoder: Decoder, ids: Tensor, at: Tensor, view: View, wanted: Sequence[int]) -> Tensor:
-        """The same in C++: one token of up to 16 sequences is a call; so is, unless `exact`, a portion of a prompt."""
-        pages, ends = self._paged_for(view), view.starts[1:]
+        """The same in C++: up to 16 tokens, of whatever sequences, are a call; unless `exact`, so is a portion."""
+        pages, spans = self._paged_for(view), list(enumerate(pairwise(view.starts)))
         logits, row = torch.empty(len(wanted), decoder.vocabulary), {i: row for row, i in enumerate(wanted)}
-
-        def seat(sequences: list[int]) -> None:
-            pages.table[: len(sequences), : view.table.shape[1]] = view.table[sequences]
-
-        def keep(which: Sequence[int], found: Tensor) -> None:
-            for i, one in zip(which, found, strict=True):
+        order: list[tuple[int, int]] = []  # (token, its sequence), those of a sequence one behind the other
+        for b, (begin, end) in spans:
+            if self.exact or end - begin < 2:
+                order += [(i, b) for i in range(begin, end)]
+                continue
+            pages.table[0, : view.table.shape[1]] = view.table[b]
+            last = not any(i in row for i in range(begin, end - 1))
+            found = decoder.prefill(ids[begin:end], int(at[begin]), pages, last=last)
+            for i, one in zip(range(end - len(found), end), found, strict=True):
                 if i in row:
                     logits[row[i]] = one
-
-        left = {b: begin for b, begin in enumerate(view.starts[:-1]) if begin < ends[b]}  # the next token of each
-        for b, begin in [] if self.exact else list(left.items()):
-            if begin + 1 < ends[b]:
-                seat([b])
-                last = not any(i in row for i in range(begin, ends[b] - 1))
-                found = decoder.prefill(ids[begin : ends[b]], int(at[begin]), pages, last=last)
-                keep(range(ends[b] - len(found), ends[b]), found)
-                del left[b]
-        while left:
-            for begin in range(0, len(left), MAX_ROWS):
-                seat(together := list(left)[begin : begin + MAX_ROWS])
-                which = [left[b] for b in together]
-                found = decoder.step(ids[which], at[which], pages)
-                if len(which) == len(ids) and which == list(wanted):
-                    return found  # one call, all of it wanted: what most steps are
-                keep(which, found)
-            left = {b: i + 1 for b, i in left.items() if i + 1 < ends[b]}
+        for begin in range(0, len(order), MAX_ROWS):
+            which, owners = (list(part) for part in zip(*order[begin : begin + MAX_ROWS], strict=True))
+            seats = {b: seat for seat, b in enumerate(dict.fromkeys(owners))}
+            pages.table[: len(seats), : view.table.shape[1]] = view.table[list(seats)]
+            drawn = [j for j, i in enumerate(which) if i in row]
+            rows, want = torch.tensor([seats[b] for b in owners]), torch.tensor(drawn, dtype=torch.long)
+            found = decoder.step(ids[which], at[which], pages, rows=rows, want=want)
+            if len(which) == len(ids) and [which[j] for j in drawn] == list(wanted):
+                return found  # one call was all: what most steps are
+            for j, one in zip(drawn, found, strict=True):
+                logits[row[which[j]]] = one
         return logits
 
     def _paged_for(self, view: View) -> Paged:

@@ -1,4 +1,4 @@
-"""The fused decode step: a whole Llama-family model in C++, one token per sequence at a time.
+"""The fused decode step: a whole Llama-family model in C++, a few tokens at a time.
 
     parts = ModelParts(width=..., layers=[LayerParts(...), ...], ...)
     decoder = Decoder(parts)
@@ -138,16 +138,20 @@ class Decoder:
         kv: Cache,
         *,
         rows: Tensor | None = None,
+        want: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return logits f32 [B, V] for tokens [B] that stand at positions [B] (all int64) of the cache's rows.
 
         Appends each token's key and value at its position and attends over [0, position]. `kv` holds per layer
-        [2, rows, Hkv, capacity, D] in f32, f16 or bf16, or pages; token i belongs to row rows[i], or to row i.
+        [2, rows, Hkv, capacity, D] in f32, f16 or bf16, or pages; token i belongs to row rows[i], or to row i. Several
+        tokens may be of one row: a piece of its prompt, whose later tokens see the earlier. want: indices (int64) of
+        the tokens whose logits are returned; default: all. A token has the same bits in whatever company.
         """
         self._take_cache(kv)
-        logits = torch.empty(tokens.shape[0], self.vocabulary) if out is None else out
-        self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), logits.numpy(), None)
+        some = () if want is None else (want.numpy(),)
+        logits = torch.empty(len(tokens if want is None else want), self.vocabulary) if out is None else out
+        self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), logits.numpy(), None, *some)
         return logits
 
     def step_greedy(self, tokens: Tensor, positions: Tensor, kv: Cache, *, rows: Tensor | None = None) -> Tensor:

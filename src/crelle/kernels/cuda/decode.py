@@ -183,5 +183,7 @@ class _Measured:
 @cache
 def _measured() -> list[_Measured]:
     text = (files("crelle.kernels.cuda") / "tuned.json").read_text()
-    names = ("codes", "P", "N", "K", "M", "chained")
-    return [_Measured(*(m[name] for name in names), Shape(*m["cut"])) for m in json.loads(text)["best"]]
+    return [
+        _Measured(m["codes"], m["P"], m["N"], m["K"], m["M"], m["chained"], Shape(*m["cut"]))
+        for m in json.loads(text)["best"]
+    ]

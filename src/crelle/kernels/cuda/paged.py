@@ -80,7 +80,10 @@ def plan(
     tiles, warps = (2 if fmt.coded else 1), (2 if few or head_size > 128 else 4)
     stages = 3 if fmt.bits == 4 and group == 1 else 2 if fmt.coded or head_size > 64 else 4
     piece, splits = warps * tiles * _TOKENS, 1
-    while splits < 8 and 2 * splits * blocks <= 2 * devices and 2 * splits * piece <= longest:
+    while splits < 8 and 2 * splits * piece <= longest:
+        # until each multiprocessor has two thread blocks, or eight of those that have thousands of tokens each
+        if splits * blocks > devices and (splits * blocks > 4 * devices or longest < 8192 * splits):
+            break
         splits *= 2
     resident = 16 if fmt.bits == 4 and group <= 4 and group * fmt.groups(head_size) <= 16 and head_size <= 128 else 12
     return Plan(group, chunks, splits, tiles, stages, warps, resident)

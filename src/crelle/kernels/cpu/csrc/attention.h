@@ -43,18 +43,20 @@ CRELLE_INLINE void scores_of_16(const float *q, const T *k, int D, float *out) {
 }
 
 // Add weight[i] * v[i] for W vectors of the head from vector j0 on: even and odd keys apart, to have enough chains.
-template <class T, int W, bool Whole>
-CRELLE_INLINE void add_values(const T *v, const T *own, const float *weight, int count, int D, int j0, float *out) {
+template <class T, int W, bool Whole, class Rows>
+CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, int count, int D, int j0, float *out) {
   const auto take = [&](const T *row, int j) {
     return Whole ? load(row + j * kLanes) : load_first(row + j * kLanes, D - j * kLanes);
   };
   Vec sums[2][W] = {};
   int i = 0;
-  for (; i + 2 <= count; i += 2)
+  for (; i + 2 <= count; i += 2) {
+    const T *two = v(i);
     for (int e = 0; e < 2; ++e)
-      for (int j = 0; j < W; ++j) sums[e][j] += take(v + size_t(i + e) * D, j0 + j) * weight[i + e];
+      for (int j = 0; j < W; ++j) sums[e][j] += take(two + e * D, j0 + j) * weight[i + e];
+  }
   if (i < count)
-    for (int j = 0; j < W; ++j) sums[0][j] += take(v + size_t(i) * D, j0 + j) * weight[i];
+    for (int j = 0; j < W; ++j) sums[0][j] += take(v(i), j0 + j) * weight[i];
   if (own)
     for (int j = 0; j < W; ++j) sums[1][j] += take(own, j0 + j) * weight[count];
   for (int j = 0; j < W; ++j)
@@ -64,16 +66,22 @@ CRELLE_INLINE void add_values(const T *v, const T *own, const float *weight, int
       store_first(out + (j0 + j) * kLanes, sums[0][j] + sums[1][j], D - (j0 + j) * kLanes);
 }
 
-template <class T>
+template <class T, bool Apart>
 Attended attend_typed(const Attend &a, float *out) {
-  const T *k = reinterpret_cast<const T *>(a.k), *v = reinterpret_cast<const T *>(a.v);
+  const auto row = [&](const uint8_t *in_a_row, const uint8_t *const *apart, int i) __attribute__((always_inline)) {
+    if constexpr (Apart) return reinterpret_cast<const T *>(apart[i / 16]) + size_t(i % 16) * a.D;
+    return reinterpret_cast<const T *>(in_a_row) + size_t(i) * a.D;
+  };
+  const auto k = [&](int i) __attribute__((always_inline)) { return row(a.k, a.k16, i); };
+  const auto v = [&](int i) __attribute__((always_inline)) { return row(a.v, a.v16, i); };
   const T *k_own = reinterpret_cast<const T *>(a.k_own), *v_own = reinterpret_cast<const T *>(a.v_own);
   int i = 0;
   for (; i + 16 <= a.count; i += 16) {
-    for (size_t at = 0; at < 16 * a.D * sizeof(T); at += 64) __builtin_prefetch(a.v + i * a.D * sizeof(T) + at);
-    scores_of_16(a.q, k + size_t(i) * a.D, a.D, a.scores + i);
+    const auto *values = reinterpret_cast<const uint8_t *>(v(i));
+    for (size_t at = 0; at < 16 * a.D * sizeof(T); at += 64) __builtin_prefetch(values + at);
+    scores_of_16(a.q, k(i), a.D, a.scores + i);
   }
-  for (; i < a.count; ++i) a.scores[i] = score(a.q, k + size_t(i) * a.D, a.D);
+  for (; i < a.count; ++i) a.scores[i] = score(a.q, k(i), a.D);
   if (k_own) a.scores[i++] = score(a.q, k_own, a.D);
   const int all_keys = i;
   for (; i % kLanes; ++i) a.scores[i] = -__builtin_inff();
@@ -95,10 +103,15 @@ Attended attend_typed(const Attend &a, float *out) {
   return {top, sum_of(total)};
 }
 
+template <bool Apart>
+Attended attend_any(const Attend &a, float *out) {
+  if (a.type == Number::F32) return attend_typed<float, Apart>(a, out);
+  if (a.type == Number::F16) return attend_typed<Half, Apart>(a, out);
+  return attend_typed<Bfloat, Apart>(a, out);
+}
+
 inline Attended attend(const Attend &a, float *out) {
-  if (a.type == Number::F32) return attend_typed<float>(a, out);
-  if (a.type == Number::F16) return attend_typed<Half>(a, out);
-  return attend_typed<Bfloat>(a, out);
+  return a.k16 ? attend_any<true>(a, out) : attend_any<false>(a, out);
 }
 
 inline void combine(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out) {

@@ -146,12 +146,23 @@ void Decoder::arrange(int threads, int B) {
   threads_ = threads, B_ = B;
 }
 
+// What a step is about.
+struct Decoder::Tokens {
+  const int64_t *token, *position, *row, *want;
+  int count, wanted;         // tokens; of those, the ones whose logits are asked for
+  bool together = false;     // whether some belong to one row of the cache
+  int64_t upto[kRows] = {};  // the last position of each token's row in this step
+};
+
 struct Decoder::Work {
   Decoder &d;
-  const int64_t *token, *position, *row;
-  const int t, n, B;
+  const Tokens &in;
+  const int t, n;
   float *logits;
   int64_t *best;
+
+  const int64_t *const token = in.token, *const position = in.position, *const row = in.row;
+  const int B = in.count;
 
   const Model &model = d.model_;
   const Ops &ops = *d.ops_;
@@ -165,7 +176,7 @@ struct Decoder::Work {
   float *const output = own + B * ld_in, *const head_scratch = output + B * ld_in;
   const int in0 = alone ? 0 : part(B, t, n), in1 = alone ? 1 : part(B, t + 1, n);
   float *const run_k = head_scratch + 4 * padded(D) + padded(kRun + 1), *const run_v = run_k + padded(size_t(kRun) * D);
-  int unpacked[4] = {-1, -1, -1, -1};  // which (layer, row, head, run) lies there
+  int unpacked[4] = {-1, -1, -1, -1};  // which (layer, row, head, first key) lies there
   using Clock = std::chrono::steady_clock;
   Clock::time_point last{};
 
@@ -178,36 +189,37 @@ struct Decoder::Work {
       const std::vector<Share> *share = &d.shares_[i * kMatrices];
       warm(l.q, share[0][t]);
       norm(l.norm_attention);
-      encode({&l.q, &l.k, &l.v}, input, ld_in);
+      encode({&l.q, &l.k, &l.v}, input, ld_in, in0, in1);
       float *q = qkv, *k = q + H * D, *v = k + Hkv * D;
-      multiply(l.q, share[0], input, ld_in, q, ld_qkv);
-      multiply(l.k, share[1], input, ld_in, k, ld_qkv);
-      multiply(l.v, share[2], input, ld_in, v, ld_qkv);
+      multiply(l.q, share[0], input, ld_in, B, q, ld_qkv);
+      multiply(l.k, share[1], input, ld_in, B, k, ld_qkv);
+      multiply(l.v, share[2], input, ld_in, B, v, ld_qkv);
       meet(Qkv);
+      if (in.together) {
+        append(l, int(i));
+        d.meeting_.arrive_and_wait(t, n);
+      }
       attention(l, int(i));
       meet(Attention);
       warm(l.o, share[3][t]);
       combine_heads(l);
-      encode({&l.o}, input, ld_in);
-      multiply(l.o, share[3], input, ld_in, output, ld_in);
+      encode({&l.o}, input, ld_in, in0, in1);
+      multiply(l.o, share[3], input, ld_in, B, output, ld_in);
       add_to_stream(share[3][t]);
       meet(Output);
       warm(l.gate, share[4][t]);
       norm(l.norm_mlp);
-      encode({&l.gate, &l.up}, input, ld_in);
+      encode({&l.gate, &l.up}, input, ld_in, in0, in1);
       feed_forward(l, share);
       meet(GateUp);
       warm(l.down, share[6][t]);
       const size_t inner = padded(l.gate.N);
-      encode({&l.down}, floats_of(d.hidden_), inner);
-      multiply(l.down, share[6], floats_of(d.hidden_), inner, output, ld_in);
+      encode({&l.down}, floats_of(d.hidden_), inner, in0, in1);
+      multiply(l.down, share[6], floats_of(d.hidden_), inner, B, output, ld_in);
       add_to_stream(share[6][t]);
       meet(Down);
     }
-    warm(model.head, d.shares_.back()[t]);
-    norm(model.norm);
-    encode({&model.head}, input, ld_in);
-    finish();
+    if (in.wanted > 0) finish();
   }
 
   void meet(Phase phase) {
@@ -251,26 +263,27 @@ struct Decoder::Work {
   }
 
   // Turn this thread's rows of x into the integers that the matrices take; afterwards all rows are ready.
-  void encode(std::initializer_list<const Matrix *> group, const float *x, size_t ldx) {
+  void encode(std::initializer_list<const Matrix *> group, const float *x, size_t ldx, int begin, int end) {
     uint64_t done = 0;  // bit i: encoding i
     for (const Matrix *m : group) {
       if (m->kind < 0 || done >> m->kind & 1) continue;
-      encode_rows(d.encoded_[m->kind][alone ? t : 0], x, ldx, in0, in1);
+      encode_rows(d.encoded_[m->kind][alone ? t : 0], x, ldx, begin, end);
       done |= uint64_t{1} << m->kind;
     }
     if (!alone) d.meeting_.arrive_and_wait(t, n);
     if (d.timing_ && t == 0) d.prepared_ += seconds_since(last);
   }
 
-  void multiply(const Matrix &m, const std::vector<Share> &shares, const float *x, size_t ldx, float *y, size_t ldy) {
+  void multiply(const Matrix &m, const std::vector<Share> &shares, const float *x, size_t ldx, int M, float *y,
+                size_t ldy) {
     const auto [row0, row1] = shares[t];
     if (row0 >= row1) return;
     if (m.coded)
       matmul_rows(*m.coded, d.encoded_[m.kind][alone ? t : 0], y, ldy, row0, row1);
     else
-      ops.dense(m.dense, x, ldx, B, y, ldy, row0, row1);
+      ops.dense(m.dense, x, ldx, M, y, ldy, row0, row1);
     if (m.bias)
-      for (int b = 0; b < B; ++b) ops.add(y + b * ldy + row0, m.bias + row0, row1 - row0);
+      for (int b = 0; b < M; ++b) ops.add(y + b * ldy + row0, m.bias + row0, row1 - row0);
   }
 
   void add_to_stream(const Share &s) {
@@ -282,8 +295,9 @@ struct Decoder::Work {
     return l.window && position[b] >= l.window ? int(position[b]) - l.window + 1 : 0;
   }
 
-  // Pieces of work: row of the batch, kv head, run of keys, query head; neighbours read the same keys. Each thread
-  // takes those whose middle lies in its share of all keys.
+  // Pieces of work: row of the batch, kv head, run of keys, query head; neighbours read the same keys. Tokens of one
+  // text that stand side by side take a run one after the other. Each thread takes the pieces whose middle lies in its
+  // share of all keys.
   void attention(const LayerWeights &l, int layer) {
     const int G = H / Hkv;
     int64_t total = 0, done = 0;
@@ -292,18 +306,46 @@ struct Decoder::Work {
       const int first = first_key(l, b), last = int(position[b]);
       total += int64_t(H) * (last - first + 1 + kFixed * (last / kRun - first / kRun + 1));
     }
-    for (int b = 0; b < B; ++b) {
-      const int first = first_key(l, b), last = int(position[b]);
+    for (int b0 = 0, b1; b0 < B; b0 = b1) {
+      int first_run = first_key(l, b0) / kRun, last_run = int(position[b0]) / kRun;
+      for (b1 = b0 + 1; b1 < B && row[b1] == row[b0]; ++b1) {
+        first_run = std::min(first_run, first_key(l, b1) / kRun);
+        last_run = std::max(last_run, int(position[b1]) / kRun);
+      }
       for (int kv = 0; kv < Hkv; ++kv)
-        for (int run = first / kRun; run <= last / kRun; ++run) {
-          const int from = std::max(first, run * kRun), to = std::min(last, run * kRun + kRun - 1);
-          const int cost = to - from + 1 + kFixed;
-          for (int g = 0; g < G; ++g, done += cost) {
-            const int64_t middle = 2 * done + cost;  // twice
-            if (middle * n >= 2 * total * t && middle * n < 2 * total * (t + 1))
-              attend(l, layer, b, kv, kv * G + g, from, to, run - first / kRun);
+        for (int run = first_run; run <= last_run; ++run)
+          for (int b = b0; b < b1; ++b) {
+            const int first = first_key(l, b), last = int(position[b]);
+            const int from = std::max(first, run * kRun), to = std::min(last, run * kRun + kRun - 1);
+            if (from > to) continue;
+            const int cost = to - from + 1 + kFixed;
+            for (int g = 0; g < G; ++g, done += cost) {
+              const int64_t middle = 2 * done + cost;  // twice
+              if (middle * n >= 2 * total * t && middle * n < 2 * total * (t + 1))
+                attend(l, layer, b, kv, kv * G + g, from, to, run - first / kRun);
+            }
           }
-        }
+    }
+  }
+
+  // Store the keys and values of all tokens: where some of them belong to one text, the later ones see the earlier.
+  void append(const LayerWeights &l, int layer) {
+    float *key = head_scratch;
+    const Cache &c = d.cache_;
+    for (int i = part(B * Hkv, t, n); i < part(B * Hkv, t + 1, n); ++i) {
+      const int b = i / Hkv, kv = i % Hkv, at = int(position[b]);
+      const float *row_qkv = qkv + b * ld_qkv, *value = row_qkv + (H + Hkv + kv) * D;
+      place(b, row_qkv + (H + kv) * D, l.k_norm, key);
+      if (c.paged()) {
+        const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
+        where.write(ops, 0, at, key, true, nullptr);
+        where.write(ops, 1, at, value, true, nullptr);
+      } else {
+        const size_t row_bytes = D * size_of(c.type), plane = size_t(c.capacity) * row_bytes;
+        uint8_t *k = c.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane + at * row_bytes;
+        ops.store(c.type, key, k, D);
+        ops.store(c.type, value, k + size_t(c.rows) * Hkv * plane, D);
+      }
     }
   }
 
@@ -331,7 +373,7 @@ struct Decoder::Work {
       ops.store(type, row_qkv + (H + Hkv + kv) * D, own_v, D);
       a.k_own = own_k, a.v_own = own_v;
       --a.count;
-      if (head % (H / Hkv) == 0) {
+      if (head % (H / Hkv) == 0 && !in.together) {
         std::copy_n(own_k, row_bytes, k + to * row_bytes);
         std::copy_n(own_v, row_bytes, v + to * row_bytes);
       }
@@ -350,7 +392,7 @@ struct Decoder::Work {
     ops.turn(out, cos, sin, D);
   }
 
-  // The same over pages: a run becomes floats once for all heads that read it.
+  // The same over pages: a run becomes floats once for all heads that read it, unless it consists of floats anyway.
   void attend_pages(const LayerWeights &l, int layer, int b, int kv, int head, int from, int to, int run) {
     const Cache &c = d.cache_;
     const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
@@ -362,10 +404,16 @@ struct Decoder::Work {
     std::fill(q + D, q + padded(D), 0.0f);
 
     const bool newest = to == position[b];
-    const int count = to - from + 1 - newest, now[4] = {layer, b, kv, from / kRun};
-    if (!std::equal(now, now + 4, unpacked)) {
-      where.read(ops, 0, from, count, run_k);
-      where.read(ops, 1, from, count, run_v);
+    const int count = to - from + 1 - newest, now[4] = {layer, int(row[b]), kv, from};
+    const bool as_they_lie = !c.coded() && c.type == Number::F32 && c.page % 16 == 0 && from % 16 == 0;
+    const uint8_t *k16[kRun / 16], *v16[kRun / 16];
+    for (int i = 0; as_they_lie && i < count; i += 16)
+      k16[i / 16] = where.at(0, from + i), v16[i / 16] = where.at(1, from + i);
+    if (!as_they_lie && !std::equal(now, now + 4, unpacked)) {  // for all tokens of the text that read this run
+      const int all =
+          in.together ? int(std::min<int64_t>(from / kRun * kRun + kRun - 1, in.upto[b])) - from + 1 : count;
+      where.read(ops, 0, from, all, run_k);
+      where.read(ops, 1, from, all, run_v);
       std::copy_n(now, 4, unpacked);
     }
     Attend a{Number::F32,
@@ -377,8 +425,9 @@ struct Decoder::Work {
              nullptr,
              nullptr,
              own_v + padded(D)};
+    if (as_they_lie) a.k16 = k16, a.v16 = v16;
     if (newest) {  // every head codes the new key again rather than wait for the one that stores it
-      const bool keep = head % (H / Hkv) == 0;
+      const bool keep = head % (H / Hkv) == 0 && !in.together;
       place(b, row_qkv + (H + kv) * D, l.k_norm, key);
       where.write(ops, 0, to, key, keep, own_k);
       where.write(ops, 1, to, row_qkv + (H + Hkv + kv) * D, keep, own_v);
@@ -403,25 +452,31 @@ struct Decoder::Work {
   void feed_forward(const LayerWeights &l, const std::vector<Share> *share) {
     const size_t inner = padded(l.gate.N);
     float *gate = floats_of(d.hidden_), *up = gate + B * inner;
-    multiply(l.gate, share[4], input, ld_in, gate, inner);
-    multiply(l.up, share[5], input, ld_in, up, inner);
+    multiply(l.gate, share[4], input, ld_in, B, gate, inner);
+    multiply(l.up, share[5], input, ld_in, B, up, inner);
     const auto [row0, row1] = share[4][t];
     for (int b = 0; b < B; ++b) ops.silu_mul(gate + b * inner + row0, up + b * inner + row0, row1 - row0);
   }
 
+  // Logits of the tokens that are wanted, side by side from the first row of the input on.
   void finish() {
-    const int V = model.head.N;
+    const int V = model.head.N, W = in.wanted, first = alone ? 0 : part(W, t, n), last = alone ? 1 : part(W, t + 1, n);
+    warm(model.head, d.shares_.back()[t]);
+    for (int i = first; i < last; ++i)
+      ops.rms_norm(stream + in.want[i] * ld, model.norm, model.norm_eps, width, input + i * ld_in);
+    if (!alone && t == 0 && model.head.kind >= 0) d.encoded_[model.head.kind][0].M = W;  // nobody reads it just now
+    encode({&model.head}, input, ld_in, first, last);
     float *y = logits ? logits : floats_of(d.logits_);
     const size_t ldy = logits ? V : padded(V);
     const Share share = d.shares_.back()[t];
-    multiply(model.head, d.shares_.back(), input, ld_in, y, ldy);
+    multiply(model.head, d.shares_.back(), input, ld_in, W, y, ldy);
     if (best)
-      for (int b = 0; b < B; ++b)
+      for (int b = 0; b < W; ++b)
         d.best_[size_t(t) * B + b] =
             share.row0 < share.row1 ? share.row0 + ops.argmax(y + b * ldy + share.row0, share.row1 - share.row0) : -1;
     meet(Head);
     if (!best || t > 0) return;
-    for (int b = 0; b < B; ++b) {
+    for (int b = 0; b < W; ++b) {
       best[b] = d.best_[b];
       for (int i = 1; i < n; ++i) {  // in the order of rows: the first of equals wins
         const int64_t other = d.best_[size_t(i) * B + b];
@@ -431,15 +486,24 @@ struct Decoder::Work {
   }
 };
 
-void Decoder::step(const int64_t *token, const int64_t *position, const int64_t *row, int B, float *logits,
-                   int64_t *best) {
+void Decoder::step(const int64_t *token, const int64_t *position, const int64_t *row, int B, const int64_t *want,
+                   int wanted, float *logits, int64_t *best) {
+  Tokens in{token, position, row, want, B, want ? wanted : B};
+  int64_t all[kRows];
+  for (int b = 0; b < B; ++b) {
+    all[b] = b;
+    in.upto[b] = position[b];
+    for (int i = 0; i < B; ++i)
+      if (i != b && row[i] == row[b]) in.together = true, in.upto[b] = std::max(in.upto[b], position[i]);
+  }
+  if (!want) in.want = all;
   std::lock_guard lock(mutex_);
   for (bool done = false; !done;) {
     const int threads = Pool::get().threads();
     arrange(threads, B);
     Pool::get().run_team([&](int t, int n) {
       if (n != threads) return;  // somebody changed the number since: arrange again
-      Work{*this, token, position, row, t, n, B, logits, best}.run();
+      Work{*this, in, t, n, logits, best}.run();
       if (t == 0) done = true;
     });
   }

@@ -1,4 +1,5 @@
-// One decode step of a Llama-family model: B tokens in, B rows of logits out, one parallel region in between.
+// One decode step of a Llama-family model: B tokens in, B rows of logits out, one parallel region in between. The
+// tokens are of different texts, or some of them of one text, one behind the other: a row has the same bits either way.
 //
 // A step of a small model is 150 products of 5 to 10 microseconds each; what a framework does between two of them
 // costs as much. Here all threads walk through the layers together and meet at five barriers a layer:
@@ -10,7 +11,8 @@
 //   mlp output        encode                 down rows, added to the stream     |
 //
 // What comes before a product is small and every thread does all of it for itself when B = 1: that is cheaper than one
-// more barrier. With more rows the threads share them and meet once more. Which thread computes a row never changes
+// more barrier. With more rows the threads share them and meet once more; where several are of one text, keys and
+// values of all are appended first, and there is one more meeting. Which thread computes a row never changes
 // the row, so results are the same for any number of threads.
 #pragma once
 
@@ -74,8 +76,11 @@ public:
   const Cache &cache() const { return cache_; }
   const Model &model() const { return model_; }
 
-  // Token i stands at position[i] of cache row row[i]. logits [B, V] may be null; best [B] may be null.
-  void step(const int64_t *token, const int64_t *position, const int64_t *row, int B, float *logits, int64_t *best);
+  // Token i stands at position[i] of cache row row[i] and sees all up to there, also what this step appends: several
+  // tokens of one row are a part of its prompt. logits [B, V] may be null; best [B] may be null. want: the tokens whose
+  // logits are asked for (then [wanted, V]), or null: all.
+  void step(const int64_t *token, const int64_t *position, const int64_t *row, int B, const int64_t *want, int wanted,
+            float *logits, int64_t *best);
 
   // Seconds that thread 0 has spent in each phase, the barrier at its end included, since it was asked to look.
   void time_phases(bool on);
@@ -87,6 +92,7 @@ private:
   struct Share {
     int row0, row1;
   };
+  struct Tokens;
   struct Work;  // what one thread does in one step
 
   void arrange(int threads, int B);

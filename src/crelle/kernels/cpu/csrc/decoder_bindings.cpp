@@ -203,25 +203,32 @@ void set_pages(Owned &self, std::vector<AnyCache> layers, std::vector<Words> wor
 }
 
 void step(Owned &self, In<int64_t, 1> token, In<int64_t, 1> position, std::optional<In<int64_t, 1>> row,
-          std::optional<Out<float, 2>> logits, std::optional<Out<int64_t, 1>> best) {
+          std::optional<Out<float, 2>> logits, std::optional<Out<int64_t, 1>> best,
+          std::optional<In<int64_t, 1>> want) {
   const int B = int(token.shape(0)), V = self.decoder->model().head.N;
   const Cache &c = self.decoder->cache();
   require(B >= 1 && B <= Decoder::kRows, "a step takes 1 to " + std::to_string(Decoder::kRows) + " tokens");
   require(position.shape(0) == size_t(B) && (!row || row->shape(0) == size_t(B)), "one position (and row) per token");
-  require(!logits || (logits->shape(0) == size_t(B) && logits->shape(1) == size_t(V)), "logits must be [B, V]");
-  require(!best || best->shape(0) == size_t(B), "best must be [B]");
+  const int W = want ? int(want->shape(0)) : B;
+  require(W <= B, "logits can be wanted of each token once");
+  for (int i = 0; i < W && want; ++i)
+    require(want->data()[i] >= 0 && want->data()[i] < B, "logits are wanted of a token that is not in the step");
+  require(!logits || (logits->shape(0) == size_t(W) && logits->shape(1) == size_t(V)), "logits must be [B, V]");
+  require(!best || best->shape(0) == size_t(W), "best must be [B]");
   int64_t rows[Decoder::kRows];
   for (int b = 0; b < B; ++b) {
     rows[b] = row ? row->data()[b] : b;
     require(token.data()[b] >= 0 && token.data()[b] < self.decoder->model().embedding.N, "no such token");
     require(position.data()[b] >= 0 && position.data()[b] < c.capacity, "the position is outside of the cache");
     require(rows[b] >= 0 && rows[b] < c.rows, "no such row of the cache");
-    for (int i = 0; i < b; ++i) require(rows[i] != rows[b], "two tokens of a step cannot share a row of the cache");
+    for (int i = 0; i < b; ++i)
+      require(rows[i] != rows[b] || position.data()[i] != position.data()[b],
+              "two tokens of a step cannot share a place of the cache");
     require_pages(c, rows[b], position.data()[b] + 1);
   }
   nb::gil_scoped_release release;
-  self.decoder->step(token.data(), position.data(), rows, B, logits ? logits->data() : nullptr,
-                     best ? best->data() : nullptr);
+  self.decoder->step(token.data(), position.data(), rows, B, want ? want->data() : nullptr, W,
+                     logits ? logits->data() : nullptr, best ? best->data() : nullptr);
 }
 
 // Go on alone from one token until n are made or one of `ends` is: returns how many, the end included.
@@ -235,7 +242,7 @@ int generate(Owned &self, int64_t token, int64_t position, Out<int64_t, 1> out, 
   nb::gil_scoped_release release;
   const int64_t row = 0;
   for (int i = 0; i < n; ++i, ++position) {
-    self.decoder->step(&token, &position, &row, 1, nullptr, out.data() + i);
+    self.decoder->step(&token, &position, &row, 1, nullptr, 1, nullptr, out.data() + i);
     token = out.data()[i];
     for (const int64_t end : ends)
       if (token == end) return i + 1;
@@ -344,7 +351,8 @@ void bind_decoder(nb::module_ &m) {
       .def("set_cache", &set_cache, "layers"_a)
       .def("set_pages", &set_pages, "layers"_a, "words"_a, "table"_a.noconvert(), "bits"_a, "turned"_a, "center"_a)
       .def("step", &step, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = nb::none(),
-           "logits"_a.none().noconvert() = nb::none(), "best"_a.none().noconvert() = nb::none())
+           "logits"_a.none().noconvert() = nb::none(), "best"_a.none().noconvert() = nb::none(),
+           "want"_a.none().noconvert() = nb::none())
       .def("prefill", &prefill, "token"_a.noconvert(), "position"_a, "row"_a, "logits"_a.noconvert(), "last"_a)
       .def("prefill_phases", &prefill_phases, "Seconds per phase of the latest prefill.")
       .def("generate", &generate, "token"_a, "position"_a, "out"_a.noconvert(), "ends"_a)

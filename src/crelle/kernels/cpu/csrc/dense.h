@@ -1,7 +1,9 @@
 // Products with a matrix that is not quantized, read where it lies (a memory-mapped file, a torch tensor).
 //
 // Four outputs at a time: four chains of multiply-adds hide the latency, and x is loaded once for all of them. The
-// numbers are widened to f32 in registers; the matrix is read once for up to four rows of x.
+// numbers are widened to f32 in registers; the matrix is read once for up to four rows of x. From eight rows on it is
+// three outputs for eight rows: a number is widened once for eight products, and eight sums are folded as one. A row
+// has the same bits either way.
 //
 // Included inside a namespace of the including file, after lanes.h.
 
@@ -23,6 +25,50 @@ CRELLE_INLINE void dense_tile(const T *w, size_t K, const float *x, size_t ldx, 
     for (int r = 0; r < R; ++r) y[m * ldy + r] = sum_of(sums[m][r]);
 }
 
+// The sums of eight vectors, each folded as sum_of does it: halves, quarters, pairs, neighbours.
+CRELLE_INLINE void sums_of_8(const Vec (&v)[8], float *out, size_t ld) {
+  Vec a[4], b[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)  // vectors 2i and 2i + 1 in the halves of one
+    a[i] =
+        __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+        __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const Vec c = __builtin_shufflevector(b[0], b[1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+                __builtin_shufflevector(b[0], b[1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  const Vec d = c + __builtin_shufflevector(c, c, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  for (int i = 0; i < 8; ++i) out[i * ld] = d[2 * i];
+}
+
+// R outputs for eight rows of x; all sums in registers, so R <= 3. Ahead: ask for the next R outputs' numbers.
+template <class T, int R, bool Ahead>
+CRELLE_INLINE void dense_eight(const T *w, size_t K, const float *x, size_t ldx, float *y, size_t ldy) {
+  Vec sums[R][8] = {};
+  size_t k = 0;
+  const auto step = [&](auto &&take) __attribute__((always_inline)) {
+    Vec numbers[R];
+#pragma GCC unroll 3
+    for (int r = 0; r < R; ++r) {
+      if constexpr (Ahead) __builtin_prefetch(w + (R + r) * K + k);
+      numbers[r] = take(w + r * K + k);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < 8; ++m) {
+      const Vec v = take(x + m * ldx + k);
+#pragma GCC unroll 3
+      for (int r = 0; r < R; ++r) sums[r][m] += numbers[r] * v;
+    }
+  };
+  for (; k + kLanes <= K; k += kLanes) step([](const auto *p) __attribute__((always_inline)) { return load(p); });
+  if (k < K)
+    step([n = static_cast<int>(K - k)](const auto *p) __attribute__((always_inline)) { return load_first(p, n); });
+#pragma GCC unroll 3
+  for (int r = 0; r < R; ++r) sums_of_8(sums[r], y + r, ldy);
+}
+
 template <class T, int R>
 void dense_tiles(const T *w, size_t K, const float *x, size_t ldx, int M, float *y, size_t ldy) {
   int m = 0;
@@ -34,6 +80,16 @@ void dense_tiles(const T *w, size_t K, const float *x, size_t ldx, int M, float 
 template <class T>
 void dense_rows(const T *w, size_t K, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1) {
   int n = row0;
+  if constexpr (kRegisters >= 32) {
+    if (const int many = M / 8 * 8) {  // all rows of x while the outputs' weights are in the cache
+      for (; n + 3 <= row1; n += 3) {
+        dense_eight<T, 3, true>(w + n * K, K, x, ldx, y + n, ldy);
+        for (int m = 8; m < many; m += 8)
+          dense_eight<T, 3, false>(w + n * K, K, x + m * ldx, ldx, y + m * ldy + n, ldy);
+        dense_tiles<T, 3>(w + n * K, K, x + many * ldx, ldx, M - many, y + many * ldy + n, ldy);
+      }
+    }
+  }
   for (; n + 4 <= row1; n += 4) dense_tiles<T, 4>(w + n * K, K, x, ldx, M, y + n, ldy);
   for (; n < row1; ++n) dense_tiles<T, 1>(w + n * K, K, x, ldx, M, y + n, ldy);
 }

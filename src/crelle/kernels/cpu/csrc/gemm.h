@@ -36,7 +36,9 @@ inline int tiles_of(int M) { return (M + kTileRows - 1) / kTileRows; }
 
 #if defined(__x86_64__)
 extern const Gemm kAmxGemm, kAmxInt8Gemm, kAmxBf16Gemm;  // the faster; int8 wherever it can be done; nowhere
-bool request_amx();                                      // ask the kernel for the tile registers; false when it refuses
+// Rows of few: as Isa::matmul of VBMI, and the same bits, by tiles where that is faster.
+void matmul_digits(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
+bool request_amx();  // ask the kernel for the tile registers; false when it refuses
 #endif
 
 }  // namespace crelle::cpu

@@ -45,6 +45,7 @@ Isa with_tiles(const char *name, const Gemm &gemm) {
   Isa isa = kVbmi;
   isa.name = name;
   isa.gemm = &gemm;
+  isa.matmul = matmul_digits;
   return isa;
 }
 

@@ -2,6 +2,7 @@
 //
 //   bf16_tiles.h   any weight: its numbers as bf16, f32 accumulation. Precision::Exact splits both sides in two.
 //   int8_tiles.h   Precision::Int8, uniform grids: codes and rounded x as int8, int32 sums scaled segment by segment.
+//   digit_tiles.h  4 and 8 bits, few rows: what fields.h computes, as tiles.
 //
 // A tile of weights is 16 outputs, of x 16 rows; a result has outputs down and rows of x across. Four results (2 x 2
 // tiles: 32 outputs, 32 rows of x) give four multiplications for four tile loads. A way W of doing it has
@@ -17,9 +18,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "gemm.h"
 #include "isa.h"
+#include "stream.h"
 
 #define CRELLE_INLINE inline __attribute__((always_inline))
 
@@ -105,6 +109,7 @@ CRELLE_INLINE void transpose(__m512i (&v)[16]) {
 #include "numbers.h"
 #include "bf16_tiles.h"
 #include "int8_tiles.h"
+#include "digit_tiles.h"
 
 Tiles tiles(const Weight &w, Precision p) {
   const int least = w.isa->gemm->int8_group;
@@ -203,6 +208,10 @@ void run_tiles(const Weight &w, const uint8_t *packed, int tiles, Precision p, f
 
 }  // namespace amx
 }  // namespace
+
+void matmul_digits(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+  amx::matmul(w, a, y, ldy, b0, b1);
+}
 
 bool request_amx() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -43,6 +43,8 @@ struct Attend {
   int count;
   const uint8_t *k_own, *v_own;  // [D] or null
   float *scores;                 // scratch, count + 1 rounded up to 16
+  // Where they do not lie in a row: keys and values [16, D] of tokens 0, 16, 32 …; k and v are not looked at then.
+  const uint8_t *const *k16 = nullptr, *const *v16 = nullptr;
 };
 
 // sum = sum_i exp(score_i - top), out [D] = sum_i exp(score_i - top) v_i; parts of a sequence are combined later.

@@ -38,6 +38,11 @@ struct PagedHead {
   // Store x [D] of a token, turned and centred first where pages are coded; `out` (or null) gets it as it is read back.
   void write(const Ops &ops, int kind, int position, const float *x, bool keep, float *out) const;
 
+  // Where a token's numbers lie, in pages that are not coded; the rest of its page lies behind it.
+  const uint8_t *at(int kind, int position) const {
+    return c.layers[layer] + place(kind, position) * D * size_of(c.type);
+  }
+
 private:
   size_t place(int kind, int position) const;  // in tokens of this head, over all pages
 };

@@ -16,7 +16,8 @@
 // Codes become f16 without arithmetic: bits put below the exponent of 1024 are 1024 + code, above 4 zeros below that
 // of 64 they are 64 + code. Keys take the fewest instructions: a word of 8 codes is 1 shift and 4 masks, with 16 times
 // the code in every other pair, whose q is divided by 16. Values are added up over thousands of tokens and so have the
-// small offset: 3 shifts and 4 masks. The offsets leave with the zeros.
+// small offset: 3 shifts and 4 masks; those of 8 bits become code - 128, or sums would lose digits. The offsets leave
+// with the zeros.
 #pragma once
 #include "tensorcore.cuh"
 
@@ -116,7 +117,7 @@ struct Pages {
   static constexpr int PIECE = ROW % 16 ? 8 : 16;               // bytes of a copy
   static constexpr int CODES = UNITS * 256, WORDS = CODED ? 32 * C : 0;  // bytes of 16 tokens in shared memory
   static constexpr int TILE = (2 * (CODES + WORDS) + 127) / 128 * 128;   // codes of keys, values; words of keys, values
-  static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 4 ? 64 : 1024;
+  static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 4 ? 64 : -128;
 
   static __device__ __forceinline__ constexpr int swapped(int line) {
     constexpr int EVEN = UNITS & -UNITS;  // tokens 8 / EVEN apart would meet
@@ -159,6 +160,12 @@ struct Pages {
     return to;
   }
 
+  // 1024 + code to code - 128, for two.
+  static __device__ __forceinline__ uint32 centred(uint32 v) {
+    const half2 to = __hsub2(*reinterpret_cast<half2 *>(&v), __float2half2_rn(1152));
+    return *reinterpret_cast<const uint32 *>(&to);
+  }
+
   // The fragments [16 tokens, 16 channels] of keys that a column (8 bits: one, 4: two) or two columns (16: one) hold.
   // r: what tokens 0-7, 8-15 have in it, then in the next one.
   static __device__ __forceinline__ void keys(uint32 (&a)[2][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
@@ -189,8 +196,8 @@ struct Pages {
         a[1][2 * i + 1] = masked(r[i] >> 8, 0x00f000f0, 0x54005400);
       }
     } else if constexpr (BITS == 8) {
-      a[0][0] = __byte_perm(r0, 0x64646464, 0x4240), a[0][1] = __byte_perm(r0, 0x64646464, 0x4341);
-      a[0][2] = __byte_perm(r1, 0x64646464, 0x4240), a[0][3] = __byte_perm(r1, 0x64646464, 0x4341);
+      a[0][0] = centred(__byte_perm(r0, 0x64646464, 0x4240)), a[0][1] = centred(__byte_perm(r0, 0x64646464, 0x4341));
+      a[0][2] = centred(__byte_perm(r1, 0x64646464, 0x4240)), a[0][3] = centred(__byte_perm(r1, 0x64646464, 0x4341));
     } else {
       a[0][0] = r0, a[0][1] = r2, a[0][2] = r1, a[0][3] = r3;
     }
@@ -199,7 +206,7 @@ struct Pages {
   // Neighbours words: their scales, and OFFSET + zero of each.
   static __device__ __forceinline__ void open(uint32 words, uint32 &scales, uint32 &zeros) {
     scales = words >> 1 & (BITS == 4 ? 0x7fe07fe0 : 0x7f807f80);
-    zeros = BITS == 4 ? masked(words << 2, 0x00fc00fc, 0x54005400) : masked(words, 0x00ff00ff, 0x64006400);
+    zeros = BITS == 4 ? masked(words << 2, 0x00fc00fc, 0x54005400) : centred(masked(words, 0x00ff00ff, 0x64006400));
   }
 };
 

@@ -1,0 +1,103 @@
+"""What `crelle bench serve` shows, and the same load sent to a server."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Column, Table
+
+from crelle.cli.bench_rows import show
+from crelle.cli.console import err, out, print_json
+
+if TYPE_CHECKING:
+    from crelle.eval.load_report import Percentiles
+    from crelle.eval.serve import Served
+    from crelle.eval.traffic import Wish
+
+_WAITS = ("first token s, p50/p90/p99", "ms a token, p50/p90/p99")
+
+
+def over_http(
+    url: str,
+    api_key: str | None,
+    wishes: "Sequence[Wish] | None",
+    clients: Sequence[int],
+    seconds: float,
+    prompt: int,
+    tokens: int,
+    seed: int,
+    ignore_eos: bool,
+    results: Path | None,
+    json: bool,
+) -> None:
+    """Put a server under load and say what its clients saw."""
+    from crelle.eval.load import Arrival, run_closed_loop, run_trace
+    from crelle.eval.machine import write_result
+    from crelle.eval.traffic import words
+
+    extra = {"ignore_eos": True} if ignore_eos else None
+    reports = []
+    with err.status(f"asking {url}"):
+        if wishes is not None:
+            arrivals = [Arrival(w.at, words(w.prompt, seed + i), w.tokens) for i, w in enumerate(wishes)]
+            reports.append(run_trace(url, arrivals, api_key=api_key, extra=extra))
+        prompts = [words(prompt, seed + i) for i in range(256)]
+        for n in clients:
+            load = {"clients": n, "seconds": seconds, "prompts": prompts, "max_tokens": tokens}
+            reports.append(run_closed_loop(url, **load, api_key=api_key, extra=extra))  # type: ignore[arg-type]
+    found = [report.summary() for report in reports]
+    if results:
+        write_result(results, {"rows": found})
+    if json:
+        print_json(found[0] if len(found) == 1 else {"rows": found})
+        return
+    table = Table("clients", "tokens/s", "requests/s", "answers", "failed", *_WAITS)
+    for r in reports:
+        table.add_row(
+            "trace" if r.clients is None else str(r.clients),
+            f"{r.tokens_per_second:.1f}",
+            f"{r.requests_per_second:.2f}",
+            str(r.requests - r.failures),
+            str(r.failures),
+            _waits(r.first_token, 1.0, "{:.2f}"),
+            _waits(r.per_token, 1e3, "{:.1f}"),
+        )
+    show(table)
+    for sentence, times in ((sentence, n) for r in reports for sentence, n in r.errors.items()):
+        out.print(f"{times} times: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _waits(p: "Percentiles | None", unit: float, form: str) -> str:
+    return "–" if p is None else " / ".join(form.format(unit * v) for v in (p.p50, p.p90, p.p99))
+
+
+def show_rows(rows: list[Any]) -> None:
+    """Print a table of decoding and one of loads."""
+    from crelle.eval.serve_decode import Decoded
+
+    decoded: list[Decoded] = [r for r in rows if isinstance(r, Decoded)]
+    served: list[Served] = [r for r in rows if not isinstance(r, Decoded)]
+    scheme = Column("scheme", no_wrap=True)
+    if decoded:
+        out.print(f"{decoded[0].model}, {decoded[0].device}, decoding behind {decoded[0].context}", highlight=False)
+        table = Table(scheme, "cache", "batch", "ms/step", "tokens/s", "weights GB", "cache GB", "within")
+        for r in decoded:
+            sizes = (f"{r.weight_bytes / 1e9:.2f}", f"{r.cache_bytes / 1e9:.2f}")
+            speed = (f"{r.milliseconds_per_step:.2f}", f"{r.tokens_per_second:.0f}")
+            table.add_row(r.scheme, r.kv, str(r.batch), *speed, *sizes, r.memory or "–")
+        show(table)
+    if served:
+        out.print(f"{served[0].model}, {served[0].device}", highlight=False)
+        table = Table(scheme, "cache", "traffic", "within", "tokens/s", "requests/s", *_WAITS, "pages", "preempted")
+        for s in served:
+            table.add_row(
+                *(s.scheme, s.kv, s.traffic, s.memory or "–"),
+                *(f"{s.tokens_per_second:.1f}", f"{s.requests_per_second:.2f}"),
+                _waits(s.first_token, 1.0, "{:.2f}"),
+                _waits(s.per_token, 1e3, "{:.1f}"),
+                f"{s.mean_pages / s.pages:.0%}, at most {s.most_pages / s.pages:.0%}",
+                str(s.preemptions),
+            )
+        show(table)
+        for sentence in sorted({e for s in served for e in s.errors}):
+            out.print(f"failed: {sentence}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,305 @@
+"""How an engine serves: many requests in this process, timed as their clients would see them.
+
+    closed loop   N clients, each of which asks again as soon as it is answered        throughput
+    trace         requests come when they are due (crelle.eval.traffic)                waiting in line
+
+Both run the engine as it is: prompts, decoding, preemption, events. Answers have exactly the length asked for: end
+tokens do not end them. What a batch of a given size gives is in crelle.eval.serve_decode.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from crelle.engine.engine import Engine
+from crelle.engine.llm import LLM
+from crelle.engine.output import Event
+from crelle.engine.sampler import Sampling
+from crelle.errors import CapacityError, SchemeError, UnsupportedError
+from crelle.eval.decode_cuda import TOLERANCE
+from crelle.eval.load_report import Call, LoadReport, Percentiles
+from crelle.eval.traffic import Prompts, Wish
+from crelle.models.batched_cuda import BUCKETS, bucket_of
+
+POINTS = 240  # of a curve over time
+Progress = Callable[[float, int, int], None]  # seconds so far, requests answered, requests failed
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What an engine was doing at one time."""
+
+    seconds: float
+    running: int
+    waiting: int
+    pages_used: int
+    pages_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a load showed; see LoadReport for the waits, Stats for the counts."""
+
+    model: str
+    scheme: str
+    kv: str
+    device: str
+    traffic: str
+    disagreement: float  # with one pass over the same text, 0 … 1; see `disagreement`
+    memory: str | None  # the budget, as it was given
+    plan: str  # what it was used for
+    weight_bytes: int
+    cache_bytes: int
+    pages: int
+    page_tokens: int
+    max_batch: int
+    clients: int | None
+    seconds: float
+    requests: int
+    failures: int
+    tokens: int
+    prompt_tokens: int
+    tokens_per_second: float
+    requests_per_second: float
+    first_token: Percentiles | None
+    per_token: Percentiles | None
+    stall: Percentiles | None
+    answer: Percentiles | None
+    errors: dict[str, int]
+    steps: int
+    tokens_run: int
+    tokens_reused: int
+    preemptions: int
+    most_running: int
+    most_pages: int
+    mean_pages: float  # over time
+    peak_memory_bytes: int | None  # of a GPU
+    over_time: tuple[Moment, ...] = field(repr=False)
+
+
+@dataclass(slots=True)
+class _Client:
+    """One request under way."""
+
+    begun: float  # seconds from the beginning: when it was due
+    prompt: int
+    times: list[float] = field(default_factory=list)
+    error: str | None = None
+    ended: float | None = None
+
+
+class Load:
+    """A run of one engine under load."""
+
+    def __init__(self, engine: Engine, *, seed: int = 0, progress: Progress | None = None) -> None:
+        self.engine, self._progress = engine, progress
+        self._prompts = Prompts(engine.llm.model.c.vocabulary, tuple(engine.llm.end_ids), seed)
+        self._clients: list[_Client] = []
+        self._moments: list[Moment] = []
+        self._start = 0.0
+        self._done = 0
+
+    def closed_loop(self, clients: int, seconds: float, prompt: int, tokens: int) -> LoadReport:
+        """Let clients ask for `seconds`; then let the last answers come."""
+        if clients < 1 or seconds <= 0 or prompt < 1 or tokens < 1:
+            raise SchemeError("a closed loop takes at least 1 client, some seconds, a prompt and an answer of a token")
+        free = clients  # who may ask now
+        self._begin()
+        while True:
+            now = self._now()
+            for _ in range(free if now < seconds else 0):
+                self._ask(now, prompt, tokens)
+            busy = len(self._clients) - self._done
+            if not busy:
+                break
+            self._step()
+            free = clients - (len(self._clients) - self._done)
+        return self._report(clients, seconds)
+
+    def trace(self, wishes: Sequence[Wish]) -> LoadReport:
+        """Let requests come when they are due, until all are answered."""
+        if not wishes:
+            raise SchemeError("the trace has no requests in the time that was asked for")
+        left = deque(wishes)
+        self._begin()
+        while left or self._done < len(self._clients):
+            while left and left[0].at <= self._now():
+                wish = left.popleft()
+                self._ask(wish.at, wish.prompt, wish.tokens)
+            if self._done < len(self._clients):
+                self._step()
+            elif left:
+                time.sleep(max(0.0, left[0].at - self._now()))
+        return self._report(None, max(c.ended or 0.0 for c in self._clients))
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The engine over time, at most POINTS of them; the busiest of each stretch."""
+        step = -(-len(self._moments) // POINTS)
+        stretches = [self._moments[i : i + step] for i in range(0, len(self._moments), step or 1)]
+        return [max(stretch, key=lambda m: (m.pages_used, m.running)) for stretch in stretches]
+
+    def mean_pages(self) -> float:
+        """Pages in use, averaged over time."""
+        spans = [(b.seconds - a.seconds, a.pages_used) for a, b in pairwise(self._moments)]
+        total = sum(span for span, _ in spans)
+        return sum(span * used for span, used in spans) / total if total > 0 else 0.0
+
+    def most(self, of: Callable[[Moment], int]) -> int:
+        return max(map(of, self._moments), default=0)
+
+    def _begin(self) -> None:
+        self._start = time.perf_counter()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _ask(self, begun: float, prompt: int, tokens: int) -> None:
+        client = _Client(begun, prompt)
+        self._clients.append(client)
+
+        def hear(event: Event) -> None:
+            if event.token is not None:
+                client.times.append(self._now())
+            if event.output is not None:
+                client.ended = self._now()
+                client.error = str(event.output.error) if event.output.error else None
+                self._done += 1
+
+        try:
+            ids, sampling = self._prompts.next(prompt), Sampling(max_tokens=tokens)
+            self.engine.add(ids, sampling, ignore_end=True, on_event=hear)
+        except CapacityError as e:  # this one can never be served, the others can
+            client.error, client.ended = str(e), self._now()
+            self._done += 1
+
+    def _step(self) -> None:
+        self.engine.step()
+        s = self.engine.stats
+        self._moments.append(Moment(self._now(), s.running, s.waiting, s.pages_used, s.pages_cached))
+        if self._progress:
+            self._progress(self._now(), self._done, s.failed)
+
+    def _report(self, clients: int | None, seconds: float) -> LoadReport:
+        calls = [_call(c, seconds) for c in self._clients]
+        return LoadReport.of("in process", self.engine.llm.weights.path.name, clients, seconds, calls)
+
+
+def _call(c: _Client, seconds: float) -> Call:
+    gaps = [b - a for a, b in pairwise(c.times)]
+    assert c.ended is not None
+    return Call(
+        begun=c.begun,
+        seconds=c.ended - c.begun,
+        prompt="",
+        tokens=len(c.times),
+        prompt_tokens=c.prompt,
+        first=c.times[0] - c.begun if c.times else None,
+        per_token=sum(gaps) / len(gaps) if gaps else None,
+        stall=max(gaps) if gaps else None,
+        within=sum(t <= seconds for t in c.times) / len(c.times) if c.times else 1.0,
+        error=c.error,
+    )
+
+
+def serve(
+    llm: LLM,
+    scheme: str,
+    *,
+    wishes: Sequence[Wish] | None = None,
+    clients: int = 1,
+    seconds: float = 10.0,
+    prompt: int = 128,
+    tokens: int = 128,
+    traffic: str = "",
+    seed: int = 0,
+    progress: Progress | None = None,
+    **engine_options: Any,
+) -> Served:
+    """Run a trace, or else a closed loop, on an engine of its own; `scheme` and `traffic` are what the row says."""
+    device = llm.model.device
+    engine = Engine(llm, **engine_options)
+    warm(engine)
+    gap = disagreement(engine)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before, load = engine.stats, Load(engine, seed=seed, progress=progress)
+    report = load.closed_loop(clients, seconds, prompt, tokens) if wishes is None else load.trace(wishes)
+    stats, plan = engine.stats, engine.plan
+    shared = {f.name for f in fields(Served)} & {f.name for f in fields(LoadReport)} - {"model"}
+    return Served(
+        model=llm.weights.path.name,
+        scheme=scheme,
+        kv=str(engine.kv),
+        device=device_name(device),
+        traffic=traffic or f"{clients} clients, prompts of {prompt}, answers of {tokens}",
+        disagreement=gap,
+        memory=None if engine_options.get("memory") is None else str(engine_options["memory"]),
+        plan=str(plan),
+        weight_bytes=plan.weights,
+        cache_bytes=plan.cache,
+        pages=plan.pages,
+        page_tokens=plan.kv.page,
+        max_batch=plan.max_batch,
+        **{name: getattr(report, name) for name in shared},
+        steps=stats.steps - before.steps,
+        tokens_run=stats.tokens_run - before.tokens_run,
+        tokens_reused=stats.tokens_reused - before.tokens_reused,
+        preemptions=stats.preemptions - before.preemptions,
+        most_running=load.most(lambda m: m.running),
+        most_pages=load.most(lambda m: m.pages_used),
+        mean_pages=load.mean_pages(),
+        peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        over_time=tuple(load.moments),
+    )
+
+
+def warm(engine: Engine) -> None:
+    """Run a short request, and let a GPU capture its graphs, so that what comes first costs no more than the rest."""
+    c = engine.llm.model.c
+    engine.add(Prompts(c.vocabulary, seed=-1).next(min(8, c.context - 2)), Sampling(max_tokens=2), ignore_end=True)
+    engine.run()
+    if (batch := engine.runner.on_gpu(None)) is not None:
+        for bucket in BUCKETS:
+            if bucket <= bucket_of(min(engine.plan.max_batch, BUCKETS[-1])):
+                batch.graph(bucket)
+
+
+@torch.inference_mode()
+def disagreement(engine: Engine) -> float:
+    """Compare what the engine chooses for two texts with one pass of the model over the same tokens.
+
+    As in crelle.eval.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model.
+    """
+    model, tokens, prompts = engine.llm.model, 8, Prompts(engine.llm.model.c.vocabulary, seed=-2)
+    length = max(1, min(24, model.c.context - tokens))
+    texts = [prompts.next(length) for _ in range(2)]
+    handles = [engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True) for ids in texts]
+    engine.run()
+    worst = 0.0
+    for ids, handle in zip(texts, handles, strict=True):
+        output = handle.outputs[0]
+        if output.error:
+            raise output.error
+        said = output.completion.tokens
+        whole = torch.tensor([ids + said[:-1]], device=model.device)
+        logits = model(whole, model.new_cache(kv=engine.kv))[0, length - 1 :].float()  # [tokens, V]
+        best, mean = logits.amax(-1), logits.mean(-1)
+        chosen = logits.gather(1, torch.tensor(said, device=logits.device)[:, None])[:, 0]
+        gap = float(((best - chosen) / (best - mean)).max())
+        if not gap <= TOLERANCE:  # a NaN fails too
+            raise UnsupportedError(
+                f"the engine is wrong here: it chose a token {gap:.0%} of the way from the best to the mean of what "
+                "one pass over the same text gives, so it is not timed"
+            )
+        worst = max(worst, gap)
+    return worst
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

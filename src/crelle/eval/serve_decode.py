@@ -1,0 +1,162 @@
+"""What a batch of a given size gives: B texts, each behind a context of its own, one token each a step, by the engine.
+
+Prompts are not read: pages are filled with random keys and values once, so that 256 contexts cost no minutes. A step is
+then what it is in the middle of a busy hour: scheduling, the pass over the model, drawing, events. `largest_batch` is
+how many such texts a memory budget holds; nothing is allocated to find out.
+"""
+
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from crelle.engine.engine import Engine
+from crelle.engine.llm import LLM
+from crelle.engine.memory import plan
+from crelle.engine.sampler import Sampling
+from crelle.errors import CapacityError, SchemeError
+from crelle.eval.serve import device_name, disagreement, warm
+from crelle.eval.traffic import Prompts
+from crelle.formats.kv import KVFormat, KVPages, quantize
+
+BUDGET = 512  # tokens of a step, where the batch is no larger
+_WARM = 3  # steps that do not count
+_MOST = 4096  # texts that are thought of
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One batch size."""
+
+    model: str
+    scheme: str
+    kv: str
+    device: str
+    memory: str | None  # the budget whose largest batch this is
+    batch: int
+    context: int  # tokens before the first that is decoded
+    tokens: int  # decoded for each text
+    disagreement: float  # with one pass over the same text, 0 … 1
+    milliseconds_per_step: float  # the median
+    tokens_per_second: float  # of all texts together, all steps and what is between them counted
+    weight_bytes: int
+    working_bytes: int
+    cache_bytes: int
+    cached_tokens: int  # that the texts have in the cache at the end
+    peak_memory_bytes: int | None  # of a GPU
+
+
+def decode(
+    llm: LLM,
+    scheme: str,
+    *,
+    batch: int,
+    context: int = 1024,
+    tokens: int = 64,
+    kv: KVFormat | str | int | None = None,
+    memory: str | int | None = None,
+    exact: bool | None = None,
+) -> Decoded:
+    """Check, then time steps of a batch; `memory` bounds the cache and is said in the row."""
+    if batch < 1 or context < 1 or tokens < 2:
+        raise SchemeError("decoding is timed with a batch and a context of at least 1, over at least 2 tokens")
+    if context + _WARM + tokens > llm.model.c.context:
+        raise CapacityError(
+            f"{context} + {_WARM + tokens} tokens do not fit the model's context of {llm.model.c.context}"
+        )
+    fmt, device = llm.kv if kv is None else KVFormat.parse(kv), llm.model.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    pages = None if memory is not None else batch * _pages(fmt, context, tokens)
+    engine = Engine(
+        llm,
+        kv=fmt,
+        memory=memory,
+        pages=pages,
+        max_batch=batch,
+        budget=max(BUDGET, batch),
+        spare=0,
+        sharing=False,
+        exact=exact,
+    )
+    warm(engine)
+    gap = disagreement(engine)
+    fill(engine.runner.layers)
+    prompts, steps = Prompts(llm.model.c.vocabulary), list[float]()
+    for _ in range(batch):
+        engine.add(prompts.next(context), Sampling(max_tokens=_WARM + tokens), ignore_end=True)
+    engine.scheduler.assume_prompts()
+    for _ in range(_WARM):
+        engine.step()
+    begun = perf_counter()
+    for _ in range(tokens):
+        last = perf_counter()
+        engine.step()
+        steps.append(perf_counter() - last)
+    seconds = perf_counter() - begun
+    stats = engine.stats
+    if stats.preemptions or stats.failed or stats.finished < batch:
+        raise CapacityError(f"a batch of {batch} texts behind {context} tokens does not stay together: {engine.plan}")
+    return Decoded(
+        model=llm.weights.path.name,
+        scheme=scheme,
+        kv=str(fmt),
+        device=device_name(device),
+        memory=None if memory is None else str(memory),
+        batch=batch,
+        context=context,
+        tokens=tokens,
+        disagreement=gap,
+        milliseconds_per_step=1e3 * median(steps),
+        tokens_per_second=batch * tokens / seconds,
+        weight_bytes=engine.plan.weights,
+        working_bytes=engine.plan.working,
+        cache_bytes=engine.plan.cache,
+        cached_tokens=batch * (context + _WARM + tokens - 1),
+        peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    )
+
+
+def largest_batch(llm: LLM, kv: KVFormat | str | int, memory: str | int, context: int, tokens: int) -> int:
+    """Return how many texts behind a context, `tokens` to come, a budget holds; or say that it holds none."""
+    fmt = KVFormat.parse(kv)
+
+    def fits(batch: int) -> bool:
+        found = plan([llm.model], fmt, memory=memory, pages=None, max_batch=batch, budget=max(BUDGET, batch))
+        return found.pages >= batch * _pages(fmt, context, tokens)
+
+    if not fits(1):  # raises where not even a page is left
+        raise CapacityError(f"a budget of {memory} does not hold one text of {context + tokens} tokens at {fmt}")
+    low, high = 1, _MOST + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        except CapacityError:
+            high = middle
+    return low
+
+
+def parse_batches(text: str, option: str = "--batch") -> list[int]:
+    """Read sizes like 1,4,16."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise SchemeError(f"{option} should read like 1,4,16; got '{text}'")
+    return [int(part) for part in parts]
+
+
+def _pages(kv: KVFormat, context: int, tokens: int) -> int:
+    return -(-(context + _WARM + tokens) // kv.page)
+
+
+def fill(layers: list[KVPages]) -> None:
+    """Give pages something to read: random numbers of a usual size."""
+    for i, pages in enumerate(layers):
+        random = torch.Generator(pages.codes.device).manual_seed(i)
+        if pages.words is None:
+            pages.codes.normal_(generator=random)
+            continue
+        pages.codes.random_(0, 256, generator=random)
+        some = torch.linspace(-2, 2, pages.head_size)[None]
+        pages.words.fill_(int(quantize(some, pages.format.bits, 1)[1]))

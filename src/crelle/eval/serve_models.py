@@ -1,0 +1,45 @@
+"""The models that `crelle bench serve` puts under load: from files, or of a real shape with random weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from crelle.engine.llm import LLM
+from crelle.engine.tokenizer import Tokenizer
+from crelle.errors import CapacityError, UnsupportedError
+from crelle.eval.decode_cuda import does_not_fit, forget
+from crelle.eval.shapes import RandomWeights
+from crelle.formats.checkpoint import Checkpoint
+from crelle.models.loader import build
+
+
+class Wordless:
+    """Stands in for the tokenizer of a model that has none: its tokens mean nothing."""
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        raise UnsupportedError("a model of random weights knows no words; give it token ids")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def random_llm(
+    shape: str, scheme: str, device: torch.device, *, layers: int | None = None, kernel: str | None = None
+) -> LLM:
+    """Build a real shape with random weights in a scheme, or say that it does not fit."""
+    weights = RandomWeights(shape, scheme, device, layers=layers)
+    if reason := does_not_fit(weights, device):
+        raise CapacityError(reason)
+    model = build(weights, device, kernel=None if scheme == "fp16" else kernel)
+    return LLM(model, cast(Tokenizer, Wordless()), weights)
+
+
+def stored_llm(path: Path, device: str, kernel: str | None = None) -> tuple[LLM, str]:
+    """Load a model's files; return it and what a row says of its scheme."""
+    llm = LLM.load(path, device=device, kernel=kernel)
+    return llm, str(llm.weights.scheme) if isinstance(llm.weights, Checkpoint) else "as stored"
+
+
+__all__ = ["Wordless", "forget", "random_llm", "stored_llm"]

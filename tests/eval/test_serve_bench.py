@@ -1,0 +1,163 @@
+"""The serving benchmark: every request is answered in full length, counted once, and what it reports adds up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crelle import LLM, quantize
+from crelle.engine.engine import Engine
+from crelle.engine.memory import parse_bytes, plan
+from crelle.errors import CapacityError, SchemeError, UnsupportedError
+from crelle.eval import serve as serving
+from crelle.eval.serve import Load, disagreement, serve
+from crelle.eval.serve_decode import decode, fill, largest_batch
+from crelle.eval.serve_models import random_llm
+from crelle.eval.serve_plot import plot_serving
+from crelle.eval.traffic import Wish
+from crelle.formats.kv import KVFormat, KVPages
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """4 bits and a context of 96."""
+    to = tmp_path_factory.mktemp("quantized") / "q"
+    quantize(tiny_model, to, "rtn:bits=4,group=24")
+    return LLM.load(to, device="cpu")
+
+
+def test_trace_answers_everyone_in_full(llm: LLM) -> None:
+    wishes = [Wish(0.0, 20, 9), Wish(0.0, 3, 30), Wish(0.02, 50, 1), Wish(0.15, 7, 12)]
+    row = serve(llm, "4 bits", wishes=wishes, traffic="four", kv="4", pages=20)
+    assert (row.requests, row.failures, row.clients) == (4, 0, None)
+    assert (row.tokens, row.prompt_tokens) == (9 + 30 + 1 + 12, 80)
+    assert row.tokens_per_second == pytest.approx(row.tokens / row.seconds)
+    assert row.seconds >= 0.15
+    assert row.disagreement == 0
+    assert row.first_token is not None
+    assert 0 < row.first_token.p50 <= row.first_token.max < row.seconds
+    assert 0 < row.mean_pages <= row.most_pages <= row.pages == 20
+    assert max(m.running for m in row.over_time) == row.most_running <= 4
+
+
+def test_closed_loop_keeps_its_clients_busy_and_ends(llm: LLM) -> None:
+    row = serve(llm, "4 bits", clients=3, seconds=0.5, prompt=10, tokens=6, pages=60)
+    assert row.most_running == 3
+    assert row.requests > 3
+    assert row.failures == 0
+    assert row.prompt_tokens == 10 * row.requests
+    assert 0 < row.tokens <= 6 * row.requests
+    assert row.tokens >= 6 * (row.requests - 3)  # only the last ones may end too late
+
+
+def test_preemptions_are_counted(llm: LLM) -> None:
+    row = serve(llm, "4 bits", clients=4, seconds=0.3, prompt=8, tokens=60, pages=9, max_batch=4)
+    assert row.preemptions > 0
+    assert row.tokens_run > row.prompt_tokens
+
+
+def test_what_can_never_fit_fails_alone(llm: LLM) -> None:
+    load = Load(Engine(llm, pages=2))
+    report = load.trace([Wish(0, 60, 20), Wish(0, 5, 5)])
+    assert (report.failures, report.tokens) == (1, 5)
+    assert "the whole cache has 2" in next(iter(report.errors))
+
+
+def test_waits_count_from_when_a_request_was_due(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one text at a time, the second of two that come together waits for all of the first."""
+    load = Load(Engine(llm, pages=40, max_batch=1))
+    report = load.trace([Wish(0, 5, 40), Wish(0, 5, 2)])
+    first, second = report.calls
+    assert second.first is not None
+    assert second.first > first.seconds - 1e-3
+
+
+def test_wrong_engine_is_not_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, run = Engine(llm, pages=40), None
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda step: -run(step))
+    with pytest.raises(UnsupportedError, match="the engine is wrong here"):
+        disagreement(engine)
+    monkeypatch.setattr(engine.runner, "run", lambda step: run(step) * torch.nan)
+    with pytest.raises(UnsupportedError, match="the engine is wrong here"):
+        disagreement(engine)
+
+
+def test_no_load_is_a_sentence(llm: LLM) -> None:
+    with pytest.raises(SchemeError, match="no requests"):
+        serve(llm, "4 bits", wishes=[], pages=20)
+    with pytest.raises(SchemeError, match="at least 1 client"):
+        serve(llm, "4 bits", clients=0, pages=20)
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["16", "4", "8"])
+@pytest.mark.parametrize("batch", [1, 5, 20])
+def test_decoding_steps_all_texts_together(llm: LLM, batch: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    schedule = serving.Engine.step
+
+    def step(self: Engine) -> bool:
+        found = schedule(self)
+        seen.append(self.stats.running)
+        return found
+
+    monkeypatch.setattr(Engine, "step", step)
+    row = decode(llm, "4 bits", batch=batch, context=60, tokens=8, kv=kv)
+    assert (row.batch, row.context, row.memory) == (batch, 60, None)
+    assert seen.count(batch) >= 8
+    assert row.cached_tokens == batch * (60 + 3 + 8 - 1)
+    assert row.tokens_per_second == pytest.approx(batch * 1e3 / row.milliseconds_per_step, rel=0.9)
+
+
+def test_largest_batch_fits_and_one_more_does_not(llm: LLM) -> None:
+    kv, memory = KVFormat(4), "9MB"
+    batch = largest_batch(llm, kv, memory, 60, 8)
+    assert batch > 1
+    row = decode(llm, "4 bits", batch=batch, context=60, tokens=8, kv=kv, memory=memory)
+    assert row.weight_bytes + row.working_bytes + row.cache_bytes <= parse_bytes(memory)
+    more = plan([llm.model], kv, memory=memory, pages=None, max_batch=batch + 1, budget=max(512, batch + 1))
+    assert more.pages < (batch + 1) * -(-(60 + 3 + 8) // kv.page)
+    assert largest_batch(llm, 16, memory, 60, 8) < batch
+
+
+def test_too_little_memory_is_a_sentence(llm: LLM) -> None:
+    with pytest.raises(CapacityError, match="holds no cache"):
+        largest_batch(llm, 4, "100kB", 60, 8)
+    with pytest.raises(CapacityError, match="context of 96"):
+        decode(llm, "4 bits", batch=1, context=95, tokens=8)
+
+
+@pytest.mark.parametrize("kv", ["16", "8", "4"])
+def test_filled_pages_hold_numbers_of_a_usual_size(kv: str) -> None:
+    pages = KVPages.new(KVFormat.parse(kv), 9, 2, 64, torch.float32, "cpu")
+    fill([pages])
+    numbers = pages.read(torch.arange(9))
+    assert numbers.isfinite().all()
+    assert 0.5 < float(numbers.std()) < 2
+
+
+def test_shape_with_random_weights_decodes_without_a_tokenizer() -> None:
+    shaped = random_llm("smollm2-135m", "rtn:bits=4,group=64", torch.device("cpu"), layers=1)
+    row = decode(shaped, "rtn:bits=4,group=64", batch=2, context=20, tokens=3, kv=4)
+    assert row.model == "smollm2-135m"
+    with pytest.raises(UnsupportedError, match="knows no words"):
+        shaped.generate("Hello")
+
+
+def test_picture_of_both_kinds_of_rows(llm: LLM, tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    rows: list[Any] = [
+        decode(llm, "4 bits", batch=1, context=20, tokens=3),
+        decode(llm, "4 bits", batch=2, context=20, tokens=3, memory="9MB"),
+        serve(llm, "4 bits", wishes=[Wish(0, 5, 5)], traffic="one", pages=20),
+    ]
+    for some in (rows, rows[:1], rows[2:]):
+        path = tmp_path / "p.png"
+        plot_serving(path, [asdict(r) for r in some])
+        assert path.read_bytes().startswith(b"\x89PNG")
+        path.unlink()

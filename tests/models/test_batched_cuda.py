@@ -1,0 +1,127 @@
+"""Batches of sequences on a GPU against the plain model, and against themselves alone; without one: why not."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from test_graphed import LLAMA, MISTRAL, OPT, make
+from torch import Tensor
+
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.models.batched_cuda import BUCKETS, CudaBatch, Part, bucket_of, why_not
+from crelle.models.loader import Model
+
+gpu = pytest.mark.gpu
+CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL}
+TOLERANCE = {"kv16": 2e-2, "kv8": 2.5e-2, "kv4": 0.4}  # relative, of logits, to the plain model with numbers as cache
+
+
+def test_a_model_on_the_cpu_says_why_it_has_no_graphs() -> None:
+    assert why_not(make(LLAMA, "fp16", "cpu"), KVFormat(4)) == "graphs of a whole step run on a GPU, not on cpu"
+
+
+def test_buckets_hold_every_batch() -> None:
+    assert [bucket_of(n) for n in (1, 3, 5, 17, 129, 256, 1000)] == [1, 4, 8, 24, 192, 256, 256]
+    assert list(BUCKETS) == sorted(BUCKETS)
+
+
+class Texts:
+    """Sequences on pages of their own, in no order; one more page than they need stays poisoned."""
+
+    def __init__(self, model: Model, kv: str, sequences: int, length: int, exact: bool = False) -> None:
+        fmt, c = KVFormat.parse(kv), model.c
+        each = -(-length // fmt.page)
+        self.layers = [
+            KVPages.new(fmt, each * sequences + 1, c.kv_heads, c.head_size, model.dtype, "cuda")
+            for _ in range(c.layers)
+        ]
+        order = torch.randperm(each * sequences + 1, generator=torch.Generator().manual_seed(0))
+        self.pages, self.left = order[:-1].view(sequences, each).tolist(), int(order[-1])
+        self.lengths = [0] * sequences
+        for pages in self.layers:
+            for t in pages.tensors():
+                t.view(torch.uint8)[self.left] = 255
+        centers = model.key_centers if fmt.center else [None] * c.layers
+        self.batch = CudaBatch(model, self.layers, centers, exact=exact)
+
+    def run(self, new: dict[int, Sequence[int]], wanted: Sequence[int] | None = None) -> Tensor:
+        parts = [Part(ids, self.lengths[b], self.pages[b], wanted is None or b in wanted) for b, ids in new.items()]
+        for b, ids in new.items():
+            self.lengths[b] += len(ids)
+        return self.batch(parts).clone()
+
+    def untouched(self) -> bool:
+        return all(bool((t.view(torch.uint8)[self.left] == 255).all()) for p in self.layers for t in p.tensors())
+
+
+def random_ids(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(1000, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@gpu
+@pytest.mark.parametrize("kv", TOLERANCE)
+@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: str) -> None:
+    model = make(CONFIGS[name], scheme, "cuda")
+    assert why_not(model, KVFormat.parse(kv)) is None
+    texts = Texts(model, kv, 12, 80)
+    ids = {b: random_ids(60 + b, seed=b) for b in range(12)}
+    with torch.inference_mode():
+        wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
+    # all prompts at once, some in two portions, then steps of 3, 8 and 12 sequences
+    found = texts.run({b: ids[b][: 20 + b] for b in range(12)})
+    for b in range(12):
+        assert error(found[b], wanted[b][19 + b]) < TOLERANCE[kv]
+    found = texts.run({b: ids[b][20 + b : 41 + b] for b in (1, 5)} | {2: [ids[2][22]]}, wanted=[2, 5])
+    assert error(found[0], wanted[5][45]) < TOLERANCE[kv]
+    assert error(found[1], wanted[2][22]) < TOLERANCE[kv]
+    for rows in (range(3), range(2, 10), range(12), range(1)):
+        for _ in range(3):
+            found = texts.run({b: [ids[b][texts.lengths[b]]] for b in rows})
+            for row, b in enumerate(rows):
+                assert error(found[row], wanted[b][texts.lengths[b] - 1]) < TOLERANCE[kv]
+    assert texts.untouched()
+
+
+@gpu
+@pytest.mark.parametrize("kv", ["kv16", "kv4"])
+@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"])
+def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> None:
+    model = make(LLAMA, scheme, "cuda")
+    ids = {b: random_ids(60, seed=b) for b in range(20)}
+    together, alone, cut = (Texts(model, kv, 20, 64, exact=True) for _ in range(3))
+    found = {b: [row] for b, row in enumerate(together.run({b: i[:40] for b, i in ids.items()}))}
+    for at in range(40, 60):
+        for b, row in enumerate(together.run({b: [i[at]] for b, i in ids.items()})):
+            found[b].append(row)
+    for b, i in ids.items():
+        rows = [alone.run({b: i[:40]})[0]] + [alone.run({b: [i[at]]})[0] for at in range(40, 60)]
+        assert torch.equal(torch.stack(rows), torch.stack(found[b]))
+    for portion in ((0, 7), (7, 30), (30, 40)):
+        last = cut.run({b: i[slice(*portion)] for b, i in ids.items()})
+    assert torch.equal(last, torch.stack([rows[0] for rows in found.values()]))
+
+
+@gpu
+def test_a_bucket_gives_the_same_bits_whoever_else_is_in_it() -> None:
+    model = make(LLAMA, "rtn:bits=4,group=64", "cuda")
+    ids = {b: random_ids(33, seed=b) for b in range(16)}
+    full, few = (Texts(model, "kv4", 16, 48) for _ in range(2))
+    for texts in (full, few):
+        for b in range(16):
+            texts.run({b: ids[b][:32]})
+    a = full.run({b: [ids[b][32]] for b in range(16)})
+    b = few.run({b: [ids[b][32]] for b in range(3, 12)})  # 9 of 16 rows
+    assert torch.equal(a[3:12], b)
+
+
+@gpu
+def test_no_one_has_no_logits() -> None:
+    model = make(LLAMA, "fp16", "cuda")
+    texts = Texts(model, "kv16", 2, 40)
+    assert texts.run({0: random_ids(5), 1: [7]}, wanted=[]).shape == (0, 1000)
