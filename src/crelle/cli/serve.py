@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crelle.cli.console import Bits, Device, Json, KernelName, Model, err, print_json, use_threads
+from crelle.cli.console import Bits, Device, Json, KernelName, Model, Threads, err, print_json, use_threads
 
 if TYPE_CHECKING:
     from crelle.server.app import Server
@@ -49,9 +49,7 @@ def run(
     ] = False,
     bits: Bits = None,
     device: Device = "auto",
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="CPU threads that compute; default: all cores but one.")
-    ] = None,
+    threads: Threads = None,
     kernel: KernelName = None,
     json: Json = False,
 ) -> None:
@@ -71,7 +69,6 @@ def run(
     from crelle.engine.llm import LLM
     from crelle.engine.memory import parse_bytes
     from crelle.errors import UnsupportedError
-    from crelle.kernels.threads import available_cores
 
     try:
         from crelle.server import logs
@@ -95,9 +92,7 @@ def run(
         grace=grace,
         log_prompts=log_prompts,
     )
-    use_threads(
-        threads or max(1, available_cores() - 1)
-    )  # threads that compute wait for each other: one core is for the rest
+    use_threads(threads)
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     with err.status(f"loading {model}"):
         llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
