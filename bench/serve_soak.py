@@ -169,7 +169,9 @@ def main() -> None:
             "tokens_per_second": sum(speeds) / len(speeds),
             "most_pages_used": max(s["pages_used"] for s in seen),
         }
-    result = {**facts(), "command": "python bench/serve_soak.py OUT.json", "model": "SmolLM2-135M rtn:bits=4,group=64"}
+    given = [Path(a).name for a in sys.argv[1:]]
+    model = args.model.name if args.model else "SmolLM2-135M rtn:bits=4,group=64"
+    result = {**facts(), "command": f"python bench/serve_soak.py {' '.join(given)}", "model": model}
     args.out.write_text(json.dumps({**result, "kv": args.kv, **rows}, indent=2) + "\n")
     print(json.dumps(rows, indent=2))
     bad = log["failures"] or log["different"] or code or rows["tracebacks_in_the_log"] or log["pages_used_at_the_end"]
