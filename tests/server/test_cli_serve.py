@@ -76,6 +76,7 @@ def test_sigterm_under_load_answers_everybody_and_ends_with_code_0() -> None:
     assert out == "", "one JSON object and nothing else"
     assert (facts["model"], facts["precisions"], facts["max_batch"]) == ("tiny", [2, 3, 4], 4)
     assert facts["scheme"].startswith("bcq-nested")
+    assert facts["exact"] is True  # the default on a CPU
     assert len(answers) == 8
     for code, body in answers:
         assert code in (200, 503)
@@ -89,6 +90,12 @@ def test_sigterm_under_load_answers_everybody_and_ends_with_code_0() -> None:
     events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
     assert events[-1] == "stopped"
     assert {"ready", "signal", "stopping"} <= set(events)
+
+
+def test_exactness_can_be_given_up() -> None:
+    with process("--no-exact", "--json") as (_, port, said):
+        assert json.loads(said)["exact"] is False
+        assert ask(port, prompt="Hello", max_tokens=5)[0] == 200
 
 
 def test_banner_says_what_is_served_and_where() -> None:

@@ -47,6 +47,10 @@ def run(
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts and answers into the log; they are left out otherwise.")
     ] = False,
+    exact: Annotated[
+        bool | None,
+        typer.Option("--exact/--no-exact", help="Same bits in any company, or faster; default: exact on a CPU."),
+    ] = None,
     bits: Bits = None,
     device: Device = "auto",
     threads: Threads = None,
@@ -96,7 +100,7 @@ def run(
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     with err.status(f"loading {model}"):
         llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
-        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit)
+        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, exact=exact)
     logs.set_up()
 
     def on_start(server: "Server") -> None:
@@ -122,6 +126,7 @@ def _facts(server: "Server") -> dict[str, Any]:
         "precisions": list(llm.precisions),
         "device": str(llm.model.device),
         "kv": str(state.engine.kv),
+        "exact": state.engine.runner.exact,
         "pages": plan.pages,
         "bytes": {"weights": plan.weights, "working": plan.working, "cache": plan.cache},
         "context": plan.context,

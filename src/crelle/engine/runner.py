@@ -27,10 +27,10 @@ class Runner:
     """A model with all of its pages."""
 
     def __init__(self, llm: LLM, kv: KVFormat, pages: int, *, exact: bool | None = None) -> None:
-        """Allocate the pages; exact: see crelle.models.batched."""
+        """Allocate the pages; exact: see crelle.models.batched; by default on a CPU."""
         model, c = llm.model, llm.model.c
         sizes = (pages, kv_heads(model), c.head_size, model.dtype, model.device)
-        self.llm, self.kv, self._exact = llm, kv, exact
+        self.llm, self.kv, self.exact = llm, kv, model.device.type == "cpu" if exact is None else exact
         self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
         self._batched: dict[int | None, Batched] = {}
         self._on_gpu: dict[int | None, CudaBatch | None] = {}
@@ -64,14 +64,14 @@ class Runner:
     def at(self, bits: int | None) -> Batched:
         """Return the model at a precision, ready for batches."""
         if bits not in self._batched:
-            self._batched[bits] = Batched(self.llm.at(bits), exact=self._exact)
+            self._batched[bits] = Batched(self.llm.at(bits), exact=self.exact)
         return self._batched[bits]
 
     def on_gpu(self, bits: int | None) -> CudaBatch | None:
         """Return the model at a precision as graphs on its GPU, or None where it has none (`why_not` says why)."""
         if bits not in self._on_gpu:
             model = self.llm.at(bits)
-            able, exact = why_not(model, self.kv) is None, bool(self._exact)
+            able, exact = why_not(model, self.kv) is None, self.exact
             self._on_gpu[bits] = CudaBatch(model, self.layers, centers(model, self.kv), exact=exact) if able else None
         return self._on_gpu[bits]
 
