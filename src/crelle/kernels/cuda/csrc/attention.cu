@@ -15,6 +15,7 @@
 // The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
 // step ends with a kernel that never lets the next start early (tokens.cu), or outside of this package.
 #include "digits.cuh"
+#include "scores.cuh"
 #include "tensorcore.cuh"
 #include "turn.cuh"
 
@@ -25,17 +26,6 @@ namespace crelle {
 #else
 #define CLUSTER_OF(blocks)
 #endif
-
-__device__ __forceinline__ float largest_of_rows(float v) {
-#pragma unroll
-  for (int i = 4; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
-  return v;
-}
-__device__ __forceinline__ float sum_of_rows(float v) {
-#pragma unroll
-  for (int i = 4; i < 32; i *= 2) v += __shfl_xor_sync(~0u, v, i);
-  return v;
-}
 
 // Blocks of a cluster: `arrive` and later `meet` are one barrier, after which all see what the others wrote before it.
 __device__ __forceinline__ void arrive() {

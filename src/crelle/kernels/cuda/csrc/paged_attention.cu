@@ -21,31 +21,16 @@
 // them 16 tensor instructions and 96 masks and shifts that make numbers of codes (at half rate: 192 cycles of their
 // unit). Under way: 4608 bytes for each stage of a warp; 8 blocks of 2 warps with 3 stages: 221 KB a multiprocessor.
 #include "pages.cuh"
+#include "scores.cuh"
 
 namespace crelle {
 
-constexpr float NOTHING = -3e38f;  // the score of what is not seen
-constexpr float RAISED = 2;        // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
+constexpr float RAISED = 2;  // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
 
-__device__ __forceinline__ float largest_of_rows(float v) {
-#pragma unroll
-  for (int i = 4; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
-  return v;
-}
-__device__ __forceinline__ float sum_of_rows(float v) {
-#pragma unroll
-  for (int i = 4; i < 32; i *= 2) v += __shfl_xor_sync(~0u, v, i);
-  return v;
-}
 __device__ __forceinline__ float largest_of_warp(float v) {
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
   return v;
-}
-__device__ __forceinline__ float power_of_two(float v) {
-  float to;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(v));
-  return to;
 }
 
 // Copy up to BYTES (8 or 16) into shared memory; the rest becomes zeros.

@@ -1,16 +1,8 @@
-// What attention does to single heads and logits: norms, rotary positions, powers.
+// What attention does to single heads: norms, rotary positions.
 #pragma once
 #include "numbers.cuh"
 
 namespace crelle {
-
-constexpr float NOTHING = -3e38f;  // the logit of what is not seen
-
-__device__ __forceinline__ float power_of_two(float v) {
-  float to;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(v));
-  return to;
-}
 
 // cos and sin for the pairs of dimensions that a lane turns.
 template <int D>
