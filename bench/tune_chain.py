@@ -3,8 +3,8 @@
     python bench/tune_chain.py [BITS …]
 
 One problem after the other takes the cut with which a whole step of a Llama-2-7B with random weights is fastest, twice
-around. The lines go into kernels/cuda/tuned.json as they are. Run bench/tune_cuda.py for products by themselves; the
-results of every cut used here are checked there.
+around. The lines go into kernels/cuda/tuned.json as they are. Nothing is checked here: `crelle bench decode` refuses to
+time a model whose tokens are wrong. bench/tune_cuda.py does the same for products by themselves.
 """
 
 import json
