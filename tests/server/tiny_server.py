@@ -3,8 +3,10 @@
 import asyncio
 import atexit
 import json
+import random
 import shutil
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -27,6 +29,7 @@ from crelle.server.app import Server, running
 from crelle.server.settings import Settings
 
 CONTEXT = 2048
+GREEDY = {"prompt": "Hello", "max_tokens": 12, "temperature": 0}
 VISIBLE = 94  # the tokens of ! to ~ come first
 
 
@@ -176,3 +179,43 @@ def slow_down(engine: Engine, seconds: float) -> None:
         return compute(step)
 
     engine.runner.run = run  # type: ignore[method-assign]
+
+
+def ask(server: Running, **more: Any) -> tuple[int, dict[str, Any]]:
+    """Complete a prompt over a fresh connection."""
+    answer = server.raw(post("/v1/completions", json.dumps({**GREEDY, **more}).encode()))
+    return status(answer), json.loads(answer.split(b"\r\n\r\n", 1)[1])
+
+
+def still_serves(server: Running, want: str) -> None:
+    code, body = ask(server)
+    assert (code, body["choices"][0]["text"]) == (200, want)
+    server.assert_empty()
+
+
+def reset(sock: socket.socket) -> None:
+    """Hang up without a goodbye."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def malformed(rng: random.Random) -> bytes:
+    """A request that is nearly right: bytes changed, dropped or doubled, or values swapped for others."""
+    odd: list[Any] = [None, True, -1, 0, 1e308, 2**70, "", "x" * 300, [], {}, [[]], [None], {"a": {}}, "\x00", "é€𝄞"]
+    body = dict(rng.choice([GREEDY, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}]))
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    body["max_tokens"] = 2
+    names = ["stop", "n", "seed", "logprobs", "temperature", "prompt", "messages", "stream", "model", "nonsense"]
+    for _ in range(rng.randint(1, 3)):
+        body[rng.choice(names)] = rng.choice(odd)
+    data = bytearray(json.dumps(body).encode())
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randrange(len(data))
+        match rng.randrange(3):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at]
+            case _:
+                data[at:at] = data[at : at + 5]
+    return post(path, bytes(data), close=False)
