@@ -1,11 +1,9 @@
 """Run-time compilation: it needs no GPU, so all of it is checked everywhere; what launches is marked `gpu`."""
 
 import fcntl
-import importlib.util
 import logging
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -14,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from disassembly import disassemble
 
 from crelle.errors import BuildError, CrelleError, UnsupportedError
 from crelle.kernels import cuda
 from crelle.kernels.cuda import build
 from crelle.kernels.cuda.launch import _Packer
-from crelle.kernels.cuda.variants import variants
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
 
@@ -269,101 +267,6 @@ def test_compile_all_keeps_the_order_and_reports_progress(sources: Path) -> None
 def test_compile_all_raises_what_failed(sources: Path) -> None:
     with pytest.raises(BuildError, match="broken<3>"):
         build.compile_all([KERNEL, ("scale.cu", "test::broken<3>")], "sm_80")
-
-
-# Our own kernels ---------------------------------------------------------------------------------------------------
-
-LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
-MATRIX = re.compile(r"\b[BIHQ]G?MMA\b")
-MATRIX_FILES = {"decode.cu", "tiles.cu"}
-
-
-def disassemble(cubin: bytes) -> str | None:
-    """Return the machine instructions, or None where no disassembler is installed."""
-    if (tool := _disassembler()) is None:
-        return None
-    import tempfile
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        command = [tool, "--dump-sass", f.name] if "cuobjdump" in Path(tool).name else [tool, "-c", f.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _disassembler() -> str | None:
-    from cuda.pathfinder import find_nvidia_binary_utility
-
-    triton = importlib.util.find_spec("triton")
-    inside = [Path(p) / "backends/nvidia/bin" for p in (triton.submodule_search_locations or [])] if triton else []
-    for name in ("nvdisasm", "cuobjdump"):
-        if found := shutil.which(name) or find_nvidia_binary_utility(name):
-            return found
-        for directory in inside:
-            if (directory / name).exists():
-                return str(directory / name)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("line", "local", "matrix"),
-    [
-        ("/*0010*/   LDL.64 R2, [R1] ;", True, False),
-        ("/*0010*/   @P0 STL [R1+0x8], R4 ;", True, False),
-        ("/*0010*/   LDG.E.128 R4, [R2.64] ;", False, False),
-        ("/*0010*/   IMMA.16832.S8.S8 R8, R4.ROW, R6.COL, R8 ;", False, True),
-        ("/*0010*/   BMMA.168256.AND.POPC R8, R4, R6, R8 ;", False, True),
-        ("/*0010*/   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;", False, True),
-    ],
-)
-def test_the_markers_tell_instructions_apart(line: str, local: bool, matrix: bool) -> None:
-    assert (bool(LOCAL_MEMORY.search(line)), bool(MATRIX.search(line))) == (local, matrix)
-
-
-SPILLS = """
-namespace test {
-__global__ void spills(const int* at, int* y) {
-  int room[64];
-  for (int i = 0; i < 64; i++) room[at[i]] = i;
-  for (int i = 0; i < 64; i++) y[i] = room[at[i + 64]];
-}
-}
-"""
-
-
-def test_local_memory_is_found(sources: Path) -> None:
-    (sources / "spills.cu").write_text(SPILLS)
-    if (code := disassemble(build.compile("spills.cu", "test::spills", "sm_90a").cubin)) is None:
-        pytest.skip("no disassembler")
-    assert LOCAL_MEMORY.search(code)
-
-
-def spills_allowed(file: str, expression: str, arch: str) -> int:
-    """How many instructions may go to local memory: a few, around the loop, in what was measured to be fastest so."""
-    planes = re.match(r"crelle::decode<(\d)", expression)
-    if planes:
-        return 80 if int(planes[1]) > 4 else 8 if arch == "sm_90a" else 40
-    return 24 if file in ("dense.cu", "lut.cu", "tiles.cu") else 0
-
-
-@pytest.mark.parametrize("arch", build.ARCHITECTURES)
-def test_every_variant_compiles_and_stays_in_registers(arch: str) -> None:
-    """Each for each architecture; the instructions are looked at where there is a disassembler."""
-    wrong = []
-    for built in build.compile_all(variants(arch), arch):
-        assert built.cubin
-        if (code := disassemble(built.cubin)) is None:
-            continue
-        if len(LOCAL_MEMORY.findall(code)) > spills_allowed(built.file, built.expression, arch):
-            wrong.append(f"{built.file} {built.expression}: local memory")
-        if built.file in MATRIX_FILES and "arrange" not in built.expression and not MATRIX.search(code):
-            wrong.append(f"{built.file} {built.expression}: no matrix instruction")
-    assert not wrong, f"{arch}: " + "; ".join(wrong)
-
-
-def test_every_source_lies_in_the_package() -> None:
-    assert build.CSRC.parent == Path(cuda.__file__).parent
-    assert {file for file, _ in variants("sm_90a")} <= {p.name for p in build.CSRC.glob("*.cu")}
 
 
 # Availability ------------------------------------------------------------------------------------------------------
