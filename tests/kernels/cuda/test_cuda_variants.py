@@ -75,6 +75,54 @@ def test_every_variant_compiles_and_stays_in_registers(arch: str) -> None:
     assert not wrong, f"{arch}: " + "; ".join(wrong)
 
 
+def loads_in_flight(code: str) -> int:
+    """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
+
+    A warp issues in order: a load has come back when an instruction that takes its register has been issued.
+    """
+    waiting: set[int] = set()
+    most = 0
+    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code):
+        kind, *_ = line.split()
+        registers = [int(r) for r in re.findall(r"\bR(\d+)\b", line)]
+        if kind.startswith("LDS"):
+            width = 4 if ".128" in kind else 2 if ".64" in kind else 1
+            waiting -= set(registers[1:])
+            waiting |= set(range(registers[0], registers[0] + width))
+        elif kind.startswith("UBLKCP"):
+            most = max(most, len(waiting))
+        else:
+            wide = 4 if "MMA" in kind else 1
+            waiting -= {r + i for r in registers for i in range(wide)}
+    return most
+
+
+@pytest.mark.parametrize(
+    ("instructions", "count"),
+    [
+        ("LDS.64 R4, [R2] ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 2),
+        ("LDS R4, [R2] ; @P0 IADD3 R5, R4, R1, RZ ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("LDS.128 R4, [R2] ; HMMA.16816.F32 R8, R4, R12, R8 ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("UBLKCP.S.G [UR6], [UR8], UR10 ; LDS R4, [R2] ;", 0),
+    ],
+)
+def test_loads_in_flight_are_found(instructions: str, count: int) -> None:
+    code = "\n".join(f"/*{16 * i:04x}*/ {line.strip()} ;" for i, line in enumerate(instructions.split(";")[:-1]))
+    assert loads_in_flight(code) == count
+
+
+def test_no_piece_is_overwritten_while_it_is_read() -> None:
+    """A load can wait long behind others, and the copy engine waits for nobody (one tile a warp, one place each)."""
+    one_tile = re.compile(r"decode<\d, crelle::\w+, \d, \d, 1,|hopper<|dozens<")
+    wrong = []
+    for built in build.compile_all([v for v in variants("sm_90a") if one_tile.search(v[1])], "sm_90a"):
+        if (code := disassemble(built.cubin)) is None:
+            pytest.skip("no disassembler")
+        if count := loads_in_flight(code):
+            wrong.append(f"{built.expression}: {count}")
+    assert not wrong, "; ".join(wrong)
+
+
 def test_every_source_lies_in_the_package() -> None:
     assert build.CSRC.parent == Path(cuda.__file__).parent
     assert {file for file, _ in variants("sm_90a")} <= {p.name for p in build.CSRC.glob("*.cu")}
