@@ -157,7 +157,23 @@ def test_codes_as_tiles_have_the_bits_of_single_rows(
         x = inputs(16, K)
         x[3] = 0
         rows = torch.cat([product(row[None].contiguous(), w) for row in x])
-        assert torch.equal(product(x, w), rows)
+        for M in (16, 9, 8, 5):
+            assert torch.equal(product(x[:M], w), rows[:M])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("P", [4, 8])
+def test_codes_as_tiles_hold_the_largest_sums(isa: str, P: int, precision: Precision) -> None:
+    N, K = 32, 512
+    codes = torch.full((N, K), 2**P - 1, dtype=torch.uint8)
+    scale, zero = torch.full((N, K // 128), 0.01), torch.zeros(N, K // 128, dtype=torch.uint8)
+    stored = UniformTensor.from_codes(codes, P, scale.half(), zero, 128)
+    w, x = Cpu(precision).prepare(stored, torch.float32), torch.ones(16, K)
+    x[1::2] = -1
+    x[2] = 255 / 256  # every low digit at its end
+    wanted = matmul_fp64(x, stored)
+    assert error(product(x, w), wanted) < TOLERANCE[precision]
+    assert torch.equal(product(x, w), torch.cat([product(row[None].contiguous(), w) for row in x]))
 
 
 def test_exact_error_is_far_below_int8(isa: str) -> None:

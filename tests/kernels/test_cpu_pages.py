@@ -1,5 +1,6 @@
 """The C++ step and prompt over pages of 16, 8 and 4 bits against the readable kernels over the same pages."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,10 +43,10 @@ def make(**options: Any) -> Llama:
     return model
 
 
-def pages_for(model: Llama, fmt: KVFormat, rows: int, width: int) -> Paged:
+def pages_for(model: Llama, fmt: KVFormat, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Paged:
     """Pages enough for all rows, handed out in disorder."""
     c, count = model.c, rows * width + 3
-    layers = [KVPages.new(fmt, count, c.kv_heads, c.head_size, torch.float32, "cpu") for _ in range(c.layers)]
+    layers = [KVPages.new(fmt, count, c.kv_heads, c.head_size, dtype, "cpu") for _ in range(c.layers)]
     table = torch.randperm(count)[: rows * width].to(torch.int32).view(rows, width).contiguous()
     centers = [x.float().contiguous() for x in model.key_centers] if fmt.center else []
     return Paged(layers, table, centers)
@@ -83,31 +84,70 @@ def test_prompt_and_steps_match_layer_by_layer(text: str, options: dict[str, Any
     assert close(torch.cat(found), wanted, fmt)
 
 
-@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4"])
-def test_a_row_does_not_depend_on_who_steps_beside_it(text: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pages_of_16_bits_match_layer_by_layer(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, fmt = make(), KVFormat.parse(text)
+    model, fmt = make(), KVFormat(16)
+    tokens, decoder = torch.randint(0, 300, (90,)), model.decoder
+    wanted = layer_by_layer(model, tokens, fmt, [70] + [1] * 20)
+    assert isinstance(decoder, Decoder)
+    paged = pages_for(model, fmt, rows=1, width=6, dtype=dtype)
+    found = [decoder.prefill(tokens[:70], 0, paged, last=False)]
+    found += [decoder.step(tokens[i : i + 1], torch.tensor([i]), paged) for i in range(70, 90)]
+    assert (
+        0
+        < ((torch.cat(found) - wanted).norm() / wanted.norm()).item()
+        < {2**-10: 2e-3, 2**-7: 2e-2}[torch.finfo(dtype).eps]
+    )
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = cpu.core().threads()
+    yield cpu.core().set_threads
+    cpu.core().set_threads(before)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (6, 2), (8, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("kv16", torch.float32),
+        ("kv16", torch.float16),
+        ("kv16", torch.bfloat16),
+        ("kv16:page=5", torch.float16),
+        ("kv8", torch.float32),
+        ("kv4", torch.float32),
+    ],
+    ids=str,
+)
+def test_a_row_does_not_depend_on_who_steps_beside_it(
+    text: str, dtype: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None]
+) -> None:
+    """Nor on how many threads there are: they share out the heads, and heads of one key attend together."""
+    torch.manual_seed(0)
+    model, fmt = make(num_attention_heads=heads[0], num_key_value_heads=heads[1]), KVFormat.parse(text)
     decoder = model.decoder
     assert isinstance(decoder, Decoder)
-    lengths, tokens = [3, 40, 17], torch.randint(0, 300, (3, 60))
+    lengths, tokens = [3, 40, 17, 150, 63, 64], torch.randint(0, 300, (6, 170))
 
     def step(paged: Paged, rows: list[int], i: int) -> Tensor:
         fresh = torch.stack([tokens[r, lengths[r] + i] for r in rows])
         return decoder.step(fresh, torch.tensor([lengths[r] + i for r in rows]), paged, rows=torch.tensor(rows))
 
-    def run(together: bool) -> list[Tensor]:
+    def run(batches: list[list[int]], count: int) -> list[Tensor]:
+        threads(1)  # prompts are not what is compared
         torch.manual_seed(5)
-        paged = pages_for(model, fmt, rows=3, width=6)
+        paged = pages_for(model, fmt, rows=6, width=-(-170 // fmt.page), dtype=dtype)
         for row, n in enumerate(lengths):
             decoder.prefill(tokens[row, :n], 0, paged, row=row)
-        out = []
-        for i in range(10):
-            rows = [[0, 1, 2]] if together else [[0], [1], [2]]
-            out.append(torch.cat([step(paged, r, i) for r in rows]))
-        return out
+        threads(count)
+        return [torch.cat([step(paged, rows, i) for rows in batches]) for i in range(4)]
 
-    for a, b in zip(run(True), run(False), strict=True):
-        assert torch.equal(a, b)
+    alone = run([[r] for r in range(6)], 1)
+    for batches, count in (([list(range(6))], 1), ([list(range(6))], 3), ([[0, 1], [2], [3, 4, 5]], 2)):
+        for a, b in zip(alone, run(batches, count), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_codes_are_those_of_the_format() -> None:

@@ -4,7 +4,8 @@
 
 weights         what the kernels multiply with, at every precision that is served, the embedding and the norms. On a
                 CPU the file they came from stays mapped, and the system may drop those pages at any time: not counted.
-working space   the numbers of one step: its residual stream, the widest layer, the logits of all who draw
+working space   the numbers of one step: its residual stream, the widest layer, the logits of all who draw; on a GPU
+                also a prompt's keys and values as numbers, and what cuBLAS and products that share their sums put aside
 pages           the rest: keys and values of all layers, scales and zeros counted
 """
 
@@ -20,11 +21,13 @@ from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv import KVFormat
 from crelle.kernels.kv import SLAB
+from crelle.models.batched import page_dtype
 from crelle.models.loader import Model
 from crelle.models.opt import OPTConfig
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_ASIDE = 128 << 20  # bytes: cuBLAS's workspaces, 32 MiB for each of three streams; sums of parts
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 
@@ -117,15 +120,19 @@ def kv_heads(model: Model) -> int:
 
 def page_bytes(model: Model, kv: KVFormat) -> int:
     """Return the bytes of one page, all layers together."""
-    return model.c.layers * kv.page_bytes(kv_heads(model), model.c.head_size, model.dtype.itemsize)
+    return model.c.layers * kv.page_bytes(kv_heads(model), model.c.head_size, page_dtype(model).itemsize)
 
 
 def working_bytes(model: Model, max_batch: int, budget: int) -> int:
-    """Bound the numbers that a step of `budget` tokens holds at one time: see Batched."""
+    """Bound the numbers that a step of `budget` tokens holds at one time: see Batched, CudaBatch."""
     c = model.c
     row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
-    row += 2 * c.heads * SLAB  # scores and their exponentials, where a prompt's tokens attend together
-    return 4 * budget * row + 4 * 3 * max_batch * c.vocabulary  # logits, their softmax, one sorted
+    scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together
+    logits = 4 * 3 * max_batch * c.vocabulary  # their softmax, one sorted
+    if model.device.type != "cuda":
+        return 4 * budget * (row + scores) + logits
+    read = 2 * kv_heads(model) * c.head_size * c.context
+    return max(4 * budget * (row + scores), model.dtype.itemsize * (budget * row + read) + _ASIDE) + logits
 
 
 def weight_bytes(models: Iterable[Model]) -> int:

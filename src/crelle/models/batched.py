@@ -51,6 +51,14 @@ _LANES = 64  # a multiple of what torch takes at once of any dtype
 _BLOCK = 1024  # positions by which the table of angles grows
 
 
+def page_dtype(model: Model) -> torch.dtype:
+    """Return what pages of 16 bits hold: f16 where the C++ step reads them, else the model's dtype.
+
+    A step of many texts reads keys and values once for each of them, so that their bytes are its time.
+    """
+    return torch.float16 if isinstance(getattr(model, "decoder", None), Decoder) else model.dtype
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
     """Where the tokens of one pass find the keys and values of their sequences: what models know as a cache."""

@@ -1,4 +1,5 @@
-// One query head over a run of cached keys and values, in f32 whatever the cache holds.
+// Up to kHeads query heads over a run of cached keys and values that they share, in f32 whatever the cache holds.
+// A head's numbers are the same alone and beside others.
 //
 // Scores of 16 keys are summed side by side, lane by lane, and the 16 vectors folded into one at the end: a fold per
 // key would cost more than its products. The run is short (decoder.h cuts a sequence into runs of kRun), so the scores
@@ -21,9 +22,10 @@ CRELLE_INLINE float score(const float *q, const T *k, int D) {
   return sum_of(sum);
 }
 
-template <class T>
-CRELLE_INLINE void scores_of_16(const float *q, const T *k, int D, float *out) {
-  if constexpr (kRegisters >= 32) {
+// Scores of 16 keys for H heads; q [H][ldq], out [H][ld].
+template <class T, int H>
+CRELLE_INLINE void scores_of_16(const float *q, size_t ldq, const T *k, int D, float *out, size_t ld) {
+  if constexpr (H == 1 && kRegisters >= 32) {
     Vec sums[16] = {};
     int j = 0;
     for (; (j + 1) * kLanes <= D; ++j) {
@@ -37,37 +39,85 @@ CRELLE_INLINE void scores_of_16(const float *q, const T *k, int D, float *out) {
       for (int i = 0; i < 16; ++i) sums[i] += v * load_first(k + size_t(i) * D + j * kLanes, D - j * kLanes);
     }
     store(out, sums_of_16(sums));
+  } else if constexpr (kRegisters >= 32) {
+    for (int half = 0; half < 16; half += 8) {
+      Vec sums[H][8] = {};
+      const T *row = k + size_t(half) * D;
+      const auto step = [&](int j, auto &&take) __attribute__((always_inline)) {
+        Vec v[H];
+#pragma GCC unroll 3
+        for (int h = 0; h < H; ++h) v[h] = load(q + h * ldq + j * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+          const Vec numbers = take(row + size_t(i) * D + j * kLanes);
+#pragma GCC unroll 3
+          for (int h = 0; h < H; ++h) sums[h][i] += v[h] * numbers;
+        }
+      };
+      int j = 0;
+      for (; (j + 1) * kLanes <= D; ++j) step(j, [](const T *p) __attribute__((always_inline)) { return load(p); });
+      if (j * kLanes < D)
+        step(j, [left = D - j * kLanes](const T *p) __attribute__((always_inline)) { return load_first(p, left); });
+#pragma GCC unroll 3
+      for (int h = 0; h < H; ++h) store_first(out + h * ld + half, sums_of_8(sums[h]), 8);
+    }
   } else {
-    for (int i = 0; i < 16; ++i) out[i] = score(q, k + size_t(i) * D, D);
+    for (int h = 0; h < H; ++h)
+      for (int i = 0; i < 16; ++i) out[h * ld + i] = score(q + h * ldq, k + size_t(i) * D, D);
   }
 }
 
 // Add weight[i] * v[i] for W vectors of the head from vector j0 on: even and odd keys apart, to have enough chains.
-template <class T, int W, bool Whole, class Rows>
-CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, int count, int D, int j0, float *out) {
-  const auto take = [&](const T *row, int j) {
-    return Whole ? load(row + j * kLanes) : load_first(row + j * kLanes, D - j * kLanes);
+template <class T, int H, int W, bool Whole, class Rows>
+CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, size_t ldw, int count, int D, int j0,
+                              float *out, size_t ld) {
+  Vec sums[H][2][W] = {};
+  const auto add = [&](const T *row, int e, int i) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      const int at = (j0 + j) * kLanes;
+      const Vec numbers = Whole ? load(row + at) : load_first(row + at, D - at);
+#pragma GCC unroll 3
+      for (int h = 0; h < H; ++h) sums[h][e][j] += numbers * weight[h * ldw + i];
+    }
   };
-  Vec sums[2][W] = {};
   int i = 0;
   for (; i + 2 <= count; i += 2) {
     const T *two = v(i);
-    for (int e = 0; e < 2; ++e)
-      for (int j = 0; j < W; ++j) sums[e][j] += take(two + e * D, j0 + j) * weight[i + e];
+    add(two, 0, i);
+    add(two + D, 1, i + 1);
   }
-  if (i < count)
-    for (int j = 0; j < W; ++j) sums[0][j] += take(v(i), j0 + j) * weight[i];
-  if (own)
-    for (int j = 0; j < W; ++j) sums[1][j] += take(own, j0 + j) * weight[count];
-  for (int j = 0; j < W; ++j)
-    if constexpr (Whole)
-      store(out + (j0 + j) * kLanes, sums[0][j] + sums[1][j]);
-    else
-      store_first(out + (j0 + j) * kLanes, sums[0][j] + sums[1][j], D - (j0 + j) * kLanes);
+  if (i < count) add(v(i), 0, i);
+  if (own) add(own, 1, count);
+#pragma GCC unroll 3
+  for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      float *to = out + h * ld + (j0 + j) * kLanes;
+      const Vec sum = sums[h][0][j] + sums[h][1][j];
+      if constexpr (Whole)
+        store(to, sum);
+      else
+        store_first(to, sum, D - (j0 + j) * kLanes);
+    }
 }
 
-template <class T, bool Apart>
-Attended attend_typed(const Attend &a, float *out) {
+// Scores to weights; returns the greatest score and the sum of the weights.
+CRELLE_INLINE Attended weigh(float *scores, int count) {
+  for (int i = count; i % kLanes; ++i) scores[i] = -__builtin_inff();
+  Vec tops = all(-__builtin_inff()), total = {};
+  for (int i = 0; i < count; i += kLanes) tops = larger(load(scores + i), tops);
+  const float top = top_of(tops);
+  for (int i = 0; i < count; i += kLanes) {
+    const Vec s = load(scores + i) - top, e = s < -87.0f ? Vec{} : exp_of(s);
+    store(scores + i, e);
+    total += e;
+  }
+  return {top, sum_of(total)};
+}
+
+template <class T, bool Apart, int H>
+void attend_typed(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart) {
   const auto row = [&](const uint8_t *in_a_row, const uint8_t *const *apart, int i) __attribute__((always_inline)) {
     if constexpr (Apart) return reinterpret_cast<const T *>(apart[i / 16]) + size_t(i % 16) * a.D;
     return reinterpret_cast<const T *>(in_a_row) + size_t(i) * a.D;
@@ -75,43 +125,44 @@ Attended attend_typed(const Attend &a, float *out) {
   const auto k = [&](int i) __attribute__((always_inline)) { return row(a.k, a.k16, i); };
   const auto v = [&](int i) __attribute__((always_inline)) { return row(a.v, a.v16, i); };
   const T *k_own = reinterpret_cast<const T *>(a.k_own), *v_own = reinterpret_cast<const T *>(a.v_own);
+  const size_t ldq = (a.D + kLanes - 1) / kLanes * kLanes, ld = (a.count + kLanes) / kLanes * kLanes;
   int i = 0;
   for (; i + 16 <= a.count; i += 16) {
     const auto *values = reinterpret_cast<const uint8_t *>(v(i));
     for (size_t at = 0; at < 16 * a.D * sizeof(T); at += 64) __builtin_prefetch(values + at);
-    scores_of_16(a.q, k(i), a.D, a.scores + i);
+    scores_of_16<T, H>(a.q, ldq, k(i), a.D, a.scores + i, ld);
   }
-  for (; i < a.count; ++i) a.scores[i] = score(a.q, k(i), a.D);
-  if (k_own) a.scores[i++] = score(a.q, k_own, a.D);
-  const int all_keys = i;
-  for (; i % kLanes; ++i) a.scores[i] = -__builtin_inff();
-
-  Vec tops = all(-__builtin_inff()), total = {};
-  for (i = 0; i < all_keys; i += kLanes) tops = larger(load(a.scores + i), tops);
-  const float top = top_of(tops);
-  for (i = 0; i < all_keys; i += kLanes) {
-    const Vec s = load(a.scores + i) - top, e = s < -87.0f ? Vec{} : exp_of(s);
-    store(a.scores + i, e);
-    total += e;
-  }
+  for (; i < a.count; ++i)
+    for (int h = 0; h < H; ++h) a.scores[h * ld + i] = score(a.q + h * ldq, k(i), a.D);
+  for (int h = 0; h < H && k_own; ++h) a.scores[h * ld + a.count] = score(a.q + h * ldq, k_own, a.D);
+  for (int h = 0; h < H; ++h) parts[h * parts_apart] = weigh(a.scores + h * ld, a.count + (k_own != nullptr));
 
   constexpr int W = kRegisters >= 32 ? 4 : 1;
+  const auto add = [&]<int n, bool Whole>(int j) __attribute__((always_inline)) {
+    add_values<T, H, n, Whole>(v, v_own, a.scores, ld, a.count, a.D, j, out, out_apart);
+  };
   int j = 0;
-  for (; (j + W) * kLanes <= a.D; j += W) add_values<T, W, true>(v, v_own, a.scores, a.count, a.D, j, out);
-  for (; (j + 1) * kLanes <= a.D; ++j) add_values<T, 1, true>(v, v_own, a.scores, a.count, a.D, j, out);
-  if (j * kLanes < a.D) add_values<T, 1, false>(v, v_own, a.scores, a.count, a.D, j, out);
-  return {top, sum_of(total)};
+  for (; (j + W) * kLanes <= a.D; j += W) add.template operator()<W, true>(j);
+  for (; (j + 1) * kLanes <= a.D; ++j) add.template operator()<1, true>(j);
+  if (j * kLanes < a.D) add.template operator()<1, false>(j);
 }
 
-template <bool Apart>
-Attended attend_any(const Attend &a, float *out) {
-  if (a.type == Number::F32) return attend_typed<float, Apart>(a, out);
-  if (a.type == Number::F16) return attend_typed<Half, Apart>(a, out);
-  return attend_typed<Bfloat, Apart>(a, out);
+template <class T, bool Apart>
+void attend_heads(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart) {
+  if (kRegisters >= 32 && a.heads == 3) return attend_typed<T, Apart, 3>(a, parts, parts_apart, out, out_apart);
+  if (kRegisters >= 32 && a.heads == 2) return attend_typed<T, Apart, 2>(a, parts, parts_apart, out, out_apart);
+  Attend one = a;
+  for (int h = 0; h < a.heads; ++h, one.q += (a.D + kLanes - 1) / kLanes * kLanes)
+    attend_typed<T, Apart, 1>(one, parts + h * parts_apart, parts_apart, out + h * out_apart, out_apart);
 }
 
-inline Attended attend(const Attend &a, float *out) {
-  return a.k16 ? attend_any<true>(a, out) : attend_any<false>(a, out);
+inline void attend(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart) {
+  const auto run = [&]<class T>(T) {
+    (a.k16 ? attend_heads<T, true> : attend_heads<T, false>)(a, parts, parts_apart, out, out_apart);
+  };
+  if (a.type == Number::F32) return run(float{});
+  if (a.type == Number::F16) return run(Half{});
+  run(Bfloat{});
 }
 
 inline void combine(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out) {

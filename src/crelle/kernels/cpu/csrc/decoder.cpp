@@ -137,9 +137,9 @@ void Decoder::arrange(int threads, int B) {
   sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
   angles_.grow(size_t(B) * padded(D) * 4);
   logits_.grow(size_t(B) * padded(model_.head.N) * 4);
-  // A thread's own: the input of a product, its output, a query, a key, a value, scores; of pages, a run as floats.
-  scratch_floats_ =
-      B * widest * 2 + 4 * padded(D) + padded(kRun + 1) + (cache_.paged() ? 2 * padded(size_t(kRun) * D) : 0);
+  // A thread's own: the input of a product, its output; queries, a key, its value, scores; of pages, a run as floats.
+  scratch_floats_ = B * widest * 2 + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1) +
+                    (cache_.paged() ? 2 * padded(size_t(kRun) * D) : 0);
   scratch_.grow(threads * scratch_floats_ * 4);
   best_.assign(size_t(threads) * B, 0);
   if (threads != threads_) meeting_.reset(threads);
@@ -175,8 +175,14 @@ struct Decoder::Work {
   float *const input = alone ? own : floats_of(d.scratch_);
   float *const output = own + B * ld_in, *const head_scratch = output + B * ld_in;
   const int in0 = alone ? 0 : part(B, t, n), in1 = alone ? 1 : part(B, t + 1, n);
-  float *const run_k = head_scratch + 4 * padded(D) + padded(kRun + 1), *const run_v = run_k + padded(size_t(kRun) * D);
+  float *const run_k = head_scratch + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1), *const run_v =
+                                                                                                run_k +
+                                                                                                padded(size_t(kRun) *
+                                                                                                       D);
   int unpacked[4] = {-1, -1, -1, -1};  // which (layer, row, head, first key) lies there
+  // Whether keys and values of all tokens are stored, and queries made ready, before attention begins. Where some are
+  // of one text it must be so; with pages and several texts it is cheaper than to do it again for every head.
+  const bool ahead = in.together || (!alone && d.cache_.paged());
   using Clock = std::chrono::steady_clock;
   Clock::time_point last{};
 
@@ -195,7 +201,7 @@ struct Decoder::Work {
       multiply(l.k, share[1], input, ld_in, B, k, ld_qkv);
       multiply(l.v, share[2], input, ld_in, B, v, ld_qkv);
       meet(Qkv);
-      if (in.together) {
+      if (ahead) {
         append(l, int(i));
         d.meeting_.arrive_and_wait(t, n);
       }
@@ -297,7 +303,7 @@ struct Decoder::Work {
 
   // Pieces of work: row of the batch, kv head, run of keys, query head; neighbours read the same keys. Tokens of one
   // text that stand side by side take a run one after the other. Each thread takes the pieces whose middle lies in its
-  // share of all keys.
+  // share of all keys. While the heads of a run look at its keys, those of the next run are asked for.
   void attention(const LayerWeights &l, int layer) {
     const int G = H / Hkv;
     int64_t total = 0, done = 0;
@@ -319,27 +325,50 @@ struct Decoder::Work {
             const int from = std::max(first, run * kRun), to = std::min(last, run * kRun + kRun - 1);
             if (from > to) continue;
             const int cost = to - from + 1 + kFixed;
+            int begin = G, end = 0;  // of the heads, those that are mine
             for (int g = 0; g < G; ++g, done += cost) {
               const int64_t middle = 2 * done + cost;  // twice
-              if (middle * n >= 2 * total * t && middle * n < 2 * total * (t + 1))
-                attend(l, layer, b, kv, kv * G + g, from, to, run - first / kRun);
+              if (middle * n < 2 * total * t || middle * n >= 2 * total * (t + 1)) continue;
+              begin = std::min(begin, g), end = g + 1;
+            }
+            if (begin < end && b == b0 && ahead && d.cache_.paged()) {
+              if (run < last_run)
+                ask(l, layer, b, kv, run + 1);
+              else if (kv + 1 < Hkv)
+                ask(l, layer, b, kv + 1, first_run);
+              else if (b1 < B)
+                ask(l, layer, b1, 0, first_key(l, b1) / kRun);
+            }
+            for (int g = begin, some; g < end; g += some) {
+              some = end - g == 4 ? 2 : std::min(kHeads, end - g);
+              attend(l, layer, b, kv, kv * G + g, some, from, to, run - first / kRun);
             }
           }
     }
   }
 
+  void ask(const LayerWeights &l, int layer, int b, int kv, int run) {
+    const PagedHead where{d.cache_, layer, int(row[b]), kv, Hkv, D};
+    const int from = std::max(first_key(l, b), run * kRun), to = std::min(int(position[b]), run * kRun + kRun - 1);
+    where.ask(from, to - from + 1);
+  }
+
   // Store the keys and values of all tokens: where some of them belong to one text, the later ones see the earlier.
+  // Of pages, also make the queries ready where they lie.
   void append(const LayerWeights &l, int layer) {
     float *key = head_scratch;
     const Cache &c = d.cache_;
     for (int i = part(B * Hkv, t, n); i < part(B * Hkv, t + 1, n); ++i) {
       const int b = i / Hkv, kv = i % Hkv, at = int(position[b]);
-      const float *row_qkv = qkv + b * ld_qkv, *value = row_qkv + (H + Hkv + kv) * D;
+      float *row_qkv = qkv + b * ld_qkv;
+      const float *value = row_qkv + (H + Hkv + kv) * D;
       place(b, row_qkv + (H + kv) * D, l.k_norm, key);
       if (c.paged()) {
         const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
         where.write(ops, 0, at, key, true, nullptr);
         where.write(ops, 1, at, value, true, nullptr);
+        for (int head = kv * (H / Hkv); head < (kv + 1) * (H / Hkv); ++head)
+          query(l, b, row_qkv + head * D, row_qkv + head * D);
       } else {
         const size_t row_bytes = D * size_of(c.type), plane = size_t(c.capacity) * row_bytes;
         uint8_t *k = c.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane + at * row_bytes;
@@ -349,10 +378,25 @@ struct Decoder::Work {
     }
   }
 
-  void attend(const LayerWeights &l, int layer, int b, int kv, int head, int from, int to, int run) {
+  // A query as attention takes it.
+  void query(const LayerWeights &l, int b, const float *from, float *out) {
+    place(b, from, l.q_norm, out);
+    if (d.cache_.turned) hadamard(out, D, d.cache_.turned);
+    ops.scale(out, 1.0f / std::sqrt(static_cast<float>(D)), D);
+  }
+
+  // Heads [head, head + heads) over the keys [from, to].
+  void attend(const LayerWeights &l, int layer, int b, int kv, int head, int heads, int from, int to, int run) {
     const float *row_qkv = qkv + b * ld_qkv;
-    float *q = head_scratch, *key = q + padded(D), *new_k = key + padded(D), *new_v = new_k + padded(D);
-    if (d.cache_.paged()) return attend_pages(l, layer, b, kv, head, from, to, run);
+    float *q = head_scratch, *key = q + kHeads * padded(D), *new_k = key + padded(D), *new_v = new_k + padded(D);
+    for (int h = 0; h < heads; ++h) {
+      if (ahead && d.cache_.paged())
+        std::copy_n(row_qkv + (head + h) * D, D, q + h * padded(D));
+      else
+        query(l, b, row_qkv + (head + h) * D, q + h * padded(D));
+      std::fill(q + h * padded(D) + D, q + (h + 1) * padded(D), 0.0f);
+    }
+    if (d.cache_.paged()) return attend_pages(l, layer, b, kv, head, heads, from, to, run);
     const Number type = d.cache_.type;
     const size_t row_bytes = D * size_of(type), plane = size_t(d.cache_.capacity) * row_bytes;
     uint8_t *k = d.cache_.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane;
@@ -360,12 +404,16 @@ struct Decoder::Work {
 
     for (int i = 0; i < 16; ++i) __builtin_prefetch(k + from * row_bytes + i * 64);
 
-    place(b, row_qkv + head * D, l.q_norm, q);
-    ops.scale(q, 1.0f / std::sqrt(static_cast<float>(D)), D);
-    std::fill(q + D, q + padded(D), 0.0f);
-
-    Attend a{type,          D,       q,       k + from * row_bytes, v + from * row_bytes,
-             to - from + 1, nullptr, nullptr, new_v + padded(D)};
+    Attend a{type,
+             D,
+             heads,
+             q,
+             k + from * row_bytes,
+             v + from * row_bytes,
+             to - from + 1,
+             nullptr,
+             nullptr,
+             new_v + padded(D)};
     if (to == position[b]) {  // every head computes the new key again rather than wait for the one that stores it
       place(b, row_qkv + (H + kv) * D, l.k_norm, key);
       uint8_t *own_k = reinterpret_cast<uint8_t *>(new_k), *own_v = reinterpret_cast<uint8_t *>(new_v);
@@ -378,8 +426,13 @@ struct Decoder::Work {
         std::copy_n(own_v, row_bytes, v + to * row_bytes);
       }
     }
-    const size_t at = (size_t(b) * H + head) * d.runs_ + run;
-    reinterpret_cast<Attended *>(d.parts_.data())[at] = ops.attend(a, floats_of(d.sums_) + at * padded(D));
+    attend(a, b, head, run);
+  }
+
+  void attend(const Attend &a, int b, int head, int run) {
+    const size_t at = (size_t(b) * H + head) * d.runs_ + run, apart = d.runs_;
+    ops.attend(a, reinterpret_cast<Attended *>(d.parts_.data()) + at, apart, floats_of(d.sums_) + at * padded(D),
+               apart * padded(D));
   }
 
   // A head of q or k: normed where the model does that, and turned by its position.
@@ -392,20 +445,15 @@ struct Decoder::Work {
     ops.turn(out, cos, sin, D);
   }
 
-  // The same over pages: a run becomes floats once for all heads that read it, unless it consists of floats anyway.
-  void attend_pages(const LayerWeights &l, int layer, int b, int kv, int head, int from, int to, int run) {
+  // The same over pages: a run of codes becomes floats once for all heads that read it; numbers are read as they lie.
+  void attend_pages(const LayerWeights &l, int layer, int b, int kv, int head, int heads, int from, int to, int run) {
     const Cache &c = d.cache_;
     const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
     const float *row_qkv = qkv + b * ld_qkv;
-    float *q = head_scratch, *key = q + padded(D), *own_k = key + padded(D), *own_v = own_k + padded(D);
-    place(b, row_qkv + head * D, l.q_norm, q);
-    if (c.turned) hadamard(q, D, c.turned);
-    ops.scale(q, 1.0f / std::sqrt(static_cast<float>(D)), D);
-    std::fill(q + D, q + padded(D), 0.0f);
-
+    float *q = head_scratch, *key = q + kHeads * padded(D), *own_k = key + padded(D), *own_v = own_k + padded(D);
     const bool newest = to == position[b];
     const int count = to - from + 1 - newest, now[4] = {layer, int(row[b]), kv, from};
-    const bool as_they_lie = !c.coded() && c.type == Number::F32 && c.page % 16 == 0 && from % 16 == 0;
+    const bool as_they_lie = !c.coded() && c.page % 16 == 0 && from % 16 == 0;
     const uint8_t *k16[kRun / 16], *v16[kRun / 16];
     for (int i = 0; as_they_lie && i < count; i += 16)
       k16[i / 16] = where.at(0, from + i), v16[i / 16] = where.at(1, from + i);
@@ -416,25 +464,28 @@ struct Decoder::Work {
       where.read(ops, 1, from, all, run_v);
       std::copy_n(now, 4, unpacked);
     }
-    Attend a{Number::F32,
-             D,
-             q,
-             reinterpret_cast<uint8_t *>(run_k),
-             reinterpret_cast<uint8_t *>(run_v),
-             count,
-             nullptr,
-             nullptr,
-             own_v + padded(D)};
+    Attend a{as_they_lie ? c.type : Number::F32, D,     heads,   q,       reinterpret_cast<uint8_t *>(run_k),
+             reinterpret_cast<uint8_t *>(run_v), count, nullptr, nullptr, own_v + padded(D)};
     if (as_they_lie) a.k16 = k16, a.v16 = v16;
-    if (newest) {  // every head codes the new key again rather than wait for the one that stores it
-      const bool keep = head % (H / Hkv) == 0 && !in.together;
-      place(b, row_qkv + (H + kv) * D, l.k_norm, key);
-      where.write(ops, 0, to, key, keep, own_k);
-      where.write(ops, 1, to, row_qkv + (H + Hkv + kv) * D, keep, own_v);
+    if (newest) {
       a.k_own = reinterpret_cast<uint8_t *>(own_k), a.v_own = reinterpret_cast<uint8_t *>(own_v);
+      if (ahead && as_they_lie) {
+        a.k_own = where.at(0, to), a.v_own = where.at(1, to);
+      } else if (ahead) {
+        where.read(ops, 0, to, 1, own_k);
+        where.read(ops, 1, to, 1, own_v);
+      } else {  // every head codes the new key again rather than wait for the one that stores it
+        const bool keep = head % (H / Hkv) == 0;
+        place(b, row_qkv + (H + kv) * D, l.k_norm, key);
+        where.write(ops, 0, to, key, keep, own_k);
+        where.write(ops, 1, to, row_qkv + (H + Hkv + kv) * D, keep, own_v);
+        if (as_they_lie) {  // as in the pages around it; what is a number there already stays the same
+          ops.store(c.type, own_k, reinterpret_cast<uint8_t *>(own_k), D);
+          ops.store(c.type, own_v, reinterpret_cast<uint8_t *>(own_v), D);
+        }
+      }
     }
-    const size_t at = (size_t(b) * H + head) * d.runs_ + run;
-    reinterpret_cast<Attended *>(d.parts_.data())[at] = ops.attend(a, floats_of(d.sums_) + at * padded(D));
+    attend(a, b, head, run);
   }
 
   void combine_heads(const LayerWeights &l) {

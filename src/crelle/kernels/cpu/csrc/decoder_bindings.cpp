@@ -331,6 +331,7 @@ void attention(In<float, 1> q, AnyMatrix keys, AnyMatrix values, Out<float, 1> o
     const bool last = r + 1 == runs;  // its last key as the token's own
     const Attend a{k.type,
                    D,
+                   1,
                    query.data(),
                    k.row(from),
                    v.row(from),
@@ -338,7 +339,7 @@ void attention(In<float, 1> q, AnyMatrix keys, AnyMatrix values, Out<float, 1> o
                    last ? k.row(S - 1) : nullptr,
                    last ? v.row(S - 1) : nullptr,
                    scores.data()};
-    parts[r] = ops.attend(a, sums.data() + size_t(r) * D);
+    ops.attend(a, &parts[r], 0, sums.data() + size_t(r) * D, 0);
   }
   ops.combine(parts.data(), sums.data(), D, runs, D, out.data());
 }

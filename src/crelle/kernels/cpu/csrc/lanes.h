@@ -120,6 +120,27 @@ CRELLE_INLINE Vec sums_of_16(const Vec (&v)[16]) {
   return __builtin_shufflevector(d, d, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
 }
 
+// Lanes 0 ... 7 of the result: the sums of eight vectors, each added up as sums_of_16 does it.
+CRELLE_INLINE Vec sums_of_8(const Vec (&v)[8]) {
+  Vec a[4], b[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Vec x = v[i], y = v[i + 4];
+    a[i] = __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const Vec x = a[i], y = a[i + 2];
+    b[i] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  const Vec c = __builtin_shufflevector(b[0], b[1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                __builtin_shufflevector(b[0], b[1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  const Vec d = c + __builtin_shufflevector(c, c, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  return __builtin_shufflevector(d, d, 0, 4, 2, 6, 1, 5, 3, 7, 0, 4, 2, 6, 1, 5, 3, 7);
+}
+
 // e^x to about 1 ulp for x in [-87, 88]; clamped outside. 2^n by adding n to the exponent, e^r by its series.
 CRELLE_INLINE Vec exp_of(Vec x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits

@@ -3,7 +3,7 @@
 // All of it is written once, over vectors of 16 floats (lanes.h), and compiled once per set of compiler flags:
 //   small_ops.h   RMSNorm, rope, SiLU * mul, sums, conversions, argmax
 //   dense.h       products with matrices that are not quantized
-//   attention.h   one query head over a run of cached keys and values
+//   attention.h   query heads over a run of cached keys and values
 // A result depends on its inputs only, never on which thread computed it.
 #pragma once
 
@@ -33,16 +33,17 @@ struct Dense {
   const uint8_t *row(int n) const { return data + size_t(n) * K * size_of(type); }
 };
 
-// One query head over the keys and values [count, D] of neighbouring positions and, apart from them, of the token
-// itself, which another thread may be writing into the cache at this moment.
+// Query heads that share keys and values, over the keys and values [count, D] of neighbouring positions and, apart from
+// them, of the token itself, which another thread may be writing into the cache at this moment.
+constexpr int kHeads = 3;  // at once: a number is widened once for all of them, and their sums stay in registers
 struct Attend {
   Number type;  // of the cache
-  int D;
-  const float *q;        // [D rounded up to 16, zeros behind], turned and scaled
+  int D, heads;
+  const float *q;        // [heads][D rounded up to 16, zeros behind], turned and scaled
   const uint8_t *k, *v;  // [count, D]
   int count;
   const uint8_t *k_own, *v_own;  // [D] or null
-  float *scores;                 // scratch, count + 1 rounded up to 16
+  float *scores;                 // scratch, [heads][count + 1 rounded up to 16]
   // Where they do not lie in a row: keys and values [16, D] of tokens 0, 16, 32 …; k and v are not looked at then.
   const uint8_t *const *k16 = nullptr, *const *v16 = nullptr;
 };
@@ -80,7 +81,8 @@ struct Ops {
   int (*argmax)(const float *x, int n);  // the first of equals; NaN never wins
   // y[m, n] for M rows of x and outputs [row0, row1)
   void (*dense)(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1);
-  Attended (*attend)(const Attend &a, float *out);
+  // Head i's results: parts[i * parts_apart], and D sums from out + i * out_apart on.
+  void (*attend)(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart);
   // out [D] = the softmax over `parts` runs; run i's sums are at sums + i * stride
   void (*combine)(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out);
   // Over tiles of 16 tokens, [n][16]: see tiles.h.

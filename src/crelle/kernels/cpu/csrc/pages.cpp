@@ -73,6 +73,20 @@ void PagedHead::read(const Ops &ops, int kind, int from, int count, float *out) 
   }
 }
 
+void PagedHead::ask(int from, int count) const {
+  const size_t bytes = static_cast<size_t>(D) * (c.coded() ? c.bits : 8 * static_cast<int>(size_of(c.type))) / 8;
+  for (int done = 0; done < count;) {  // a page at a time
+    const int position = from + done, n = std::min(count - done, c.page - position % c.page);
+    for (const int kind : {0, 1}) {
+      const size_t at = place(kind, position);
+      const uint8_t *lines = c.layers[layer] + at * bytes;
+      for (size_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(lines + i, 0, 2);
+      if (c.coded()) __builtin_prefetch(c.words[layer] + at * c.groups, 0, 2);
+    }
+    done += n;
+  }
+}
+
 void PagedHead::write(const Ops &ops, int kind, int position, const float *x, bool keep, float *out) const {
   const size_t at = place(kind, position);
   if (!c.coded()) {

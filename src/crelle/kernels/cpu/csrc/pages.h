@@ -38,6 +38,9 @@ struct PagedHead {
   // Store x [D] of a token, turned and centred first where pages are coded; `out` (or null) gets it as it is read back.
   void write(const Ops &ops, int kind, int position, const float *x, bool keep, float *out) const;
 
+  // Ask for keys and values of tokens [from, from + count): they will be needed soon.
+  void ask(int from, int count) const;
+
   // Where a token's numbers lie, in pages that are not coded; the rest of its page lies behind it.
   const uint8_t *at(int kind, int position) const {
     return c.layers[layer] + place(kind, position) * D * size_of(c.type);

@@ -1,9 +1,45 @@
 // Rows of codes of 8 or 4 bits back to floats: (code - zero) * scale, a scale and a zero for each group of channels.
 //
-// Included inside a namespace of the including file, after lanes.h. Written for the compiler's own vectors.
+// Included inside a namespace of the including file, after lanes.h. Written for the compiler's own vectors, and once
+// more by hand for AVX-512: a step of 16 texts spent 15.5 ms in attention over 4-bit pages, and 11.8 with it.
+
+#if defined(__AVX512F__)
+// 16 codes as floats; `at` is where they begin in their row, in codes.
+template <int Bits>
+CRELLE_INLINE __m512 sixteen_codes(const uint8_t *codes, int at) {
+  const uint8_t *from = codes + at * Bits / 8;
+  __m128i bytes;
+  if constexpr (Bits == 4) {
+    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)), low = _mm_set1_epi8(15);
+    bytes = _mm_unpacklo_epi8(_mm_and_si128(pairs, low), _mm_and_si128(_mm_srli_epi16(pairs, 4), low));
+  } else {
+    bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+  }
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+}
+
+// Groups of whole vectors: what heads of 32, 64 and 128 channels have.
+template <int Bits>
+void unpack_sixteens(const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out) {
+  constexpr int zero_bits = Bits == 4 ? 6 : 8;
+  const int each = D / groups;
+  for (int r = 0; r < rows; ++r, codes += D * Bits / 8, words += groups, out += D)
+    for (int g = 0; g < groups; ++g) {
+      const uint16_t word = static_cast<uint16_t>(words[g]);
+      const __m512 scale = _mm512_set1_ps(_cvtsh_ss(static_cast<uint16_t>(word >> zero_bits << (zero_bits - 1))));
+      const __m512 zero = _mm512_set1_ps(static_cast<float>(word & ((1 << zero_bits) - 1)) *
+                                         (1.0f / static_cast<float>(1 << (zero_bits - Bits))));
+      for (int i = g * each; i < (g + 1) * each; i += 16)
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_sub_ps(sixteen_codes<Bits>(codes, i), zero), scale));
+    }
+}
+#endif
 
 inline void unpack(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out) {
   const int each = D / groups, zero_bits = bits == 4 ? 6 : 8;
+#if defined(__AVX512F__)
+  if (each % 16 == 0) return (bits == 4 ? unpack_sixteens<4> : unpack_sixteens<8>)(codes, words, rows, D, groups, out);
+#endif
   uint8_t wide[512];  // a row of 4-bit codes, a byte each
   for (int r = 0; r < rows; ++r, codes += D * bits / 8) {
     const uint8_t *code = codes;
