@@ -1,107 +1,149 @@
 """Find the fastest cuts of the decode kernel inside a model, where other kernels overlap with it, and print them.
 
-    python bench/tune_chain.py [BITS …]
+    python bench/tune_chain.py SHAPE BITS [LAYERS]          e.g. opt-175b 3 2
 
-One problem after the other takes the cut with which a whole step of a Llama-2-7B with random weights is fastest, twice
-around. The lines go into kernels/cuda/tuned.json as they are. Nothing is checked here: `crelle bench decode` refuses to
-time a model whose tokens are wrong. bench/tune_cuda.py does the same for products by themselves.
+The products of a few layers of that shape, with random weights, take turns: each takes the cut with which a whole step
+is fastest, until a turn changes nothing. The lines go into kernels/cuda/tuned.json as they are. Nothing is checked
+here: `crelle bench decode` refuses to time a model whose tokens are wrong. bench/tune_cuda.py does the same for single
+products.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import astuple
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from crelle.errors import CrelleError
 from crelle.eval.shapes import RandomWeights
 from crelle.kernels.cuda import build, decode
-from crelle.kernels.cuda.decode import Shape
+from crelle.kernels.cuda.decode import Give, Shape
 from crelle.kernels.cuda.layout import CudaWeight
 from crelle.models.loader import build as build_model
 
-PROBLEMS = [(12288, 4096), (22016, 4096), (4096, 11008), (4096, 4096)]
-CUTS = [
-    Shape(1, 16, 1, 2, 1, 32, 2),
-    Shape(1, 16, 1, 4, 1, 32, 2),
-    Shape(1, 16, 1, 2, 1, 32, 1),
-    Shape(1, 8, 1, 2, 1, 32, 2),
-    Shape(1, 8, 1, 4, 1, 32, 2),
-    Shape(1, 8, 1, 2, 1, 32, 4),
-    Shape(1, 8, 1, 4, 1, 32, 999),
-    Shape(1, 8, 2, 2, 1, 32, 3),
-    Shape(2, 8, 1, 2, 1, 32, 2),
-    Shape(2, 8, 1, 2, 1, 32, 4),
-    Shape(2, 8, 1, 4, 1, 32, 2),
+Problem = tuple[int, int, Give]  # N, K, what the product gives
+
+# (tiles, warps, run, stages); GATED takes rows in pairs
+PIECES = [
+    *((1, 8, 1, stages) for stages in (2, 3, 4, 6)),
+    *((1, 8, 2, stages) for stages in (2, 3)),
+    *((2, 8, 1, stages) for stages in (2, 4, 8)),
+    *((1, 16, 1, stages) for stages in (1, 2, 3, 4)),
+    *((2, 16, 1, stages) for stages in (2, 4)),
+    *((4, 8, 1, stages) for stages in (4, 8)),
+    (1, 16, 2, 2),
+    (2, 8, 2, 2),
 ]
+BLOCKS = (1, 2, 3, 4, 999)  # thread blocks on a multiprocessor; 999: as many as there is work for, in turn
+POLICIES = (0, 2)
+SHARED = 227 * 1024  # bytes of a multiprocessor
+TURNS = 3
 
 
-def milliseconds(step: object, kv: list[torch.Tensor], replays: int = 40) -> float:
-    """Median of one step behind 200 tokens, as a graph."""
-    ids, position = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((1,), 200, dtype=torch.int32).cuda()
-    step(ids, position, kv)  # type: ignore[operator]
+def milliseconds(step: Callable[[], Tensor], replays: int = 15) -> float:
+    """Median of one step as a graph."""
+    step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(ids, position, kv)  # type: ignore[operator]
+        step()
     graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in pairwise(marks))[replays // 2]
+    return float(sorted(a.elapsed_time(b) for a, b in pairwise(marks))[replays // 2])
+
+
+class Cuts:
+    """Stands where decode.choose stood: notes which problems a step has, and gives them the cut that is tried."""
+
+    def __init__(self) -> None:
+        self.usual, self.chosen = decode.choose, dict[Problem, Shape]()
+        self.weights: dict[Problem, CudaWeight] = {}
+
+    def __call__(
+        self,
+        w: CudaWeight,
+        tokens: int,
+        processors: int | None = None,
+        chained: bool = False,
+        give: Give = "NUMBERS",
+    ) -> Shape:
+        if not chained:
+            return self.usual(w, tokens, processors)
+        self.weights[w.N, w.K, give] = w
+        return self.chosen.get((w.N, w.K, give)) or self.usual(w, tokens, processors, chained, give)
+
+    def candidates(self, problem: Problem) -> list[Shape]:
+        """All cuts whose thread blocks fit a multiprocessor at once."""
+        w, found = self.weights[problem], []
+        policies = (0,) if problem[2] == "NUMBERS" else POLICIES
+        for (tiles, warps, run, stages), blocks, policy in product(PIECES, BLOCKS, policies):
+            cut = Shape(tiles, warps, run, stages, 1, 32, blocks, policy)
+            at_once, shared = 1 if blocks == 999 else blocks, warps * decode._ring(w, cut) + 8192
+            if at_once * warps <= 32 and at_once * shared <= SHARED and not (problem[2] == "GATED" and tiles % 2):
+                found.append(cut)
+        return found
 
 
 @torch.inference_mode()
-def tune(bits: int) -> dict[tuple[int, int], Shape]:
+def tune(shape: str, bits: int, layers: int) -> dict[Problem, Shape]:
     device = torch.device("cuda")
-    model = build_model(RandomWeights("llama2-7b", f"bcq:bits={bits},group=128", device), device)
-    step, c = model.make_step(), model.c
-    kv = [torch.randn(2, 1, c.heads, 512, c.head_size, device=device, dtype=torch.float16) for _ in range(c.layers)]
-    chosen: dict[tuple[int, int], Shape] = {}
-    usual = decode.choose
+    model = build_model(RandomWeights(shape, f"bcq:bits={bits},group=128", device, layers=layers), device)
+    run, c = model.make_step(), model.c
+    kv = [torch.randn(2, 1, c.kv_heads, 512, c.head_size, device=device, dtype=torch.float16) for _ in range(layers)]
+    ids, position = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), 200, dtype=torch.int32).cuda()
 
-    def choose(w: CudaWeight, tokens: int, processors: int | None = None, chained: bool = False) -> Shape:
-        return chosen.get((w.N, w.K)) or usual(w, tokens, processors, chained)
+    def step() -> Tensor:
+        return run(ids, position, kv)
 
-    decode.choose = choose
+    decode.choose = cuts = Cuts()
     try:
-        for problem in PROBLEMS * 2:
-            found = []
-            for cut in CUTS:
-                chosen[problem] = cut
-                try:
-                    found.append((milliseconds(step, kv), cut))
-                except CrelleError as e:  # more shared memory than there is
-                    print(f"{bits} bits {problem} {astuple(cut)}: {e}", file=sys.stderr)
-            best, chosen[problem] = min(found, key=lambda f: f[0])
-            print(
-                f"{bits} bits {problem} {astuple(chosen[problem])}: {best:.3f} ms a step", file=sys.stderr, flush=True
-            )
+        best = milliseconds(step)
+        problems = list(cuts.weights)
+        variants = {
+            decode.decode_variant(cuts.weights[p], 1, cut, torch.float16, p[2], divided)
+            for p in problems
+            for cut in cuts.candidates(p)
+            for divided in (False, True)
+        }
+        build.compile_all(sorted(variants))
+        for _ in range(TURNS):
+            before = dict(cuts.chosen)
+            for problem in problems:
+                for cut in cuts.candidates(problem):
+                    kept, cuts.chosen[problem] = cuts.chosen.get(problem), cut
+                    try:
+                        now = milliseconds(step)
+                    except CrelleError as e:  # more shared memory than there is
+                        print(f"{problem} {astuple(cut)}: {e}", file=sys.stderr)
+                        now = best
+                    if now < best:
+                        best = now
+                    elif kept:
+                        cuts.chosen[problem] = kept
+                    else:
+                        del cuts.chosen[problem]
+                print(f"{problem} {cuts.chosen.get(problem)}: {best:.3f} ms a step", file=sys.stderr, flush=True)
+            if cuts.chosen == before:
+                break
     finally:
-        decode.choose = usual
-    return chosen
+        decode.choose = cuts.usual
+    return cuts.chosen
 
 
 def main() -> None:
-    wanted = [int(a) for a in sys.argv[1:]] or [2, 3, 4]
-    build.compile_all(
-        [
-            (
-                "decode.cu",
-                f"crelle::decode<{P}, crelle::BCQ, 2, 1, {', '.join(map(str, astuple(cut)[:6]))}, __half, __half>",
-            )
-            for P in wanted
-            for cut in CUTS
-        ]
-    )
-    for bits in wanted:
-        for (N, K), cut in tune(bits).items():
-            problem = {"codes": False, "P": bits, "N": N, "K": K, "M": 1, "chained": True}
-            print(json.dumps({**problem, "cut": list(astuple(cut))}))
+    shape, bits = sys.argv[1], int(sys.argv[2])
+    for (N, K, give), cut in tune(shape, bits, int(sys.argv[3]) if len(sys.argv) > 3 else 8).items():
+        problem = {"codes": False, "P": bits, "N": N, "K": K, "M": 1, "chained": True, "give": give}
+        print(json.dumps({**problem, "cut": list(astuple(cut))}))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ OPT = {
 }
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 64}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 20}
-CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL}
+WIDE = {**LLAMA, "intermediate_size": 512, "num_attention_heads": 2}  # all products leave as digits
+CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL, "wide": WIDE}
 SCHEMES = ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"]
 
 

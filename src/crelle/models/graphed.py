@@ -50,7 +50,7 @@ class GraphedDecoder:
 
     def __init__(self, model: "Llama | OPT") -> None:
         self.context = model.c.context
-        self._step = model.make_step()
+        self.run = model.make_step()  # the step itself, which others may run on buffers of their own
         self._model = weakref.ref(model)  # which keeps this object
         self._leased: weakref.WeakKeyDictionary[KVCache, _State] = weakref.WeakKeyDictionary()
         self._free: list[_State] = []
@@ -103,7 +103,7 @@ class GraphedDecoder:
             if state.at.ids.shape[0] == B and state.capacity >= need:
                 return self._free.pop(i)
         capacity = min(self.context, max(_LEAST, 1 << (need - 1).bit_length()))
-        return _State(self._step, cache, capacity)
+        return _State(self.run, cache, capacity)
 
 
 class _State:

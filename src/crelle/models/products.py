@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.decode import Digits, Op, parts
+from crelle.kernels.cuda.decode import Digits, Op, encode, gives, parts, product, product_digits
 from crelle.kernels.cuda.layout import CudaWeight, join
 from crelle.models.linear import QuantLinear
 
@@ -39,10 +39,11 @@ class Product:
         self.bias = _cat_biases(linears, sizes, dtype)
         apart = len(self.weights) > 1 and self.bias is not None
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
+        self._folded: tuple[Norm, Tensor, Tensor] | None = None
 
     @property
     def takes_digits(self) -> bool:
-        """Whether all is one matrix in planes, which can be given its input as digits that attention made."""
+        """Whether all is one matrix in planes, which can be given its input as digits that another kernel made."""
         w = self.weights[0]
         return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.order is None and parts(w) == 1
 
@@ -54,31 +55,81 @@ class Product:
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return op(x) @ W.T + bias + residual as [tokens, N of all]."""
+        """Return op(x) @ W.T + bias + residual as [tokens, N of all]; digits have been through op already."""
         if len(self.weights) == 1:
-            return _multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
+            return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
         assert residual is None, "only single matrices write back to the residual stream"
         pairs = zip(self.weights, self._biases, strict=True)
-        return torch.cat([_multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+        return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
 
+    def activated(
+        self, x: Tensor | Digits, then: Op, following: "Product", op: Op = "PLAIN", norm: Norm | None = None
+    ) -> Tensor | Digits:
+        """Return what `following` takes: then(y) as digits where one launch makes them, y otherwise."""
+        w = self._giving(then, following)
+        if w is None:
+            return self(x, op, norm)
+        digits, bias, fold = self._digits(x, w, op, norm, self.bias)
+        return product_digits(digits, w, self.dtype, then, bias=bias, fold=fold)[1]
 
-def _multiply(
-    x: Tensor | Digits,
-    w: CudaWeight | Tensor,
-    op: Op,
-    norm: Norm | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    from crelle.kernels.cuda import decode, dense
+    def normed(
+        self,
+        x: Tensor | Digits,
+        then: Norm,
+        following: "Product",
+        op: Op = "PLAIN",
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | Digits]:
+        """Return y, and what `following` takes: then(y) as digits where one launch makes both, y again otherwise."""
+        kind: Op = "RMS_NORM" if then.bias is None else "LAYER_NORM"
+        w = self._giving(kind, following)
+        if w is None or then.weight is None:
+            y = self(x, op, norm, residual)
+            return y, y
+        digits, bias, fold = self._digits(x, w, op, norm, self.bias)
+        numbers, made = product_digits(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
+        assert numbers is not None
+        return numbers, made
 
-    scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-    if isinstance(w, CudaWeight):
-        digits = x if isinstance(x, Digits) else decode.encode(x, w, op, scale, shift, eps)
-        return decode.product(digits, w, dtype, bias, residual, chained=True)
-    assert isinstance(x, Tensor), "digits are for planes"
-    return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
+    def _giving(self, then: Op, following: "Product") -> CudaWeight | None:
+        """The matrix, where its product can leave as digits of then(y)."""
+        w = self.weights[0]
+        one = len(self.weights) == 1 and following.takes_digits
+        return w if one and isinstance(w, CudaWeight) and gives(w, then, self.dtype) else None
+
+    def _multiply(
+        self,
+        x: Tensor | Digits,
+        w: CudaWeight | Tensor,
+        op: Op,
+        norm: Norm | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from crelle.kernels.cuda import dense
+
+        if isinstance(w, CudaWeight):
+            digits, bias, fold = self._digits(x, w, op, norm, bias)
+            return product(digits, w, dtype, bias, residual, chained=True, fold=fold)
+        assert isinstance(x, Tensor), "digits are for planes"
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
+
+    def _digits(
+        self, x: Tensor | Digits, w: CudaWeight, op: Op, norm: Norm | None, bias: Tensor | None
+    ) -> tuple[Digits, Tensor | None, Tensor | None]:
+        """Return op(x) as digits, with the bias and the `fold` that the product is to take."""
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        if not isinstance(x, Digits):
+            return encode(x, w, op, scale, shift, eps), bias, None
+        if x.moments is None or norm is None or scale is None or shift is None:
+            return x, bias, None
+        if self._folded is None or self._folded[0] is not norm:  # a layer norm's part that is the same for all tokens
+            gain, added = (product(encode(v[None], w), w, torch.float32)[0] for v in (scale, shift))
+            self._folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
+        return x, *self._folded[1:]
 
 
 def _joined(linears: Sequence[QuantLinear]) -> list[CudaWeight | Tensor]:

@@ -4,7 +4,7 @@
     OPT     embed + position;  { norm·qkv, attention, out + x;  norm·fc1, relu·fc2 + x };  norm·head
 
 What stands with a dot is fused: norms and activations are applied while x becomes digits, sums while y is written.
-Heads of 128 numbers leave the attention as digits.
+Heads of 128 numbers leave the attention as digits, and so do products wherever one launch can make both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
+from crelle.kernels.cuda.decode import Digits
 from crelle.models.linear import QuantEmbedding
 from crelle.models.products import Norm, Product
 
@@ -77,11 +78,16 @@ class LlamaStep:
         from crelle.kernels.cuda.attention import Heads
 
         x = self.embed(ids)
-        for (norm, qkv, how, o, norm_mlp, gate_up, down), cache in zip(self.layers, kv, strict=True):
+        seen: Tensor | Digits = x
+        coming = [(norm, qkv) for norm, qkv, *_ in self.layers[1:]] + [(self.norm, self.head)]
+        for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
+            norm, qkv, how, o, norm_mlp, gate_up, down = layer
             heads = Heads(self.cos, self.sin, *how)
-            x = _attended(qkv(x, "RMS_NORM", norm), cache, position, self.c, heads, o, x)
-            x = down(gate_up(x, "RMS_NORM", norm_mlp), "SILU_MUL", residual=x)
-        return self.head(x, "RMS_NORM", self.norm, dtype=torch.float32)
+            attended = _attended(qkv(seen, "RMS_NORM", norm), cache, position, self.c, heads, o)
+            x, seen = o.normed(attended, norm_mlp, gate_up, residual=x)
+            inner = gate_up.activated(seen, "SILU_MUL", down, "RMS_NORM", norm_mlp)
+            x, seen = down.normed(inner, next_norm, following, "SILU_MUL", residual=x)
+        return self.head(seen, "RMS_NORM", self.norm, dtype=torch.float32)
 
 
 class OPTStep:
@@ -109,21 +115,23 @@ class OPTStep:
         from crelle.kernels.cuda.attention import PLAIN
 
         x = self.embed(ids, position)
-        for (norm, qkv, out, norm_mlp, fc1, fc2), cache in zip(self.layers, kv, strict=True):
-            x = _attended(qkv(x, "LAYER_NORM", norm), cache, position, self.c, PLAIN, out, x)
-            x = fc2(fc1(x, "LAYER_NORM", norm_mlp), "RELU", residual=x)
-        return self.head(x, "LAYER_NORM", self.norm, dtype=torch.float32)
+        seen: Tensor | Digits = x
+        coming = [(norm, qkv) for norm, qkv, *_ in self.layers[1:]] + [(self.norm, self.head)]
+        for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
+            norm, qkv, out, norm_mlp, fc1, fc2 = layer
+            attended = _attended(qkv(seen, "LAYER_NORM", norm), cache, position, self.c, PLAIN, out)
+            x, seen = out.normed(attended, norm_mlp, fc1, residual=x)
+            inner = fc1.activated(seen, "RELU", fc2, "LAYER_NORM", norm_mlp)
+            x, seen = fc2.normed(inner, next_norm, following, "RELU", residual=x)
+        return self.head(seen, "LAYER_NORM", self.norm, dtype=torch.float32)
 
 
-def _attended(
-    qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: Product, residual: Tensor
-) -> Tensor:
-    """What heads see, multiplied, plus the residual; as digits straight from the attention where that is possible."""
+def _attended(qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: Product) -> Tensor | Digits:
+    """What heads see, for the product `out`; as digits straight from the attention where that is possible."""
     from crelle.kernels.cuda.attention import attend, attend_digits, makes_digits
 
     fits = out.takes_digits and makes_digits(c.head_size, c.heads)
-    seen = (attend_digits if fits else attend)(qkv, cache, position, c.heads, c.head_size**-0.5, heads)
-    return out(seen, residual=residual)
+    return (attend_digits if fits else attend)(qkv, cache, position, c.heads, c.head_size**-0.5, heads)
 
 
 def _layer_norm(norm: object) -> Norm:

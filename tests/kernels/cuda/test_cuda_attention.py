@@ -36,6 +36,9 @@ def test_attention_compiles(arch: str, head_size: int) -> None:
 
 def test_plan_splits_until_half_of_the_device_is_busy() -> None:
     assert attention.plan(1, 32, 32, 128, 4096, processors=132).splits == 2
+    few, many = (attention.plan(1, heads, heads, 128, 4096, processors=132, narrow=True) for heads in (32, 40))
+    assert (few.splits, few.warps) == (4, 4)  # on all of it, with half the warps each
+    assert (many.splits, many.warps) == (2, 8)
     assert attention.plan(4, 32, 32, 128, 4096, processors=132).splits == 1
     assert attention.plan(1, 32, 8, 128, 4096, processors=132).splits == 8
     assert attention.plan(1, 32, 32, 128, 16, processors=132).splits == 1  # nothing to share

@@ -42,11 +42,16 @@ def test_the_operator_has_a_shape_before_it_runs() -> None:
     tokens=st.integers(1, 4),
     kind=st.sampled_from(Kind),
     group=st.sampled_from([32, 128, 256]),
+    give=st.sampled_from(decode.GIVES),
 )
-def test_every_choice_fits_a_multiprocessor(P: int, rows: int, tokens: int, kind: Kind, group: int) -> None:
+def test_every_choice_fits_a_multiprocessor(
+    P: int, rows: int, tokens: int, kind: Kind, group: int, give: decode.Give
+) -> None:
     w = lay_out(random_weight(kind, P, 16, 512, group))
     tall = replace(w, N=rows)
-    s = decode.choose(tall, tokens, processors=132)
+    s = decode.choose(tall, tokens, processors=132, chained=give != "NUMBERS", give=give)
+    assert s.tiles <= s.stages
+    assert give == "NUMBERS" or 128 % (8 * s.tiles if give == "GATED" else 16 * s.tiles) == 0  # whole clusters
     assert s.warps * decode._ring(tall, s) <= 99 * 1024  # what every chip since Ampere gives one thread block
 
 
@@ -170,7 +175,7 @@ def test_every_cut_gives_the_same_numbers() -> None:
         (1, 4, 1, 4, 32),
         (1, 8, 2, 2, 16),
         (2, 8, 1, 4, 24),
-        (4, 4, 1, 3, 16),
+        (4, 4, 1, 5, 16),
         (1, 16, 1, 1, 32),
         (3, 2, 2, 3, 8),
     ]:
@@ -192,6 +197,7 @@ def test_capture_and_replay() -> None:
     assert relative(y, matmul_fp64(x, w)) < TOLERANCE[HALF]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its own parts
 @pytest.mark.gpu
 def test_torch_compile_sees_through() -> None:
     w = device_weight(Kind.BCQ, 3, 64, 512, 128)
@@ -199,3 +205,58 @@ def test_torch_compile_sees_through() -> None:
     compiled = torch.compile(lambda x: ops.matmul(x.relu(), prepared) + 1, fullgraph=True)
     x = torch.randn(2, 512, device="cuda", dtype=HALF)
     torch.testing.assert_close(compiled(x), ops.matmul(x.relu(), prepared) + 1, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("op", ["RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"])
+def test_a_product_leaves_as_digits_of_what_comes_next(op: decode.Op, tokens: int, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("thread blocks do not meet before sm_90")
+    N, K, rows = 1280, 600, 2560 if op == "SILU_MUL" else 1280
+    w, behind = device_weight(Kind.BCQ, 3, rows, K, 128), device_weight(Kind.BCQ, 4, 72, N, 128)
+    first, second = lay_out(w), lay_out(behind)
+    assert decode.gives(first, op, dtype)
+    assert not decode.gives(replace(first, N=rows - 16), op, dtype)
+    x, residual = (torch.randn(tokens, n, device="cuda", dtype=dtype) for n in (K, N))
+    residual += 1  # a mean, which a layer norm subtracts
+    bias, gain, shift = (torch.randn(n, device="cuda", dtype=dtype) for n in (rows, N, N))
+    plain = matmul_fp64(x, w) + bias.double()
+    fold = after = None
+    if op in ("RMS_NORM", "LAYER_NORM"):
+        y, digits = decode.product_digits(decode.encode(x, first), first, dtype, op, gain, 1e-5, bias, residual)
+        assert y is not None
+        assert relative(y, plain + residual.double()) < TOLERANCE[dtype]
+        wide = y.double()
+        if op == "LAYER_NORM":
+            between = F.layer_norm(wide, (N,), gain.double(), shift.double(), 1e-5)
+            fold = behind.dequantize(torch.float64).matmul(gain.double()).float()
+            after = matmul_fp64(shift[None], behind)[0].to(dtype)
+        else:
+            between = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * gain.double()
+    else:
+        y, digits = decode.product_digits(decode.encode(x, first), first, dtype, op, bias=bias)
+        assert y is None
+        between = plain.relu() if op == "RELU" else F.silu(plain[:, :N]) * plain[:, N:]
+    found = decode.product(digits, second, dtype, after, fold=fold)
+    assert relative(found, between @ behind.dequantize(torch.float64).T) < 1.5 * TOLERANCE[dtype]  # of two products
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [(1, 8, 1, 2), (2, 8, 1, 4), (4, 4, 1, 4), (1, 16, 1, 1), (2, 4, 1, 2)])
+def test_digits_do_not_depend_on_the_cut_or_the_rounds(cut: tuple[int, int, int, int]) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("thread blocks do not meet before sm_90")
+    w = lay_out(device_weight(Kind.BCQ, 2, 40960, 512, 128))  # more than fit at once
+    x, gain = torch.randn(1, 512, device="cuda", dtype=HALF), torch.randn(40960, device="cuda", dtype=HALF)
+    digits = decode.encode(x, w)
+    y, made = decode.product_digits(digits, w, HALF, "RMS_NORM", gain, shape=decode.Shape(*cut, 1, 32, 1))
+    assert y is not None
+    behind = replace(w, K=40960, words=w.words.new_empty(1, 160, 2, 32, 4))
+    wanted = decode.encode(y.float() * gain.float(), behind)
+    assert torch.equal(made.bits.view(-1), wanted.bits.view(-1))
+    assert torch.equal(made.scale, wanted.scale)
+    assert made.moments is not None
+    squares = y.double().view(-1, 128).pow(2).sum(-1)
+    torch.testing.assert_close(made.moments[:, 0, 1].double(), squares, rtol=1e-5, atol=0)

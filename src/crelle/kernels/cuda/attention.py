@@ -40,14 +40,28 @@ def supports(head_size: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def plan(batch: int, heads: int, kv_heads: int, head_size: int, capacity: int, processors: int | None = None) -> Plan:
-    """Fill a good half of the device: one thread block has enough reads under way, and splits cost time at the end."""
+def plan(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    capacity: int,
+    processors: int | None = None,
+    narrow: bool = False,
+) -> Plan:
+    """Fill a good half of the device: one thread block has enough reads under way, and splits cost time at the end.
+
+    `narrow`: where twice as many splits still fit, they take half the warps each. That leaves room on a multiprocessor
+    for the products in planes that overlap with this kernel; beside dense ones it was only measured wide.
+    """
     chunks = -(-heads // kv_heads // _HEADS)
     group = -(-heads // kv_heads // chunks)
     warps = 8 if head_size <= 128 else 4
-    blocks, most, splits = batch * kv_heads * chunks, 0.8 * (processors or multiprocessors()), 1
-    while splits < 8 and 2 * splits * blocks <= most and splits * warps * _ROWS < capacity:
+    blocks, most, splits = batch * kv_heads * chunks, processors or multiprocessors(), 1
+    while splits < 8 and 2 * splits * blocks <= 0.8 * most and splits * warps * _ROWS < capacity:
         splits *= 2
+    if narrow and warps == 8 and 1 < splits < 8 and 2 * splits * blocks <= most:
+        splits, warps = 2 * splits, 4
     return Plan(group, chunks, splits, min(2, -(-capacity // (splits * warps * _ROWS))), warps)
 
 
@@ -129,7 +143,7 @@ def _launch(
     cluster: bool | None,
 ) -> None:
     _, B, kv_heads, capacity, D = cache.shape
-    p = cut or plan(B, heads, kv_heads, D, capacity)
+    p = cut or plan(B, heads, kv_heads, D, capacity, narrow=digits > 0)
     together = torch.cuda.get_device_capability(qkv.device) >= (9, 0) if cluster is None else cluster
     parts = arrived = None
     if p.splits > 1 and not together:

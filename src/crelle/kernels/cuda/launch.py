@@ -93,16 +93,26 @@ class Kernel:
         return f"Kernel({self.built.expression!r} of {self.built.file}, {self.built.arch}, device {self.device})"
 
     def __call__(
-        self, grid: tuple[int, int, int], block: int, *args: Any, shared: int = 0, overlap: bool = False
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        *args: Any,
+        shared: int = 0,
+        overlap: bool = False,
+        cluster: int = 1,
+        policy: int = 0,
     ) -> None:
         """Launch `grid` blocks of `block` threads, with `shared` bytes of dynamic shared memory each.
+
+        `cluster`: neighbours along x that run at the same time and reach each other's shared memory (sm_90 and later);
+        `policy`: how they are placed, a CUclusterSchedulingPolicy.
 
         With `overlap` this kernel may start before the one ahead of it in the stream has ended (programmatic dependent
         launch): it must wait by itself (griddepcontrol.wait) before it reads what that one writes. Devices before
         sm_90 ignore it and run one after the other.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        key = (grid, block, shared, overlap, stream)
+        key = (grid, block, shared, overlap, cluster, policy, stream)
         config = self._configs.get(key) or self._configure(*key)
         types = tuple([len(a) if type(a) is bytes else type(a) for a in args])
         packer = self._packers.get(types) or self._pack_for(types, args)
@@ -126,7 +136,9 @@ class Kernel:
 
     # --- what happens once ------------------------------------------------------------------------------------------
 
-    def _configure(self, grid: tuple[int, int, int], block: int, shared: int, overlap: bool, stream: int) -> Any:
+    def _configure(
+        self, grid: tuple[int, int, int], block: int, shared: int, overlap: bool, cluster: int, policy: int, stream: int
+    ) -> Any:
         driver = self._driver
         if shared > self._shared:
             most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -137,17 +149,29 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared
         config.hStream = driver.CUstream(stream)
+        which, attributes = driver.CUlaunchAttributeID, []
         if overlap and self._overlaps:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        else:
-            config.numAttrs = 0
+            early = driver.CUlaunchAttribute()
+            early.id = which.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        if cluster > 1:
+            together = driver.CUlaunchAttribute()
+            together.id = which.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = together.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            attributes.append(together)
+        if cluster > 1 and policy:
+            placed = driver.CUlaunchAttribute()
+            placed.id = which.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
+            placed.value.clusterSchedulingPolicyPreference = driver.CUclusterSchedulingPolicy(policy)
+            attributes.append(placed)
+        if attributes:
+            config.attrs = attributes
+        config.numAttrs = len(attributes)
         if len(self._configs) >= 4096:  # many different grids: forget rather than grow
             self._configs.clear()
-        self._configs[grid, block, shared, overlap, stream] = config
+        self._configs[grid, block, shared, overlap, cluster, policy, stream] = config
         return config
 
     def _parameter_sizes(self) -> list[int]:

@@ -14,6 +14,7 @@
 //
 // The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
 // step ends with a kernel that never lets the next start early (tokens.cu), or outside of this package.
+#include "cluster.cuh"
 #include "digits.cuh"
 #include "scores.cuh"
 #include "tensorcore.cuh"
@@ -26,28 +27,6 @@ namespace crelle {
 #else
 #define CLUSTER_OF(blocks)
 #endif
-
-// Blocks of a cluster: `arrive` and later `meet` are one barrier, after which all see what the others wrote before it.
-__device__ __forceinline__ void arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void meet() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// The same address in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float *of_block(float *mine, int rank) {
-#if __CUDA_ARCH__ >= 900
-  float *theirs;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
-  return theirs;
-#else
-  return mine;
-#endif
-}
 
 // A warp's queue of tiles of 16 positions, in shared memory: rows of keys, then rows of values, padded so that 8 rows
 // lie in different banks. Positions that are not there are zeros.
@@ -126,7 +105,17 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
   const int kv = blockIdx.y / chunks, chunk = blockIdx.y % chunks, head = kv * group + chunk * G;
   const int count = min(G, group - chunk * G);
   next_may_start();
-  if (CLUSTER && SPLITS > 1) arrive();
+  constexpr bool MEET = CLUSTER && SPLITS > 1;
+  constexpr int ADDERS = CLUSTER && !DIGITS ? SPLITS : 1, SHARE = G * D / ADDERS;
+  struct Gathered {
+    float largest[SPLITS][G], sum[SPLITS][G], out[SPLITS][SHARE];
+  };
+  __shared__ __align__(16) float gathered[MEET ? sizeof(Gathered) / 4 : 1];
+  __shared__ LetterBox box;
+  if constexpr (MEET) {
+    if (threadIdx.x == 0 && split < ADDERS) set_up(&box, sizeof(Gathered));
+    arrive();
+  }
 
   // --- before the previous kernel is done: what this warp reads of the cache
   const int at = min(__ldcg(position + b), capacity - 1), first = max(0, at + 1 - window);
@@ -143,6 +132,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
 #pragma unroll
   for (int s = 0; s < STAGES; s++) ask(s);
   const Turn<D> turn(cos, sin, at, lane);
+  if constexpr (MEET) meet();
   previous_is_done_meanwhile(capacity);
 
   // --- the new token: key and value where they belong, queries in shared memory
@@ -266,28 +256,26 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     }
   } else {
     // --- all blocks' parts: each block gives every adder its share of the numbers
-    constexpr int ADDERS = CLUSTER && !DIGITS ? SPLITS : 1, SHARE = G * D / ADDERS;
-    struct Gathered {
-      float largest[SPLITS][G], sum[SPLITS][G], out[SPLITS][SHARE];
-    };
-    __shared__ __align__(16) float gathered[CLUSTER ? sizeof(Gathered) / 4 : 1];
     const int set = b * gridDim.y + blockIdx.y;
-    const auto at_adder = [&](int rank) {
-      return reinterpret_cast<Gathered *>(CLUSTER ? of_block(gathered, rank)
-                                                  : parts + (size_t)set * (sizeof(Gathered) / 4));
+    Gathered *mine = reinterpret_cast<Gathered *>(CLUSTER ? gathered : parts + (size_t)set * (sizeof(Gathered) / 4));
+    const auto put = [&](float *to, float v, int adder) {
+      if constexpr (CLUSTER)
+        send(to, v, &box, adder);
+      else
+        *to = v;
     };
-    if (CLUSTER) meet();  // they have all started
     for (int i = threadIdx.x; i < G * D; i += WARPS * 32) {
       float top, total;
       const float result = added(i / D, i % D, top, total);
-      at_adder(i / SHARE)->out[split][i % SHARE] = result;
+      put(&mine->out[split][i % SHARE], result, i / SHARE);
       if (i % D < ADDERS) {
-        Gathered *all = at_adder(i % D);
-        all->largest[split][i / D] = top, all->sum[split][i / D] = total;
+        put(&mine->largest[split][i / D], top, i % D);
+        put(&mine->sum[split][i / D], total, i % D);
       }
     }
     if constexpr (CLUSTER) {
-      arrive(), meet();
+      if (split >= ADDERS) return;
+      receive(&box);
     } else {
       __shared__ bool last;
       __threadfence();
@@ -300,10 +288,8 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
       if (!last) return;
       __threadfence();
     }
-    if (CLUSTER && DIGITS && split) return;
     const int adder = CLUSTER ? split : 0;
-    const Gathered *all =
-        reinterpret_cast<const Gathered *>(CLUSTER ? gathered : parts + (size_t)set * (sizeof(Gathered) / 4));
+    const Gathered *all = mine;
     const auto summed = [&](int h, int i) {
       float top = NOTHING, total = 0, result = 0;
 #pragma unroll

@@ -1,5 +1,5 @@
-// x [M, K] as the decode kernel wants it: integers of eight digits in base -4, one scale per 128 inputs, cut into bits
-// (digits.cuh has the layout).
+// x [M, K] as the decode kernel wants it: integers of eight digits, one scale per 128 inputs, cut into bits (digits.cuh
+// has the digits and their layout).
 //
 // One warp makes 128 inputs of a token. Before that an operation of the model may be applied (`Op`), so that its result
 // is never written: each thread block repeats the sums over the whole row that norms need.

@@ -1,20 +1,23 @@
 // Products of 16 rows of bit-planes and 256 inputs on the binary tensor cores.
 //
-//   w = z + sum_p alpha_p b_p      and      x = s * sum_i (-4)^i x_i,   i = 0 ... 7, x_i = 0 ... 3,   s per 128 inputs
+//   w = z + sum_p alpha_p b_p      and      x = s * sum_i r_i x_i,   i = 0 ... 7,   s per 128 inputs
 //
-// (base -4 needs no sign). The instruction mma.b1.and.popc takes 16 rows of a plane, straight from memory, and 8
-// columns of bits of x, and counts where both are set: sum_k b_k x_ik is the count for the low bits of the digits plus
-// twice that for the high ones, which the instruction adds up itself. Nothing is unpacked, and the counts are exact.
-// What is left is to weigh two counts per lane, row, plane and group; a count c, read as a float, is the number c *
-// 2^-149, so that this needs no conversion (but floats must not be flushed to zero).
+// The instruction mma.b1.and.popc takes 16 rows of a plane, straight from memory, and 8 columns of bits of x, and
+// counts where both are set. A digit x_i is two bits, and the instruction adds up what each of them counts: sum_k b_k
+// x_ik is one number per row and column. Nothing is unpacked, and the counts are exact. What is left is to weigh them,
+// two per lane, row, plane and group; a count c, read as a float, is the number c * 2^-149, so that this needs no
+// conversion (but floats must not be flushed to zero).
 //
 // A lane of the instruction's result holds two columns of 16 rows. `Block` is one of two ways to fill them:
 //
 //   OneToken    columns 0 ... 3 are pairs of digits of the block's first 128 inputs, columns 4 ... 7 of the second: the
 //               instruction's 256 inputs meet zeros in the half that is not theirs. Every count is worth something
-//               and has one scale, so least is left to weigh. One token, groups of 128 inputs or more.
+//               and has one scale, so least is left to weigh. Digits are 0 ... 3 in base -4, which needs no sign: r_i =
+//               (-4)^i; their high bits are counted twice. One token, groups of 128 inputs or more.
 //   FewTokens   columns are digits of 1, 2 or 4 tokens (2 columns of a lane: two digits of a token, with four tokens
-//               all eight of it in four instructions), half a block at a time.
+//               all eight of it in four instructions), half a block at a time: the instruction takes 128 inputs of a
+//               plane twice, once for either bit of the digits, so none of it is idle. Digits are 0, 1, 2 in base 3,
+//               as many bits set, the last of them below 0 (as in two's complement): r_i = 3^i, r_7 = -3^7.
 //
 // Layouts: crelle/kernels/cuda/layout.py (words, scales), digits.cuh (x).
 #pragma once
@@ -29,21 +32,13 @@ __host__ __device__ constexpr int scale_words(Kind kind, int planes) {
   return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
 }
 
-// c += how often, per row and column, a bit of the plane meets a bit of x, in 256 inputs.
+// c += how often, per row and column, a bit of the plane meets a bit of x, in 256 of each.
 __device__ __forceinline__ void count(int (&c)[4], uint4 plane, uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
       "%1, "
       "%2, %3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(plane.x), "r"(plane.y), "r"(plane.z), "r"(plane.w), "r"(b0), "r"(b1));
-}
-// The same for 128 inputs: low bits of digits, plus twice the high ones. `plane` holds the same words twice.
-__device__ __forceinline__ void count_digits(int (&c)[4], uint4 plane, uint32 low, uint32 high) {
-  c[0] = c[1] = c[2] = c[3] = 0;
-  count(c, plane, low, high);
-  asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(plane.x), "r"(plane.y), "r"(high));
 }
 
 // Two words of shared memory, twice: loading them again is cheaper than copying registers into place.
@@ -91,10 +86,6 @@ struct Form {
   // b is +-1/2, or 0 and 1 in a code: what is added to a weighed count, given the sum of x.
   static __device__ __forceinline__ float start(float sum) { return CODES ? 0 : -0.5f * sum; }
 
-  static __device__ __forceinline__ float2 alpha(const uint32 *scale, int p) {
-    return CODES ? make_float2(1 << (P - 1 - p), 1 << (P - 1 - p)) : Pair<S>::of(scale + p * Pair<S>::WORDS);
-  }
-
   // sums += xscale * (what the group is, from f = sum of alpha * weighed count).
   static __device__ __forceinline__ void add(float2 &sums, float2 f, const uint32 *scale, float xscale, float sum) {
     if constexpr (KIND == UNIFORM_SYMMETRIC)
@@ -109,7 +100,7 @@ struct Form {
     }
     if constexpr (KIND == AFFINE || KIND == BCQ) {
       const float2 low = Pair<S>::of(scale + (KIND == BCQ ? P : 1) * Pair<S>::WORDS);
-      const float times = KIND == BCQ ? 0.5f * sum : sum;
+      const float times = KIND == BCQ ? -start(sum) : sum;
       f.x = fmaf(low.x, times, f.x), f.y = fmaf(low.y, times, f.y);
     }
     sums.x = fmaf(xscale, f.x, sums.x);
@@ -117,9 +108,9 @@ struct Form {
   }
 };
 
-// A count c, read as a float, times the weight of its digit, in units of 2^-39: that is 2^110 for the digit 1.
+// A count c, read as a float, times the weight of its digit, in units of 2^-42: that is 2^107 for the digit 1.
 __device__ __forceinline__ float weigh(int c, float weight, float v) {
-  return fmaf(__int_as_float(c), 0x1p110f * weight, v);
+  return fmaf(__int_as_float(c), 0x1p107f * weight, v);
 }
 
 template <int P, Kind KIND, int GROUPS, typename S>
@@ -131,7 +122,7 @@ struct OneToken : Form<P, KIND, GROUPS, S> {
   static __device__ __forceinline__ bool first(int lane) { return (lane & 3) == 0; }
   // Undoes the unit of `weigh`; odd lanes have the upper digits; +-1/2 becomes +-1.
   static __device__ __forceinline__ float place(int lane) {
-    return (F::CODES ? 0x1p39f : 0x1p40f) * (lane & 1 ? 256 : 1);
+    return (F::CODES ? 0x1p42f : 0x1p43f) * (lane & 1 ? 256 : 1);
   }
   static __device__ __forceinline__ int scales_at(int lane) {
     return ((lane >> 2) * GROUPS + (GROUPS == 2 ? lane >> 1 & 1 : 0)) * SCALES;
@@ -187,22 +178,31 @@ struct FewTokens : Form<P, KIND, GROUPS, S> {
 
   static __device__ __forceinline__ int token(int lane) { return (lane & 3) / LANES; }
   static __device__ __forceinline__ bool first(int lane) { return (lane & 3) % LANES == 0; }
-  // Undoes the unit of `weigh`; the lanes of a token weigh digits 0.., 8/LANES.., ...; +-1/2 becomes +-1.
+  // Undoes the unit of `weigh`; a token's lanes have its digits 0.., 2M.., ...; +-1/2 becomes +-1.
   static __device__ __forceinline__ float place(int lane) {
-    return (F::CODES ? 0x1p39f : 0x1p40f) * (1 << 16 / LANES * ((lane & 3) % LANES));
+    float v = F::CODES ? 0x1p42f : 0x1p43f;
+    for (int i = 0; i < (lane & 3) % LANES * M; i++) v *= 9;
+    return v;
   }
   static __device__ __forceinline__ int scales_at(int lane) { return (lane >> 2) * SCALES; }
 
   // Some halves of a block of x, as this lane needs them. The sums of x count once per row.
   struct Inputs {
-    uint32 bits[HALVES][2 * M];  // of M instructions: low bits, high bits
+    uint32 bits[HALVES][2 * M];  // of M instructions: first bits, second bits
     float scale[HALVES], sum[HALVES][PARTS];
 
     __device__ __forceinline__ Inputs(const uint32 *xbits, const float *xscale, int half, int lane) {
       uint32 v[HALVES][1 + PARTS];
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
-        take(bits[h], xbits + ((half + h) * 32 + lane) * (2 * M));
+        constexpr int WORDS = M == 1 ? 2 : 4;  // in one load, in which lanes follow each other
+#pragma unroll
+        for (int i = 0; i < 2 * M; i += WORDS) {
+          uint32 some[WORDS];
+          take(some, xbits + (half + h) * (64 * M) + i * 32 + lane * WORDS);
+#pragma unroll
+          for (int k = 0; k < WORDS; k++) bits[h][i + k] = some[k];
+        }
         take(v[h], reinterpret_cast<const uint32 *>(xscale) + ((half + h) * M + token(lane)) * (1 + PARTS));
         scale[h] = __uint_as_float(v[h][0]);
 #pragma unroll
@@ -211,11 +211,14 @@ struct FewTokens : Form<P, KIND, GROUPS, S> {
     }
   };
 
-  // start + a lane's counts of one row, weighed.
-  static __device__ __forceinline__ float weighed(float start, const int (&c)[M][4], int row) {
-    float v = start;
+  // v + a lane's counts of one row, weighed; `last`: what its last digit is worth, as a multiple of the one before.
+  static __device__ __forceinline__ float weighed(float v, const int (&c)[M][4], int row, float times, float last) {
 #pragma unroll
-    for (int i = 0; i < M; i++) v = weigh(c[i][2 * row + 1], -4 << 4 * i, weigh(c[i][2 * row], 1 << 4 * i, v));
+    for (int i = 0; i < M; i++) {
+      v = weigh(c[i][2 * row], times, v);
+      v = weigh(c[i][2 * row + 1], times * (i == M - 1 ? last : 3), v);
+      times *= 9;
+    }
     return v;
   }
 
@@ -228,6 +231,7 @@ struct FewTokens : Form<P, KIND, GROUPS, S> {
   static __device__ __forceinline__ void half(float2 &sums, const char *words, const uint32 (&scales)[SCALES],
                                               const uint32 (&bits)[2 * M], float xscale, const float (&xsum)[PARTS],
                                               int h, int lane) {
+    const float last = (lane & 3) % LANES == LANES - 1 ? -3 : 3;
     uint4 plane[P];
 #pragma unroll
     for (int p = 0; p < P; p++) plane[p] = twice(words + ((p * 32 + lane) * 2 + h) * 8);
@@ -239,12 +243,19 @@ struct FewTokens : Form<P, KIND, GROUPS, S> {
       float2 f = make_float2(0, 0);
 #pragma unroll
       for (int p = 0; p < P; p++) {
-        const float2 alpha = F::alpha(scale, p);
         int c[M][4];
 #pragma unroll
-        for (int i = 0; i < M; i++) count_digits(c[i], plane[p], mine ? bits[2 * i] : 0, mine ? bits[2 * i + 1] : 0);
-        f.x = fmaf(alpha.x, weighed(start, c, 0), f.x);
-        f.y = fmaf(alpha.y, weighed(start, c, 1), f.y);
+        for (int i = 0; i < M; i++) {
+          c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0;
+          count(c[i], plane[p], mine ? bits[2 * i] : 0, mine ? bits[2 * i + 1] : 0);
+        }
+        if constexpr (F::CODES) {
+          f.x = weighed(f.x, c, 0, 1 << (P - 1 - p), last), f.y = weighed(f.y, c, 1, 1 << (P - 1 - p), last);
+        } else {
+          const float2 alpha = Pair<S>::of(scale + p * Pair<S>::WORDS);
+          f.x = fmaf(alpha.x, weighed(start, c, 0, 1, last), f.x);
+          f.y = fmaf(alpha.y, weighed(start, c, 1, 1, last), f.y);
+        }
       }
       F::add(sums, f, scale, xscale, xsum[part]);
     }

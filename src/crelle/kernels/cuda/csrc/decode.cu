@@ -4,34 +4,70 @@
 // A warp takes TILES * 16 rows and a share of the blocks of 256 inputs, which it asks for STAGES ahead; weights are
 // asked for before the previous kernel is done. The warps of a thread block share the rows and add up in a fixed order.
 // Layouts: crelle/kernels/cuda/layout.py (words, scales), digits.cuh (x).
+//
+// What comes out may leave as digits, so that the next product follows without a launch between them (`Give`). The 128
+// numbers that share a scale are made by a cluster of thread blocks, which send them to their first one.
+//
+// A norm between two products is one factor, and a mean to subtract, for all inputs alike, so it can wait until the
+// sums are made: the first product gives digits of y * gain and, per 128 of them, the sums of y and of its squares
+// (`moments`); the second one makes of its own sums
+//   (sum - mean * fold) / deviation + bias,     fold = W gain: null for an RMS norm, which has no mean
 #include "block.cuh"
+#include "cluster.cuh"
+#include "digits.cuh"
+#include "tensorcore.cuh"
 
 namespace crelle {
 
+// NUMBERS: y. NORMED: y, and its digits times `gain`. GATED: W is gate, then up, a thread block takes the same rows of
+// both, and only silu(gate) * up leaves, as digits. POSITIVE: only max(y, 0) leaves, as digits.
+enum Give { NUMBERS, NORMED, GATED, POSITIVE };
+
 // words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / span), 8, SCALES]; bits and xscale as in
-// bits.cu; bias [N] and residual [tokens, N] may be null; y [tokens, N].
+// digits.cuh, moments [2 blocks, M] where x is still to be DIVIDED by its deviation; bias, gain and fold [N], residual
+// and y [tokens, N] may be null.
 // A thread block takes TILES tiles at a time and every gridDim.x-th such set; its warps share the blocks of 256 inputs,
 // consecutive ones each, and fetch RUN of them at a time (1 where more planes are stored than used, or scales shared).
 // The grid should fit the device at once: then the kernels behind this one start, and fetch their own weights, early.
 // HALVES: of a block of x that are fetched at a time. RESIDENT: warps that a multiprocessor can hold, which bounds the
-// registers.
+// registers. What the previous kernel writes is not __restrict__: reads of such pointers may be moved to before the
+// wait.
 template <int P, Kind KIND, int GROUPS, int M, int TILES, int WARPS, int RUN, int STAGES, int HALVES, int RESIDENT,
-          typename S, typename Y>
+          Give GIVE, bool DIVIDED, typename S, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
-    decode(const char *__restrict__ words, const char *__restrict__ scales, const uint32 *__restrict__ bits,
-           const float *__restrict__ xscale, const Y *__restrict__ bias, const Y *residual, Y *y, int N, int tokens,
-           int blocks, int planes, int span) {
+    decode(const char *__restrict__ words, const char *__restrict__ scales, const uint32 *bits, const float *xscale,
+           const float2 *moments, const float *__restrict__ fold, const Y *__restrict__ bias, const Y *residual, Y *y,
+           const Y *__restrict__ gain, uint32 *given, float *given_scale, float2 *given_moments, int N, int tokens,
+           int K, int blocks, int planes, int span, float eps) {
   using B = Block<P, KIND, GROUPS, M, HALVES, S>;
-  using Queue = Ring<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES)>;
-  constexpr int OUTPUTS = (TILES * M * 16 + WARPS * 32 - 1) / (WARPS * 32);
+  using Queue = Ring<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES), TILES>;
+  static_assert(M <= WARPS, "a warp makes a token's digits");
+  constexpr bool DIGITS = GIVE != NUMBERS;
+  constexpr bool TWO = GIVE == GATED;            // rows of an output
+  constexpr int OWN = TWO ? TILES / 2 : TILES;   // tiles of outputs in a set
+  constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;  // thread blocks that make 128 outputs
+  constexpr int OUTPUTS = (OWN * M * 16 + WARPS * 32 - 1) / (WARPS * 32);
   extern __shared__ __align__(128) char shared[];
   __shared__ float partial[2][WARPS][TILES][M][16];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int last = (N - 1) / 16, sets = last / TILES + 1;
+  const int last = (N - 1) / 16, sets = TWO ? N / 32 / OWN : last / TILES + 1;
   const int begin = warp * blocks / WARPS, end = (warp + 1) * blocks / WARPS;
 
   next_may_start();
+  // What the first block of a cluster gets, a page for each of its sets: outputs (times gain, and as they are).
+  struct Page {
+    float2 outputs[M][DIGITS ? 128 : 1];
+    LetterBox box;
+  } *pages = reinterpret_cast<Page *>(shared + WARPS * Queue::SIZE);
+  if constexpr (DIGITS) {
+    if (blockIdx.x % CLUSTER == 0 && blockIdx.x + threadIdx.x * gridDim.x < sets)
+      set_up(&pages[threadIdx.x].box, tokens * 128 * sizeof(float2));
+    arrive();
+  }
   Queue queue(shared + warp * Queue::SIZE, lane);
+  const auto tile_of = [&](int set, int j) {
+    return TWO ? set * OWN + j % OWN + j / OWN * (N / 32) : min(set * TILES + j, last);
+  };
   struct {
     int set, block, tile;
   } wanted = {static_cast<int>(blockIdx.x), begin, 0};  // what to ask for next: run by run, its tiles in turn
@@ -40,7 +76,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
       queue.ask_nothing();
       return;
     }
-    const int b = wanted.block, n = min(wanted.set * TILES + wanted.tile, last), run = RUN == 1 ? 1 : min(RUN, end - b);
+    const int b = wanted.block, n = tile_of(wanted.set, wanted.tile), run = RUN == 1 ? 1 : min(RUN, end - b);
     const int group = GROUPS > 1 ? n * blocks + b : n * ((blocks + span - 1) / span) + b / span;
     queue.ask(stage, words + (size_t)(n * blocks + b) * (planes * 512), run * B::PLANE_BYTES,
               scales + (size_t)group * B::SCALE_BYTES, run * B::SCALE_BYTES);
@@ -51,7 +87,28 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) ask(s);
-  previous_is_done();
+
+  // What else no kernel writes, of a thread's outputs; `place_of` is a row of W, or -1.
+  const int m = threadIdx.x / 16 % M;  // their token
+  const auto place_of = [&](int set, int k) {
+    const int i = threadIdx.x + k % OUTPUTS * WARPS * 32, j = i / (M * 16);
+    const int n = (set * OWN + j) * 16 + i % 16;
+    return i >= OWN * M * 16 || n >= (TWO ? N / 2 : N) || m >= tokens ? -1 : n + k / OUTPUTS * (N / 2);
+  };
+  constexpr int SUMS = OUTPUTS * (TWO ? 2 : 1);
+  float shift[SUMS], folds[SUMS], gains[OUTPUTS];
+  const auto fetch = [&](int set) {
+#pragma unroll
+    for (int k = 0; k < SUMS; k++) {
+      const int n = place_of(set, k);
+      shift[k] = bias && n >= 0 ? number(bias[n]) : 0;
+      folds[k] = DIVIDED && fold && n >= 0 ? fold[n] : 0;
+      if (GIVE == NORMED) gains[k] = n >= 0 ? number(gain[n]) : 0;
+    }
+  };
+  fetch(blockIdx.x);
+  if constexpr (DIGITS) meet();
+  previous_is_done_meanwhile(N);
 
   using Inputs = typename B::Inputs;
   constexpr int STEP = B::STEP;
@@ -59,19 +116,52 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   const bool first = B::first(lane);
   const float place = B::place(lane);
   Inputs next(bits, xscale, min(2 * begin, 2 * blocks - STEP), lane);  // one step ahead
-  int taken = 0, page = 0;                                             // pieces taken from the queue
+  constexpr int LANES = M == 1 ? 32 : 16;                              // that share a token's moments
+  const bool writes = warp * 32 < OWN * M * 16;
+  float2 moment = make_float2(0, 0);
+  if (DIVIDED && writes) {
+    int i = lane % LANES;
+    if (i < 2 * blocks) moment = moments[i * M + m];
 #pragma unroll 1
-  for (int set = blockIdx.x; set < sets; set += gridDim.x) {
+    for (i += LANES; i < 2 * blocks; i += LANES) {
+      const float2 some = moments[i * M + m];
+      moment.x += some.x, moment.y += some.y;
+    }
+  }
+  int taken = 0, round = 0;  // pieces taken from the queue, sets
+
+  // The first block of a cluster turns what all have sent into digits, a warp for each token.
+  const auto give = [&](int round) {
+    if constexpr (DIGITS) {
+      if (blockIdx.x % CLUSTER || warp >= tokens || round < 0) return;
+      const int half = (blockIdx.x + round * gridDim.x) / CLUSTER;
+      receive(&pages[round].box);
+      float v[4], sum = 0, squares = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 one = pages[round].outputs[warp][lane + 32 * i];
+        v[i] = one.x, sum += one.y, squares = fmaf(one.y, one.y, squares);
+      }
+      write_digits<1, M>(v, given, given_scale, half, warp, lane);
+      if constexpr (GIVE == NORMED) {
+        sum = warp_sum(sum), squares = warp_sum(squares);
+        if (lane == 0) given_moments[half * M + warp] = make_float2(sum, squares);
+      }
+    }
+  };
+
+#pragma unroll 1
+  for (int set = blockIdx.x; set < sets; set += gridDim.x, round++) {
+    const int page = round & 1;
     float2 sums[TILES];
 #pragma unroll
     for (int j = 0; j < TILES; j++) sums[j] = make_float2(0, 0);
-    float more[OUTPUTS];  // what is added to the outputs of this thread, fetched while the products are made
+    Y more[OUTPUTS];  // what is added to the outputs of this thread, fetched while the products are made
 #pragma unroll
     for (int k = 0; k < OUTPUTS; k++) {
-      const int i = threadIdx.x + k * WARPS * 32, m = i / 16 % M, n = (set * TILES + i / (M * 16)) * 16 + i % 16;
-      const bool there = i < TILES * M * 16 && n < N && m < tokens;
-      more[k] = bias && there ? number(bias[n]) : 0;
-      if (residual && there) more[k] += number(residual[(size_t)m * N + n]);
+      const int n = TWO ? -1 : place_of(set, k);
+      more[k] = rounded<Y>(0);
+      if (residual && n >= 0) more[k] = residual[(size_t)m * N + n];
     }
 #pragma unroll 1
     for (int b = begin; b < end; b += RUN) {
@@ -91,8 +181,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
         for (int h = 0; h < 2; h += STEP) {
           const Inputs x = next;
           const int half = 2 * (b + r) + h + STEP;
-          if (half < 2 * end || set + gridDim.x < sets)
-            next = Inputs(bits, xscale, half < 2 * end ? half : 2 * begin, lane);
+          next = Inputs(bits, xscale, half < 2 * end ? half : 2 * begin, lane);  // always: a condition costs copies
 #pragma unroll
           for (int j = 0; j < TILES; j++) B::multiply(sums[j], piece[j] + r * B::PLANE_BYTES, scale[j], x, h, lane);
         }
@@ -111,18 +200,41 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
       for (int i = 1; i < B::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), c += __shfl_xor_sync(~0u, c, i);
       if (first) partial[page][warp][j][token][lane >> 2] = a, partial[page][warp][j][token][(lane >> 2) + 8] = c;
     }
-    __syncthreads();
+    float factor = 1, mean = 0;
+    if (DIVIDED && writes) {
+      float2 all = moment;
 #pragma unroll
-    for (int k = 0; k < OUTPUTS; k++) {
-      const int i = threadIdx.x + k * WARPS * 32, m = i / 16 % M, n = (set * TILES + i / (M * 16)) * 16 + i % 16;
-      if (i >= TILES * M * 16 || n >= N || m >= tokens) continue;
+      for (int i = LANES / 2; i; i /= 2)
+        all.x += __shfl_xor_sync(~0u, all.x, i), all.y += __shfl_xor_sync(~0u, all.y, i);
+      mean = fold ? all.x / K : 0;
+      factor = rsqrtf(all.y / K - mean * mean + eps);
+    }
+    __syncthreads();
+    const auto total = [&](int i, int k) {
       float sum = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += (&partial[page][w][0][0][0])[i];
-      y[(size_t)m * N + n] = rounded<Y>(sum + more[k]);
+      return DIVIDED ? fmaf(fmaf(-mean, folds[k], sum), factor, shift[k]) : sum + shift[k];
+    };
+#pragma unroll
+    for (int k = 0; k < OUTPUTS; k++) {
+      const int i = threadIdx.x + k * WARPS * 32, n = place_of(set, k);
+      if (n < 0) continue;
+      float v = total(i, k) + number(more[k]);
+      if constexpr (TWO) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
+      if constexpr (GIVE == POSITIVE) v = fmaxf(v, 0);
+      if constexpr (!DIGITS || GIVE == NORMED) {
+        const Y out = rounded<Y>(v);
+        y[(size_t)m * N + n] = out, v = number(out);
+      }
+      if constexpr (DIGITS)
+        send(&pages[round].outputs[m][n % 128], make_float2(GIVE == NORMED ? v * gains[k] : v, v), &pages[round].box,
+             0);
     }
-    page ^= 1;
+    give(round - 1);  // by now the others have sent theirs, too
+    fetch(min(set + static_cast<int>(gridDim.x), sets));
   }
+  give(round - 1);
 }
 
 }  // namespace crelle

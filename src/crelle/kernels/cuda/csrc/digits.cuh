@@ -1,12 +1,13 @@
 // From a row of x to digits: what bits.cu does in a launch of its own and attention.cu for its heads.
 //
-//   bits    u32 [2 blocks, 32, M, 2]
-//           half block, lane 4g + t, instruction i, low and high bit of a digit: bit j of the word belongs to input
-//           32t + j, and to the token and the digit that column g of instruction i has
-//           or, for one token and groups of at least 128 inputs, [blocks, 32, 4]
-//           block, lane 4g + t, low and high bit of digit 2 (g % 4), then of the next: of input 32t + j in half g / 4
+//   bits    u32 [2 blocks, ceil(M / 2), 32, min(2 M, 4)]
+//           half block, pair of instructions, lane 4g + t: first and second bit of a digit in base 3, for both; bit j
+//           of the word belongs to input 32t + j, and to the token and the digit that column g of the instruction has
+//   bits    u32 [blocks, 32, 4], for one token and groups of at least 128 inputs
+//           block, lane 4g + t: low and high bit of digit 2 (g % 4) in base -4, then of the next; bit j of the word
+//           belongs to input 32t + j of half g / 4
 //   xscale  f32 [2 blocks, M, 1 + PARTS]
-//           half block, token: s, where x = s * integer; then the sum of the integers (in units of 2^-39), or PARTS
+//           half block, token: s, where x = s * integer; then the sum of the integers (in units of 2^-42), or PARTS
 //           sums where so many groups of weights are in a half block
 //
 // M is 1, 2 or 4: a buffer for three tokens has room for four. A token has L = 4 / M pairs of columns; pair l of token
@@ -16,12 +17,18 @@
 
 namespace crelle {
 
-constexpr float LARGEST = 13107;  // what eight digits of base -4 hold on both sides of 0
+constexpr float LARGEST = 13107;             // what eight digits of base -4 hold on both sides of 0
+constexpr float MOST = 2186, LEAST = -4374;  // what eight digits of base 3 hold, the last of them below 0
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
   return v;
+}
+
+// Of numbers >= 0, whose bits have their order.
+__device__ __forceinline__ float warp_max(float v) {
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v)));
 }
 
 // Bit c of lane r becomes bit r of lane c.
@@ -108,20 +115,41 @@ struct Quarter {
   }
 };
 
+// The eight digits of an integer in base -4, two bits each.
+__device__ __forceinline__ uint32 digits_of_4(int q) { return (q + 0xCCCC) ^ 0xCCCC; }
+
+// The same in base 3, where as many bits are set as a digit says; the last one counts below 0.
+__device__ __forceinline__ uint32 digits_of_3(int q) {
+  const uint32 u = q - static_cast<int>(LEAST);
+  const uint32 v = u + (u * 6473 >> 19) * (0x10000 - 81);  // u % 81 and, 16 bits up, u / 81: four digits each
+  const uint32 third = v * 171 >> 9 & 0x3F003F, ninth = v * 57 >> 9 & 0xF000F, last = v * 19 >> 9 & 0x30003;
+  const uint32 pairs = v + third + 4 * ninth + 16 * last;  // digit i is v / 3^i - 3 (v / 3^(i + 1)): 4^i times that
+  const uint32 set = pairs + (pairs >> 1 & 0x550055);      // 2 is both bits
+  return ((set | set >> 8) & 0xFFFF) ^ 0xC000;
+}
+
 // A warp writes the digits of 128 inputs of token m; lane l has inputs l, 32 + l, 64 + l, 96 + l.
 template <int PARTS, int M>
 __device__ __forceinline__ void write_digits(const float (&v)[4], uint32 *bits, float *xscale, int half, int m,
                                              int lane) {
-  float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-  largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));  // the order of bits, where none is < 0
-  const float up = largest > 0 ? LARGEST / largest : 0;
+  constexpr bool ONE = M == 1 && PARTS == 1;
+  const float most = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), least = fminf(fminf(v[0], v[1]), fminf(v[2], v[3]));
+  float s;
+  if constexpr (ONE) {
+    s = warp_max(fmaxf(most, -least)) * (1 / LARGEST);
+  } else {  // the side of 0 that reaches farther becomes the negative one
+    const float above = warp_max(fmaxf(most, 0)), below = warp_max(fmaxf(-least, 0));
+    s = fmaxf(fmaxf(above, below) * (-1 / LEAST), fminf(above, below) * (1 / MOST));
+    s = above > below ? -s : s;
+  }
+  const float up = fabsf(s) > 0x1p-120f ? __fdividef(1, s) : 0;
 
   uint32 packed[2];      // the digits, 16 bits each, of inputs (lane, 32 + lane) and (64 + lane, 96 + lane)
   int sums[PARTS] = {};  // each over 4 / PARTS runs of 32 inputs
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int q = __float2int_rn(v[i] * up);
-    const uint32 digits = (q + 0xCCCC) ^ 0xCCCC;
+    const uint32 digits = ONE ? digits_of_4(q) : digits_of_3(q);
     packed[i / 2] = i % 2 ? packed[i / 2] | digits << 16 : digits;
     sums[i * PARTS / 4] += q;
   }
@@ -131,17 +159,19 @@ __device__ __forceinline__ void write_digits(const float (&v)[4], uint32 *bits, 
     // Transposed, lane j has bit j % 16 of 32 inputs: the word that column and instruction of that digit want.
     const uint32 word = transposed_bits(packed[i], lane);
     const int run = 2 * i + lane / 16, digit = lane % 16 / 2, column = 2 * (L * m + digit / DIGITS) + digit % 2;
-    if (M == 1 && PARTS == 1)
+    const int instruction = digit % DIGITS / 2;
+    if (ONE)
       bits[(half / 2 * 32 + 4 * (half % 2 * 4 + digit / 2) + run) * 4 + lane % 4] = word;
     else
-      bits[((half * 32 + 4 * column + run) * M + digit % DIGITS / 2) * 2 + lane % 2] = word;
+      bits[half * (64 * M) + instruction / 2 * 128 + (4 * column + run) * (M == 1 ? 2 : 4) + instruction % 2 * 2 +
+           lane % 2] = word;
   }
   xscale += (half * M + m) * (1 + PARTS);
-  if (lane == 0) xscale[0] = largest / LARGEST;
+  if (lane == 0) xscale[0] = s;
 #pragma unroll
   for (int i = 0; i < PARTS; i++) {
-    const int s = __reduce_add_sync(~0u, sums[i]);
-    if (lane == 0) xscale[1 + i] = s * 0x1p-39f;  // the unit in which block.cuh adds up
+    const int sum = __reduce_add_sync(~0u, sums[i]);
+    if (lane == 0) xscale[1 + i] = sum * 0x1p-42f;  // the unit in which block.cuh adds up
   }
 }
 

@@ -1,4 +1,5 @@
 // A warp's own queue of pieces of memory: STAGES of them under way at any time, in shared memory, without a register.
+// They are taken TOGETHER at a time, then as many are asked for.
 //
 // On Hopper the bulk copy engine fetches a piece (one lane asks, a barrier in shared memory counts the bytes); before
 // it, each lane asks for 16 bytes at a time. A piece is up to two runs of bytes, each a multiple of 16.
@@ -19,8 +20,9 @@ __device__ __forceinline__ bool elected() {
   return yes;
 }
 
-template <int STAGES, int BYTES>
+template <int STAGES, int BYTES, int TOGETHER = 1>
 struct Ring {
+  static_assert(TOGETHER <= STAGES, "the queue holds what is taken at a time");
   static constexpr int SIZE = STAGES * (BYTES + 8) + (STAGES & 1) * 8;  // barriers, then pieces; a multiple of 16
 
   char *base;
@@ -67,8 +69,9 @@ struct Ring {
   }
 };
 #else
-template <int STAGES, int BYTES>
+template <int STAGES, int BYTES, int TOGETHER = 1>
 struct Ring {
+  static_assert(TOGETHER <= STAGES, "the queue holds what is taken at a time");
   static constexpr int SIZE = STAGES * (BYTES + 8) + (STAGES & 1) * 8;
 
   char *base;
@@ -90,7 +93,7 @@ struct Ring {
   __device__ __forceinline__ void ask_nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
   __device__ __forceinline__ const char *wait(int s, int) const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - TOGETHER) : "memory");  // in order: all that are taken
     __syncwarp();
     return base + s * BYTES;
   }
