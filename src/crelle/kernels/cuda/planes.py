@@ -3,9 +3,11 @@
 Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a description for tracing, so
 that torch.compile sees through it.
 
-tokens      what runs
-1 … 8       decode.cu, four at a time: x as 16-bit integers, exact counts; reads each weight byte once (or twice)
-9 and more  tiles.cu: a tile of weights turned into numbers in registers, for the tensor cores
+tokens       what runs
+1 … 4        decode.cu: x as 16-bit integers, exact counts; reads each weight byte once
+5 … 32       dozens.cu: weights turned into numbers in registers, for a warp's matrix instructions
+33 and more  tiles.cu: the same for those of a warpgroup
+Before Hopper decode.cu takes up to 8, in two portions, and tiles.cu the rest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -94,7 +96,7 @@ def _plane_matmul(
     x = x.contiguous()
     if x.shape[0] == 0:
         return x.new_empty(0, N)
-    if x.shape[0] > 2 * decode.TOKENS:
+    if x.shape[0] > (decode.TOKENS if tiles.takes_rows(w, x.shape[0]) else 2 * decode.TOKENS):
         return tiles.matmul(x, w)
     parts = [decode.product(decode.encode(part, w), w, x.dtype) for part in torch.split(x, decode.TOKENS)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

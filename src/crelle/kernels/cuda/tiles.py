@@ -2,24 +2,27 @@
 
     xs = arrange(x, w)                    # serves every weight with as many blocks and the same order of inputs
     y = product(xs, w, bias)
-    y = matmul(x, w, bias)                # both
+    y = matmul(x, w, bias)                # both; up to 32 rows dozens.py instead, which takes x as it lies
 
 Any number of rows of x; below 5 decode.py is faster. Both launch on the current stream, allocate only through torch,
 and can be captured in a graph.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda import dozens
 from crelle.kernels.cuda.decode import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.layout import ROWS, CudaWeight, Kind
+from crelle.kernels.cuda.layout import ROWS, CudaWeight
 
 _RESIDENT = 4  # at most so many thread blocks of a product on a multiprocessor
 _SHARED = 227 * 1024 - 1024  # bytes that they have together on Hopper, less the barriers
 _COST = {16: 0.45, 32: 0.46, 64: 0.52, 128: 0.65, 192: 0.84, 256: 1.0}  # measured time of a tile, by its tokens
+_SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)  # tokens of a tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,12 +39,13 @@ class Arranged:
 class Shape:
     """How tiles_hopper.cuh cuts a product into pieces; its template parameters."""
 
-    tokens: int  # of a tile: 16, 32, 64, 128, 192, 256 (and others that instruction_tokens knows)
+    tokens: int  # of a tile: a multiple of 16 up to 256
     warpgroups: int  # of 64 rows
     x_chunks: int  # times 64 inputs: a stage of x
     x_stages: int
     w_stages: int  # times 256 inputs under way
     resident: int = 1  # thread blocks that a multiprocessor holds
+    shares: int = 1  # of K: thread blocks that have a tile together (a cluster); 1: tiles are cut where they must be
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def product_variant(w: CudaWeight, shape: Shape | OldShape, dtype: torch.dtype) 
         kernel, pieces = "ampere", f"{s.tokens}, {s.tiles}, {s.along}, {s.teams}, {s.stages}"
     else:
         kernel = "hopper"
-        pieces = f"{s.tokens}, {s.warpgroups}, {s.x_chunks}, {s.x_stages}, {s.w_stages}, {s.resident}"
+        pieces = f"{s.tokens}, {s.warpgroups}, {s.x_chunks}, {s.x_stages}, {s.w_stages}, {s.resident}, {s.shares}"
     return "tiles.cu", f"crelle::{kernel}<{numbers}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
 
 
@@ -77,7 +81,7 @@ def arrange(x: Tensor, w: CudaWeight) -> Arranged:
     xs = torch.empty(4 * w.blocks, padded, 64, dtype=x.dtype, device=x.device)
     flags = torch.empty(_RESIDENT * multiprocessors(), dtype=torch.int32, device=x.device)
     kernel = load(*arrange_variant(x.dtype))
-    grid = (2 * w.blocks, -(-padded // 16), 1)
+    grid = (2 * w.blocks, -(-padded // 32), 1)
     kernel(grid, 256, x.contiguous(), w.order, xs, flags, flags.numel(), M, K, overlap=True)
     return Arranged(M, x.dtype, xs, flags)
 
@@ -100,7 +104,8 @@ def product(
         kernel(blocks, threads, w.words, w.scales, x.xs, bias, y, *sizes, shared=old_bytes(w, s), overlap=True)
         return y
     grid, whole = cut(w, x.tokens, s, multiprocessors())
-    sums = grid * s.tokens * 64 * s.warpgroups if whole < _tiles(w, x.tokens, s.tokens, s.warpgroups) else 0
+    parts = s.shares == 1 and whole < _tiles(w, x.tokens, s.tokens, s.warpgroups)
+    sums = grid * s.tokens * 64 * s.warpgroups if parts else 0
     partial = torch.empty(sums, dtype=torch.float32, device=x.xs.device)
     kernel(
         (grid, 1, 1),
@@ -128,11 +133,20 @@ def matmul(x: Tensor, w: CudaWeight, bias: Tensor | None = None, out: Tensor | N
     """Return x @ W.T (+ bias) for x [M, K], accumulated in fp32."""
     if x.shape[0] == 0:
         return x.new_empty(0, w.N) if out is None else out
+    if takes_rows(w, x.shape[0]):
+        return dozens.product(dozens.rows(x, w), w, bias, None, out)
     return product(arrange(x, w), w, bias, out)
+
+
+def takes_rows(w: CudaWeight, tokens: int) -> bool:
+    """Whether `dozens.product`, which takes rows as they are, is the one for so many tokens."""
+    return tokens <= dozens.MOST and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def variants(w: CudaWeight, tokens: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     """Return the kernels that `matmul` launches for so many tokens."""
+    if takes_rows(w, tokens):
+        return [dozens.variant(w, dozens.choose(w, tokens), dtype)]
     return [arrange_variant(dtype), product_variant(w, choose(w, tokens, dtype), dtype)]
 
 
@@ -143,11 +157,13 @@ def cut(w: CudaWeight, tokens: int, s: Shape, processors: int) -> tuple[int, int
     parts of a tile costs about 6 us for 256 tokens; where the last round is nearly full, idling costs less.
     """
     tiles = _tiles(w, tokens, s.tokens, s.warpgroups)
+    if s.shares > 1:
+        return tiles * s.shares, tiles
     grid = min(processors * s.resident, tiles * w.blocks)
     rounds, left = divmod(tiles, grid)
     if left == 0:
         return grid, tiles
-    idle = (1 - left / grid) * w.blocks * 2.8 * _COST.get(s.tokens, 1.0)  # us: a block of 256 inputs takes 2.8
+    idle = (1 - left / grid) * w.blocks * 2.8 * _cost(s.tokens)  # us: a block of 256 inputs takes 2.8
     if s.tokens >= 128 and idle < s.tokens * 6 / 256:
         return min(grid, tiles), tiles
     return grid, max(rounds - 1, 0) * grid
@@ -170,6 +186,12 @@ def _block_bytes(w: CudaWeight) -> int:
     return w.P * 512 + w.scales[0, 0].numel() * w.scales.element_size()
 
 
+def _cost(tokens: int) -> float:
+    """The time of a tile of so many tokens, between those measured."""
+    below, above = next((a, b) for a, b in pairwise(_COST) if tokens <= b)
+    return _COST[below] + (_COST[above] - _COST[below]) * (tokens - below) / (above - below)
+
+
 def _tiles(w: CudaWeight, tokens: int, of_tokens: int, warpgroups: int) -> int:
     return -(-w.N // (64 * warpgroups)) * -(-tokens // of_tokens)
 
@@ -186,8 +208,8 @@ def choose(
         return _choose_old(w, tokens)
     processors = processors or multiprocessors()
     few = _tiles(w, tokens, 256, 2) < 0.4 * processors  # large tiles would be cut too often
-    sizes = [t for t in _COST if t <= 128] if few else list(_COST)
-    at_a_time = min(sizes, key=lambda t: (-(-tokens // t) * _COST[t], t))
+    sizes = [t for t in _SIZES if t <= 128 or not few]
+    at_a_time = min(sizes, key=lambda t: (-(-tokens // t) * _cost(t), t))
     s = _shape(w, at_a_time, dtype, processors)
     while shared_bytes(w, s) > _SHARED // s.resident:  # long scales, many planes
         if s.x_stages > 2:
@@ -197,7 +219,10 @@ def choose(
         elif s.resident > 1:
             s = replace(s, resident=s.resident - 1)
         else:
-            s = replace(s, tokens=s.tokens // 2)
+            s = replace(s, tokens=s.tokens // 32 * 16)
+    even = s.tokens >= 128 and 0.85 * processors < 2 * _tiles(w, tokens, s.tokens, 2) <= processors and w.blocks > 1
+    if even and s.x_chunks * s.x_stages >= 4:  # whose place the sums take
+        return replace(s, shares=2)  # two thread blocks that add up at once are faster than a chain
     return s
 
 
@@ -206,16 +231,14 @@ def _shape(w: CudaWeight, tokens: int, dtype: torch.dtype, processors: int) -> S
     rows = _tiles(w, 1, 1, 2) / processors  # tiles of 128 rows
     large = w.P > 4 or dtype == torch.bfloat16  # needs more registers than two times two warpgroups have
     narrow = rows < 0.4 or large
-    wide = rows > 0.7
-    bcq = w.kind in (Kind.BCQ, Kind.BCQ_SYMMETRIC)
     if tokens == 16:
         return Shape(16, 1, 2, 4, 3, 3) if narrow else Shape(16, 2, 2, 4, 3, 2)
     if tokens == 32:
         return Shape(32, 1, 2, 4, 3, 3) if narrow or w.P == 3 else Shape(32, 2, 2, 4, 3, 2)
-    if tokens == 64:
-        return Shape(64, 2, 2, 3, 2, 2) if w.P == 4 and bcq and wide and not large else Shape(64, 2, 2, 4, 3, 1)
-    if tokens == 128:
-        return Shape(128, 2, 2, 4, 2)
+    if tokens <= 64:
+        return Shape(tokens, 2, 2, 4, 3)
+    if tokens <= 128:
+        return Shape(tokens, 2, 2, 4, 2)
     return Shape(tokens, 2, 1, 5, 2)
 
 

@@ -14,7 +14,7 @@ import torch
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.kernels.cuda import attention, decode, dense, layout, lut, paged, tiles, tokens
+from crelle.kernels.cuda import attention, decode, dense, dozens, layout, lut, paged, rows, tiles, tokens
 from crelle.kernels.cuda.layout import CudaWeight, Kind
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -28,7 +28,17 @@ Variant = tuple[str, str]  # file, expression
 def variants(arch: str) -> list[Variant]:
     """Return (file, expression) of all of them for an architecture, e.g. sm_90a, in order."""
     capability = int(arch[3]), int(arch[4])
-    return sorted({*_decode(), *_tiles(capability), *_lut(), *_small(), *paged.variants()})
+    return sorted(
+        {
+            *_decode(capability),
+            *_tiles(capability),
+            *_dozens(capability),
+            *_lut(),
+            *_small(),
+            *paged.variants(),
+            *rows.variants(),
+        }
+    )
 
 
 def _weight(kind: Kind, P: int, group: int = 128, scales: torch.dtype = HALF) -> QuantTensor:
@@ -54,13 +64,23 @@ def _forms() -> Iterator[tuple[QuantTensor, torch.dtype]]:
         yield _weight(Kind.AFFINE, 2, scales=scales), HALF
 
 
-def _decode() -> Iterator[Variant]:
+def _decode(capability: tuple[int, int]) -> Iterator[Variant]:
     for i, (w, dtype) in enumerate(_forms()):
         laid = layout.lay_out(w)
         tall, count = replace(laid, N=(4096, 49152)[i % 2]), (1, 2, 4)[i % 3]
         yield decode.decode_variant(tall, count, decode.choose(tall, count, processors=132), dtype)
-    for P, kind, count, cut in decode.measured_cuts():
-        yield decode.decode_variant(layout.lay_out(_weight(kind, P)), count, cut, HALF)
+    gives = decode.GIVES if capability >= (9, 0) else ("NUMBERS",)  # digits leave a cluster
+    for P, kind, count, cut, give in decode.measured_cuts():
+        divided = give in ("GATED", "POSITIVE")  # they come behind a norm
+        if give in gives:
+            yield decode.decode_variant(layout.lay_out(_weight(kind, P)), count, cut, HALF, give, divided)
+    for i, give in enumerate(gives):
+        for P in (2, 3, 4):
+            laid = replace(layout.lay_out(_weight(Kind.BCQ, P)), N=(4096, 22016)[i % 2])
+            count, dtype = (1, 1, 2, 4)[(i + P) % 4], (HALF, BF16)[P % 2]
+            cut = decode.choose(laid, count, processors=132, chained=True, give=give)
+            for divided in (False, True):
+                yield decode.decode_variant(laid, count, cut, dtype, give, divided)
     for op in _OPS:
         for parts, count, dtype in ((1, 1, HALF), (2, 2, BF16), (4, 4, HALF)):
             yield decode.encode_variant(op, parts, count, dtype)
@@ -69,12 +89,22 @@ def _decode() -> Iterator[Variant]:
 def _tiles(capability: tuple[int, int]) -> Iterator[Variant]:
     for i, (w, dtype) in enumerate(islice(_forms(), 1, None, 2)):
         laid: CudaWeight = replace(layout.lay_out(w), N=4096)
-        count = (8, 16, 64, 256, 1024)[i % 5]
+        count = (33, 72, 144, 256, 1024)[i % 5] if capability == (9, 0) else (8, 16, 64, 256, 1024)[i % 5]
         old = capability != (9, 0)
         shape = tiles._choose_old(laid, count, 99 * 1024) if old else tiles.choose(laid, count, dtype, 132, (9, 0))
         yield tiles.product_variant(laid, shape, dtype)
     for dtype in (HALF, BF16):
         yield tiles.arrange_variant(dtype)
+
+
+def _dozens(capability: tuple[int, int]) -> Iterator[Variant]:
+    for dtype in (HALF, BF16):
+        yield dozens.gather_variant(dtype)
+    if capability < (9, 0):
+        return  # not there: its queues need the bulk copies of Hopper, and tiles.cu does the work
+    for i, (w, dtype) in enumerate(islice(_forms(), 0, None, 3)):
+        laid: CudaWeight = replace(layout.lay_out(w), N=(4096, 8192, 11008)[i % 3])
+        yield dozens.variant(laid, dozens.choose(laid, (8, 16, 24, 32)[i % 4], 132), dtype)
 
 
 def _lut() -> Iterator[Variant]:
@@ -90,8 +120,9 @@ def _small() -> Iterator[Variant]:
             for cluster in (True, False):
                 plan = attention.plan(1, heads, kv_heads, size, 2048, processors=132)
                 yield attention.attend_variant(plan, size, HALF if cluster else BF16, cluster)
+                narrow = attention.plan(1, heads, kv_heads, size, 2048, processors=132, narrow=True)
                 for digits in (1, 2, 4) if size == 128 else ():
-                    yield attention.attend_variant(plan, size, HALF, cluster, digits)
+                    yield attention.attend_variant(narrow, size, HALF, cluster, digits)
     for op in _OPS:
         for count in range(1, 5):
             yield dense.product_variant(op, count, K, HALF if count % 2 else BF16, F32 if count > 2 else HALF)

@@ -30,10 +30,13 @@ __device__ __forceinline__ void multiply_16<bfloat16>(float (&d)[4], const uint3
 
 // Step STEP of half a block, for all tiles and tokens. `x` is the address of the half block's first 64 inputs.
 template <int STEP, int NT, int TILES, typename X, typename W>
-__device__ __forceinline__ void ampere_step(float (&d)[TILES][NT / 8][4], const W (&w)[TILES], uint32 x, int lane) {
+__device__ __forceinline__ void ampere_step(float (&d)[TILES][NT / 8][4], W (&w)[TILES], uint32 x, int lane) {
   uint32 a[TILES][4];
 #pragma unroll
-  for (int j = 0; j < TILES; j++) w[j].template step<STEP>(a[j]);
+  for (int j = 0; j < TILES; j++) {
+    if (STEP == 4) w[j].turn();
+    w[j].template step<STEP % 4>(a[j]);
+  }
   const int token = (lane & 7) + (lane >> 4) * 8, unit = (2 * STEP) % 8 + (lane >> 3 & 1);
   const uint32 from = x + STEP / 4 * (NT * 128) + token * 128 + ((unit ^ token) & 7) * 16;
 #pragma unroll

@@ -10,18 +10,15 @@
 // As many thread blocks run as the chip holds at once, and all get the same amount of work, whatever the numbers of
 // rows and tokens: the last tiles are cut along K into equal shares, which begin and end inside tiles. A thread block
 // that begins inside a tile leaves its sums in memory for the one that has the tile's beginning; that one adds them in
-// the order of K and writes the tile, so results do not depend on timing.
+// the order of K and writes the tile, so results do not depend on timing. With SHARES > 1 a cluster of so many thread
+// blocks has a tile instead, a share of K each, and they add up in each other's shared memory.
 #pragma once
 #include "ring.cuh"
 #include "tiles_weights.cuh"
 #include "tiles_wgmma.cuh"
+#include "tiles_work.cuh"
 
 namespace crelle {
-
-// NT tokens as equal instructions of at most 128.
-__host__ __device__ constexpr int instruction_tokens(int nt) {
-  return nt == 176 ? 88 : nt > 128 ? (nt % 128 == 0 ? 128 : nt % 96 == 0 ? 96 : nt % 64 == 0 ? 64 : 32) : nt;
-}
 
 // Many tokens need more registers than every thread could have: then the warp that fetches x is a warpgroup that gives
 // its own away.
@@ -46,42 +43,17 @@ __device__ __forceinline__ uint32 transposed(uint32 v) {
   return w;
 }
 
-// The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
-// or all) are done as they are, the others are cut.
-struct Work {
-  int tile, first, count;  // the current piece: `count` blocks from `first` on
-  int at, end, next, tiles, blocks;
-
-  __device__ __forceinline__ static int share(int index, int rest, int blocks) {
-    return (long long)rest * blocks * index / gridDim.x;
-  }
-  __device__ __forceinline__ Work(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
-    const int rest = tiles - whole;
-    at = share(blockIdx.x, rest, blocks), end = share(blockIdx.x + 1, rest, blocks), next = rest + blockIdx.x;
-    advance();
-  }
-  __device__ __forceinline__ void advance() {
-    if (at < end) {
-      tile = at / blocks, first = at % blocks, count = min(blocks - first, end - at);
-      at += count;
-    } else {
-      tile = next, first = 0, count = next < tiles ? blocks : 0;
-      next += gridDim.x;
-    }
-  }
-};
-
 // words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / span), SCALE_BYTES]; xs as arrange makes it;
 // bias [N] may be null; y [M, N]; partial f32 [grid, NT * 64 WG]; flags [grid], zero before and after
-template <int P, Kind KIND, int GROUPS, int NT, int WG, int XC, int XS, int WS, int RESIDENT, typename S, typename X>
-__global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
+template <int P, Kind KIND, int GROUPS, int NT, int WG, int XC, int XS, int WS, int RESIDENT, int SHARES, typename S,
+          typename X>
+__global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
     hopper(const char *__restrict__ words, const char *__restrict__ scales, const char *__restrict__ xs,
            const X *__restrict__ bias, X *y, float4 *partial, int *flags, int N, int M, int blocks, int planes,
            int span, int whole) {
   using W = Weights<P, KIND, GROUPS, S, X>;
   using Queue = Ring<WS, W::BYTES>;
   constexpr int ROWS = 64 * WG, CHUNK = NT * 128, X_BYTES = XC * CHUNK, WARPS = 4 * WG;
-  constexpr int ONE = instruction_tokens(NT), COUNT = NT / ONE;
   extern __shared__ __align__(128) char raw[];
   char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, queues
   const uint32 x_at = shared_address(shared);
@@ -108,7 +80,7 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
       const int padded = (M + 7) & ~7;
       int s = 0, turn = 1;
 #pragma unroll 1
-      for (Work work(tiles, whole, blocks); work.count > 0; work.advance()) {
+      for (Work work = Work::of<SHARES>(tiles, whole, blocks); work.count > 0; work.advance()) {
         const int token = work.tile / across * NT, tokens = min(NT, padded - token);
         const char *source = xs + ((size_t)work.first * 4 * padded + token) * 128;
 #pragma unroll 1
@@ -133,18 +105,18 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
   } else {
     if constexpr (gives_registers(NT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     Queue queue(shared + XS * X_BYTES + warp * Queue::SIZE, lane);
-    Work ahead(tiles, whole, blocks);  // as far as weights have been asked for
+    Work ahead = Work::of<SHARES>(tiles, whole, blocks);  // as far as weights have been asked for
     int asked = 0;
-    const auto ask = [&](int stage) {
+    const auto ask = [&](int stage, int zero) {
       if (ahead.count == 0) return;
-      const int tile = min(ahead.tile % across * WARPS + warp, (N - 1) / 16), b = ahead.first + asked;
+      const int tile = min(ahead.tile % across * WARPS + warp, (N - 1) / 16), b = ahead.first + asked + zero;
       const int set = GROUPS > 1 ? tile * blocks + b : tile * ((blocks + span - 1) / span) + b / span;
       queue.ask(stage, words + (size_t)(tile * blocks + b) * (planes * 512), W::PLANE_BYTES,
                 scales + (size_t)set * W::SCALE_BYTES, W::SCALE_BYTES);
       if (++asked == ahead.count) asked = 0, ahead.advance();
     };
 #pragma unroll
-    for (int s = 0; s < WS; s++) ask(s);
+    for (int s = 0; s < WS; s++) ask(s, 0);
 
     float d[NT / 2];
     uint32 a[2][4][4];
@@ -158,10 +130,7 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
       const unsigned long long matrix =
           1ull << 62 | 64ull << 32 | 1ull << 16 | ((x_at + xs_now * X_BYTES + chunk % XC * CHUNK) & 0x3ffff) >> 4;
 #pragma unroll
-      for (int s = 0; s < 4; s++)
-#pragma unroll
-        for (int c = 0; c < COUNT; c++)
-          Wgmma<ONE, X>::multiply(d + c * (ONE / 2), a[s], matrix + c * (ONE * 8) + 2 * s);
+      for (int s = 0; s < 4; s++) Wgmma<NT, X>::multiply(d, a[s], matrix + 2 * s);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       if (chunk % XC == XC - 1) {
         x_before = xs_now;
@@ -178,7 +147,7 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
     };
 
 #pragma unroll 1
-    for (Work work(tiles, whole, blocks); work.count > 0; work.advance()) {
+    for (Work work = Work::of<SHARES>(tiles, whole, blocks); work.count > 0; work.advance()) {
 #pragma unroll
       for (int i = 0; i < NT / 2; i++) d[i] = 0;
       const char *piece = queue.wait(w_now, w_turn);
@@ -192,8 +161,9 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
         wait_for_products<1>();
         keep(a[1]);
         if (i > 0) release(last);
-        w.template step<4>(a[1][0]), w.template step<5>(a[1][1]), w.template step<6>(a[1][2]),
-            w.template step<7>(a[1][3]);
+        w.turn();
+        w.template step<0>(a[1][0]), w.template step<1>(a[1][1]), w.template step<2>(a[1][2]),
+            w.template step<3>(a[1][3]);
         const int before = x_before;
         multiply(1, a[1]);
         wait_for_products<1>();
@@ -207,8 +177,9 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
         }
         w.load(piece, !odd, lane);
         if (!odd) {
+          const int zero = w.nothing(blocks);
           __syncwarp();
-          ask(w_now);
+          ask(w_now, zero);
         }
         w.template step<0>(a[0][0]), w.template step<1>(a[0][1]), w.template step<2>(a[0][2]),
             w.template step<3>(a[0][3]);
@@ -217,38 +188,42 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
       keep(a[1]);
       release(x_before);
 
-      if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
-        float4 *const to = partial + (size_t)blockIdx.x * (NT / 8 * WG * 128) + threadIdx.x;
+      if constexpr (SHARES == 1) {
+        if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
+          float4 *const to = partial + (size_t)blockIdx.x * (NT / 8 * WG * 128) + threadIdx.x;
 #pragma unroll
-        for (int c = 0; c < NT / 8; c++)
-          __stcg(to + c * (WG * 128), make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
-        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
-        if (threadIdx.x == 0) {
-          __threadfence();
-          asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
+          for (int c = 0; c < NT / 8; c++)
+            __stcg(to + c * (WG * 128), make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
+          asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
+          if (threadIdx.x == 0) {
+            __threadfence();
+            asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
+          }
+          continue;
         }
-        continue;
-      }
-      int have = work.count;
-#pragma unroll 1
-      for (int other = blockIdx.x + 1; have < blocks; other++) {
-        const int rest = tiles - whole, to = Work::share(other + 1, rest, blocks);
-        have += min(blocks - have, to - Work::share(other, rest, blocks));
-        if (threadIdx.x == 0) {
-          int there;
-          do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + other) : "memory");
-          while (!there);
-          flags[other] = 0;  // as the next launch wants it
-        }
-        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
-        const float4 *const from = partial + (size_t)other * (NT / 8 * WG * 128) + threadIdx.x;
+        const long long units = (long long)(tiles - whole) * blocks;
+        const int others =
+            work.count < blocks ? (int)(((work.tile + 1ll) * blocks * gridDim.x - 1) / units) - (int)blockIdx.x : 0;
+        if (others > 0) {
+          for (int i = threadIdx.x; i < others; i += WG * 128) {
+            int *const flag = flags + blockIdx.x + 1 + i;
+            int there;
+            do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+            while (!there);
+            *flag = 0;  // as the next launch wants it
+          }
+          asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
+          const float4 *from = partial + (size_t)(blockIdx.x + 1) * (NT / 8 * WG * 128) + threadIdx.x;
+#pragma unroll NT <= 32 ? 4 : 1
+          for (int i = 0; i < others; i++, from += NT / 8 * WG * 128) {
 #pragma unroll
-        for (int c = 0; c < NT / 8; c++) {
-          const float4 v = __ldcg(from + c * (WG * 128));
-          d[4 * c] += v.x, d[4 * c + 1] += v.y, d[4 * c + 2] += v.z, d[4 * c + 3] += v.w;
+            for (int c = 0; c < NT / 8; c++) {
+              const float4 v = __ldcg(from + c * (WG * 128));
+              d[4 * c] += v.x, d[4 * c + 1] += v.y, d[4 * c + 2] += v.z, d[4 * c + 3] += v.w;
+            }
+          }
         }
       }
-
       // A lane has rows g and g + 8, tokens 2t and 2t + 1 of eight; transposed it has token g and four rows in a piece.
       const int row = work.tile % across * ROWS + warp * 16, token = work.tile / across * NT, g = lane / 4,
                 t = lane % 4;
@@ -259,21 +234,45 @@ __global__ void __launch_bounds__(hopper_threads(NT, WG), RESIDENT)
       }
       const int n = row + (t & 1) * 8 + (t & 2) * 2;
       X *to = y + (size_t)(token + g) * N + n;
-#pragma unroll
-      for (int c = 0; c < NT / 8; c++, to += (size_t)8 * N) {
-        const uint32 v = transposed(Two<X>::of(d[4 * c] + add[0], d[4 * c + 1] + add[0])),
-                     w = transposed(Two<X>::of(d[4 * c + 2] + add[1], d[4 * c + 3] + add[1]));
-        const uint32 other = __shfl_xor_sync(~0u, t & 1 ? v : w, 1);
-        const uint2 out = t & 1 ? make_uint2(other, w) : make_uint2(v, other);
-        if (token + 8 * c + g >= M || n >= N) continue;
+      const auto put = [&](int c, float4 v) {
+        const uint32 a = transposed(Two<X>::of(v.x + add[0], v.y + add[0])),
+                     b = transposed(Two<X>::of(v.z + add[1], v.w + add[1]));
+        const uint32 other = __shfl_xor_sync(~0u, t & 1 ? a : b, 1);
+        const uint2 out = t & 1 ? make_uint2(other, b) : make_uint2(a, other);
+        if (token + 8 * c + g >= M || n >= N) return;
+        X *const here = to + (size_t)c * 8 * N;
         if (N % 4 == 0) {
-          *reinterpret_cast<uint2 *>(to) = out;
+          *reinterpret_cast<uint2 *>(here) = out;
         } else {
           const X *each = reinterpret_cast<const X *>(&out);
 #pragma unroll
           for (int j = 0; j < 4; j++)
-            if (n + j < N) to[j] = each[j];
+            if (n + j < N) here[j] = each[j];
         }
+      };
+      if constexpr (SHARES > 1) {  // everybody's sums in shared memory; everybody adds and writes some tokens
+        float4 *const sums = reinterpret_cast<float4 *>(shared);
+        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");  // nobody multiplies by x any more
+#pragma unroll
+        for (int c = 0; c < NT / 8; c++)
+          sums[c * (WG * 128) + threadIdx.x] = make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]);
+        cluster_meets();
+        const int rank = blockIdx.x % SHARES;
+#pragma unroll
+        for (int i = 0; i < NT / 8 / SHARES; i++) {
+          const int c = rank * (NT / 8 / SHARES) + i;
+          float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+          for (int r = 0; r < SHARES; r++) {
+            const float4 v = remote(shared_address(sums + c * (WG * 128) + threadIdx.x), r);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+          }
+          put(c, sum);
+        }
+        cluster_meets();  // nobody leaves while others read
+      } else {
+#pragma unroll
+        for (int c = 0; c < NT / 8; c++) put(c, make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
       }
     }
   }

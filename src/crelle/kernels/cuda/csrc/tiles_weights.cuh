@@ -5,13 +5,10 @@
 // is free as long as x agrees, so a lane multiplies only by inputs whose bits it has itself: step s = 0 ... 7 of 16
 // inputs takes inputs 32t + 16 (s/4) + s%4 + 0, 4, 8, 12, the first two and the last two a pair (one register).
 //
-// Planes are interleaved into nibbles: word i of four has in nibble n the bits of input 4n + i. Four of them are what a
-// byte permutation takes to look up 4 low bytes, and again 4 high bytes, in a table of the 8 numbers that three planes
-// can mean: with the interleaving and the making of the table about four instructions a pair, whatever the numbers.
-// More planes are more tables (a single one left over is added with its sign: -alpha ^ bit). Codes of four and more
-// bits are cheaper without: 0x6400 | q is the number 1024 + q, exact until the scale is multiplied in.
+// Binary-coded planes and codes of up to three bits are looked up (tiles_tables.cuh). Codes of four and more bits are
+// cheaper without: 0x6400 | q is the number 1024 + q, exact until the scale is multiplied in.
 #pragma once
-#include "numbers.cuh"
+#include "tiles_tables.cuh"
 
 namespace crelle {
 
@@ -22,144 +19,30 @@ __host__ __device__ constexpr int scale_words(Kind kind, int planes) {
   return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
 }
 
-// Two numbers of type X in a register.
-template <typename X>
-struct Two;
-template <>
-struct Two<half> {
-  static constexpr uint32 ONES = 0x64006400;  // 1024: integers are added in its last bits
-  static constexpr float ONE = 1024;
-  static __device__ __forceinline__ uint32 of(float v) { return bits(__float2half2_rn(v)); }
-  static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2half2_rn(a, b)); }
-  static __device__ __forceinline__ float2 numbers(uint32 v) { return __half22float2(two(v)); }
-  static __device__ __forceinline__ uint32 bits(__half2 v) { return *reinterpret_cast<uint32 *>(&v); }
-  static __device__ __forceinline__ __half2 two(uint32 v) { return *reinterpret_cast<__half2 *>(&v); }
-  static __device__ __forceinline__ uint32 add(uint32 a, uint32 b) { return bits(__hadd2_rn(two(a), two(b))); }
-  static __device__ __forceinline__ uint32 mul(uint32 a, uint32 b) { return bits(__hmul2_rn(two(a), two(b))); }
-  static __device__ __forceinline__ uint32 fma(uint32 a, uint32 b, uint32 c) {
-    return bits(__hfma2(two(a), two(b), two(c)));
-  }
-};
-template <>
-struct Two<bfloat16> {
-  static constexpr uint32 ONES = 0x43004300;
-  static constexpr float ONE = 128;
-  static __device__ __forceinline__ uint32 of(float v) { return bits(__float2bfloat162_rn(v)); }
-  static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2bfloat162_rn(a, b)); }
-  static __device__ __forceinline__ float2 numbers(uint32 v) {
-    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
-  }
-  static __device__ __forceinline__ uint32 bits(__nv_bfloat162 v) { return *reinterpret_cast<uint32 *>(&v); }
-  static __device__ __forceinline__ __nv_bfloat162 two(uint32 v) { return *reinterpret_cast<__nv_bfloat162 *>(&v); }
-  static __device__ __forceinline__ uint32 add(uint32 a, uint32 b) { return bits(__hadd2_rn(two(a), two(b))); }
-  static __device__ __forceinline__ uint32 mul(uint32 a, uint32 b) { return bits(__hmul2_rn(two(a), two(b))); }
-  static __device__ __forceinline__ uint32 fma(uint32 a, uint32 b, uint32 c) {
-    return bits(__hfma2(two(a), two(b), two(c)));
-  }
-};
-
-// A stored scale of type S, of rows g and g + 8.
-template <typename S, typename X>
-struct Scale {
-  static constexpr int WORDS = sizeof(S) / 2;
-  static __device__ __forceinline__ float2 numbers(const uint32 *w) {
-    if constexpr (sizeof(S) == 4)
-      return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
-    else
-      return Two<S>::numbers(*w);
-  }
-  static __device__ __forceinline__ uint32 both(const uint32 *w) {
-    if constexpr (alike(S(), X())) return *w;
-    const float2 v = numbers(w);
-    return Two<X>::of(v.x, v.y);
-  }
-  static __device__ constexpr bool alike(half, half) { return true; }
-  static __device__ constexpr bool alike(bfloat16, bfloat16) { return true; }
-  template <typename A, typename B>
-  static __device__ constexpr bool alike(A, B) {
-    return false;
-  }
-};
-
-__device__ __forceinline__ uint32 twice(uint32 rows, int row) { return __byte_perm(rows, 0, row ? 0x3232 : 0x1010); }
-
-template <int BY>
-__device__ __forceinline__ uint32 shifted(uint32 v) {
-  return BY >= 0 ? v << (BY & 31) : v >> (-BY & 31);
-}
-
-// Planes FIRST ... FIRST + COUNT - 1 of one row as nibbles; the last plane is the lowest bit.
-template <int FIRST, int COUNT, int ROW, int P, int I = 0>
-__device__ __forceinline__ void interleave(uint32 (&nibbles)[4], const uint32 (&words)[P][2]) {
-  uint32 v = shifted<-I>(words[FIRST + COUNT - 1][ROW]) & 0x11111111;
-  if constexpr (COUNT > 1) v |= shifted<1 - I>(words[FIRST + COUNT - 2][ROW]) & 0x22222222;
-  if constexpr (COUNT > 2) v |= shifted<2 - I>(words[FIRST + COUNT - 3][ROW]) & 0x44444444;
-  if constexpr (COUNT > 3) v |= shifted<3 - I>(words[FIRST + COUNT - 4][ROW]) & 0x88888888;
-  nibbles[I] = v;
-  if constexpr (I < 3) interleave<FIRST, COUNT, ROW, P, I + 1>(nibbles, words);
-}
-
-// The 2^COUNT numbers that planes FIRST ... can mean, of both rows.
-template <int FIRST, int COUNT, int P>
-struct Table {
-  static constexpr int ENTRIES = 1 << COUNT, REGISTERS = COUNT == 3 ? 2 : 1;
-  uint32 low[2][REGISTERS], high[2][REGISTERS], nibbles[2][4];  // [row]
-
-  // numbers[c]: of rows g and g + 8 for code c
-  __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 (&numbers)[ENTRIES]) {
-    interleave<FIRST, COUNT, 0>(nibbles[0], words);
-    interleave<FIRST, COUNT, 1>(nibbles[1], words);
-#pragma unroll
-    for (int i = 0; i < REGISTERS; i++) {
-      const uint32 a = numbers[4 * i], b = numbers[4 * i + 1], c = numbers[COUNT > 1 ? 4 * i + 2 : 0],
-                   d = numbers[COUNT > 1 ? 4 * i + 3 : 1];
-#pragma unroll
-      for (int row = 0; row < 2; row++) {
-        const uint32 ab = __byte_perm(a, b, row ? 0x7362 : 0x5140), cd = __byte_perm(c, d, row ? 0x7362 : 0x5140);
-        low[row][i] = __byte_perm(ab, cd, 0x5410), high[row][i] = __byte_perm(ab, cd, 0x7632);
-      }
-    }
-  }
-  // The two pairs of step STEP.
-  template <int STEP>
-  __device__ __forceinline__ uint2 look_up(int row) const {
-    const uint32 which = nibbles[row][STEP % 4] >> (STEP / 4 * 16);
-    const uint32 l = __byte_perm(low[row][0], low[row][REGISTERS - 1], which),
-                 h = __byte_perm(high[row][0], high[row][REGISTERS - 1], which);
-    return make_uint2(__byte_perm(l, h, 0x5140), __byte_perm(l, h, 0x7362));
-  }
-};
-
-// A plane alone: + or - alpha.
-struct Sign {
-  uint32 bits[2], alpha[2];  // bits: of pair (n, n + 1) of nibbles, n even, at 4 (n/2) + i and 16 above
-
-  __device__ __forceinline__ void load(const uint32 (&words)[2], uint32 alphas) {
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-      const uint32 even = words[row] & 0x0f0f0f0f, odd = (words[row] >> 4) & 0x0f0f0f0f;
-      bits[row] = __byte_perm(even | even >> 4, odd | odd >> 4, 0x6420);
-      alpha[row] = twice(alphas, row) ^ 0x80008000u;
-    }
-  }
-  template <int STEP>
-  __device__ __forceinline__ uint2 look_up(int row) const {
-    constexpr int at = STEP / 4 * 8 + STEP % 4;
-    return make_uint2(((bits[row] << (15 - at)) & 0x80008000u) ^ alpha[row],
-                      ((bits[row] << (11 - at)) & 0x80008000u) ^ alpha[row]);
-  }
-};
-
 struct Nothing {};
 
-// The weights of binary-coded planes and of codes of up to three bits: the sum of what tables of three planes say.
+template <bool YES, typename A, typename B>
+struct Either {
+  using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
+// The weights of binary-coded planes and of codes of up to three bits: the sum of what tables of up to four planes say.
 template <int P, Kind KIND, typename S, typename X, bool LARGE = (KIND != BCQ && KIND != BCQ_SYMMETRIC && P > 3)>
 struct Numbers {
   static constexpr bool CODES = KIND != BCQ && KIND != BCQ_SYMMETRIC;
-  static constexpr int A = P < 3 ? P : 3, B = P - A < 3 ? P - A : 3, C = P - A - B;
+  static constexpr int A = P < 4 ? P : 4, B = P - A;
+  static constexpr bool OFFSET = KIND == BCQ && A == 4 && (B < 2 || B == 4);  // no table has room for z
   template <int FIRST, int COUNT>
   struct Choose {
     using Type = Table<FIRST, COUNT, P>;
+  };
+  template <int FIRST>
+  struct Choose<FIRST, 4> {
+    using Type = Signed<FIRST, P>;
   };
   template <int FIRST>
   struct Choose<FIRST, 1> {
@@ -169,9 +52,12 @@ struct Numbers {
   struct Choose<FIRST, 0> {
     using Type = Nothing;
   };
-  Table<0, A, P> first;
+  struct First {  // a single plane has a table, too: its numbers may be any two
+    using Type = Table<0, 1, P>;
+  };
+  typename Either<A == 1, First, Choose<0, A>>::type::Type first;
   typename Choose<A, B>::Type second;
-  typename Choose<A + B, C>::Type third;
+  uint32 offset[OFFSET ? 2 : 1];
 
   // numbers[c] = start + sum of +-alpha, the first plane's sign is the highest bit of c
   template <int FIRST, int COUNT>
@@ -204,41 +90,53 @@ struct Numbers {
       for (int c = 0; c < 1 << COUNT; c++) numbers[c] = Two<X>::of(f[c].x, f[c].y);
     }
   }
-  static __device__ __forceinline__ void grid(uint32 (&numbers)[1 << A], const uint32 *scale) {
+  static __device__ __forceinline__ void grid(uint32 (&numbers)[1 << P], const uint32 *scale) {
     const uint32 s = Scale<S, X>::both(scale);
     const uint32 offset = KIND == UNIFORM_SYMMETRIC ? 0 : Scale<S, X>::both(scale + Scale<S, X>::WORDS);
 #pragma unroll
-    for (int q = 0; q < 1 << A; q++) {
+    for (int q = 0; q < 1 << P; q++) {
       if constexpr (KIND == AFFINE) numbers[q] = Two<X>::fma(Two<X>::of(q), s, offset);
       if constexpr (KIND == UNIFORM) numbers[q] = Two<X>::mul(Two<X>::add(Two<X>::of(q), offset ^ 0x80008000u), s);
       if constexpr (KIND == UNIFORM_SYMMETRIC) numbers[q] = Two<X>::mul(Two<X>::of(q - (1 << (P - 1))), s);
     }
   }
 
+  // `start`: the scale word of z, if the table should hold it.
   template <int FIRST, int COUNT, typename T>
-  static __device__ __forceinline__ void more(T &table, const uint32 (&words)[P][2], const uint32 *scale) {
-    if constexpr (COUNT == 1) {
+  static __device__ __forceinline__ void fill(T &table, const uint32 (&words)[P][2], const uint32 *scale,
+                                              const uint32 *start) {
+    if constexpr (COUNT == 4) {
+      uint32 numbers[8];
+      sums<FIRST + 1, 3>(numbers, scale, scale + FIRST * Scale<S, X>::WORDS);
+      table.load(words, numbers);
+    } else if constexpr (COUNT == 1 && FIRST > 0) {
       table.load(words[FIRST], Scale<S, X>::both(scale + FIRST * Scale<S, X>::WORDS));
-    } else if constexpr (COUNT > 1) {
+    } else if constexpr (COUNT > 0) {
       uint32 numbers[1 << COUNT];
-      sums<FIRST, COUNT>(numbers, scale, nullptr);
+      sums<FIRST, COUNT>(numbers, scale, start);
       table.load(words, numbers);
     }
   }
   __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 *scale) {
-    uint32 numbers[1 << A];
-    if constexpr (CODES)
+    if constexpr (CODES) {
+      uint32 numbers[1 << P];
       grid(numbers, scale);
-    else
-      sums<0, A>(numbers, scale, KIND == BCQ ? scale + P * Scale<S, X>::WORDS : nullptr);
-    first.load(words, numbers);
-    more<A, B>(second, words, scale), more<A + B, C>(third, words, scale);
+      first.load(words, numbers);
+    } else {
+      const uint32 *z = KIND == BCQ ? scale + P * Scale<S, X>::WORDS : nullptr;
+      fill<0, A>(first, words, scale, z), fill<A, B>(second, words, scale, z);
+      if constexpr (OFFSET) offset[0] = twice(Scale<S, X>::both(z), 0), offset[1] = twice(Scale<S, X>::both(z), 1);
+    }
+  }
+  __device__ __forceinline__ void turn() {
+    first.turn();
+    if constexpr (B > 0) second.turn();
   }
   template <int STEP>
   __device__ __forceinline__ uint2 pairs(int row) const {
     uint2 v = first.template look_up<STEP>(row);
     if constexpr (B > 0) v = plus(v, second.template look_up<STEP>(row));
-    if constexpr (C > 0) v = plus(v, third.template look_up<STEP>(row));
+    if constexpr (OFFSET) v = plus(v, make_uint2(offset[row], offset[row]));
     return v;
   }
   static __device__ __forceinline__ uint2 plus(uint2 a, uint2 b) {
@@ -253,8 +151,8 @@ struct Numbers<P, KIND, S, X, true> {
   uint32 low[2][4], high[2][4], scale[2], start[2];
 
   __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 *from) {
-    interleave<HIGH, 4, 0>(low[0], words), interleave<HIGH, 4, 1>(low[1], words);
-    if constexpr (HIGH > 0) interleave<0, HIGH, 0>(high[0], words), interleave<0, HIGH, 1>(high[1], words);
+    interleave<HIGH, 4>(low, words);
+    if constexpr (HIGH > 0) interleave<0, HIGH>(high, words);
     const uint32 s = Scale<S, X>::both(from);
     uint32 second = Two<X>::of(1 << (P - 1));
     if constexpr (KIND != UNIFORM_SYMMETRIC) second = Scale<S, X>::both(from + Scale<S, X>::WORDS);
@@ -279,9 +177,13 @@ struct Numbers<P, KIND, S, X, true> {
     if constexpr (HIGH > 0) q = Two<X>::fma(Two<X>::add(integers<M>(high[row][i]), minus_one), Two<X>::of(16), q);
     return KIND == AFFINE ? Two<X>::fma(q, scale[row], start[row]) : Two<X>::mul(q, scale[row]);
   }
+  __device__ __forceinline__ void turn() {
+    upper_half(low);
+    if constexpr (HIGH > 0) upper_half(high);
+  }
   template <int STEP>
   __device__ __forceinline__ uint2 pairs(int row) const {
-    return make_uint2(pair<STEP / 4 * 2>(row, STEP % 4), pair<STEP / 4 * 2 + 1>(row, STEP % 4));
+    return make_uint2(pair<0>(row, STEP), pair<1>(row, STEP));
   }
 };
 
@@ -293,6 +195,7 @@ struct Weights {
   static constexpr int BYTES = PLANE_BYTES + SCALE_BYTES;
 
   Numbers<P, KIND, S, X> numbers;
+  uint32 seen;  // bits of all that was loaded
 
   // Half h of a whole block in shared memory, planes and then scales.
   __device__ __forceinline__ void load(const char *block, int h, int lane) {
@@ -302,9 +205,23 @@ struct Weights {
     constexpr int PARTS = GROUPS > 2 ? GROUPS / 2 : 1;  // groups in half a block; this lane's inputs are in one of them
     const int group = GROUPS == 1 ? 0 : h * PARTS + (lane & 3) * PARTS / 4;
     take(scale, reinterpret_cast<const uint32 *>(block + PLANE_BYTES) + ((lane >> 2) * GROUPS + group) * SW);
+    seen = 0;
+#pragma unroll
+    for (int p = 0; p < P; p++) seen |= words[p][0] | words[p][1];
+#pragma unroll
+    for (int i = 0; i < SW; i++) seen |= scale[i];
     numbers.load(words, scale);
   }
-  // The lane's part of the left operand (16 rows, 16 inputs) of step STEP.
+  // Zero, but not before all that was loaded is there: the copy engine does not wait for reads that are under way, so
+  // what it is asked to write over them has to. `positive` is; the compiler must not know.
+  __device__ __forceinline__ int nothing(int positive) const {
+    int zero;
+    asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(seen), "r"(positive < 0 ? 31 : 32));
+    return zero;
+  }
+  // Half of the steps are done: the others are 0 ... 3 again.
+  __device__ __forceinline__ void turn() { numbers.turn(); }
+  // The lane's part of the left operand (16 rows, 16 inputs) of step STEP = 0 ... 3.
   template <int STEP>
   __device__ __forceinline__ void step(uint32 (&a)[4]) const {
     const uint2 u = numbers.template pairs<STEP>(0), v = numbers.template pairs<STEP>(1);

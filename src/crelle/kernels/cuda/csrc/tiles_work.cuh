@@ -1,0 +1,64 @@
+// How thread blocks share the tiles of a product, and how the shares of a tile come together.
+#pragma once
+#include "ring.cuh"
+
+namespace crelle {
+
+#if __CUDA_ARCH__ == 900
+// The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
+// or all) are done as they are, the others are cut.
+struct Work {
+  int tile, first, count;  // the current piece: `count` blocks from `first` on
+  int at, end, next, tiles, blocks;
+
+  __device__ __forceinline__ static int share(int index, int rest, int blocks) {
+    return (long long)rest * blocks * index / gridDim.x;
+  }
+  __device__ __forceinline__ Work(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
+    const int rest = tiles - whole;
+    at = share(blockIdx.x, rest, blocks), end = share(blockIdx.x + 1, rest, blocks), next = rest + blockIdx.x;
+    advance();
+  }
+  // One of `shares` of a tile: neighbouring thread blocks have the same one.
+  __device__ __forceinline__ Work(int shares, int blocks) : tiles(0), blocks(blocks), next(0) {
+    const int tile = blockIdx.x / shares, share = blockIdx.x % shares;
+    at = tile * blocks + share * blocks / shares, end = tile * blocks + (share + 1) * blocks / shares;
+    advance();
+  }
+  template <int SHARES>
+  __device__ __forceinline__ static Work of(int tiles, int whole, int blocks) {
+    if constexpr (SHARES > 1)
+      return Work(SHARES, blocks);
+    else
+      return Work(tiles, whole, blocks);
+  }
+  __device__ __forceinline__ void advance() {
+    if (at < end) {
+      tile = at / blocks, first = at % blocks, count = min(blocks - first, end - at);
+      at += count;
+    } else {
+      tile = next, first = 0, count = next < tiles ? blocks : 0;
+      next += gridDim.x;
+    }
+  }
+};
+
+// Threads that have left count as there.
+__device__ __forceinline__ void cluster_meets() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What a thread block of the cluster has at this place of its shared memory.
+__device__ __forceinline__ float4 remote(uint32 address, int rank) {
+  float4 v;
+  asm volatile(
+      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, "
+      "[there];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
+#endif
+
+}  // namespace crelle
