@@ -41,6 +41,16 @@ def test_trace_answers_everyone_in_full(llm: LLM) -> None:
     assert max(m.running for m in row.over_time) == row.most_running <= 4
 
 
+def test_a_trace_that_is_ended_counts_what_came_by_then(llm: LLM) -> None:
+    wishes = [Wish(0.0, 3, 1), *[Wish(0.0, 4, 60)] * 40, Wish(1000.0, 5, 5)]
+    row = serve(llm, "4 bits", wishes=wishes, traffic="too much", stop=0.15, pages=40, max_batch=4)
+    assert row.seconds == 0.15
+    assert (row.requests, row.failures) == (41, 0)  # the last one never came
+    assert 0 < row.cut < 41
+    assert 0 < row.tokens < 1 + 40 * 60
+    assert row.requests_per_second == pytest.approx((41 - row.cut) / 0.15)
+
+
 def test_closed_loop_keeps_its_clients_busy_and_ends(llm: LLM) -> None:
     row = serve(llm, "4 bits", clients=3, seconds=0.5, prompt=10, tokens=6, pages=60)
     assert row.most_running == 3

@@ -66,6 +66,9 @@ def run(
     rate: Annotated[
         float | None, typer.Option("--rate", help="Trace: requests per second on average; 0: all at once.")
     ] = None,
+    stop: Annotated[
+        float | None, typer.Option("--stop", help="Trace: end after so many seconds, whatever is under way.")
+    ] = None,
     requests: Annotated[int | None, typer.Option("--requests", help="Trace: only the first so many.")] = None,
     prompt: Annotated[int, typer.Option("--prompt", help="Clients: tokens of a prompt.")] = 128,
     tokens: Annotated[int, typer.Option("--tokens", help="Clients and --batch: tokens of an answer.")] = 64,
@@ -126,7 +129,7 @@ def run(
                 for n in crowds:
                     _load(rows, s, k, m, {**options, **closed, "clients": n}, seed)
                 if trace is not None:
-                    _load(rows, s, k, m, {**options, "wishes": wishes}, seed)
+                    _load(rows, s, k, m, {**options, "wishes": wishes, "stop": stop}, seed)
         s.drop()
     if rows.finish(json):
         show_rows(rows.rows)

@@ -7,7 +7,9 @@
 
 A step is: the scheduler chooses (under a lock), the runner computes (without it: requests may come in meanwhile), each
 sequence draws its token with its own sampler, the scheduler takes note. If the runner raises, exactly the sequences of
-that step fail; if drawing or decoding a token of one sequence raises, that one does.
+that step fail; if drawing or decoding a token of one sequence raises, that one does. On a GPU, as long as all who draw
+want the likeliest token and no more, the next step is chosen and started before the tokens of the last one are here
+(`Scheduler`, "Ahead"): the device never waits for Python.
 
 `Service` runs an engine in a thread of its own: what a server needs. While it runs, the model is the engine's: the C++
 step keeps its working memory in it, so LLM.generate must not run beside it in another thread.
@@ -29,15 +31,17 @@ from crelle.engine.memory import page_bytes, plan
 from crelle.engine.output import Event, Growing, OnEvent, Output, QueueFullError
 from crelle.engine.runner import Runner
 from crelle.engine.sampler import Sampler, Sampling
-from crelle.engine.scheduler import Scheduler, Step
+from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request
 from crelle.engine.sequence import Sequence as Text
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
+from crelle.models.step_buffers import Drawn
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _CACHE = 4 << 30  # bytes of pages at most, where nobody gave a budget
+_Ahead = tuple[Step, Drawn]
 
 
 class Handle:
@@ -142,6 +146,7 @@ class Engine:
         self.pump: Callable[[], bool] | None = self.step  # what those who wait for events call; None: they block
         self._texts: dict[Text, tuple[Handle, Growing]] = {}
         self._faults: dict[Text, Exception] = {}  # of single texts, in drawing or decoding
+        self._ahead: _Ahead | None = None  # the step that was started last, where its tokens are not known yet
         self._lock, self._stepping = RLock(), Lock()
         self._counts = dict.fromkeys(("steps", "run", "drawn", "reused", "preemptions", "finished", "failed"), 0)
 
@@ -198,28 +203,78 @@ class Engine:
             pass
 
     def step(self) -> bool:
-        """Run one step and hand out its events; False when there was nothing to do."""
+        """Run one step and hand out its events; False when there was nothing to do.
+
+        Where tokens can be taken on the GPU, the step is only started, and the one before it is handed out meanwhile.
+        """
         with self._stepping:
+            before, self._ahead = self._ahead, None
             with self._lock:
+                if before:
+                    self.scheduler.update(before[0], [UNKNOWN] * len(before[0].draws))
                 step = self.scheduler.schedule()
-            self._hand_out()  # what was cancelled
-            if not step:
-                return False
-            self._count(step)
-            try:
-                drawn = self._draw(step, self.runner.run(step))
-            except BaseException as e:
-                with self._lock:
-                    self.scheduler.abort(step, e)
-                if not isinstance(e, Exception):  # the user wants out
-                    raise
-            else:
-                with self._lock:
-                    self.scheduler.update(step, drawn)
-                for s, token in zip(step.draws, drawn, strict=True):
-                    self._push(s, token)
+            if step:
+                self._count(step)
+                self._run(step, before)
+            elif before:
+                self._settle(*before)
             self._hand_out()
-            return True
+            return bool(step or before)
+
+    def _run(self, step: Step, before: "_Ahead | None") -> None:
+        """Start a step and end the one before it; or end that one first and then run this one."""
+        try:
+            started = self.runner.start(step) if self._starts(step) else None
+        except BaseException as e:
+            if before:
+                self._settle(*before)
+            self._fail(step, e)
+            return
+        if before:
+            self._settle(*before)
+        if started is not None:
+            self._ahead = step, started
+            return
+        if before:
+            with self._lock:
+                step = self.scheduler.trim()
+        try:
+            drawn = self._draw(step, self.runner.run(step)) if step else []
+        except BaseException as e:
+            self._fail(step, e)
+            return
+        with self._lock:
+            self.scheduler.update(step, drawn)
+        for s, token in zip(step.draws, drawn, strict=True):
+            self._push(s, token)
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        with self._lock:
+            self.scheduler.abort(step, error)
+        if not isinstance(error, Exception):  # the user wants out
+            raise error
+
+    def _starts(self, step: Step) -> bool:
+        """Whether nobody has to look at logits here to draw a token."""
+        texts = (self._texts[s][1] for s in step.draws)
+        return all(g.top is None and g.sampler.greedy for g in texts) and self.runner.starts(step)
+
+    def _settle(self, step: Step, started: Drawn) -> None:
+        """Wait for the tokens of a step that was started, and hand them on."""
+        try:
+            tokens = started.tokens()
+        except Exception as e:
+            tokens = [UNKNOWN] * len(step.draws)
+            self._faults |= dict.fromkeys(step.draws, e)
+        for s, token in zip(step.draws, tokens, strict=True):
+            with self._lock:
+                there = self.scheduler.settle(s, token)
+            if there:
+                self._texts[s][1].draw(_not_looked_at, s.ids, token)
+                self._push(s, token)
+            else:  # it ended a step before, and has been handed out: drawn for nobody
+                self._faults.pop(s, None)
+                self._counts["drawn"] -= 1
 
     def cancel_all(self) -> None:
         """Ask for an end of everything; the next step hands it out."""
@@ -290,6 +345,10 @@ class Engine:
         more = {"steps": 1, "run": step.tokens, "drawn": len(step.draws), "preemptions": len(step.preempted)}
         for name, by in more.items():
             self._counts[name] += by
+
+
+def _not_looked_at() -> Tensor:
+    raise AssertionError("a token that was taken on the GPU needs no logits here")
 
 
 class Service:

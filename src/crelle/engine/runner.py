@@ -4,6 +4,8 @@
                 2  one pass     of the model at the step's precision over all tokens of the step (crelle.models.batched;
                                 on a GPU crelle.models.batched_cuda, where that can)
                 3  logits       one row for each sequence that draws; n texts of one prompt get the same row
+    start(step) the same on a GPU, but the likeliest tokens are taken there and nobody waits for them: the next step can
+                be started behind it, on tokens that are UNKNOWN here
 
 Who may use which page is the scheduler's business; the runner believes it.
 """
@@ -16,11 +18,13 @@ from torch import Tensor
 from crelle.engine.blocks import Copy
 from crelle.engine.llm import LLM
 from crelle.engine.memory import kv_heads
-from crelle.engine.scheduler import Step
+from crelle.engine.scheduler import UNKNOWN, Step
+from crelle.engine.sequence import Sequence
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.models.batched import Batched, View
-from crelle.models.batched_cuda import CudaBatch, Part, why_not
+from crelle.models.batched import Batched, View, page_dtype
+from crelle.models.batched_cuda import CudaBatch, why_not
 from crelle.models.loader import Model
+from crelle.models.step_buffers import DRAWS, Drawn, Part
 
 
 class Runner:
@@ -29,11 +33,12 @@ class Runner:
     def __init__(self, llm: LLM, kv: KVFormat, pages: int, *, exact: bool | None = None) -> None:
         """Allocate the pages; exact: see crelle.models.batched; by default on a CPU."""
         model, c = llm.model, llm.model.c
-        sizes = (pages, kv_heads(model), c.head_size, model.dtype, model.device)
+        sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv, self.exact = llm, kv, model.device.type == "cpu" if exact is None else exact
         self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
         self._batched: dict[int | None, Batched] = {}
         self._on_gpu: dict[int | None, CudaBatch | None] = {}
+        self._drawn: dict[Sequence, int] = {}  # which row of the tokens last drawn is whose
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +65,25 @@ class Runner:
             model.exact,
         )
         return _for_draws(model(tokens, view, wanted), step)
+
+    def starts(self, step: Step) -> bool:
+        """Whether `start` can run a step."""
+        return len(step.draws) <= DRAWS and self.on_gpu(step.precision) is not None
+
+    @torch.inference_mode()
+    def start(self, step: Step) -> Drawn:
+        """Return the likeliest token for each of `step.draws`, as soon as one asks for them."""
+        batch = self.on_gpu(step.precision)
+        assert batch is not None
+        self._copy(step.copies)
+        parts = []
+        for r in step.runs:
+            unknown = r.sequence.ids[r.start] == UNKNOWN
+            follows = self._drawn[r.sequence] if unknown else -1
+            parts.append(Part([0] if unknown else r.ids, r.start, r.pages, bool(r.draws), follows))
+        logits = _for_draws(batch(parts), step)
+        self._drawn = {s: i for i, s in enumerate(step.draws)}
+        return batch.draw(logits)
 
     def at(self, bits: int | None) -> Batched:
         """Return the model at a precision, ready for batches."""

@@ -32,12 +32,17 @@ Preemption.  When decoding needs more pages than there are, the last in order gi
 So the first in order among the running is never preempted and advances in each turn of its precision; alone it always
 fits, because what could not is refused at submission; hence it finishes, and so does the next.
 
+Ahead.       Who draws may be told before the token is known: `update` takes UNKNOWN for it, the next step is chosen on
+    lengths alone, and `settle` brings the token while that step is under way. If it ends its text, what the step
+    computes for it is nobody's: `update` passes over it, and pages that went back are written before anyone else's
+    step, since steps run in order.
+
 Nothing here is thread-safe except `Request.cancel`; one step is under way at a time.
 """
 
 from bisect import insort
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from operator import attrgetter
 from typing import NamedTuple
@@ -46,6 +51,7 @@ from crelle.engine.blocks import BlockManager, Copy, Key
 from crelle.engine.sequence import Reason, Request, Sequence, State
 from crelle.errors import CapacityError, SchemeError
 
+UNKNOWN = -1  # a token that was drawn, but did not arrive yet
 _order = attrgetter("order")
 
 
@@ -232,6 +238,30 @@ class Scheduler:
                 if reason := s.push(tokens[s]):
                     self._end(s, reason)
 
+    def settle(self, s: Sequence, token: int) -> bool:
+        """Tell a token that `update` got as UNKNOWN, in the step after; False: the text had ended before it.
+
+        UNKNOWN again: it is lost, and the caller will end the text.
+        """
+        if s.ids[-1] != UNKNOWN:
+            return False
+        s.ids.pop()
+        if token in s.request.end_ids:
+            if not s.finished:
+                self._end(s, "stop")
+            elif s.reason == "length":
+                s.reason = "stop"
+        elif token != UNKNOWN:
+            s.ids.append(token)
+        return True
+
+    def trim(self) -> Step:
+        """Drop from the step under way what has ended since it was chosen."""
+        assert self._under_way is not None
+        runs = tuple(run for run in self._under_way.runs if not run.sequence.finished)
+        self._under_way = replace(self._under_way, runs=runs)
+        return self._under_way
+
     def abort(self, step: Step, error: BaseException) -> None:
         """End a step that raised: its sequences, and those that wait to be forked from them, fail; no others."""
         assert step is self._under_way
@@ -254,8 +284,7 @@ class Scheduler:
                 self._end(s, "cancelled")
 
     def finish(self, sequence: Sequence, reason: Reason = "stop") -> None:
-        """End one sequence between steps, for a reason that ids do not show: a stop string, a time limit."""
-        assert self._under_way is None
+        """End one sequence for a reason that ids do not show: a stop string, a time limit; no step draws for it now."""
         if sequence.finished:
             return
         for s in sequence.request.sequences:

@@ -20,6 +20,7 @@ class Call:
     per_token: float | None = None  # seconds, mean over the tokens after the first
     stall: float | None = None  # the longest wait between two pieces of text
     within: float = 1.0  # the share of its text that came before the run's time was over
+    cut: bool = False  # the run was ended while it was under way
     status: int | None = None  # of HTTP; None where no answer came
     error: str | None = None  # a sentence; None: all went well
     retry_after: float | None = None  # seconds of patience that a server asked for which refused
@@ -52,7 +53,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a run showed. Waits are over answers that came whole; None where there was none."""
+    """What a run showed. Waits are over answers that did not fail; None where there was none."""
 
     url: str
     model: str
@@ -60,14 +61,15 @@ class LoadReport:
     seconds: float  # that throughput counts: the time asked for, or a trace's until its last answer
     requests: int
     failures: int
-    tokens: int  # of whole answers, as far as they came within `seconds`
+    cut: int  # under way or waiting when the run was ended; neither whole nor failed
+    tokens: int  # of answers that did not fail, as far as they came within `seconds`
     prompt_tokens: int
     tokens_per_second: float
     requests_per_second: float  # whole answers
     first_token: Percentiles | None  # seconds
     per_token: Percentiles | None  # seconds between tokens, each answer's mean
     stall: Percentiles | None  # seconds, each answer's longest wait between two pieces
-    answer: Percentiles | None  # seconds for the whole answer
+    answer: Percentiles | None  # seconds for a whole answer
     errors: dict[str, int]  # sentence: how often
     calls: tuple[Call, ...]  # in the order in which they began
 
@@ -79,22 +81,24 @@ class LoadReport:
 
     @classmethod
     def of(cls, url: str, model: str, clients: int | None, seconds: float, calls: Sequence[Call]) -> "LoadReport":
-        whole = [c for c in calls if c.error is None]
-        tokens = round(sum(c.tokens * c.within for c in whole))
+        fine = [c for c in calls if c.error is None]
+        whole = [c for c in fine if not c.cut]
+        tokens = round(sum(c.tokens * c.within for c in fine))
         return cls(
             url=url,
             model=model,
             clients=clients,
             seconds=seconds,
             requests=len(calls),
-            failures=len(calls) - len(whole),
+            failures=len(calls) - len(fine),
+            cut=len(fine) - len(whole),
             tokens=tokens,
             prompt_tokens=sum(c.prompt_tokens for c in calls),
             tokens_per_second=tokens / seconds,
             requests_per_second=sum(c.begun + c.seconds <= seconds for c in whole) / seconds,
-            first_token=Percentiles.of([c.first for c in whole if c.first is not None]),
-            per_token=Percentiles.of([c.per_token for c in whole if c.per_token is not None]),
-            stall=Percentiles.of([c.stall for c in whole if c.stall is not None]),
+            first_token=Percentiles.of([c.first for c in fine if c.first is not None]),
+            per_token=Percentiles.of([c.per_token for c in fine if c.per_token is not None]),
+            stall=Percentiles.of([c.stall for c in fine if c.stall is not None]),
             answer=Percentiles.of([c.seconds for c in whole]),
             errors=dict(Counter(c.error for c in calls if c.error is not None).most_common()),
             calls=tuple(sorted(calls, key=lambda c: c.begun)),

@@ -24,7 +24,7 @@ from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.eval.decode_cuda import TOLERANCE
 from crelle.eval.load_report import Call, LoadReport, Percentiles
 from crelle.eval.traffic import Prompts, Wish
-from crelle.models.batched_cuda import BUCKETS, bucket_of
+from crelle.models.step_buffers import BUCKETS, bucket_of
 
 POINTS = 240  # of a curve over time
 Progress = Callable[[float, int, int], None]  # seconds so far, requests answered, requests failed
@@ -62,6 +62,7 @@ class Served:
     seconds: float
     requests: int
     failures: int
+    cut: int
     tokens: int
     prompt_tokens: int
     tokens_per_second: float
@@ -91,6 +92,7 @@ class _Client:
     times: list[float] = field(default_factory=list)
     error: str | None = None
     ended: float | None = None
+    cut: bool = False
 
 
 class Load:
@@ -121,13 +123,15 @@ class Load:
             free = clients - (len(self._clients) - self._done)
         return self._report(clients, seconds)
 
-    def trace(self, wishes: Sequence[Wish]) -> LoadReport:
-        """Let requests come when they are due, until all are answered."""
+    def trace(self, wishes: Sequence[Wish], stop: float | None = None) -> LoadReport:
+        """Let requests come when they are due, until all are answered or `stop` seconds have passed."""
         if not wishes:
             raise SchemeError("the trace has no requests in the time that was asked for")
         left = deque(wishes)
         self._begin()
         while left or self._done < len(self._clients):
+            if stop is not None and self._now() >= stop:
+                return self._cut_off(stop)
             while left and left[0].at <= self._now():
                 wish = left.popleft()
                 self._ask(wish.at, wish.prompt, wish.tokens)
@@ -136,6 +140,14 @@ class Load:
             elif left:
                 time.sleep(max(0.0, left[0].at - self._now()))
         return self._report(None, max(c.ended or 0.0 for c in self._clients))
+
+    def _cut_off(self, seconds: float) -> LoadReport:
+        """End all that is under way; what it got by then counts."""
+        for client in self._clients:
+            client.cut = client.ended is None
+        self.engine.cancel_all()
+        self.engine.run()
+        return self._report(None, seconds)
 
     @property
     def moments(self) -> list[Moment]:
@@ -203,6 +215,7 @@ def _call(c: _Client, seconds: float) -> Call:
         per_token=sum(gaps) / len(gaps) if gaps else None,
         stall=max(gaps) if gaps else None,
         within=sum(t <= seconds for t in c.times) / len(c.times) if c.times else 1.0,
+        cut=c.cut,
         error=c.error,
     )
 
@@ -217,11 +230,15 @@ def serve(
     prompt: int = 128,
     tokens: int = 128,
     traffic: str = "",
+    stop: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     **engine_options: Any,
 ) -> Served:
-    """Run a trace, or else a closed loop, on an engine of its own; `scheme` and `traffic` are what the row says."""
+    """Run a trace, or else a closed loop, on an engine of its own; `scheme` and `traffic` are what the row says.
+
+    stop: end a trace after so many seconds, whatever is under way.
+    """
     device = llm.model.device
     engine = Engine(llm, **engine_options)
     warm(engine)
@@ -229,7 +246,7 @@ def serve(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before, load = engine.stats, Load(engine, seed=seed, progress=progress)
-    report = load.closed_loop(clients, seconds, prompt, tokens) if wishes is None else load.trace(wishes)
+    report = load.closed_loop(clients, seconds, prompt, tokens) if wishes is None else load.trace(wishes, stop)
     stats, plan = engine.stats, engine.plan
     shared = {f.name for f in fields(Served)} & {f.name for f in fields(LoadReport)} - {"model"}
     return Served(
@@ -259,15 +276,18 @@ def serve(
     )
 
 
-def warm(engine: Engine) -> None:
-    """Run a short request, and let a GPU capture its graphs, so that what comes first costs no more than the rest."""
+def warm(engine: Engine, sizes: Sequence[int] | None = None) -> None:
+    """Run a short request, and let a GPU capture its graphs, so that what comes first costs no more than the rest.
+
+    sizes: of the batches that will run; None: any.
+    """
     c = engine.llm.model.c
     engine.add(Prompts(c.vocabulary, seed=-1).next(min(8, c.context - 2)), Sampling(max_tokens=2), ignore_end=True)
     engine.run()
     if (batch := engine.runner.on_gpu(None)) is not None:
-        for bucket in BUCKETS:
-            if bucket <= bucket_of(min(engine.plan.max_batch, BUCKETS[-1])):
-                batch.graph(bucket)
+        most = bucket_of(min(engine.plan.max_batch, BUCKETS[-1]))
+        for bucket in sorted({bucket_of(n) for n in sizes} if sizes else {b for b in BUCKETS if b <= most}):
+            batch.graph(bucket)
 
 
 @torch.inference_mode()

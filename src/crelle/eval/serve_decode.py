@@ -66,8 +66,6 @@ def decode(
             f"{context} + {_WARM + tokens} tokens do not fit the model's context of {llm.model.c.context}"
         )
     fmt, device = llm.kv if kv is None else KVFormat.parse(kv), llm.model.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     pages = None if memory is not None else batch * _pages(fmt, context, tokens)
     engine = Engine(
         llm,
@@ -80,24 +78,12 @@ def decode(
         sharing=False,
         exact=exact,
     )
-    warm(engine)
+    warm(engine, [batch])
     gap = disagreement(engine)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)
-    prompts, steps = Prompts(llm.model.c.vocabulary), list[float]()
-    for _ in range(batch):
-        engine.add(prompts.next(context), Sampling(max_tokens=_WARM + tokens), ignore_end=True)
-    engine.scheduler.assume_prompts()
-    for _ in range(_WARM):
-        engine.step()
-    begun = perf_counter()
-    for _ in range(tokens):
-        last = perf_counter()
-        engine.step()
-        steps.append(perf_counter() - last)
-    seconds = perf_counter() - begun
-    stats = engine.stats
-    if stats.preemptions or stats.failed or stats.finished < batch:
-        raise CapacityError(f"a batch of {batch} texts behind {context} tokens does not stay together: {engine.plan}")
+    steps, seconds = timed_steps(engine, batch, context, tokens)
     return Decoded(
         model=llm.weights.path.name,
         scheme=scheme,
@@ -116,6 +102,27 @@ def decode(
         cached_tokens=batch * (context + _WARM + tokens - 1),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     )
+
+
+def timed_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[list[float], float]:
+    """Return the seconds of each step, and of all of them, in an idle engine that shares no pages; it is idle again."""
+    prompts, steps, before = Prompts(engine.llm.model.c.vocabulary), list[float](), engine.stats
+    for _ in range(batch):
+        engine.add(prompts.next(context), Sampling(max_tokens=_WARM + tokens), ignore_end=True)
+    engine.scheduler.assume_prompts()
+    for _ in range(_WARM):
+        engine.step()
+    begun = perf_counter()
+    for _ in range(tokens):
+        last = perf_counter()
+        engine.step()
+        steps.append(perf_counter() - last)
+    seconds = perf_counter() - begun
+    engine.run()  # on a GPU the last step has only been started
+    stats = engine.stats
+    if stats.preemptions > before.preemptions or stats.failed or stats.finished < before.finished + batch:
+        raise CapacityError(f"a batch of {batch} texts behind {context} tokens does not stay together: {engine.plan}")
+    return steps, seconds
 
 
 def largest_batch(llm: LLM, kv: KVFormat | str | int, memory: str | int, context: int, tokens: int) -> int:

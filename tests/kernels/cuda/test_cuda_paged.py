@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from plane_weights import random_weight
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages, dequantize, quantize, turn
 from crelle.kernels import cuda, kv
-from crelle.kernels.cuda import build, paged
+from crelle.kernels.cuda import build, paged, tiles
+from crelle.kernels.cuda.layout import Kind, lay_out
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
@@ -322,6 +324,38 @@ def test_paged_attention_matches_oracle(fmt: str, dtype: torch.dtype, case: tupl
             continue
         oracle = kv.attend(q[b : b + 1].float(), wanted, table[b : b + 1], [length], window=window)[0]
         assert float((y.float() - oracle).norm() / oracle.norm()) < TOLERANCE[dtype]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("fmt", ["kv16", "kv8", "kv4"])
+@pytest.mark.parametrize(("H", "Hkv", "splits"), [(8, 2, 1), (4, 4, 2)])
+def test_a_result_can_be_laid_out_for_the_next_product(fmt: str, H: int, Hkv: int, splits: int) -> None:
+    torch.manual_seed(0)
+    form, lengths = KVFormat.parse(fmt), [300, 20, 64, 1, 17, 0, 33, 128]
+    _, found, table = _filled(form, 128, Hkv, HALF, lengths)
+    cut = replace(paged.plan(form, 8, H, Hkv, 128, 320), splits=splits)
+    args = (torch.randn(8, H, 128).half().cuda(), found, table.cuda(), _ints(lengths))
+    w = lay_out(random_weight(Kind.BCQ, 2, 16, H * 128, 128, device="cuda"))
+    wanted = tiles.arrange(paged.attend(*args, cut=cut).view(8, -1), w).xs
+    out = torch.full_like(wanted, torch.nan)
+    assert torch.equal(paged.attend(*args, cut=cut, arranged=True, out=out), wanted)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("fmt", ["kv8", "kv4"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_sums_over_long_texts_keep_their_digits(fmt: str, heads: int) -> None:
+    torch.manual_seed(1)
+    form, length = KVFormat.parse(fmt), 20_000
+    wanted, found, table = _filled(form, 128, 1, HALF, [length])
+    q = torch.randn(1, heads, 128).half()
+    for splits in (1, 8):
+        cut = replace(paged.plan(form, 1, heads, 1, 128, length), splits=splits)
+        y = paged.attend(q.cuda(), found, table.cuda(), _ints([length]), cut=cut)[0].cpu()
+        oracle = kv.attend(q.float(), wanted, table, [length])[0]
+        assert float((y.float() - oracle).norm() / oracle.norm()) < TOLERANCE[HALF]
 
 
 @gpu

@@ -2,8 +2,8 @@
 
 planes   tiles.cu with every tile cut along K into the same shares, as many as fill the device with one tile of
          tokens; up to 256 rows are one launch. Where tiles.py cuts by the work at hand, as fast as can be, this
-         leaves processors idle. A whole step of a 7B shape at 4 bits with a 16-bit cache on an H200: 9% more time
-         at 16 rows, 15% at 32; 2.1 times at 1 row, where decode.cu would do the work (bench/results/h200-serve.json)
+         leaves processors idle, most of all for a few rows, which would not come here at all: what it costs a whole
+         step of a 7B shape is under `exact` in bench/results/h200-serve.json
 dense    torch in portions of ROWS rows, some of them 0: its choice among its kernels follows the shape
 """
 
@@ -18,15 +18,17 @@ from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.layout import CudaWeight
 
 ROWS = 64  # of a portion with a dense weight
-_TOGETHER = 256  # rows of a launch
+TOGETHER = 256  # rows of a launch, at most
 _SIZES = (16, 32, 64, 128, 192, 256)  # tokens of a tile
 _OLD = tiles.OldShape(16, 2, 4, 2, 2)  # before Hopper; its teams share K alike for any number of tokens
 
 
 def matmul(x: Tensor, w: CudaWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ W.T (+ bias) for x [M, K]."""
-    many = _TOGETHER if isinstance(w, CudaWeight) else ROWS
-    parts = [_planes(rows, w, bias) if isinstance(w, CudaWeight) else _dense(rows, w, bias) for rows in x.split(many)]  # type: ignore[no-untyped-call]
+    if isinstance(w, CudaWeight):
+        parts = [product(tiles.arrange(rows, w), w, bias) for rows in x.split(TOGETHER)]  # type: ignore[no-untyped-call]
+    else:
+        parts = [_dense(rows, w, bias) for rows in x.split(ROWS)]  # type: ignore[no-untyped-call]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -50,21 +52,23 @@ def shape(w: CudaWeight, tokens: int, dtype: torch.dtype, processors: int) -> ti
     return s
 
 
-def _planes(x: Tensor, w: CudaWeight, bias: Tensor | None) -> Tensor:
-    arranged, M = tiles.arrange(x, w), x.shape[0]
+def product(x: tiles.Arranged, w: CudaWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x @ W.T (+ bias) for at most TOGETHER rows."""
+    M, device = x.tokens, x.xs.device
+    assert M <= TOGETHER
     if torch.cuda.get_device_capability() != (9, 0):
-        return tiles.product(arranged, w, bias, shape=_OLD)
+        return tiles.product(x, w, bias, shape=_OLD)
     processors = multiprocessors()
     s, cut = shape(w, M, x.dtype, processors), shares(w, processors)
     count = -(-w.N // (64 * s.warpgroups))
     grid = count * cut if cut > 1 else min(count, processors * s.resident)
     sums = grid * s.tokens * 64 * s.warpgroups if cut > 1 else 0
-    partial = torch.empty(sums, dtype=torch.float32, device=x.device)
-    y = torch.empty(M, w.N, dtype=x.dtype, device=x.device)
+    partial = torch.empty(sums, dtype=torch.float32, device=device)
+    y = torch.empty(M, w.N, dtype=x.dtype, device=device)
     load(*tiles.product_variant(w, s, x.dtype))(
         (grid, 1, 1),
         s.warpgroups * 128 + (128 if s.tokens > 128 else 32),
-        *(w.words, w.scales, arranged.xs, bias, y, partial, arranged.flags),
+        *(w.words, w.scales, x.xs, bias, y, partial, x.flags),
         *(w.N, M, w.blocks, w.words.shape[2], w.span, 0 if cut > 1 else count),
         shared=tiles.shared_bytes(w, s),
         overlap=True,

@@ -25,7 +25,7 @@ from crelle.kernels.cuda.launch import load, multiprocessors
 
 _TOKENS = 16  # that a tensor instruction takes
 _HEADS = 8  # query heads that share a read, at most
-_APPEND_WARPS = 8
+_APPEND_THREADS = 256
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
 _SIZES = (torch.float16, torch.bfloat16)
 
@@ -108,7 +108,13 @@ def attend_variant(p: Plan, fmt: KVFormat, head_size: int, values: torch.dtype, 
 def append_variant(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype) -> tuple[str, str]:
     """`dtype`: that of q, k and v; `values`: the type of 16-bit pages, f16 for codes."""
     numbers = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {str(fmt.rotate).lower()}"
-    return "paged_append.cu", f"crelle::paged_append<{numbers}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
+    name = "paged_append_octets" if _lanes(fmt, head_size) == 8 else "paged_append"
+    return "paged_append.cu", f"crelle::{name}<{numbers}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
+
+
+def _lanes(fmt: KVFormat, head_size: int) -> int:
+    """Return how many lanes have a head in `append`: 8 where it is a power of two and groups are whole lanes'."""
+    return 8 if head_size >= 64 and head_size & (head_size - 1) == 0 and fmt.groups(head_size) <= 16 else 32
 
 
 def read_variant(fmt: KVFormat, head_size: int, values: torch.dtype) -> tuple[str, str]:
@@ -170,8 +176,8 @@ def append(
     if N == 0:
         return turned
     load(*append_variant(fmt, D, some.dtype, values))(
-        (N, -(-(heads + 2 * stored) // _APPEND_WARPS), 1),
-        32 * _APPEND_WARPS,
+        (N, -(-(heads + 2 * stored) * _lanes(fmt, D) // _APPEND_THREADS), 1),
+        _APPEND_THREADS,
         *(q, k, v),
         *(_apart(x, D) for x in (q, k, v)),
         *(position, starts, table, cos, sin, q_norm, k_norm, center, turned, pages.codes, pages.words),
@@ -195,6 +201,7 @@ def attend(
     out: Tensor | None = None,
     cut: Plan | None = None,
     arrived: Tensor | None = None,
+    arranged: bool = False,
     overlap: bool = True,
 ) -> Tensor:
     """Return softmax(q K^T * scale) V [B, H, D] for q [B, H, D], one token of each sequence, the last of its `lengths`.
@@ -202,6 +209,7 @@ def attend(
     `turned`: q is what `append` returned; then `dtype` is that of the result, the pages' numbers' (f16 for codes)
     unless told. `cut` fixes the order of sums; otherwise it depends on the batch's size and the table's width.
     `arrived`: int32 zeros [B * Hkv * chunks] or more that stay zeros, to be shared by the launches of one stream.
+    `arranged`: the result is [2 H, B, 64], as tiles.py lays out x; for D = 128, an even H and B a multiple of 8.
     `overlap`: table, lengths and all tokens but the last of each sequence were there before the kernel ahead began.
     """
     B, H, D = q.shape
@@ -214,7 +222,9 @@ def attend(
         assert prepared is not None
         q = prepared
     p = cut or plan(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
-    y = torch.empty(B, H, D, dtype=result, device=q.device) if out is None else out
+    assert not arranged or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
+    shape = (2 * H, B, 64) if arranged else (B, H, D)
+    y = torch.empty(shape, dtype=result, device=q.device) if out is None else out
     sets = B * pages.heads * p.chunks
     parts = None
     if p.splits > 1:
@@ -225,7 +235,7 @@ def attend(
         (p.splits, pages.heads * p.chunks, B),
         32 * p.warps,
         *(q, pages.codes, pages.words, table, lengths, y, parts, arrived),
-        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER),
+        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER, B if arranged else 0),
         float(D**-0.5 if scale is None else scale),
         shared=shared_bytes(p, fmt, D),
         overlap=overlap,

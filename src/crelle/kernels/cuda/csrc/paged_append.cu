@@ -132,6 +132,24 @@ __device__ __forceinline__ int word_of(float low, float high, bool broken, float
   return half_bits << 1 | z;
 }
 
+// Whose token n is, and where it stands; a whole warp must come.
+struct Token {
+  int b = 0, at = 0, before;
+
+  __device__ __forceinline__ Token(const int *position, const int *starts, int B, int n, int lane) {
+    if (starts) {
+      for (int i = lane; i - lane < B - 1; i += 32)  // sequences that end before it or with it
+        b += __popc(__ballot_sync(~0u, i < B - 1 && __ldcg(starts + 1 + i) <= n));
+      at = n - __ldcg(starts + b);
+    } else {
+      const int each = gridDim.x / B;
+      b = n / each, at = n % each;
+    }
+    before = position ? __ldcg(position + b) : 0;
+    at += before;
+  }
+};
+
 // q [N, heads, D], k and v [N, kv_heads, D], whose tokens are so many numbers apart; position [B]: where the first new
 // token of each sequence stands, < 0: nowhere; starts [B + 1], null: N / B new tokens for each; table [B, max_pages];
 // cos, sin f32 [context, D/2], the norms' weights [D] and the keys' centre f32 [kv_heads, D] may be null;
@@ -151,19 +169,9 @@ __global__ void __launch_bounds__(256)
   previous_is_done();
   if (r >= heads + 2 * stored) return;
 
-  // --- whose token this is, and where it stands
-  int b = 0, at = 0;
-  if (starts) {
-    for (int i = lane; i - lane < B - 1; i += 32)  // sequences that end before it or with it
-      b += __popc(__ballot_sync(~0u, i < B - 1 && __ldcg(starts + 1 + i) <= n));
-    at = n - __ldcg(starts + b);
-  } else {
-    const int each = gridDim.x / B;
-    b = n / each, at = n % each;
-  }
-  const int before = position ? __ldcg(position + b) : 0;
-  at += before;
-  if (before < 0 || (cos && at >= context)) return;
+  const Token token(position, starts, B, n, lane);
+  const int b = token.b, at = token.at;
+  if (token.before < 0 || (cos && at >= context)) return;
   const size_t angle = (size_t)at * (D / 2);
   const float *c = cos ? cos + angle : nullptr, *s = sin ? sin + angle : nullptr;
 
@@ -214,6 +222,184 @@ __global__ void __launch_bounds__(256)
       else
         *reinterpret_cast<unsigned short *>(to) = static_cast<unsigned short>(code[0] | code[1] << 8);
     }
+  }
+}
+
+// A head of D channels in eight lanes: lane j has E of each half of it, v[i] being channel i of the first half from E j
+// on, v[E + i] its partner in the second. So rope, most sums of H and most of a group's range need no other lane.
+template <int D>
+struct Octet {
+  static constexpr int E = D / 16, SIZE = 2 * E, PIECE = E < 8 ? E : 8;
+  static constexpr bool FITS = D >= 64 && (D & D - 1) == 0;
+  template <typename T>
+  struct __align__(PIECE * sizeof(T) > 16 ? 16 : PIECE * sizeof(T)) Piece {
+    T x[PIECE];
+  };
+
+  static __device__ __forceinline__ int channel(int i, int j) { return i / E * (D / 2) + j * E + i % E; }
+
+  template <typename T>
+  static __device__ __forceinline__ void load(float (&v)[SIZE], const T *from, int j) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i += PIECE) {
+      const Piece<T> piece = *reinterpret_cast<const Piece<T> *>(from + channel(i, j));
+#pragma unroll
+      for (int k = 0; k < PIECE; k++) v[i + k] = number(piece.x[k]);
+    }
+  }
+  template <typename T>
+  static __device__ __forceinline__ void store(const float (&v)[SIZE], T *to, int j) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i += PIECE) {
+      Piece<T> piece;
+#pragma unroll
+      for (int k = 0; k < PIECE; k++) piece.x[k] = rounded<T>(v[i + k]);
+      *reinterpret_cast<Piece<T> *>(to + channel(i, j)) = piece;
+    }
+  }
+
+  // v = H v, by the same sums in the same order as Head<D>::turn.
+  static __device__ __forceinline__ void turn(float (&v)[SIZE], int j) {
+#pragma unroll
+    for (int step = 1; step < D; step *= 2) {
+      const float sign = j & step / E ? -1.f : 1.f;
+#pragma unroll
+      for (int i = 0; i < SIZE; i++) {
+        const int apart = step < E ? step : E;
+        if (step >= E && step < 8 * E) {
+          v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], step / E & 7));
+        } else if (!(i & apart)) {
+          const float a = v[i], b = v[i + apart];
+          v[i] = __fadd_rn(a, b), v[i + apart] = __fsub_rn(a, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) v[i] = __fmul_rn(v[i], Head<D>::norm());
+  }
+
+  // As `prepared`, which see.
+  template <typename T>
+  static __device__ __forceinline__ void normed(float (&v)[SIZE], const T *weight, float eps, int j) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) squares = fmaf(v[i], v[i], squares);
+#pragma unroll
+    for (int i = 1; i < 8; i *= 2) squares += __shfl_xor_sync(~0u, squares, i);
+    const float scale = rsqrtf(squares / D + eps);
+    if (!weight) return;
+    float w[SIZE];
+    load(w, weight, j);
+#pragma unroll
+    for (int i = 0; i < SIZE; i++)
+      v[i] = number(rounded<T>(__fmul_rn(number(rounded<T>(__fmul_rn(v[i], scale))), w[i])));
+  }
+  template <typename T>
+  static __device__ __forceinline__ void rotated(float (&v)[SIZE], const float *cos, const float *sin, int j) {
+#pragma unroll
+    for (int first = 0; first < E; first += PIECE) {
+      const Piece<float> c = *reinterpret_cast<const Piece<float> *>(cos + j * E + first);
+      const Piece<float> s = *reinterpret_cast<const Piece<float> *>(sin + j * E + first);
+#pragma unroll
+      for (int k = 0; k < PIECE; k++) {
+        const int i = first + k;
+        const float a = v[i], b = v[E + i];
+        v[i] = number(rounded<T>(__fsub_rn(__fmul_rn(a, c.x[k]), __fmul_rn(b, s.x[k]))));
+        v[E + i] = number(rounded<T>(__fadd_rn(__fmul_rn(b, c.x[k]), __fmul_rn(a, s.x[k]))));
+      }
+    }
+  }
+
+  // Codes and words of a head whose groups are those of whole lanes; `stores`: all lanes must come, not all may write.
+  template <int BITS, int C>
+  static __device__ __forceinline__ void quantize(const float (&v)[SIZE], unsigned char *codes, unsigned short *words,
+                                                  bool stores, int j) {
+    constexpr int GROUP = D / C, LANES = GROUP / E < 8 ? GROUP / E : 8;
+    float low[2] = {}, high[2] = {};  // of each half; the range holds 0
+    bool broken[2] = {};
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) {
+      const int h = C == 1 ? 0 : i / E;
+      low[h] = fminf(low[h], v[i]), high[h] = fmaxf(high[h], v[i]), broken[h] |= v[i] != v[i];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (C == 1 && h == 1) low[1] = low[0], high[1] = high[0], broken[1] = broken[0];
+#pragma unroll
+      for (int i = 1; i < LANES && (C > 1 || h == 0); i *= 2) {
+        low[h] = fminf(low[h], __shfl_xor_sync(~0u, low[h], i));
+        high[h] = fmaxf(high[h], __shfl_xor_sync(~0u, high[h], i));
+        broken[h] |= __shfl_xor_sync(~0u, static_cast<int>(broken[h]), i) != 0;
+      }
+      float safe, shift;
+      const int word = word_of<BITS>(low[h], high[h], broken[h], safe, shift);
+      const float inverse = __frcp_rn(safe);
+      uint32 packed[E * BITS / 16] = {};  // 16 bits at a time
+#pragma unroll
+      for (int i = 0; i < E; i++) {
+        // x / safe, rounded as division does: once more by what the product with the inverse leaves
+        const float x = v[h * E + i], near = __fmul_rn(x, inverse);
+        const float found = rintf(__fadd_rn(fmaf(fmaf(-near, safe, x), inverse, near), shift));
+        const int code = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // not a number: 0
+        packed[i * BITS / 16] |= code << i * BITS % 16;
+      }
+      if (!stores) continue;
+      if (j % LANES == 0 && (C > 1 || h == 0)) words[channel(h * E, j) / GROUP] = static_cast<unsigned short>(word);
+      unsigned char *to = codes + channel(h * E, j) * BITS / 8;
+      if constexpr (E * BITS == 16) {
+        *reinterpret_cast<unsigned short *>(to) = static_cast<unsigned short>(packed[0]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < E * BITS / 32; i++)
+          reinterpret_cast<uint32 *>(to)[i] = packed[2 * i] | packed[2 * i + 1] << 16;
+      }
+    }
+  }
+};
+
+// The same as paged_append for heads that are octets, four to a warp: a third of the instructions. Grid (N, heads + 2
+// stored over 32), 8 warps.
+template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
+__global__ void __launch_bounds__(256)
+    paged_append_octets(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
+                        const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
+                        const T *k_norm, const float *center, E *turned, unsigned char *codes, unsigned short *words,
+                        int B, int max_pages, int pages, int page, int context, int heads, int kv_heads, int stored,
+                        float eps) {
+  using O = Octet<D>;
+  static_assert(O::FITS);
+  const int lane = threadIdx.x & 31, j = lane % 8, n = blockIdx.x, last = heads + 2 * stored - 1;
+  const int asked = blockIdx.y * 32 + threadIdx.x / 8, r = min(asked, last);
+  next_may_start();
+  previous_is_done();
+
+  const Token token(position, starts, B, n, lane);
+  if (token.before < 0 || (cos && token.at >= context)) return;  // all of the block
+  const int kind = r < heads ? -1 : r - heads >= stored, head = kind < 0 ? r : r - heads - kind * stored;
+  const T *from = kind < 0    ? q + (size_t)n * q_apart + head * D
+                  : kind == 0 ? k + (size_t)n * k_apart + head * D
+                              : v + (size_t)n * v_apart + head * D;
+  float x[O::SIZE];
+  O::load(x, from, j);
+  if (q_norm || k_norm) O::template normed<T>(x, kind < 0 ? q_norm : kind == 0 ? k_norm : nullptr, eps, j);
+  if (cos && kind < 1) O::template rotated<T>(x, cos + (size_t)token.at * (D / 2), sin + (size_t)token.at * (D / 2), j);
+  if (BITS < 16 && kind == 0 && center) {
+    float c[O::SIZE];
+    O::load(c, center + head * D, j);
+#pragma unroll
+    for (int i = 0; i < O::SIZE; i++) x[i] = __fsub_rn(x[i], c[i]);
+  }
+  if (ROTATE) O::turn(x, j);
+  if (kind < 0 && asked <= last) O::store(x, turned + ((size_t)n * heads + head) * D, j);
+  if (!__any_sync(~0u, kind >= 0)) return;
+  const int place = token.at / page;
+  const int found = kind >= 0 && place < max_pages ? __ldcg(table + (size_t)token.b * max_pages + place) : -1;
+  const bool stores = asked <= last && found >= 0 && found < pages;
+  const size_t row = stores ? (((size_t)found * 2 + kind) * kv_heads + head) * page + token.at % page : 0;
+  if constexpr (BITS == 16) {
+    if (stores) O::store(x, reinterpret_cast<E *>(codes) + row * D, j);
+  } else {
+    O::template quantize<BITS, C>(x, codes + row * (D * BITS / 8), words + row * C, stores, j);
   }
 }
 

@@ -20,6 +20,12 @@
 // 326 instructions for them with one head (before the copies were written as they are now; 393 with four heads), among
 // them 16 tensor instructions and 96 masks and shifts that make numbers of codes (at half rate: 192 cycles of their
 // unit). Under way: 4608 bytes for each stage of a warp; 8 blocks of 2 warps with 3 stages: 221 KB a multiprocessor.
+// Lost there (128 texts of 1024, 32/8 heads: 43.8 us): zeros as one more step of both products instead of two fused
+// multiply-adds, 5% fewer instructions (43.8: they are not what it waits for), and with it 16 tokens at a time (47.5),
+// 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99), two blocks a text (61); values as
+// 1024
+// + code, 5 instructions a word instead of 7 (the tensor cores cut sums off: error 4e-3 over 1024 tokens, 1e-2 over
+// 8192).
 #include "pages.cuh"
 #include "scores.cuh"
 
@@ -117,15 +123,16 @@ struct Source {
 };
 
 // q [B, heads, D], turned where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
-// lengths [B]: tokens of each sequence, this one among them; 0: nobody, out is 0. out [B, heads, D]. A token sees the
-// last `window`. parts [sets, splits, G, D + 2], arrived [sets] (zeros): where there are splits, at most 32 of them.
-// Grid (splits, kv_heads * chunks of G query heads, B). E: the numbers of pages and q; T: those of out.
-// RESIDENT: warps for which the registers of a multiprocessor shall suffice.
+// lengths [B]: tokens of each sequence, this one among them; 0: nobody, out is 0. A token sees the last `window`. out
+// [B, heads, D], or where there is a `padded`, B rounded up to 8, as `arrange` (tiles.cu) lays it out: D = 128, heads
+// even. parts [sets, splits, G, D + 2], arrived [sets] (zeros): where there are splits, at most 32 of them. Grid
+// (splits, kv_heads * chunks of G query heads, B). E: the numbers of pages and q; T: those of out. RESIDENT: warps for
+// which the registers of a multiprocessor shall suffice.
 template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int RESIDENT, bool ROTATE, typename E,
           typename T>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
-                 float *parts, int *arrived, int max_pages, int heads, int kv_heads, int page, int window,
+                 float *parts, int *arrived, int max_pages, int heads, int kv_heads, int page, int window, int padded,
                  float scale) {
   using P = Pages<D, BITS, C>;
   using Shape = Columns<D, BITS, C, G>;
@@ -504,6 +511,21 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     float v[Head<D>::SIZE];
     Head<D>::load(v, all + h * D, lane);
     if (ROTATE) Head<D>::turn(v, lane);
+    if constexpr (D == 128) {
+      if (padded) {
+        Head<D>::store(v, all + h * D, lane);
+        __syncwarp();
+        if (lane < 16) {  // a head is half a block
+          T unit[8];
+#pragma unroll
+          for (int p = 0; p < 8; p++)
+            unit[p] = rounded<T>(all[h * D + lane / 8 * 16 + lane / 2 % 4 + lane % 2 * 8 + p / 2 * 32 + p % 2 * 4]);
+          const size_t line = ((size_t)(head + h) * 2 + lane / 8) * padded + b;
+          reinterpret_cast<uint4 *>(out)[line * 8 + (lane ^ b) % 8] = *reinterpret_cast<const uint4 *>(unit);
+        }
+        continue;
+      }
+    }
     Head<D>::store(v, out + ((size_t)b * heads + head + h) * D, lane);
   }
 }

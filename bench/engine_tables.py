@@ -1,0 +1,92 @@
+"""The tables of docs/engine.md, "On a GPU", from the result files: printed, or put in their places.
+
+    python bench/engine_tables.py [--write]
+
+A table stands between <!-- NAME --> and <!-- end -->; NAME is a result file's name. Tables without a file stay.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS, DOCS = Path(__file__).parent / "results", Path(__file__).parent.parent / "docs" / "engine.md"
+Row = dict[str, Any]
+WEIGHTS = {"fp16": "16", "rtn:bits=4,group=128": "4", "bcq:bits=3,group=128": "3"}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def bits(row: Row) -> str:
+    return f"{WEIGHTS.get(row['scheme'], row['scheme'])}, {row['kv'].removeprefix('kv')}"
+
+
+def attention(result: Row) -> str:
+    """Our microseconds for each cache, and in brackets the times of cuDNN and flash over ours."""
+    lines = dict[str, list[str]]()
+    for row in result["rows"]:
+        line = lines.setdefault(f"{row['heads']}/{row['kv_heads']}, {row['batch']} x {row['context']}", [])
+        if not line:
+            line += [f"{row['cudnn_us']:.0f}", f"{row['flash_us']:.0f}"]
+        line.append(f"{row['us']:.1f} ({row['times_cudnn']:.2f}, {row['times_flash']:.2f})")
+    head = ["heads, texts x tokens", "cuDNN us", "flash us", *(f"ours, {bits} bits" for bits in (16, 8, 4))]
+    return table(head, [[name, *line] for name, line in lines.items()])
+
+
+def serve(result: Row) -> str:
+    """Weights and cache by batch, tokens per second; then within the cap."""
+    rows = result["rows"]
+    free, capped = [r for r in rows if not r["memory"]], [r for r in rows if r["memory"]]
+    batches = sorted({r["batch"] for r in free})
+    lines = []
+    for cap in capped:
+        mine = {r["batch"]: r for r in free if bits(r) == bits(cap)}
+        speeds = [f"{mine[n]['tokens_per_second']:.0f}" if n in mine else "–" for n in batches]
+        within = f"{cap['tokens_per_second']:.0f} with {cap['batch']} texts"
+        lines.append([bits(cap), *speeds, within, f"{cap['times_fp16']:.2f}"])
+    memory = capped[0]["memory"]
+    return table(["weights, cache", *map(str, batches), f"within {memory}", "times 16, 16 there"], lines)
+
+
+def trace(result: Row) -> str:
+    """Weights, cache and memory; throughput, waits and what the cache held."""
+
+    def waits(p: Row | None, unit: float, form: str) -> str:
+        return "–" if p is None else " / ".join(form.format(unit * p[k]) for k in ("p50", "p90", "p99"))
+
+    lines = []
+    for r in result["rows"]:
+        speed = [f"{r['tokens_per_second']:.0f}", f"{r['requests_per_second']:.1f}"]
+        waited = [waits(r["first_token"], 1, "{:.2f}"), waits(r["per_token"], 1e3, "{:.0f}")]
+        cache = [str(r["most_running"]), f"{r['mean_pages'] / r['pages']:.0%}", str(r["preemptions"])]
+        lines.append([bits(r), r["memory"], *speed, *waited, *cache])
+    waiting = ["first token s, p50 / p90 / p99", "ms a token, p50 / p90 / p99"]
+    head = ["weights, cache", "memory", "tokens/s", "requests/s", *waiting, "texts at most", "pages used", "preempted"]
+    return table(head, lines)
+
+
+TABLES: dict[str, Callable[[Row], str]] = {"h200-attention": attention, "h200-serve": serve, "h200-trace": trace}
+
+
+def main(write: bool) -> None:
+    text = DOCS.read_text()
+    for name, make in TABLES.items():
+        path = RESULTS / f"{name}.json"
+        if not path.is_file():
+            continue
+        made = make(json.loads(path.read_text()))
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        if mark:
+            text = before + mark + made + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
+        if not write:
+            print(f"{name}\n{made}\n")
+    if write:
+        DOCS.write_text(text)
+
+
+if __name__ == "__main__":
+    main("--write" in sys.argv)

@@ -1,0 +1,165 @@
+"""Steps that are started before the last one's tokens are known: everybody still gets what one alone gets.
+
+On a GPU the runner keeps tokens to itself (`Runner.start`). Here a runner on the CPU does, by the same interface.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from crelle import LLM, Sampling, quantize
+from crelle.engine.engine import Engine, Handle
+from crelle.engine.runner import Runner
+from crelle.engine.scheduler import UNKNOWN, Step
+from crelle.engine.sequence import Sequence as Text
+
+GREEDY = Sampling(max_tokens=12)
+WARM = replace(GREEDY, temperature=1.5, seed=7)
+PROMPTS = ["Hello", "Once upon a time there was a fox", "a", "Once upon a time there was a hen", "The quick brown"]
+
+
+@pytest.fixture(scope="module")
+def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """Three precisions; tokens that come often end a text."""
+    to = tmp_path_factory.mktemp("nested") / "q"
+    quantize(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
+    llm = LLM.load(to, device="cpu")
+    often = [alone(llm, text, replace(GREEDY, max_tokens=20))[0] for text in PROMPTS[:3]]
+    llm.end_ids = frozenset({*llm.end_ids, *(ids[-1] for ids in often)})
+    return llm
+
+
+@dataclass
+class Told:
+    """Tokens that are there when one asks for them, unless the device failed."""
+
+    found: Sequence[int]
+    error: Exception | None = None
+
+    def tokens(self) -> list[int]:
+        if self.error:
+            raise self.error
+        return list(self.found)
+
+
+class Late(Runner):
+    """Computes at once, but tells tokens only when asked; knows those that the engine does not."""
+
+    drawn: dict[Text, int]
+    failing = ""
+    started = 0
+
+    def starts(self, step: Step) -> bool:
+        return True
+
+    def start(self, step: Step) -> Any:
+        if self.failing == "start":
+            raise RuntimeError("the device has fallen off the bus")
+        unknown = [run.sequence for run in step.runs if run.sequence.ids[-1] == UNKNOWN]
+        for s in unknown:
+            s.ids[-1] = self.drawn[s]
+        logits = self.run(step)
+        for s in unknown:
+            s.ids[-1] = UNKNOWN
+        tokens = logits.argmax(-1).tolist()
+        self.drawn = dict(zip(step.draws, tokens, strict=True))
+        self.started += 1
+        return Told(tokens, RuntimeError("the device is lost") if self.failing == "tokens" else None)
+
+
+def late(llm: LLM, **options: Any) -> Engine:
+    engine = Engine(llm, **options)
+    engine.runner.__class__ = Late
+    engine.runner.drawn = {}  # type: ignore[attr-defined]
+    return engine
+
+
+def alone(llm: LLM, prompt: str, sampling: Sampling, *, kv: str = "16", **options: Any) -> list[list[int]]:
+    handle = Engine(llm, kv=kv, pages=64).add(prompt, sampling, **options)
+    assert all(event.index < handle.request.n for event in handle)
+    return tokens(handle)
+
+
+def tokens(handle: Handle) -> list[list[int]]:
+    return [output.completion.tokens for output in handle.outputs]
+
+
+def heard(handle: Handle, events: list[Any]) -> list[list[int]]:
+    """The tokens of all events of a request, by text."""
+    return [[e.token for e in events if e.index == i and e.token is not None] for i in range(handle.request.n)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: st.DataObject) -> None:
+    """Few pages, arrivals at any step, cancellations, faults, stop strings, end tokens, some who need logits."""
+    kv, known = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv"), dict[Any, Any]()
+    pages, max_batch = data.draw(st.integers(14, 30), label="pages"), data.draw(st.integers(3, 6), label="batch")
+    budget, spare = data.draw(st.integers(max_batch, 24), label="budget"), data.draw(st.integers(0, 1))
+    engine = late(nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, spare=spare)
+    asked: list[tuple[Any, Handle, list[Any]]] = []
+    for _ in range(data.draw(st.integers(1, 25), label="rounds")):
+        what = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "cancel", "start", "tokens"]))
+        if what == "add":
+            length, stop = data.draw(st.integers(1, 16)), data.draw(st.sampled_from([(), ("e",), ("t", "zz")]))
+            sampling = replace(data.draw(st.sampled_from([GREEDY, GREEDY, WARM])), max_tokens=length, stop=stop)
+            n, bits = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([None, 2, 4]))
+            key, events = (data.draw(st.sampled_from(PROMPTS)), sampling, n, bits), list[Any]()
+            asked.append((key, engine.add(*key[:2], n=n, bits=bits, on_event=events.append), events))
+        elif what == "cancel" and asked:
+            data.draw(st.sampled_from(asked))[1].cancel()
+        else:
+            engine.runner.failing = what  # type: ignore[attr-defined]
+            engine.step()
+    engine.runner.failing = ""  # type: ignore[attr-defined]
+    engine.run()
+    for key, handle, events in asked:
+        assert handle.finished
+        assert heard(handle, events) == tokens(handle)
+        text, sampling, n, bits = key
+        if key not in known:
+            known[key] = alone(nested, text, sampling, kv=kv, n=n, bits=bits)
+        for output, whole in zip(handle.outputs, known[key], strict=True):
+            got, why = output.completion.tokens, output.completion.finish_reason
+            assert got == whole if why in ("stop", "length") else got == whole[: len(got)]
+            assert (why == "error") == (output.error is not None)
+    engine.blocks.assert_consistent([])
+    assert engine.blocks.used == 0
+    assert not engine._texts
+    assert not engine._faults
+
+
+def test_the_next_step_is_started_before_tokens_are_asked_for(nested: LLM) -> None:
+    engine = late(nested, kv="16", pages=64)
+    handle, events = engine.add("Hello", GREEDY, ignore_end=True), list[str]()
+    start = engine.runner.start
+
+    def noted(step: Step) -> Any:
+        told = start(step)
+        events.append("start")
+        ask = told.tokens
+        told.tokens = lambda: events.append("ask") or ask()  # type: ignore[attr-defined,func-returns-value]
+        return told
+
+    engine.runner.start = noted  # type: ignore[method-assign]
+    engine.run()
+    assert events == ["start", *["start", "ask"] * (GREEDY.max_tokens - 1), "ask"]
+    assert tokens(handle) == alone(nested, "Hello", GREEDY, ignore_end=True)
+
+
+def test_who_needs_logits_is_drawn_for_with_logits(nested: LLM) -> None:
+    engine = late(nested, kv="16", pages=64)
+    plain, warm = engine.add("Hello", GREEDY), engine.add("Hello", replace(WARM, max_tokens=4))
+    told = engine.add("a", GREEDY, logprobs=2)
+    engine.run()
+    assert tokens(plain) == alone(nested, "Hello", GREEDY)
+    assert tokens(warm) == alone(nested, "Hello", replace(WARM, max_tokens=4))
+    assert tokens(told) == alone(nested, "a", GREEDY)
+    assert len(told.outputs[0].logprobs or ()) == len(tokens(told)[0])
+    assert torch.tensor([p.logprob for p in told.outputs[0].logprobs or ()]).le(0).all()

@@ -1,0 +1,83 @@
+"""The engine on a GPU: graphs, steps that are started ahead, few pages; everybody gets what one alone gets."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from crelle import LLM, Sampling
+from crelle.engine.engine import Engine
+from crelle.eval.serve_models import random_llm
+from crelle.kernels import cuda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
+WORDS = 49152
+
+
+@cache
+def llm(scheme: str) -> LLM:
+    return random_llm("smollm2-135m", scheme, torch.device("cuda"), layers=3)
+
+
+def prompts(n: int) -> list[list[int]]:
+    torch.manual_seed(7)
+    return [torch.randint(WORDS, (int(size),)).tolist() for size in torch.randint(1, 60, (n,))]
+
+
+def alone(model: LLM, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+    handle = Engine(model, pages=32, exact=True, **options).add(prompt, Sampling(max_tokens=tokens), ignore_end=True)
+    assert sum(event.token is not None for event in handle) == tokens
+    return handle.outputs[0].completion.tokens
+
+
+@pytest.mark.parametrize("kv", ["16", "8", "4"])
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=64", "fp16"])
+def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str) -> None:
+    model = llm(scheme)
+    engine = Engine(model, kv=kv, pages=100, max_batch=20, budget=48, spare=0, exact=True)  # some must make way
+    started, start = 0, engine.runner.start
+
+    def counted(step: Any) -> Any:
+        nonlocal started
+        started += 1
+        return start(step)
+
+    engine.runner.start = counted  # type: ignore[method-assign]
+    asked, handles = prompts(20), []
+    for i, prompt in enumerate(asked):
+        handles.append(engine.add(prompt, Sampling(max_tokens=64 + i % 3), ignore_end=True))
+        for _ in range(i % 3):
+            engine.step()
+    engine.run()
+    assert started == engine.stats.steps
+    assert sum(handle.outputs[0].preemptions for handle in handles) > 0
+    for i, (prompt, handle) in enumerate(zip(asked, handles, strict=True)):
+        assert handle.outputs[0].completion.tokens == alone(model, prompt, 64 + i % 3, kv=kv)
+
+
+def test_who_samples_is_waited_for_and_changes_nobody_else() -> None:
+    model = llm("rtn:bits=4,group=64")
+    engine = Engine(model, kv="4", pages=200, exact=True)
+    asked = prompts(6)
+    plain = [engine.add(prompt, Sampling(max_tokens=16), ignore_end=True) for prompt in asked]
+    warm = engine.add(asked[0], Sampling(max_tokens=5, temperature=1.0, seed=3), logprobs=2, ignore_end=True)
+    engine.run()
+    assert len(warm.outputs[0].logprobs or ()) == 5
+    for prompt, handle in zip(asked, plain, strict=True):
+        assert handle.outputs[0].completion.tokens == alone(model, prompt, 16, kv="4")
+
+
+def test_memory_stays_within_the_budget() -> None:
+    model = llm("rtn:bits=4,group=64")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # the weights among it
+    engine = Engine(model, kv="4", memory="400MB", max_batch=64, budget=256)
+    for prompt in prompts(70):
+        engine.add(prompt, Sampling(max_tokens=20), ignore_end=True)
+    engine.run()
+    assert engine.stats.failed == 0
+    assert engine.plan.total <= 400_000_000
+    assert engine.plan.weights + torch.cuda.max_memory_allocated() - before <= 400_000_000
