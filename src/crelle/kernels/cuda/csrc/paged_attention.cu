@@ -23,10 +23,9 @@
 // Lost there (128 texts of 1024, 32/8 heads: 43.8 us): zeros as one more step of both products instead of two fused
 // multiply-adds, 5% fewer instructions (43.8: they are not what it waits for), and with it 16 tokens at a time (47.5),
 // 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99), two blocks a text (61); values as
-// 1024
-// + code, 5 instructions a word instead of 7 (the tensor cores cut sums off: error 4e-3 over 1024 tokens, 1e-2 over
-// 8192).
-#include "pages.cuh"
+// 1024 + code, 5 instructions a word instead of 7 (the tensor cores cut sums off: error 4e-3 over 1024 tokens, 1e-2
+// over 8192).
+#include "page_source.cuh"
 #include "scores.cuh"
 
 namespace crelle {
@@ -39,87 +38,10 @@ __device__ __forceinline__ float largest_of_warp(float v) {
   return v;
 }
 
-// Copy up to BYTES (8 or 16) into shared memory; the rest becomes zeros.
-template <int BYTES>
-__device__ __forceinline__ void copy(uint32 to, const char *from, int bytes = BYTES) {
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 // WORDS words of 4 bytes in one load.
 template <int WORDS>
 struct __align__(4 * WORDS) Vector {
   uint32 word[WORDS];
-};
-
-// Where the tiles of 16 tokens of one key head are, and what a lane copies of them.
-template <int D, int BITS, int C>
-struct Source {
-  using P = Pages<D, BITS, C>;
-  static constexpr int ALONG = P::ROW / P::PIECE, PIECES = 16 * ALONG, WORDS = 4 * C;  // copies of a tile
-
-  const int *table;  // of the sequence
-  int page, kv_heads, kv, lane, place;
-  const char *keys, *values, *words;
-
-  __device__ Source(const char *codes, const char *words, const int *table, int page, int kv_heads, int kv, int lane)
-      : table(table), page(page), kv_heads(kv_heads), kv(kv), lane(lane), place(P::place(lane)), words(words) {
-    keys = codes + lane * P::PIECE, values = keys + (size_t)page * kv_heads * P::ROW;
-    if (P::CODED && WORDS <= 32) this->words += words_at(lane);
-  }
-
-  // The row (of a token and head) at which the keys of a tile begin; its values are `page * kv_heads` behind.
-  __device__ __forceinline__ uint32 row(int tile) const {
-    const int per = page / 16;
-    return ((uint32)__ldcg(table + tile / per) * 2 * kv_heads + kv) * page + tile % per * 16;
-  }
-  __device__ __forceinline__ size_t words_at(int piece) const {
-    return (size_t)(piece / (2 * C + !C) ? page * kv_heads : 0) * (2 * C) + piece % (2 * C + !C) * 16;
-  }
-
-  // Ask for all of a tile.
-  __device__ __forceinline__ void ask(uint32 to, uint32 row) const {
-#pragma unroll
-    for (int kind = 0; kind < 2; kind++) {
-      const char *from = (kind ? values : keys) + (size_t)row * P::ROW;
-#pragma unroll
-      for (int j = 0; j < (PIECES + 31) / 32; j++) {
-        if (PIECES % 32 && lane + 32 * j >= PIECES) break;
-        const int at = P::PIECE == 16 ? P::place_behind(place, j) : place_of_half(lane + 32 * j);
-        copy<P::PIECE>(to + kind * P::CODES + at, from + 32 * j * P::PIECE);
-      }
-    }
-    if constexpr (P::CODED && WORDS <= 32) {
-      if (WORDS == 32 || lane < WORDS) copy<16>(to + 2 * P::CODES + 16 * lane, words + (size_t)row * (2 * C));
-    } else {
-#pragma unroll
-      for (int j = 0; j < WORDS / 32; j++)
-        copy<16>(to + 2 * P::CODES + 16 * (lane + 32 * j), words + (size_t)row * (2 * C) + words_at(lane + 32 * j));
-    }
-  }
-  // Ask for a tile of which only `count` tokens are there; seldom.
-  __device__ __forceinline__ void ask(uint32 to, uint32 row, int count) const {
-#pragma unroll 1
-    for (int piece = lane; piece < 2 * PIECES; piece += 32) {
-      const int kind = piece >= PIECES, i = piece - kind * PIECES;
-      const char *from = (kind ? values : keys) + (size_t)row * P::ROW + (i - lane) * P::PIECE;
-      const int at = P::PIECE == 16 ? P::place(i) : place_of_half(i);
-      copy<P::PIECE>(to + kind * P::CODES + at, from, i / ALONG < count ? P::PIECE : 0);
-    }
-    if constexpr (P::CODED) {
-#pragma unroll 1
-      for (int piece = lane; piece < WORDS; piece += 32)
-        copy<16>(to + 2 * P::CODES + 16 * piece,
-                 words + (size_t)row * (2 * C) + words_at(piece) - (WORDS <= 32 ? words_at(lane) : 0),
-                 min(16, max(0, (count * C - piece % (2 * C) * 8) * 2)));
-    }
-  }
-  static __device__ __forceinline__ int place_of_half(int piece) {
-    const int at = piece % ALONG * P::PIECE;
-    return P::place(at / 16, piece / ALONG) + at % 16;
-  }
 };
 
 // q [B, heads, D], turned where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];

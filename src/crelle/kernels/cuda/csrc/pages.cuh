@@ -212,4 +212,20 @@ struct Pages {
 
 __device__ __forceinline__ float2 both(uint32 halves) { return __half22float2(*reinterpret_cast<half2 *>(&halves)); }
 
+// One group's range becomes its word; `safe` and `shift` take a number to its code.
+template <int BITS>
+__device__ __forceinline__ int word_of(float low, float high, bool broken, float &safe, float &shift) {
+  constexpr int ZERO_BITS = BITS == 4 ? 6 : 8, KEPT = ZERO_BITS - 1, STEPS = (1 << BITS) - 1;
+  constexpr float FINE = 1 << (ZERO_BITS - BITS);
+  int half_bits = __half_as_ushort(__float2half_rn(__fdiv_rn(__fsub_rn(high, low), STEPS)));
+  half_bits = min((half_bits + (1 << KEPT) - 1) >> KEPT << KEPT, 0x7fff & -(1 << KEPT));
+  if (broken) half_bits = 0x7e00;  // not a number
+  const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(half_bits)));
+  safe = scale > 0 ? scale : 1.f;
+  const float zero = rintf(__fmul_rn(__fdiv_rn(-low, safe), FINE));
+  const int z = broken ? 0 : static_cast<int>(fminf(fmaxf(zero, 0.f), (1 << ZERO_BITS) - 1));  // not a number: 0
+  shift = z / FINE;
+  return half_bits << 1 | z;
+}
+
 }  // namespace crelle
