@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.decode import C_TYPES, Op
-from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.layout import CudaWeight
-from crelle.kernels.cuda.tiles import _RESIDENT, Arranged
+from crelle.kernels.cuda.launch import load
+from crelle.kernels.cuda.layout import BLOCK, CudaWeight
+from crelle.kernels.cuda.tiles import Arranged
 
 _WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 256 inputs for each of them
-_BLOCK = 256  # inputs of a block of a weight
 _TIMES = 8  # pieces of 8 inputs that a thread has, at most
 
 
@@ -26,7 +25,7 @@ def supports(w: CudaWeight, K: int) -> str | None:
     """Return None, or why x [M, K] cannot be made ready for a weight."""
     if K % 8:
         return f"takes rows of a multiple of 8 numbers, not of {K}"
-    if (most := _BLOCK * _WARPS[True] * _TIMES) < _BLOCK * w.blocks:
+    if (most := BLOCK * _WARPS[True] * _TIMES) < BLOCK * w.blocks:
         return f"takes rows of up to {most} numbers, not of {K}"
     return None
 
@@ -34,7 +33,7 @@ def supports(w: CudaWeight, K: int) -> str | None:
 def variant(op: Op, dtype: torch.dtype, inputs: int, whole: bool) -> tuple[str, str]:
     """`whole`: a thread block has all inputs of a row."""
     warps = _WARPS[whole]
-    times = -(-inputs // (_BLOCK * warps)) if whole else 1
+    times = -(-inputs // (BLOCK * warps)) if whole else 1
     return "rows.cu", f"crelle::between<crelle::{op}, {warps}, {times}, {C_TYPES[dtype]}>"
 
 
@@ -56,11 +55,8 @@ def between(
     more: Tensor | None = None,
 ) -> tuple[Arranged, Tensor]:
     """Return op(x + more) as w's matrix instructions take it, and x + more, for x [M, K] (SILU_MUL: [M, 2K])."""
-    M = x.shape[0]
-    xs = torch.empty(4 * w.blocks, -(-M // 8) * 8, 64, dtype=x.dtype, device=x.device)
-    flags = torch.empty(_RESIDENT * multiprocessors(), dtype=torch.int32, device=x.device)
-    total = _launch(x, w, op, norm, shift, eps, more, xs, flags, 0)
-    return Arranged(M, x.dtype, xs, flags), total
+    to = Arranged.empty(x.shape[0], w, x)
+    return to, _launch(x, w, op, norm, shift, eps, more, to.xs, to.flags, 0)
 
 
 def in_order(
@@ -73,7 +69,7 @@ def in_order(
     more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as rows: [M, K], or where w has its inputs in another order [M, 256 blocks] in that order."""
-    pitch = x.shape[1] // (2 if op == "SILU_MUL" else 1) if w.order is None else _BLOCK * w.blocks
+    pitch = x.shape[1] // (2 if op == "SILU_MUL" else 1) if w.order is None else BLOCK * w.blocks
     rows = torch.empty(x.shape[0], pitch, dtype=x.dtype, device=x.device)
     return rows, _launch(x, w, op, norm, shift, eps, more, rows, None, pitch)
 
@@ -95,8 +91,8 @@ def _launch(
     assert supports(w, K) is None
     assert x.is_contiguous()
     assert more is None or (more.is_contiguous() and op != "SILU_MUL")
-    inputs, whole = _BLOCK * w.blocks, w.order is not None or "NORM" in op
-    part = inputs if whole else min(inputs, _BLOCK * _WARPS[False])
+    inputs, whole = BLOCK * w.blocks, w.order is not None or "NORM" in op
+    part = inputs if whole else min(inputs, BLOCK * _WARPS[False])
     total = x if more is None else torch.empty_like(x)
     load(*variant(op, x.dtype, inputs, whole))(
         (-(-inputs // part), -(-M // 8) * 8, 1),

@@ -10,6 +10,7 @@ and can be captured in a graph.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,6 +34,13 @@ class Arranged:
     dtype: torch.dtype
     xs: Tensor  # [4 blocks, tokens rounded up to 8, 64], swizzled
     flags: Tensor  # int32, zero between launches: thread blocks that share a tile signal each other
+
+    @classmethod
+    def empty(cls, tokens: int, w: CudaWeight, x: Tensor) -> Self:
+        """Room for so many tokens like x; who fills it sets the flags to zero."""
+        xs = torch.empty(4 * w.blocks, -(-tokens // 8) * 8, 64, dtype=x.dtype, device=x.device)
+        flags = torch.empty(_RESIDENT * multiprocessors(), dtype=torch.int32, device=x.device)
+        return cls(tokens, x.dtype, xs, flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +85,11 @@ def product_variant(w: CudaWeight, shape: Shape | OldShape, dtype: torch.dtype) 
 def arrange(x: Tensor, w: CudaWeight) -> Arranged:
     """Put x [M, K] into the order in which w's matrix instructions take it."""
     M, K = x.shape
-    padded = -(-M // 8) * 8
-    xs = torch.empty(4 * w.blocks, padded, 64, dtype=x.dtype, device=x.device)
-    flags = torch.empty(_RESIDENT * multiprocessors(), dtype=torch.int32, device=x.device)
+    to = Arranged.empty(M, w, x)
     kernel = load(*arrange_variant(x.dtype))
-    grid = (2 * w.blocks, -(-padded // 32), 1)
-    kernel(grid, 256, x.contiguous(), w.order, xs, flags, flags.numel(), M, K, overlap=True)
-    return Arranged(M, x.dtype, xs, flags)
+    grid = (2 * w.blocks, -(-to.xs.shape[1] // 32), 1)
+    kernel(grid, 256, x.contiguous(), w.order, to.xs, to.flags, to.flags.numel(), M, K, overlap=True)
+    return to
 
 
 def product(
