@@ -115,7 +115,7 @@ class Load:
         while True:
             now = self._now()
             for _ in range(free if now < seconds else 0):
-                self._ask(now, prompt, tokens)
+                self._ask(now, self._prompts.next(prompt), tokens)
             busy = len(self._clients) - self._done
             if not busy:
                 break
@@ -127,18 +127,18 @@ class Load:
         """Let requests come when they are due, until all are answered or `stop` seconds have passed."""
         if not wishes:
             raise SchemeError("the trace has no requests in the time that was asked for")
-        left = deque(wishes)
+        left = deque((wish, self._prompts.next(wish.prompt)) for wish in wishes)  # which takes no time of the run
         self._begin()
         while left or self._done < len(self._clients):
             if stop is not None and self._now() >= stop:
                 return self._cut_off(stop)
-            while left and left[0].at <= self._now():
-                wish = left.popleft()
-                self._ask(wish.at, wish.prompt, wish.tokens)
+            while left and left[0][0].at <= self._now():
+                wish, ids = left.popleft()
+                self._ask(wish.at, ids, wish.tokens)
             if self._done < len(self._clients):
                 self._step()
             elif left:
-                time.sleep(max(0.0, left[0].at - self._now()))
+                time.sleep(max(0.0, left[0][0].at - self._now()))
         return self._report(None, max(c.ended or 0.0 for c in self._clients))
 
     def _cut_off(self, seconds: float) -> LoadReport:
@@ -171,8 +171,8 @@ class Load:
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    def _ask(self, begun: float, prompt: int, tokens: int) -> None:
-        client = _Client(begun, prompt)
+    def _ask(self, begun: float, ids: list[int], tokens: int) -> None:
+        client = _Client(begun, len(ids))
         self._clients.append(client)
 
         def hear(event: Event) -> None:
@@ -184,8 +184,7 @@ class Load:
                 self._done += 1
 
         try:
-            ids, sampling = self._prompts.next(prompt), Sampling(max_tokens=tokens)
-            self.engine.add(ids, sampling, ignore_end=True, on_event=hear)
+            self.engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True, on_event=hear)
         except CapacityError as e:  # this one can never be served, the others can
             client.error, client.ended = str(e), self._now()
             self._done += 1

@@ -2,9 +2,9 @@
 
     one token each   ids, positions, lengths and tables of pages are copied into buffers that stay where they are; the
                      graph of the next larger number of sequences (BUCKETS) runs, its other rows being nobody
-    prompts          all rows of all prompts go through the products together; each prompt attends by itself, through
-                     torch's scaled_dot_product_attention over what its pages hold, so that it sees what later tokens
-                     will see and not numbers that were never stored (`exact`: token by token, as later ones do)
+    prompts          all rows of all prompts go through the products together, and through torch's attention over what
+                     their pages hold, so that they see what later tokens will see and not numbers that were never
+                     stored (`exact`: token by token, as later ones do)
 
     products         crelle.models.many_rows
 
@@ -18,18 +18,16 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
 from crelle.kernels.cuda.decode import Op
-from crelle.models.cache import visible
 from crelle.models.loader import Model
 from crelle.models.many_rows import enter, leave, takes_arranged
 from crelle.models.opt import OPT
@@ -211,7 +209,7 @@ class CudaBatch:
         rows = where.table  # [N, max_pages]
         if self.exact:
             rows = rows.repeat_interleave(numbers.diff(), 0, output_size=starts[-1])
-        lengths = positions + 1
+        lengths, company = positions + 1, self._company(parts)
         x = self.step.embed(ids, positions) if isinstance(self.model, OPT) else self.step.embed(ids)
 
         def attend(layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, window: int | None) -> Tensor:
@@ -219,10 +217,8 @@ class CudaBatch:
             if self.exact:
                 seen = self.attend(layer, q, rows, lengths, window, self.cut(len(ids)), overlap=False)
                 return seen.view(len(ids), -1)
-            y = torch.empty_like(q)
-            for b, (part, (begin, end)) in enumerate(zip(parts, pairwise(starts), strict=True)):
-                y[begin:end] = self._attend_one(layer, q[begin:end], where.table[b], part.before, window)
-            return self._turned_back(layer, y).view(qkv.shape[0], -1)
+            each = [self._attend_prompts(layer, q, where.table, some, window) for some in company]
+            return self._turned_back(layer, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
 
         x = self.through(x, attend)
         last = [end - 1 for part, end in zip(parts, starts[1:], strict=True) if part.wanted]
@@ -230,19 +226,36 @@ class CudaBatch:
             self.logits(x[self._there(last)]) if last else x.new_empty(0, self.model.c.vocabulary, dtype=torch.float32)
         )
 
-    def _attend_one(self, layer: int, q: Tensor, table: Tensor, before: int, window: int | None) -> Tensor:
-        """One prompt's tokens q [T, H, D], as they are stored; each sees itself and those before it."""
-        from torch.nn.attention.bias import causal_lower_right
+    def _company(self, parts: Sequence[Part]) -> list["_Company"]:
+        """Share out prompts to calls of `_attend_prompts`: what is read for one fits what memory.py counts for it."""
+        found, at, row = list[_Company](), 0, 0
+        while at < len(parts):
+            new, all_ = [0], [0]  # where each one's new tokens begin, and all of its tokens
+            for part in parts[at:]:
+                if len(new) > 1 and all_[-1] + part.before + len(part.ids) > self.model.c.context:
+                    break
+                new.append(new[-1] + len(part.ids))
+                all_.append(all_[-1] + part.before + len(part.ids))
+            starts, some = self._there(new + all_, torch.int32).view(2, -1), slice(at, at + len(new) - 1)
+            longest_new, longest = (max(b - a for a, b in pairwise(x)) for x in (new, all_))
+            rows = slice(row, row + new[-1])
+            found.append(_Company(some, rows, starts[0], starts[1], all_[-1], longest_new, longest))
+            at, row = some.stop, rows.stop
+        return found
 
+    def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, who: "_Company", window: int | None) -> Tensor:
+        """Some prompts' tokens of q [N, H, D], as they are stored; each sees itself and those before it in its text."""
         from crelle.kernels.cuda import paged
 
-        T, S = q.shape[0], before + q.shape[0]
-        k, v = paged.read(self.pages[layer], table, S)[:, None]  # [1, Hkv, S, D]
-        mask, causal = visible(T, S, window, q.device) if window is not None or T == S else (None, False)
-        lower: Any = causal_lower_right(T, S) if window is None and T < S else mask
-        gqa = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, lower, is_causal=causal, enable_gqa=gqa)
-        return y[0].transpose(0, 1)
+        k, v = paged.read(self.pages[layer], table[who.parts], who.all, who.total)
+        seen: tuple[Tensor, ...] = (
+            torch.ops.aten._flash_attention_forward(  # under torch's F.scaled_dot_product_attention
+                *(q[who.rows], k, v, who.new, who.all, who.longest_new, who.longest),
+                *(0.0, True, False),
+                window_size_left=None if window is None else window - 1,
+            )
+        )
+        return seen[0]
 
     def _turned_back(self, layer: int, y: Tensor) -> Tensor:
         """H undoes itself."""
@@ -260,13 +273,14 @@ class CudaBatch:
         return min(self.pages[0].count, -(-self.model.c.context // page))
 
     @cached_property
-    def rehearsals(self) -> torch.cuda.Stream:
-        """One stream for all graphs: cuBLAS keeps memory for every stream that it has seen."""
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    @cached_property
     def _buffers(self) -> Buffers:
         return Buffers(BUCKETS[-1], self._width, self.model.c.vocabulary, self.model.device)
+
+
+@cache
+def _rehearsals(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all graphs of all engines: cuBLAS keeps memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +288,19 @@ class _Where:
     table: Tensor  # int32 [B, max_pages]
     position: Tensor  # int32 [B]
     starts: Tensor | None = None  # int32 [B + 1]; None: one token each
+
+
+@dataclass(frozen=True, slots=True)
+class _Company:
+    """Prompts that attend in one call."""
+
+    parts: slice
+    rows: slice  # of what runs in this pass
+    new: Tensor  # int32 [parts + 1]: where the new tokens of each begin among them
+    all: Tensor  # int32 [parts + 1]: where all of its tokens begin, those of earlier passes first
+    total: int  # tokens, new or not
+    longest_new: int
+    longest: int
 
 
 class _Graph:
@@ -287,7 +314,7 @@ class _Graph:
         sets = bucket * batch.pages[0].heads * self._cut.chunks
         self._arrived, self._flags = torch.zeros(2, max(sets, 4096), dtype=torch.int32, device=batch.model.device)
         buffers.fill([], bucket)  # a rehearsal for nobody
-        stream = batch.rehearsals
+        stream = _rehearsals(batch.model.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run()  # compiles and loads, which a capture may not

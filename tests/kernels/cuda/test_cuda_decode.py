@@ -66,6 +66,7 @@ def device_weight(kind: Kind, P: int, N: int, K: int, group: int, dtype: torch.d
 @pytest.mark.parametrize(("kind", "P", "group"), KINDS)
 @pytest.mark.parametrize(("N", "K"), [(16, 256), (100, 576), (17, 300), (1, 8), (333, 1023)])
 def test_decode_matches_oracle(kind: Kind, P: int, group: int, N: int, K: int) -> None:
+    torch.manual_seed(N + P)
     w = device_weight(kind, P, N, K, group)
     prepared = lay_out(w)
     for tokens in (1, 2, 3, 4):
@@ -74,7 +75,8 @@ def test_decode_matches_oracle(kind: Kind, P: int, group: int, N: int, K: int) -
         decode.product(decode.encode(x, prepared), prepared, HALF, out=out)
         size = x.double().abs() @ w.dequantize(torch.float64).abs().T  # one output may cancel to nearly nothing
         error = (out.double() - matmul_fp64(x, w)).norm()
-        assert error < TOLERANCE[HALF] * size.norm() / min(K, 16) ** 0.5, (tokens, N, K)
+        alike = min(K, 16) if N > 1 else 1  # roundings that half cancel; too few outputs do not show that they do
+        assert error < TOLERANCE[HALF] * size.norm() / alike**0.5, (tokens, N, K)
 
 
 @pytest.mark.gpu

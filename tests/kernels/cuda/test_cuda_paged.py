@@ -5,6 +5,7 @@ formats/kv.py says they are. `_Tile` says in Python what pages.cuh says in CUDA.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -234,10 +235,13 @@ def test_append_stores_the_reference_bits(fmt: str, D: int) -> None:
 def test_read_gives_the_stored_numbers(fmt: str, D: int) -> None:
     torch.manual_seed(D)
     form = KVFormat.parse(fmt)
-    wanted, found, table = _filled(form, D, 3, HALF, [1, 40, 17])
-    for b, length in enumerate([1, 40, 17]):
+    lengths = [1, 40, 17]
+    wanted, found, table = _filled(form, D, 3, HALF, lengths)
+    starts = [0, *accumulate(lengths)]
+    together = paged.read(found, table.cuda(), _ints(starts), starts[-1]).cpu().transpose(1, 2)  # [2, Hkv, total, D]
+    for b, length in enumerate(lengths):
         used = table[b, : -(-length // form.page)].long()
-        assert torch.equal(paged.read(found, table[b].cuda(), length).cpu(), wanted.read(used, HALF)[:, :, :length])
+        assert torch.equal(together[:, :, starts[b] : starts[b + 1]], wanted.read(used, HALF)[:, :, :length])
 
 
 @gpu

@@ -2,7 +2,7 @@
 
     q = append(k, v, pages, table, position, q=q, cos=cos, sin=sin, center=center)     # q turned, for `attend`
     y = attend(q, pages, table, lengths, turned=True)
-    k, v = read(pages, table[b], length)                                               # for a prompt's attention
+    k, v = read(pages, table, starts, total)                                           # for prompts' attention
 
 `kernels/kv.py` says what both compute. Here `table`, `position`, `starts` and `lengths` lie on the device as int32 and
 are not looked at by the host, so a captured launch serves every later step. A sequence at position -1, or of length 0,
@@ -243,15 +243,21 @@ def attend(
     return y
 
 
-def read(pages: KVPages, table: Tensor, length: int) -> Tensor:
-    """Return the numbers [2, Hkv, length, D] of a sequence's first tokens as they are stored; `table` [max_pages]."""
+def read(pages: KVPages, table: Tensor, starts: Tensor, total: int) -> Tensor:
+    """Return the numbers [2, total, Hkv, D] of some sequences' first tokens as they are stored.
+
+    `table` int32 [B, max_pages]; `starts` int32 [B + 1]: where those of each sequence begin, then `total`.
+    """
     fmt, D, values = pages.format, pages.head_size, _values(pages)
     if reason := supports(fmt, D, values):
         raise UnsupportedError(f"paged_append.cu {reason}")
-    out = torch.empty(2, pages.heads, length, D, dtype=values, device=pages.codes.device)
-    grid = (-(-length * D // (8 * 256)), pages.heads, 2)
-    kernel = load(*read_variant(fmt, D, values))
-    kernel(grid, 256, pages.codes, pages.words, table, out, fmt.page, pages.heads, length, overlap=True)
+    out = torch.empty(2, total, pages.heads, D, dtype=values, device=pages.codes.device)
+    load(*read_variant(fmt, D, values))(
+        (-(-total * D // (8 * 256)), pages.heads, 2),
+        256,
+        *(pages.codes, pages.words, table, starts, out, *table.shape, fmt.page, pages.heads, total),
+        overlap=True,
+    )
     return out
 
 

@@ -255,18 +255,26 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// The numbers of a sequence's first `length` tokens, turned and centred as they are stored: out [2, kv_heads, length,
-// D]. For prompts, whose tokens share them. Grid (8 numbers a thread, kv_heads, 2).
+// The numbers of the first tokens of B sequences, turned and centred as they are stored, those of sequence b at starts[b]
+// … starts[b + 1]: out [2, starts[B], kv_heads, D]. For prompts, whose tokens share them. table [B, max_pages]. Grid (8
+// numbers a thread, kv_heads, 2).
 template <int D, int BITS, int C, typename E>
-__global__ void __launch_bounds__(256) paged_read(const unsigned char *codes, const unsigned short *words,
-                                                  const int *table, E *out, int page, int kv_heads, int length) {
+__global__ void __launch_bounds__(256)
+    paged_read(const unsigned char *codes, const unsigned short *words, const int *table, const int *starts, E *out,
+               int B, int max_pages, int page, int kv_heads, int total) {
   constexpr int RUNS = D / 8, GROUP = BITS < 16 ? D / C : D, ZERO_BITS = BITS == 4 ? 6 : 8;
-  const int i = blockIdx.x * 256 + threadIdx.x, token = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
+  const int i = blockIdx.x * 256 + threadIdx.x, n = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
   next_may_start();
   previous_is_done();
-  if (token >= length) return;
-  const size_t row = (((size_t)__ldcg(table + token / page) * 2 + blockIdx.z) * kv_heads + head) * page + token % page;
-  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)blockIdx.z * kv_heads + head) * length + token) * D + first);
+  if (n >= total) return;
+  int b = 0;
+  for (int end = B; end - b > 1;) {  // starts[b] <= n < starts[end]
+    const int middle = (b + end) / 2;
+    __ldcg(starts + middle) <= n ? b = middle : end = middle;
+  }
+  const int token = n - __ldcg(starts + b), place = __ldcg(table + (size_t)b * max_pages + token / page);
+  const size_t row = (((size_t)place * 2 + blockIdx.z) * kv_heads + head) * page + token % page;
+  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)blockIdx.z * total + n) * kv_heads + head) * D + first);
   if constexpr (BITS == 16) {
     *to = __ldcg(reinterpret_cast<const uint4 *>(reinterpret_cast<const E *>(codes) + row * D + first));
   } else {
