@@ -32,6 +32,13 @@ __device__ __forceinline__ float rounded<float>(float v) {
   return v;
 }
 
+// A value that is to stay in a register: the compiler would make it anew where it is used. (Thread blocks have one row
+// of threads here, which it does not know.)
+__device__ __forceinline__ uint32 kept(uint32 v) {
+  asm volatile("add.u32 %0, %0, %1;" : "+r"(v) : "r"(blockDim.y - 1));
+  return v;
+}
+
 // WORDS consecutive words, in the widest loads that their alignment allows.
 template <int WORDS>
 __device__ __forceinline__ void take(uint32 (&to)[WORDS], const uint32 *from) {

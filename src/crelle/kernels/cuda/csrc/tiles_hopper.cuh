@@ -53,21 +53,21 @@ __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(
            int span, int whole) {
   using W = Weights<P, KIND, GROUPS, S, X>;
   using Queue = Ring<WS, W::BYTES>;
-  constexpr int ROWS = 64 * WG, CHUNK = NT * 128, X_BYTES = XC * CHUNK, WARPS = 4 * WG;
+  constexpr int ROWS = 64 * WG, CHUNK_BYTES = NT * 128, X_BYTES = XC * CHUNK_BYTES, WARPS = 4 * WG;
   extern __shared__ __align__(128) char raw[];
   char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, queues
-  const uint32 x_at = shared_address(shared);
-  __shared__ __align__(8) unsigned long long full[XS], empty[XS];
+  __shared__ __align__(8) unsigned long long barriers[2][XS];
+  const uint32 x_at = shared_address(shared), full = kept(shared_address(barriers[0])), empty = full + 8 * XS;
 
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int lane = kept(threadIdx.x & 31), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int across = (N + ROWS - 1) / ROWS, tiles = across * ((M + NT - 1) / NT);
 
   next_may_start();
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int s = 0; s < XS; s++) {
-      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full + s)));
-      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(empty + s)), "n"(WARPS));
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(full + 8 * s));
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(empty + 8 * s), "n"(WARPS));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -85,16 +85,16 @@ __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(
         const char *source = xs + ((size_t)work.first * 4 * padded + token) * 128;
 #pragma unroll 1
         for (int i = 0; i < 4 / XC * work.count; i++) {
-          wait_barrier(shared_address(empty + s), turn);
-          asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full + s)),
+          wait_barrier(empty + 8 * s, turn);
+          asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full + 8 * s),
                        "r"(XC * tokens * 128)
                        : "memory");
 #pragma unroll
           for (int c = 0; c < XC; c++) {
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    x_at + s * X_BYTES + c * CHUNK),
-                "l"(source), "r"(tokens * 128), "r"(shared_address(full + s))
+                    x_at + s * X_BYTES + c * CHUNK_BYTES),
+                "l"(source), "r"(tokens * 128), "r"(full + 8 * s)
                 : "memory");
             source += (size_t)padded * 128;
           }
@@ -106,15 +106,22 @@ __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(
     if constexpr (gives_registers(NT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     Queue queue(shared + XS * X_BYTES + warp * Queue::SIZE, lane);
     Work ahead = Work::of<SHARES>(tiles, whole, blocks);  // as far as weights have been asked for
+    const char *planes_at, *scales_at;
     int asked = 0;
+    const auto seek = [&] {  // where the weights begin that are next
+      const int tile = min(ahead.tile % across * WARPS + warp, (N - 1) / 16);
+      planes_at = words + (size_t)(tile * blocks + ahead.first) * (planes * 512);
+      scales_at = scales + (size_t)(GROUPS > 1 ? tile * blocks + ahead.first : tile * ((blocks + span - 1) / span)) *
+                               W::SCALE_BYTES;
+    };
     const auto ask = [&](int stage, int zero) {
       if (ahead.count == 0) return;
-      const int tile = min(ahead.tile % across * WARPS + warp, (N - 1) / 16), b = ahead.first + asked + zero;
-      const int set = GROUPS > 1 ? tile * blocks + b : tile * ((blocks + span - 1) / span) + b / span;
-      queue.ask(stage, words + (size_t)(tile * blocks + b) * (planes * 512), W::PLANE_BYTES,
-                scales + (size_t)set * W::SCALE_BYTES, W::SCALE_BYTES);
-      if (++asked == ahead.count) asked = 0, ahead.advance();
+      const int set = GROUPS > 1 ? 0 : (ahead.first + asked) / span;
+      queue.ask(stage, planes_at + zero, W::PLANE_BYTES, scales_at + set * W::SCALE_BYTES + zero, W::SCALE_BYTES);
+      planes_at += planes * 512, scales_at += GROUPS > 1 ? W::SCALE_BYTES : 0;
+      if (++asked == ahead.count) asked = 0, ahead.advance(), seek();
     };
+    seek();
 #pragma unroll
     for (int s = 0; s < WS; s++) ask(s, 0);
 
@@ -123,66 +130,62 @@ __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(
     W w;
     int xs_now = 0, x_turn = 0, w_now = 0, w_turn = 0, x_before = 0;
 
-    const auto multiply = [&](int chunk, const uint32(&a)[4][4]) {
-      if (chunk % XC == 0) wait_barrier(shared_address(full + xs_now), x_turn);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      // rows of 128 bytes, swizzled, in groups of eight; in units of 16 bytes
-      const unsigned long long matrix =
-          1ull << 62 | 64ull << 32 | 1ull << 16 | ((x_at + xs_now * X_BYTES + chunk % XC * CHUNK) & 0x3ffff) >> 4;
-#pragma unroll
-      for (int s = 0; s < 4; s++) Wgmma<NT, X>::multiply(d, a[s], matrix + 2 * s);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      if (chunk % XC == XC - 1) {
-        x_before = xs_now;
-        if (++xs_now == XS) xs_now = 0, x_turn ^= 1;
-      }
-    };
     const auto keep = [](uint32(&a)[4][4]) {  // these registers belong to instructions under way until here
 #pragma unroll
       for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
     };
     const auto release = [&](int stage) {
-      if (elected())
-        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(empty + stage)) : "memory");
+      if (elected()) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(empty + 8 * stage) : "memory");
+    };
+    // 64 inputs, one `chunk` of four in a block, are multiplied by what a[chunk % 2] holds. Then those before them are
+    // done, and their stage of x if they were the last in it (`any`: there were some). All of it is unrolled.
+    const auto multiply = [&](int chunk, bool any) {
+      const int part = chunk % XC;
+      if (part == 0) wait_barrier(full + 8 * xs_now, x_turn);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      // rows of 128 bytes, swizzled, in groups of eight; in units of 16 bytes
+      const unsigned long long matrix =
+          1ull << 62 | 64ull << 32 | 1ull << 16 | ((x_at + xs_now * X_BYTES + part * CHUNK_BYTES) & 0x3ffff) >> 4;
+#pragma unroll
+      for (int s = 0; s < 4; s++) Wgmma<NT, X>::multiply(d, a[chunk % 2][s], matrix + 2 * s);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      wait_for_products<1>();
+      keep(a[1 - chunk % 2]);
+      if (part == 0 && any) release(x_before);
+      if (part == XC - 1) {
+        x_before = xs_now;
+        if (++xs_now == XS) xs_now = 0, x_turn ^= 1;
+      }
+    };
+    const auto unpack = [&](uint32(&to)[4][4]) {
+      w.template step<0>(to[0]), w.template step<1>(to[1]), w.template step<2>(to[2]), w.template step<3>(to[3]);
     };
 
 #pragma unroll 1
     for (Work work = Work::of<SHARES>(tiles, whole, blocks); work.count > 0; work.advance()) {
 #pragma unroll
       for (int i = 0; i < NT / 2; i++) d[i] = 0;
-      const char *piece = queue.wait(w_now, w_turn);
-      w.load(piece, 0, lane);
-      w.template step<0>(a[0][0]), w.template step<1>(a[0][1]), w.template step<2>(a[0][2]),
-          w.template step<3>(a[0][3]);
+      w.load(queue.wait(w_now, w_turn), 0, lane);
+      unpack(a[0]);
 #pragma unroll 1
-      for (int i = 0; i < 2 * work.count; i++) {
-        const int last = x_before;
-        multiply(0, a[0]);
-        wait_for_products<1>();
-        keep(a[1]);
-        if (i > 0) release(last);
+      for (int left = work.count;;) {
+        multiply(0, left < work.count);
         w.turn();
-        w.template step<0>(a[1][0]), w.template step<1>(a[1][1]), w.template step<2>(a[1][2]),
-            w.template step<3>(a[1][3]);
-        const int before = x_before;
-        multiply(1, a[1]);
-        wait_for_products<1>();
-        keep(a[0]);
-        if (XC == 1) release(before);
-        const bool odd = i & 1;
-        if (odd) {
-          if (++w_now == WS) w_now = 0, w_turn ^= 1;
-          if (i + 1 == 2 * work.count) break;
-          piece = queue.wait(w_now, w_turn);
-        }
-        w.load(piece, !odd, lane);
-        if (!odd) {
-          const int zero = w.nothing(blocks);
-          __syncwarp();
-          ask(w_now, zero);
-        }
-        w.template step<0>(a[0][0]), w.template step<1>(a[0][1]), w.template step<2>(a[0][2]),
-            w.template step<3>(a[0][3]);
+        unpack(a[1]);
+        multiply(1, true);
+        w.load(queue.piece(w_now), 1, lane);
+        const int zero = w.nothing(blocks);
+        __syncwarp();
+        ask(w_now, zero);
+        unpack(a[0]);
+        multiply(2, true);
+        w.turn();
+        unpack(a[1]);
+        multiply(3, true);
+        if (++w_now == WS) w_now = 0, w_turn ^= 1;
+        if (--left == 0) break;
+        w.load(queue.wait(w_now, w_turn), 0, lane);
+        unpack(a[0]);
       }
       wait_for_products<0>();
       keep(a[1]);

@@ -15,8 +15,8 @@ template <typename X>
 struct Two;
 template <>
 struct Two<half> {
-  static constexpr uint32 ONES = 0x64006400;  // 1024: integers are added in its last bits
-  static constexpr float ONE = 1024;
+  // Integers up to 15 are added in the last bits of 1024 and in bits 4 ... 7 of 64.
+  static constexpr uint32 ONES = 0x54006400, NIBBLES = 0x00f0000f;
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2half2_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2half2_rn(a, b)); }
   static __device__ __forceinline__ float2 numbers(uint32 v) { return __half22float2(two(v)); }
@@ -30,8 +30,7 @@ struct Two<half> {
 };
 template <>
 struct Two<bfloat16> {
-  static constexpr uint32 ONES = 0x43004300;
-  static constexpr float ONE = 128;
+  static constexpr uint32 ONES = 0x43004300, NIBBLES = 0x000f000f;  // 128 has seven bits
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2bfloat162_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2bfloat162_rn(a, b)); }
   static __device__ __forceinline__ float2 numbers(uint32 v) {

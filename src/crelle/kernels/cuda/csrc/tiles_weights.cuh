@@ -6,7 +6,7 @@
 // inputs takes inputs 32t + 16 (s/4) + s%4 + 0, 4, 8, 12, the first two and the last two a pair (one register).
 //
 // Binary-coded planes and codes of up to three bits are looked up (tiles_tables.cuh). Codes of four and more bits are
-// cheaper without: 0x6400 | q is the number 1024 + q, exact until the scale is multiplied in.
+// cheaper without: 0x6400 | q is the number 1024 + q, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied in.
 #pragma once
 #include "tiles_tables.cuh"
 
@@ -149,6 +149,7 @@ template <int P, Kind KIND, typename S, typename X>
 struct Numbers<P, KIND, S, X, true> {
   static constexpr int HIGH = P - 4;  // bits above the lowest four
   uint32 low[2][4], high[2][4], scale[2], start[2];
+  const uint32 mask = kept(Two<X>::NIBBLES);
 
   __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 *from) {
     interleave<HIGH, 4>(low, words);
@@ -156,17 +157,20 @@ struct Numbers<P, KIND, S, X, true> {
     const uint32 s = Scale<S, X>::both(from);
     uint32 second = Two<X>::of(1 << (P - 1));
     if constexpr (KIND != UNIFORM_SYMMETRIC) second = Scale<S, X>::both(from + Scale<S, X>::WORDS);
-    if constexpr (KIND != AFFINE) {  // exact: integers
-      second ^= 0x80008000u;
-      if constexpr (HIGH == 0) second = Two<X>::add(second, Two<X>::ONES | 0x80008000u);
-    }
+    if constexpr (KIND != AFFINE) second ^= 0x80008000u;
 #pragma unroll
-    for (int row = 0; row < 2; row++) scale[row] = twice(s, row), start[row] = twice(second, row);
+    for (int row = 0; row < 2; row++) {
+      scale[row] = twice(s, row), start[row] = twice(second, row);
+      if constexpr (KIND != AFFINE && HIGH == 0)  // exact: integers
+        start[row] = Two<X>::add(start[row], Two<X>::ONES | 0x80008000u);
+    }
   }
-  // Byte M of two registers as two integers.
+  // The two halves of byte M as integers.
   template <int M>
-  static __device__ __forceinline__ uint32 integers(uint32 nibbles) {
-    return (__byte_perm(nibbles, nibbles >> 4, M * 0x1111 + 0x4400) & 0x000f000f) | Two<X>::ONES;
+  __device__ __forceinline__ uint32 integers(uint32 nibbles) const {
+    if constexpr (Two<X>::NIBBLES == 0x000f000f)
+      return (__byte_perm(nibbles, nibbles >> 4, M * 0x1111 + 0x4400) & mask) | Two<X>::ONES;
+    return (__byte_perm(nibbles, nibbles, M * 0x1111) & mask) | Two<X>::ONES;
   }
   template <int M>
   __device__ __forceinline__ uint32 pair(int row, int i) const {
