@@ -41,7 +41,7 @@ def compile_for(llm: LLM, tokens: int) -> None:
     build.compile_all(sorted(wanted))
 
 
-def main(to: Path, trace: Path, rate: float = 200.0, seconds: float = 6.0) -> None:
+def main(to: Path, trace: Path, rate: float = 40.0, seconds: float = 20.0) -> None:
     rows = list[dict[str, Any]]()
     for scheme, kv in PAIRS:
         llm = random_llm(SHAPE, scheme, torch.device("cuda"))
@@ -52,7 +52,8 @@ def main(to: Path, trace: Path, rate: float = 200.0, seconds: float = 6.0) -> No
             said = f"{trace.name}, {rate:g} a second"
             row = serve(llm, scheme, wishes=wishes, traffic=said, stop=seconds, **options)
             rows.append(asdict(row))
-            print(f"{scheme} kv{kv} {memory}: {row.tokens_per_second:.0f} tokens/s", end="")
+            speed = f"{row.tokens_per_second:.0f} tokens/s, later half {row.late_tokens_per_second:.0f}"
+            print(f"{scheme} kv{kv} {memory}: {speed}", end="")
             if row.first_token and row.per_token:
                 each = ", ".join(f"{1e3 * v:.0f}" for v in (row.per_token.p50, row.per_token.p90, row.per_token.p99))
                 print(f", first token {row.first_token.p50:.2f} s, a token p50, p90, p99 {each} ms", end="")

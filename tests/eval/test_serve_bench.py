@@ -33,6 +33,7 @@ def test_trace_answers_everyone_in_full(llm: LLM) -> None:
     assert (row.requests, row.failures, row.clients) == (4, 0, None)
     assert (row.tokens, row.prompt_tokens) == (9 + 30 + 1 + 12, 80)
     assert row.tokens_per_second == pytest.approx(row.tokens / row.seconds)
+    assert 0 < row.late_tokens_per_second <= 2 * row.tokens_per_second
     assert row.seconds >= 0.15
     assert row.disagreement == 0
     assert row.first_token is not None

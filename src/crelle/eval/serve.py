@@ -66,6 +66,7 @@ class Served:
     tokens: int
     prompt_tokens: int
     tokens_per_second: float
+    late_tokens_per_second: float  # of the second half of `seconds`, when the batch has its size
     requests_per_second: float
     first_token: Percentiles | None
     per_token: Percentiles | None
@@ -161,6 +162,11 @@ class Load:
         spans = [(b.seconds - a.seconds, a.pages_used) for a, b in pairwise(self._moments)]
         total = sum(span for span, _ in spans)
         return sum(span * used for span, used in spans) / total if total > 0 else 0.0
+
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens per second of answers that did not fail, between two times."""
+        times = [t for c in self._clients if c.error is None for t in c.times if begin <= t < end]
+        return len(times) / (end - begin)
 
     def most(self, of: Callable[[Moment], int]) -> int:
         return max(map(of, self._moments), default=0)
@@ -262,6 +268,7 @@ def serve(
         pages=plan.pages,
         page_tokens=plan.kv.page,
         max_batch=plan.max_batch,
+        late_tokens_per_second=load.rate(report.seconds / 2, report.seconds),
         **{name: getattr(report, name) for name in shared},
         steps=stats.steps - before.steps,
         tokens_run=stats.tokens_run - before.tokens_run,

@@ -356,7 +356,7 @@ class _Graph:
         batch, lengths = self._batch, self._buffers.at[1, : self.bucket]
         q = batch.append(layer, qkv, q_norm, k_norm, self.where)
         inputs, o = batch.model.c.heads * batch.model.c.head_size, batch._parts[layer][0][1]
-        arranged = batch.model.c.head_size == 128 and takes_arranged(o, self.bucket, inputs, batch.exact)
+        arranged = takes_arranged(o, self.bucket, inputs, batch.exact) if batch.model.c.head_size == 128 else None
         options = {"arrived": self._arrived, "arranged": arranged}
         y = batch.attend(layer, q, self.where.table, lengths, window, self._cut, **options)
-        return Arranged(self.bucket, y.dtype, y, self._flags) if arranged else y.view(self.bucket, -1)
+        return y.view(self.bucket, -1) if arranged is None else Arranged(self.bucket, y.dtype, y, self._flags)

@@ -94,16 +94,16 @@ def _many(h: Tensor, w: CudaWeight | Tensor, bias: Tensor | None, residual: Tens
     return y if residual is None else y + residual
 
 
-def takes_arranged(product: Product, rows: int, K: int, exact: bool) -> bool:
-    """Whether `leave` may be given [rows, K] as tiles.py arranges it, by who makes it."""
+def takes_arranged(product: Product, rows: int, K: int, exact: bool) -> CudaWeight | None:
+    """Return the weight for which `leave` may be given [rows, K] as tiles.py arranges it, by who makes it, or None."""
     from crelle.kernels.cuda import even, tiles
 
     w = product.weights[0]
     if len(product.weights) > 1 or not isinstance(w, CudaWeight) or w.order is not None or w.blocks * BLOCK != K:
-        return False
+        return None
     if rows % 8 or (not exact and (_few(product, rows) or tiles.takes_rows(w, rows))):
-        return False
-    return not exact or rows <= even.TOGETHER
+        return None
+    return w if not exact or rows <= even.TOGETHER else None
 
 
 def _few(product: Product, rows: int) -> bool:

@@ -340,10 +340,11 @@ def test_a_result_can_be_laid_out_for_the_next_product(fmt: str, H: int, Hkv: in
     _, found, table = _filled(form, 128, Hkv, HALF, lengths)
     cut = replace(paged.plan(form, 8, H, Hkv, 128, 320), splits=splits)
     args = (torch.randn(8, H, 128).half().cuda(), found, table.cuda(), _ints(lengths))
-    w = lay_out(random_weight(Kind.BCQ, 2, 16, H * 128, 128, device="cuda"))
-    wanted = tiles.arrange(paged.attend(*args, cut=cut).view(8, -1), w).xs
-    out = torch.full_like(wanted, torch.nan)
-    assert torch.equal(paged.attend(*args, cut=cut, arranged=True, out=out), wanted)
+    for kind, planes in ((Kind.BCQ, 2), (Kind.UNIFORM, 4)):
+        w = lay_out(random_weight(kind, planes, 16, H * 128, 128, device="cuda"))
+        wanted = tiles.arrange(paged.attend(*args, cut=cut).view(8, -1), w).xs
+        out = torch.full_like(wanted, torch.nan)
+        assert torch.equal(paged.attend(*args, cut=cut, arranged=w, out=out), wanted)
 
 
 @gpu

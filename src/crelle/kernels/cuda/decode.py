@@ -237,9 +237,13 @@ def choose(
     if give == "GATED" and cut.tiles % 2:
         cut = replace(cut, tiles=2, stages=max(2, cut.stages))
     room = _SHARED if processors else _queue_room(torch.cuda.current_device())
-    while cut.warps * _ring(w, cut) > room and (cut.stages > cut.tiles or cut.run > 1):
-        fewer = max(cut.tiles, cut.stages // 2)  # which are taken at a time
-        cut = replace(cut, stages=fewer) if cut.stages > cut.tiles else replace(cut, run=1)
+    while cut.warps * _ring(w, cut) > room:
+        if cut.stages > cut.tiles:  # which are taken at a time
+            cut = replace(cut, stages=max(cut.tiles, cut.stages // 2))
+        elif cut.run > 1:
+            cut = replace(cut, run=1)
+        else:
+            cut = replace(cut, warps=cut.warps // 2)
     return cut
 
 

@@ -41,6 +41,11 @@ class CudaWeight:
         return self.words.shape[1]
 
     @property
+    def far(self) -> bool:
+        """Whether tiles.cu takes x with the inputs of a pair 16 apart (units.cuh)."""
+        return self.kind not in (Kind.BCQ, Kind.BCQ_SYMMETRIC) and self.P > 3
+
+    @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.words, self.scales))
 

@@ -22,6 +22,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.cuda.decode import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.layout import CudaWeight
 
 _TOKENS = 16  # that a tensor instruction takes
 _HEADS = 8  # query heads that share a read, at most
@@ -201,7 +202,7 @@ def attend(
     out: Tensor | None = None,
     cut: Plan | None = None,
     arrived: Tensor | None = None,
-    arranged: bool = False,
+    arranged: CudaWeight | None = None,
     overlap: bool = True,
 ) -> Tensor:
     """Return softmax(q K^T * scale) V [B, H, D] for q [B, H, D], one token of each sequence, the last of its `lengths`.
@@ -209,7 +210,8 @@ def attend(
     `turned`: q is what `append` returned; then `dtype` is that of the result, the pages' numbers' (f16 for codes)
     unless told. `cut` fixes the order of sums; otherwise it depends on the batch's size and the table's width.
     `arrived`: int32 zeros [B * Hkv * chunks] or more that stay zeros, to be shared by the launches of one stream.
-    `arranged`: the result is [2 H, B, 64], as tiles.py lays out x; for D = 128, an even H and B a multiple of 8.
+    `arranged`: the result is [2 H, B, 64], as tiles.py lays out x for this weight; for D = 128, an even H and B a
+    multiple of 8.
     `overlap`: table, lengths and all tokens but the last of each sequence were there before the kernel ahead began.
     """
     B, H, D = q.shape
@@ -222,8 +224,8 @@ def attend(
         assert prepared is not None
         q = prepared
     p = cut or plan(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
-    assert not arranged or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
-    shape = (2 * H, B, 64) if arranged else (B, H, D)
+    assert arranged is None or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
+    shape = (B, H, D) if arranged is None else (2 * H, B, 64)
     y = torch.empty(shape, dtype=result, device=q.device) if out is None else out
     sets = B * pages.heads * p.chunks
     parts = None
@@ -235,7 +237,8 @@ def attend(
         (p.splits, pages.heads * p.chunks, B),
         32 * p.warps,
         *(q, pages.codes, pages.words, table, lengths, y, parts, arrived),
-        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER, B if arranged else 0),
+        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER),
+        *((0, False) if arranged is None else (B, arranged.far)),
         float(D**-0.5 if scale is None else scale),
         shared=shared_bytes(p, fmt, D),
         overlap=overlap,

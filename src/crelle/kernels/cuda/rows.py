@@ -98,7 +98,7 @@ def _launch(
         (-(-inputs // part), -(-M // 8) * 8, 1),
         32 * _WARPS[whole],
         *(x, more, norm, shift, w.order, None if more is None else total, xs, flags),
-        *(0 if flags is None else flags.numel(), M, K, w.blocks, part, pitch, float(eps)),
+        *(0 if flags is None else flags.numel(), M, K, w.blocks, part, pitch, w.far, float(eps)),
         shared=2 * part,
         overlap=True,
     )

@@ -1,6 +1,6 @@
 """Launches tiles.cu: x is put into the order of the matrix instructions once, then any number of matrices multiply it.
 
-    xs = arrange(x, w)                    # serves every weight with as many blocks and the same order of inputs
+    xs = arrange(x, w)                    # serves every weight like it: blocks, order of inputs, `far`
     y = product(xs, w, bias)
     y = matmul(x, w, bias)                # both; up to 32 rows dozens.py instead, which takes x as it lies
 
@@ -88,7 +88,7 @@ def arrange(x: Tensor, w: CudaWeight) -> Arranged:
     to = Arranged.empty(M, w, x)
     kernel = load(*arrange_variant(x.dtype))
     grid = (2 * w.blocks, -(-to.xs.shape[1] // 32), 1)
-    kernel(grid, 256, x.contiguous(), w.order, to.xs, to.flags, to.flags.numel(), M, K, overlap=True)
+    kernel(grid, 256, x.contiguous(), w.order, to.xs, to.flags, to.flags.numel(), M, K, w.far, overlap=True)
     return to
 
 
@@ -214,7 +214,8 @@ def choose(
         return _choose_old(w, tokens)
     processors = processors or multiprocessors()
     few = _tiles(w, tokens, 256, 2) < 0.4 * processors  # large tiles would be cut too often
-    sizes = [t for t in _SIZES if t <= 128 or not few]
+    fitting = w.P <= 2 and 0.85 * processors < _tiles(w, tokens, 128, 2) <= processors  # unpacked twice, but none cut
+    sizes = [t for t in _SIZES if t <= 128 or not (few or fitting)]
     at_a_time = min(sizes, key=lambda t: (-(-tokens // t) * _cost(t), t))
     s = _shape(w, at_a_time, dtype, processors)
     while shared_bytes(w, s) > _SHARED // s.resident:  # long scales, many planes
@@ -242,10 +243,10 @@ def _shape(w: CudaWeight, tokens: int, dtype: torch.dtype, processors: int) -> S
     if tokens == 32:
         return Shape(32, 1, 2, 4, 3, 3) if narrow or w.P == 3 else Shape(32, 2, 2, 4, 3, 2)
     if tokens <= 64:
-        return Shape(tokens, 2, 2, 4, 3)
+        return Shape(tokens, 2 if rows < 0.7 or large else 3, 2, 4, 2)
     if tokens <= 128:
         return Shape(tokens, 2, 2, 4, 2)
-    return Shape(tokens, 2, 1, 5, 2)
+    return Shape(tokens, 2, 1, 5, 2) if w.P <= 2 else Shape(tokens, 2, 1, 4, 3)
 
 
 def _choose_old(w: CudaWeight, tokens: int, room: int | None = None) -> OldShape:

@@ -35,8 +35,9 @@ __device__ __forceinline__ float rounded<float>(float v) {
 // A value that is to stay in a register: the compiler would make it anew where it is used. (Thread blocks have one row
 // of threads here, which it does not know.)
 __device__ __forceinline__ uint32 kept(uint32 v) {
-  asm volatile("add.u32 %0, %0, %1;" : "+r"(v) : "r"(blockDim.y - 1));
-  return v;
+  uint32 same;
+  asm("add.u32 %0, %1, %2;" : "=r"(same) : "r"(v), "r"(blockDim.y - 1));
+  return same;
 }
 
 // WORDS consecutive words, in the widest loads that their alignment allows.

@@ -10,6 +10,7 @@
 // It is all waiting: for the kernel before, for x, for the other warps' sums. What a norm multiplies with is asked for
 // before any of that.
 #include "tensorcore.cuh"
+#include "units.cuh"
 
 namespace crelle {
 
@@ -22,7 +23,7 @@ template <Op OP, int WARPS, int V, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     between(const T *x, const T *more, const T *__restrict__ norm, const T *__restrict__ shift,
             const int *__restrict__ order, T *sum, uint4 *xs, int *flags, int count, int M, int K, int blocks, int part,
-            int pitch, float eps) {
+            int pitch, bool far, float eps) {
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   constexpr int THREADS = WARPS * 32;
   extern __shared__ __align__(128) char shared[];
@@ -130,10 +131,10 @@ __global__ void __launch_bounds__(WARPS * 32)
       }
       xs[((size_t)token * pitch + first) / 8 + i] = *reinterpret_cast<const uint4 *>(out);
     } else {
-      const int u = i % 16, half = i / 16, from = half * 128 + u / 8 * 16 + u / 2 % 4 + u % 2 * 8;
+      const int u = i % 16, half = i / 16;
 #pragma unroll
       for (int p = 0; p < 8; p++) {
-        const int at = from + p / 2 * 32 + p % 2 * 4, k = order ? order[at] : at;
+        const int at = half * 128 + input_at(u, p, far), k = order ? order[at] : at;
         out[p] = k >= 0 ? mine[k] : rounded<T>(0);
       }
       xs[((size_t)(first / 64 + half * 2 + u / 8) * padded + token) * 8 + (u ^ token) % 8] =

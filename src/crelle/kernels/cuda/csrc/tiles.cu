@@ -10,6 +10,7 @@
 // about 50 tiles, at most 128. One thread block of two warpgroups on a multiprocessor is best; with 256 tokens the
 // tensor cores are busy 80% of the time. Up to 32 tokens dozens.cu is faster. docs/kernels/bcq.md says what was lost.
 #include "tiles_weights.cuh"
+#include "units.cuh"
 #include "tiles_ampere.cuh"
 #include "tiles_hopper.cuh"
 
@@ -17,13 +18,13 @@ namespace crelle {
 
 // x [M, K] in the order in which the matrix instructions take it, and ready to be copied to shared memory as it is:
 //   xs [4 blocks, M', 64]   64 inputs of a token: 128 bytes, eight units of 16; M' = M rounded up to 8
-// Unit u = 0 ... 15 of half a block is one lane's inputs after the other's (tiles_weights.cuh); it stands at place (u ^
-// token) % 8 of its 128 bytes, the hardware's swizzle. order [256 blocks]: which input stands where, -1 for none, or
-// null. Half a block of 32 tokens comes to shared memory as it is, then a thread makes two units; grid (2 blocks,
+// Unit u = 0 ... 15 of half a block (units.cuh) stands at place (u ^ token) % 8 of its 128 bytes, the hardware's
+// swizzle. order [256 blocks]: which input stands where, -1 for none, or null. Half a block of 32 tokens comes to shared memory as it is, then a thread makes two units; grid (2 blocks,
 // ceil(M' / 32)), 256 threads. The first of them also clear `flags`.
 template <typename X>
 __global__ void __launch_bounds__(256)
-    arrange(const X *__restrict__ x, const int *__restrict__ order, uint4 *xs, int *flags, int count, int M, int K) {
+    arrange(const X *__restrict__ x, const int *__restrict__ order, uint4 *xs, int *flags, int count, int M, int K,
+            bool far) {
   constexpr int ROW = 128 + 8;  // of shared memory: tokens begin in different banks
   __shared__ __align__(16) X rows[32 * ROW];
   const int u = threadIdx.x % 16, padded = (M + 7) & ~7;
@@ -54,10 +55,10 @@ __global__ void __launch_bounds__(256)
   for (int i = 0; i < 2; i++) {
     const int row = threadIdx.x / 16 + 16 * i, token = blockIdx.y * 32 + row;
     if (token >= padded) return;
-    const X *const from = rows + row * ROW + u / 8 * 16 + u / 2 % 4 + u % 2 * 8;
+    const X *const from = rows + row * ROW;
     X v[8];
 #pragma unroll
-    for (int p = 0; p < 8; p++) v[p] = from[p / 2 * 32 + p % 2 * 4];
+    for (int p = 0; p < 8; p++) v[p] = from[input_at(u, p, far)];
     xs[((size_t)(blockIdx.x * 2 + u / 8) * padded + token) * 8 + (u ^ token) % 8] = *reinterpret_cast<const uint4 *>(v);
   }
 }

@@ -65,7 +65,7 @@ template <int P, Kind KIND, int GROUPS, int NT, int TILES, int WN, int WK, int S
 __global__ void __launch_bounds__(WN * WK * 32)
     ampere(const char *__restrict__ words, const char *__restrict__ scales, const char *__restrict__ xs,
            const X *__restrict__ bias, X *y, int N, int M, int blocks, int planes, int span) {
-  using W = Weights<P, KIND, GROUPS, S, X>;
+  using W = Weights<P, KIND, GROUPS, S, X, far_pairs(KIND, P)>;
   constexpr int ROWS = WN * TILES * 16, STRIDE = ROWS + 4, X_BYTES = NT * 512;
   constexpr int STAGE = X_BYTES + WN * TILES * W::BYTES;
   extern __shared__ __align__(128) char shared[];

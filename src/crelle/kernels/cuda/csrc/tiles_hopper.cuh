@@ -51,7 +51,7 @@ __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(
     hopper(const char *__restrict__ words, const char *__restrict__ scales, const char *__restrict__ xs,
            const X *__restrict__ bias, X *y, float4 *partial, int *flags, int N, int M, int blocks, int planes,
            int span, int whole) {
-  using W = Weights<P, KIND, GROUPS, S, X>;
+  using W = Weights<P, KIND, GROUPS, S, X, far_pairs(KIND, P)>;
   using Queue = Ring<WS, W::BYTES>;
   constexpr int ROWS = 64 * WG, CHUNK_BYTES = NT * 128, X_BYTES = XC * CHUNK_BYTES, WARPS = 4 * WG;
   extern __shared__ __align__(128) char raw[];

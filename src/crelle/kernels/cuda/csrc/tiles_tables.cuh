@@ -15,8 +15,6 @@ template <typename X>
 struct Two;
 template <>
 struct Two<half> {
-  // Integers up to 15 are added in the last bits of 1024 and in bits 4 ... 7 of 64.
-  static constexpr uint32 ONES = 0x54006400, NIBBLES = 0x00f0000f;
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2half2_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2half2_rn(a, b)); }
   static __device__ __forceinline__ float2 numbers(uint32 v) { return __half22float2(two(v)); }
@@ -30,7 +28,6 @@ struct Two<half> {
 };
 template <>
 struct Two<bfloat16> {
-  static constexpr uint32 ONES = 0x43004300, NIBBLES = 0x000f000f;  // 128 has seven bits
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2bfloat162_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2bfloat162_rn(a, b)); }
   static __device__ __forceinline__ float2 numbers(uint32 v) {
@@ -118,9 +115,10 @@ __device__ __forceinline__ void interleave(uint32 (&nibbles)[2][4], const uint32
   }
 }
 
+template <int BITS = 16>
 __device__ __forceinline__ void upper_half(uint32 (&words)[2][4]) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) words[i / 4][i % 4] >>= 16;
+  for (int i = 0; i < 8; i++) words[i / 4][i % 4] >>= BITS;
 }
 
 // The 2^COUNT numbers that planes FIRST ... can mean, of both rows.

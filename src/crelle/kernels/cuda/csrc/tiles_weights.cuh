@@ -2,8 +2,9 @@
 // instruction.
 //
 // Lane 4g + t holds inputs 32t ... 32t+31 of rows g and g + 8. Which input stands at which place of the instruction's k
-// is free as long as x agrees, so a lane multiplies only by inputs whose bits it has itself: step s = 0 ... 7 of 16
-// inputs takes inputs 32t + 16 (s/4) + s%4 + 0, 4, 8, 12, the first two and the last two a pair (one register).
+// is free as long as x agrees (units.cuh), so a lane multiplies only by inputs whose bits it has itself: step s = 0 ... 7
+// of 16 inputs takes inputs 32t + 16 (s/4) + s%4 + 0, 4, 8, 12, the first two and the last two a pair (one register); if
+// pairs are FAR, 32t + 8 (s/4) + s%4 + 0, 16, 4, 20.
 //
 // Binary-coded planes and codes of up to three bits are looked up (tiles_tables.cuh). Codes of four and more bits are
 // cheaper without: 0x6400 | q is the number 1024 + q, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied in.
@@ -19,6 +20,11 @@ __host__ __device__ constexpr int scale_words(Kind kind, int planes) {
   return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
 }
 
+// Whether tiles.cu takes x with the inputs of a pair 16 apart; as in layout.py.
+__host__ __device__ constexpr bool far_pairs(Kind kind, int planes) {
+  return kind != BCQ && kind != BCQ_SYMMETRIC && planes > 3;
+}
+
 struct Nothing {};
 
 template <bool YES, typename A, typename B>
@@ -31,7 +37,7 @@ struct Either<false, A, B> {
 };
 
 // The weights of binary-coded planes and of codes of up to three bits: the sum of what tables of up to four planes say.
-template <int P, Kind KIND, typename S, typename X, bool LARGE = (KIND != BCQ && KIND != BCQ_SYMMETRIC && P > 3)>
+template <int P, Kind KIND, typename S, typename X, bool FAR, bool LARGE = far_pairs(KIND, P)>
 struct Numbers {
   static constexpr bool CODES = KIND != BCQ && KIND != BCQ_SYMMETRIC;
   static constexpr int A = P < 4 ? P : 4, B = P - A;
@@ -144,12 +150,33 @@ struct Numbers {
   }
 };
 
+// Where integers up to 15 are added to numbers: those of the first (M = 0) and of the second pair of a step. In an X the
+// last bits of 1024 are free, and bits 4 ... 7 of 64; 128 as a bfloat16 has only its seven last ones.
+template <typename X, bool FAR, int M>
+struct Place {
+  static constexpr uint32 MASK = M ? 0x00f000f0 : 0x000f000f, NUMBER = M ? 0x54005400 : 0x64006400;
+  static __device__ __forceinline__ uint32 at(uint32 nibbles) { return nibbles; }
+};
+template <int M>
+struct Place<half, false, M> {
+  static constexpr uint32 MASK = 0x00f0000f, NUMBER = 0x54006400;
+  static __device__ __forceinline__ uint32 at(uint32 nibbles) { return __byte_perm(nibbles, nibbles, M * 0x1111); }
+};
+template <bool FAR, int M>
+struct Place<bfloat16, FAR, M> {
+  static constexpr uint32 MASK = 0x000f000f, NUMBER = 0x43004300;
+  static __device__ __forceinline__ uint32 at(uint32 nibbles) {
+    return FAR ? nibbles >> 4 * M : __byte_perm(nibbles, nibbles >> 4, M * 0x1111 + 0x4400);
+  }
+};
+
 // Codes of 4 ... 8 bits: w = s (q - z), or low + s q.
-template <int P, Kind KIND, typename S, typename X>
-struct Numbers<P, KIND, S, X, true> {
+template <int P, Kind KIND, typename S, typename X, bool FAR>
+struct Numbers<P, KIND, S, X, FAR, true> {
   static constexpr int HIGH = P - 4;  // bits above the lowest four
-  uint32 low[2][4], high[2][4], scale[2], start[2];
-  const uint32 mask = kept(Two<X>::NIBBLES);
+  static constexpr uint32 MINUS = 0x80008000u;
+  uint32 low[2][4], high[2][4], scale[2], start[2][2];  // start: [row][pair]
+  const uint32 masks[2] = {kept(Place<X, FAR, 0>::MASK), kept(Place<X, FAR, 1>::MASK)};
 
   __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 *from) {
     interleave<HIGH, 4>(low, words);
@@ -157,33 +184,34 @@ struct Numbers<P, KIND, S, X, true> {
     const uint32 s = Scale<S, X>::both(from);
     uint32 second = Two<X>::of(1 << (P - 1));
     if constexpr (KIND != UNIFORM_SYMMETRIC) second = Scale<S, X>::both(from + Scale<S, X>::WORDS);
-    if constexpr (KIND != AFFINE) second ^= 0x80008000u;
+    if constexpr (KIND != AFFINE) second ^= MINUS;
 #pragma unroll
     for (int row = 0; row < 2; row++) {
-      scale[row] = twice(s, row), start[row] = twice(second, row);
-      if constexpr (KIND != AFFINE && HIGH == 0)  // exact: integers
-        start[row] = Two<X>::add(start[row], Two<X>::ONES | 0x80008000u);
+      scale[row] = twice(s, row), start[row][0] = start[row][1] = twice(second, row);
+      if constexpr (KIND != AFFINE && HIGH == 0) {  // exact: integers
+        start[row][0] = Two<X>::add(start[row][0], Place<X, FAR, 0>::NUMBER | MINUS);
+        start[row][1] = Two<X>::add(start[row][1], Place<X, FAR, 1>::NUMBER | MINUS);
+      }
     }
   }
-  // The two halves of byte M as integers.
+  // Two nibbles as numbers, too large by Place::NUMBER.
   template <int M>
-  __device__ __forceinline__ uint32 integers(uint32 nibbles) const {
-    if constexpr (Two<X>::NIBBLES == 0x000f000f)
-      return (__byte_perm(nibbles, nibbles >> 4, M * 0x1111 + 0x4400) & mask) | Two<X>::ONES;
-    return (__byte_perm(nibbles, nibbles, M * 0x1111) & mask) | Two<X>::ONES;
+  __device__ __forceinline__ uint32 numbers(uint32 nibbles) const {
+    const uint32 mask = Place<X, FAR, 0>::MASK == Place<X, FAR, 1>::MASK ? masks[0] : masks[M];
+    return (Place<X, FAR, M>::at(nibbles) & mask) | Place<X, FAR, M>::NUMBER;
   }
   template <int M>
   __device__ __forceinline__ uint32 pair(int row, int i) const {
-    const uint32 minus_one = Two<X>::ONES | 0x80008000u;
-    uint32 q = integers<M>(low[row][i]);
-    if constexpr (KIND == AFFINE || HIGH > 0) q = Two<X>::add(q, minus_one);
-    if constexpr (KIND != AFFINE) q = Two<X>::add(q, start[row]);
-    if constexpr (HIGH > 0) q = Two<X>::fma(Two<X>::add(integers<M>(high[row][i]), minus_one), Two<X>::of(16), q);
-    return KIND == AFFINE ? Two<X>::fma(q, scale[row], start[row]) : Two<X>::mul(q, scale[row]);
+    constexpr uint32 LESS = Place<X, FAR, M>::NUMBER | MINUS;
+    uint32 q = numbers<M>(low[row][i]);
+    if constexpr (KIND == AFFINE || HIGH > 0) q = Two<X>::add(q, LESS);
+    if constexpr (KIND != AFFINE) q = Two<X>::add(q, start[row][M]);
+    if constexpr (HIGH > 0) q = Two<X>::fma(Two<X>::add(numbers<M>(high[row][i]), LESS), Two<X>::of(16), q);
+    return KIND == AFFINE ? Two<X>::fma(q, scale[row], start[row][M]) : Two<X>::mul(q, scale[row]);
   }
   __device__ __forceinline__ void turn() {
-    upper_half(low);
-    if constexpr (HIGH > 0) upper_half(high);
+    upper_half<FAR ? 8 : 16>(low);
+    if constexpr (HIGH > 0) upper_half<FAR ? 8 : 16>(high);
   }
   template <int STEP>
   __device__ __forceinline__ uint2 pairs(int row) const {
@@ -192,13 +220,13 @@ struct Numbers<P, KIND, S, X, true> {
 };
 
 // A lane's share of 16 rows and 128 inputs.
-template <int P, Kind KIND, int GROUPS, typename S, typename X>
+template <int P, Kind KIND, int GROUPS, typename S, typename X, bool FAR = false>
 struct Weights {
   static constexpr int SW = scale_words(KIND, P) * Scale<S, X>::WORDS;
   static constexpr int PLANE_BYTES = P * 512, SCALE_BYTES = GROUPS * SW * 32;  // of a block
   static constexpr int BYTES = PLANE_BYTES + SCALE_BYTES;
 
-  Numbers<P, KIND, S, X> numbers;
+  Numbers<P, KIND, S, X, FAR> numbers;
   uint32 seen;  // bits of all that was loaded
 
   // Half h of a whole block in shared memory, planes and then scales.
