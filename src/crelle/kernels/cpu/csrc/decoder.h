@@ -64,6 +64,9 @@ struct Model {
   std::string problem() const;  // what does not fit together, or empty
 };
 
+constexpr int kMatrices = 7;  // of a layer
+inline size_t padded(size_t floats) { return (floats + 15) / 16 * 16; }
+
 class Decoder {
 public:
   static constexpr int kRows = 16;  // tokens of a step, at most

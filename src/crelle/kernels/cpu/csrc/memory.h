@@ -58,4 +58,6 @@ private:
   size_t capacity_ = 0;
 };
 
+inline float *floats_of(Buffer &b) { return reinterpret_cast<float *>(b.data()); }
+
 }  // namespace crelle::cpu
