@@ -90,6 +90,18 @@ def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: st
 
 
 @gpu
+def test_prompts_that_attend_in_several_calls_are_as_those_in_one() -> None:
+    """A context of 64 holds three of them."""
+    short = make({**LLAMA, "max_position_embeddings": 64}, "fp16", "cuda")
+    ids = {b: random_ids(20, seed=b) for b in range(7)}
+    together, alone = (Texts(short, "kv16", 7, 48) for _ in range(2))
+    for begin, end in ((0, 12), (12, 20)):
+        found = together.run({b: i[begin:end] for b, i in ids.items()})
+        for b, i in ids.items():
+            assert error(found[b], alone.run({b: i[begin:end]})[0]) < TOLERANCE["kv16"]
+
+
+@gpu
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])
 @pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"])
 def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> None:

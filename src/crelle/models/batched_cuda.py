@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
 from crelle.kernels.cuda.decode import Op
+from crelle.models.companies import Company, companies
 from crelle.models.loader import Model
 from crelle.models.many_rows import enter, leave, takes_arranged
 from crelle.models.opt import OPT
@@ -209,7 +210,11 @@ class CudaBatch:
         rows = where.table  # [N, max_pages]
         if self.exact:
             rows = rows.repeat_interleave(numbers.diff(), 0, output_size=starts[-1])
-        lengths, company = positions + 1, self._company(parts)
+        lengths = positions + 1
+        company = companies(
+            [(part.before, len(part.ids)) for part in parts], self.model.c.context
+        )  # as memory.py counts
+        calls = [_Call(who, self._there(who.new + who.all, torch.int32).view(2, -1)) for who in company]
         x = self.step.embed(ids, positions) if isinstance(self.model, OPT) else self.step.embed(ids)
 
         def attend(layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, window: int | None) -> Tensor:
@@ -217,7 +222,7 @@ class CudaBatch:
             if self.exact:
                 seen = self.attend(layer, q, rows, lengths, window, self.cut(len(ids)), overlap=False)
                 return seen.view(len(ids), -1)
-            each = [self._attend_prompts(layer, q, where.table, some, window) for some in company]
+            each = [self._attend_prompts(layer, q, where.table, some, window) for some in calls]
             return self._turned_back(layer, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
 
         x = self.through(x, attend)
@@ -226,34 +231,16 @@ class CudaBatch:
             self.logits(x[self._there(last)]) if last else x.new_empty(0, self.model.c.vocabulary, dtype=torch.float32)
         )
 
-    def _company(self, parts: Sequence[Part]) -> list["_Company"]:
-        """Share out prompts to calls of `_attend_prompts`: what is read for one fits what memory.py counts for it."""
-        found, at, row = list[_Company](), 0, 0
-        while at < len(parts):
-            new, all_ = [0], [0]  # where each one's new tokens begin, and all of its tokens
-            for part in parts[at:]:
-                if len(new) > 1 and all_[-1] + part.before + len(part.ids) > self.model.c.context:
-                    break
-                new.append(new[-1] + len(part.ids))
-                all_.append(all_[-1] + part.before + len(part.ids))
-            starts, some = self._there(new + all_, torch.int32).view(2, -1), slice(at, at + len(new) - 1)
-            longest_new, longest = (max(b - a for a, b in pairwise(x)) for x in (new, all_))
-            rows = slice(row, row + new[-1])
-            found.append(_Company(some, rows, starts[0], starts[1], all_[-1], longest_new, longest))
-            at, row = some.stop, rows.stop
-        return found
-
-    def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, who: "_Company", window: int | None) -> Tensor:
+    def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, call: "_Call", window: int | None) -> Tensor:
         """Some prompts' tokens of q [N, H, D], as they are stored; each sees itself and those before it in its text."""
         from crelle.kernels.cuda import paged
 
-        k, v = paged.read(self.pages[layer], table[who.parts], who.all, who.total)
-        seen: tuple[Tensor, ...] = (
-            torch.ops.aten._flash_attention_forward(  # under torch's F.scaled_dot_product_attention
-                *(q[who.rows], k, v, who.new, who.all, who.longest_new, who.longest),
-                *(0.0, True, False),
-                window_size_left=None if window is None else window - 1,
-            )
+        who = call.who
+        k, v = paged.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
+        seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
+            *(q[who.rows], k, v, call.new, call.all, who.longest_new, who.longest),
+            *(0.0, True, False),
+            window_size_left=None if window is None else window - 1,
         )
         return seen[0]
 
@@ -290,17 +277,12 @@ class _Where:
     starts: Tensor | None = None  # int32 [B + 1]; None: one token each
 
 
-@dataclass(frozen=True, slots=True)
-class _Company:
-    """Prompts that attend in one call."""
+class _Call:
+    """What torch's attention is told of some prompts: where their new tokens begin, and all of their tokens."""
 
-    parts: slice
-    rows: slice  # of what runs in this pass
-    new: Tensor  # int32 [parts + 1]: where the new tokens of each begin among them
-    all: Tensor  # int32 [parts + 1]: where all of its tokens begin, those of earlier passes first
-    total: int  # tokens, new or not
-    longest_new: int
-    longest: int
+    def __init__(self, who: Company, starts: Tensor) -> None:
+        self.who = who
+        self.new, self.all = starts  # int32 [prompts + 1]
 
 
 class _Graph:
