@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from math import log2
+from math import inf, log2
 from typing import Literal, Self, get_args
 
 import torch
@@ -227,7 +227,8 @@ def choose(
         size = abs(log2(m.N / rows)) + abs(log2(m.K / w.K))
         other_kind, other_place = m.codes != (w.kind not in _PLANES), (m.chained, m.give) != (chained, give)
         other = 4 * (columns(tokens) != m.M) + 0.5 * other_kind + 0.75 * other_place
-        return abs(m.P - w.P) + other + 0.75 * size
+        found = abs(m.P - w.P) + other + 0.75 * size
+        return found if not m.alone else inf if found else -1
 
     cut = min(_measured(), key=unlike).cut
     if w.P > 4 or w.groups > 2 or w.scales.element_size() > 2:  # unlike all that was measured: registers, not warps
@@ -269,12 +270,12 @@ class _Measured:
     chained: bool  # in the steps of a model
     give: Give
     cut: Shape
+    alone: bool  # for this problem only: others like it were faster with their own
 
 
 @cache
 def _measured() -> list[_Measured]:
     text = (files("crelle.kernels.cuda") / "tuned.json").read_text()
     return [
-        _Measured(m["codes"], m["P"], m["N"], m["K"], m["M"], m["chained"], m.get("give", "NUMBERS"), Shape(*m["cut"]))
-        for m in json.loads(text)["best"]
+        _Measured(**{"give": "NUMBERS", "alone": False, **m, "cut": Shape(*m["cut"])}) for m in json.loads(text)["best"]
     ]
