@@ -60,12 +60,14 @@ def trace(result: Row) -> str:
 
     lines = []
     for r in result["rows"]:
-        speed = [f"{r['tokens_per_second']:.0f}", f"{r['late_tokens_per_second']:.0f}", f"{r['requests_per_second']:.1f}"]
+        speed = [f"{r[which]:.0f}" for which in ("tokens_per_second", "late_tokens_per_second")]
+        speed.append(f"{r['requests_per_second']:.1f}")
         waited = [waits(r["first_token"], 1, "{:.2f}"), waits(r["per_token"], 1e3, "{:.0f}")]
         cache = [str(r["most_running"]), f"{r['mean_pages'] / r['pages']:.0%}", str(r["preemptions"])]
         lines.append([bits(r), r["memory"], *speed, *waited, *cache])
     waiting = ["first token s, p50 / p90 / p99", "ms a token, p50 / p90 / p99"]
-    head = ["weights, cache", "memory", "tokens/s", "in the later half", "requests/s", *waiting, "texts at most", "pages used", "preempted"]
+    speeds = ["tokens/s", "in the later half", "requests/s"]
+    head = ["weights, cache", "memory", *speeds, *waiting, "texts at most", "pages used", "preempted"]
     return table(head, lines)
 
 
