@@ -18,7 +18,6 @@ constexpr int kPadding = 64;        // features: a multiple of every block
 // Tokens that go through the last layer when one is wanted: enough for tiles, so that it is computed like the others.
 constexpr int kKept = 24;
 
-
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // fn(i) for i in [0, count): threads take the next one as they come.

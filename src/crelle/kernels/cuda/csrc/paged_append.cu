@@ -255,9 +255,9 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// The numbers of the first tokens of B sequences, turned and centred as they are stored, those of sequence b at starts[b]
-// … starts[b + 1]: out [2, starts[B], kv_heads, D]. For prompts, whose tokens share them. table [B, max_pages]. Grid (8
-// numbers a thread, kv_heads, 2).
+// The numbers of the first tokens of B sequences, turned and centred as they are stored, those of sequence b at
+// starts[b] … starts[b + 1]: out [2, starts[B], kv_heads, D]. For prompts, whose tokens share them. table [B,
+// max_pages]. Grid (8 numbers a thread, kv_heads, 2).
 template <int D, int BITS, int C, typename E>
 __global__ void __launch_bounds__(256)
     paged_read(const unsigned char *codes, const unsigned short *words, const int *table, const int *starts, E *out,

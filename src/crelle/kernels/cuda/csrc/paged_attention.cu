@@ -55,8 +55,8 @@ template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int RESID
           typename T>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
-                 float *parts, int *arrived, int max_pages, int heads, int kv_heads, int page, int window, int padded, bool far,
-                 float scale) {
+                 float *parts, int *arrived, int max_pages, int heads, int kv_heads, int page, int window, int padded,
+                 bool far, float scale) {
   using P = Pages<D, BITS, C>;
   using Shape = Columns<D, BITS, C, G>;
   constexpr int STEPS = P::STEPS, TILES = Shape::TILES, PACK = Shape::PACK, EACH = PACK == 1 ? 2 : 1;
@@ -441,8 +441,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
         if (lane < 16) {  // a head is half a block
           T unit[8];
 #pragma unroll
-          for (int p = 0; p < 8; p++)
-            unit[p] = rounded<T>(all[h * D + input_at(lane, p, far)]);
+          for (int p = 0; p < 8; p++) unit[p] = rounded<T>(all[h * D + input_at(lane, p, far)]);
           const size_t line = ((size_t)(head + h) * 2 + lane / 8) * padded + b;
           reinterpret_cast<uint4 *>(out)[line * 8 + (lane ^ b) % 8] = *reinterpret_cast<const uint4 *>(unit);
         }

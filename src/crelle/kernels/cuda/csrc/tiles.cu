@@ -7,8 +7,9 @@
 //   tiles_hopper.cuh    sm_90a: warpgroup instructions, x by bulk copies, work cut into equal shares (tiles_work.cuh)
 //   tiles_ampere.cuh    everything else: warp instructions, cp.async
 // On an H200, group 128, the tile of tokens that wins: as many as there are, up to 256; where that makes fewer than
-// about 50 tiles, at most 128. One thread block of two warpgroups on a multiprocessor is best; with 256 tokens the
-// tensor cores are busy 80% of the time. Up to 32 tokens dozens.cu is faster. docs/kernels/bcq.md says what was lost.
+// about 50 tiles, at most 128. One thread block of two warpgroups on a multiprocessor is best, of three up to 64 tokens
+// where rows are many; with 256 tokens the tensor cores are busy 80% of the time. Up to 32 tokens dozens.cu is faster.
+// docs/kernels/bcq.md says what was lost.
 #include "tiles_weights.cuh"
 #include "units.cuh"
 #include "tiles_ampere.cuh"
@@ -19,12 +20,12 @@ namespace crelle {
 // x [M, K] in the order in which the matrix instructions take it, and ready to be copied to shared memory as it is:
 //   xs [4 blocks, M', 64]   64 inputs of a token: 128 bytes, eight units of 16; M' = M rounded up to 8
 // Unit u = 0 ... 15 of half a block (units.cuh) stands at place (u ^ token) % 8 of its 128 bytes, the hardware's
-// swizzle. order [256 blocks]: which input stands where, -1 for none, or null. Half a block of 32 tokens comes to shared memory as it is, then a thread makes two units; grid (2 blocks,
-// ceil(M' / 32)), 256 threads. The first of them also clear `flags`.
+// swizzle. order [256 blocks]: which input stands where, -1 for none, or null. Half a block of 32 tokens comes to
+// shared memory as it is, then a thread makes two units; grid (2 blocks, ceil(M' / 32)), 256 threads. The first of them
+// also clear `flags`.
 template <typename X>
-__global__ void __launch_bounds__(256)
-    arrange(const X *__restrict__ x, const int *__restrict__ order, uint4 *xs, int *flags, int count, int M, int K,
-            bool far) {
+__global__ void __launch_bounds__(256) arrange(const X *__restrict__ x, const int *__restrict__ order, uint4 *xs,
+                                               int *flags, int count, int M, int K, bool far) {
   constexpr int ROW = 128 + 8;  // of shared memory: tokens begin in different banks
   __shared__ __align__(16) X rows[32 * ROW];
   const int u = threadIdx.x % 16, padded = (M + 7) & ~7;

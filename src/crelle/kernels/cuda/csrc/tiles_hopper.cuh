@@ -86,8 +86,7 @@ __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(hopper_threads(
 #pragma unroll 1
         for (int i = 0; i < 4 / XC * work.count; i++) {
           wait_barrier(empty + 8 * s, turn);
-          asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full + 8 * s),
-                       "r"(XC * tokens * 128)
+          asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full + 8 * s), "r"(XC * tokens * 128)
                        : "memory");
 #pragma unroll
           for (int c = 0; c < XC; c++) {

@@ -2,12 +2,13 @@
 // instruction.
 //
 // Lane 4g + t holds inputs 32t ... 32t+31 of rows g and g + 8. Which input stands at which place of the instruction's k
-// is free as long as x agrees (units.cuh), so a lane multiplies only by inputs whose bits it has itself: step s = 0 ... 7
-// of 16 inputs takes inputs 32t + 16 (s/4) + s%4 + 0, 4, 8, 12, the first two and the last two a pair (one register); if
-// pairs are FAR, 32t + 8 (s/4) + s%4 + 0, 16, 4, 20.
+// is free as long as x agrees (units.cuh), so a lane multiplies only by inputs whose bits it has itself: step s = 0 ...
+// 7 of 16 inputs takes inputs 32t + 16 (s/4) + s%4 + 0, 4, 8, 12, the first two and the last two a pair (one register);
+// if pairs are FAR, 32t + 8 (s/4) + s%4 + 0, 16, 4, 20.
 //
 // Binary-coded planes and codes of up to three bits are looked up (tiles_tables.cuh). Codes of four and more bits are
-// cheaper without: 0x6400 | q is the number 1024 + q, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied in.
+// cheaper without: 0x6400 | q is the number 1024 + q, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied
+// in.
 #pragma once
 #include "tiles_tables.cuh"
 
@@ -150,8 +151,8 @@ struct Numbers {
   }
 };
 
-// Where integers up to 15 are added to numbers: those of the first (M = 0) and of the second pair of a step. In an X the
-// last bits of 1024 are free, and bits 4 ... 7 of 64; 128 as a bfloat16 has only its seven last ones.
+// Where integers up to 15 are added to numbers: those of the first (M = 0) and of the second pair of a step. In an X
+// the last bits of 1024 are free, and bits 4 ... 7 of 64; 128 as a bfloat16 has only its seven last ones.
 template <typename X, bool FAR, int M>
 struct Place {
   static constexpr uint32 MASK = M ? 0x00f000f0 : 0x000f000f, NUMBER = M ? 0x54005400 : 0x64006400;

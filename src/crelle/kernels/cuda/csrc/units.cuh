@@ -1,7 +1,7 @@
-// Where an input of x stands for tiles.cu. Half a block, 128 inputs of a token, is 16 units of 16 bytes: a unit is 8 of the
-// 16 places of k that an instruction has (u % 2: which), instruction u / 2 of eight. Places 2t and 2t + 1 belong to lane
-// t of four, which has the bits of inputs 32t ... 32t + 31 (tiles_weights.cuh). The two are 4 inputs apart, as byte
-// permutations look them up, or 16 (`far`), as codes of four and more bits lie in the halves of a register.
+// Where an input of x stands for tiles.cu. Half a block, 128 inputs of a token, is 16 units of 16 bytes: a unit is 8 of
+// the 16 places of k that an instruction has (u % 2: which), instruction u / 2 of eight. Places 2t and 2t + 1 belong to
+// lane t of four, which has the bits of inputs 32t ... 32t + 31 (tiles_weights.cuh). The two are 4 inputs apart, as
+// byte permutations look them up, or 16 (`far`), as codes of four and more bits lie in the halves of a register.
 #pragma once
 
 namespace crelle {
