@@ -262,14 +262,6 @@ struct FewTokens : Form<P, KIND, GROUPS, S> {
   }
 };
 
-template <bool ONE, typename A, typename B>
-struct Either {
-  using type = A;
-};
-template <typename A, typename B>
-struct Either<false, A, B> {
-  using type = B;
-};
 template <int P, Kind KIND, int GROUPS, int M, int HALVES, typename S>
 using Block = typename Either<M == 1 && GROUPS <= 2, OneToken<P, KIND, GROUPS, S>,
                               FewTokens<P, KIND, GROUPS, M, HALVES, S>>::type;

@@ -10,6 +10,16 @@ using half = __half;
 using bfloat16 = __nv_bfloat16;
 using uint32 = unsigned int;
 
+// A if YES, else B: what std::conditional is, which the runtime compiler comes without.
+template <bool YES, typename A, typename B>
+struct Either {
+  using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
 // What may be done to x on its way into a product; SILU_MUL: x is gate, then up.
 enum Op { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU };
 

@@ -28,15 +28,6 @@ __host__ __device__ constexpr bool far_pairs(Kind kind, int planes) {
 
 struct Nothing {};
 
-template <bool YES, typename A, typename B>
-struct Either {
-  using type = A;
-};
-template <typename A, typename B>
-struct Either<false, A, B> {
-  using type = B;
-};
-
 // The weights of binary-coded planes and of codes of up to three bits: the sum of what tables of up to four planes say.
 template <int P, Kind KIND, typename S, typename X, bool FAR, bool LARGE = far_pairs(KIND, P)>
 struct Numbers {
