@@ -24,7 +24,7 @@ from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.eval.cuda_timer import gpu
 from crelle.eval.machine import write_result
-from crelle.eval.serve import device_name, disagreement, warm
+from crelle.eval.serve import disagreement, warm
 from crelle.eval.serve_decode import Decoded, decode, fill, largest_batch, timed_steps
 from crelle.eval.serve_models import forget, random_llm
 from crelle.formats.kv import KVFormat
@@ -65,24 +65,7 @@ def rows_of(llm: LLM, scheme: str, fmt: KVFormat, exact: bool) -> list[dict[str,
     fill(engine.runner.layers)
     for n in batches:
         steps, seconds = timed_steps(engine, n, CONTEXT, TOKENS)
-        row = Decoded(
-            model=llm.weights.path.name,
-            scheme=scheme,
-            kv=str(fmt),
-            device=device_name(llm.model.device),
-            memory=None,
-            batch=n,
-            context=CONTEXT,
-            tokens=TOKENS,
-            disagreement=gap,
-            milliseconds_per_step=1e3 * median(steps),
-            tokens_per_second=n * TOKENS / seconds,
-            weight_bytes=engine.plan.weights,
-            working_bytes=engine.plan.working,
-            cache_bytes=page * each * n,
-            cached_tokens=n * (CONTEXT + TOKENS + 2),
-            peak_memory_bytes=None,
-        )
+        row = Decoded.of(engine, scheme, gap, n, CONTEXT, steps, seconds)
         rows.append({**asdict(row), "graph_ms": graph_ms(engine, n)})
         said = f"{row.milliseconds_per_step:7.2f} ms, graph {rows[-1]['graph_ms']:7.2f}, {row.tokens_per_second:8.0f}/s"
         print(f"{scheme} {fmt} {n:4}{' exact' if exact else ''} {said}", flush=True)

@@ -12,16 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_alone import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
 
-from crelle import LLM, Sampling, quantize
+from crelle import LLM, quantize
 from crelle.engine.engine import Engine, Handle
 from crelle.engine.runner import Runner
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence as Text
-
-GREEDY = Sampling(max_tokens=12)
-WARM = replace(GREEDY, temperature=1.5, seed=7)
-PROMPTS = ["Hello", "Once upon a time there was a fox", "a", "Once upon a time there was a hen", "The quick brown"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +27,7 @@ def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     to = tmp_path_factory.mktemp("nested") / "q"
     quantize(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
     llm = LLM.load(to, device="cpu")
-    often = [alone(llm, text, replace(GREEDY, max_tokens=20))[0] for text in PROMPTS[:3]]
+    often = [alone(llm, text, replace(GREEDY, max_tokens=20))[0] for text in TEXTS[:3]]
     llm.end_ids = frozenset({*llm.end_ids, *(ids[-1] for ids in often)})
     return llm
 
@@ -80,16 +77,6 @@ def late(llm: LLM, **options: Any) -> Engine:
     return engine
 
 
-def alone(llm: LLM, prompt: str, sampling: Sampling, *, kv: str = "16", **options: Any) -> list[list[int]]:
-    handle = Engine(llm, kv=kv, pages=64).add(prompt, sampling, **options)
-    assert all(event.index < handle.request.n for event in handle)
-    return tokens(handle)
-
-
-def tokens(handle: Handle) -> list[list[int]]:
-    return [output.completion.tokens for output in handle.outputs]
-
-
 def heard(handle: Handle, events: list[Any]) -> list[list[int]]:
     """The tokens of all events of a request, by text."""
     return [[e.token for e in events if e.index == i and e.token is not None] for i in range(handle.request.n)]
@@ -110,7 +97,7 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: s
             length, stop = data.draw(st.integers(1, 16)), data.draw(st.sampled_from([(), ("e",), ("t", "zz")]))
             sampling = replace(data.draw(st.sampled_from([GREEDY, GREEDY, WARM])), max_tokens=length, stop=stop)
             n, bits = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([None, 2, 4]))
-            key, events = (data.draw(st.sampled_from(PROMPTS)), sampling, n, bits), list[Any]()
+            key, events = (data.draw(st.sampled_from(TEXTS)), sampling, n, bits), list[Any]()
             asked.append((key, engine.add(*key[:2], n=n, bits=bits, on_event=events.append), events))
         elif what == "cancel" and asked:
             data.draw(st.sampled_from(asked))[1].cancel()
@@ -120,19 +107,12 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: s
     engine.runner.failing = ""  # type: ignore[attr-defined]
     engine.run()
     for key, handle, events in asked:
-        assert handle.finished
         assert heard(handle, events) == tokens(handle)
         text, sampling, n, bits = key
         if key not in known:
             known[key] = alone(nested, text, sampling, kv=kv, n=n, bits=bits)
-        for output, whole in zip(handle.outputs, known[key], strict=True):
-            got, why = output.completion.tokens, output.completion.finish_reason
-            assert got == whole if why in ("stop", "length") else got == whole[: len(got)]
-            assert (why == "error") == (output.error is not None)
-    engine.blocks.assert_consistent([])
-    assert engine.blocks.used == 0
-    assert not engine._texts
-    assert not engine._faults
+        assert_as_alone(handle, known[key])
+    assert_empty(engine)
 
 
 def test_the_next_step_is_started_before_tokens_are_asked_for(nested: LLM) -> None:

@@ -11,16 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_alone import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
 
 from crelle import LLM, Sampling, quantize
 from crelle.engine.engine import Engine, Handle, Service, generate_all
 from crelle.engine.output import Event, QueueFullError
 from crelle.engine.scheduler import Step
 from crelle.errors import CapacityError, CrelleError, SchemeError, UnsupportedError
-
-GREEDY = Sampling(max_tokens=12)
-WARM = Sampling(max_tokens=12, temperature=1.5, seed=7)
-TEXTS = ["Hello", "Once upon a time there was a fox", "a", "Once upon a time there was a hen", "The quick brown"]
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +35,8 @@ def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM.load(to, device="cpu")
 
 
-def alone(llm: LLM, prompt: Any, sampling: Sampling = GREEDY, *, kv: Any = 16, **options: Any) -> list[list[int]]:
-    """The tokens of a request that has an engine, with plenty of pages, for itself."""
-    handle = Engine(llm, kv=kv, pages=64).add(prompt, sampling, **options)
-    assert all(event.index < handle.request.n for event in handle)
-    return tokens(handle)
-
-
-def tokens(handle: Handle) -> list[list[int]]:
-    return [output.completion.tokens for output in handle.outputs]
-
-
 def reasons(handle: Handle) -> list[str]:
     return [output.completion.finish_reason for output in handle.outputs]
-
-
-def assert_empty(engine: Engine) -> None:
-    """Nothing runs, and every page is free or kept for others."""
-    engine.blocks.assert_consistent([])
-    assert engine.blocks.used == 0
-    assert not engine._texts
-    assert not engine._faults
-    assert not engine.scheduler.unfinished
 
 
 # Equality -------------------------------------------------------------------------------------------------------------
@@ -116,14 +93,10 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LL
     failing = False
     engine.run()
     for key, handle in asked:
-        assert handle.finished
         text, sampling, n, bits = key
         if key not in known:
             known[key] = alone(nested, text, sampling, kv=kv, n=n, bits=bits)
-        for output, whole in zip(handle.outputs, known[key], strict=True):
-            got, why = output.completion.tokens, output.completion.finish_reason
-            assert got == whole if why in ("stop", "length") else got == whole[: len(got)]
-            assert (why == "error") == (output.error is not None)
+        assert_as_alone(handle, known[key])
     assert_empty(engine)
 
 

@@ -5,9 +5,10 @@ then what it is in the middle of a busy hour: scheduling, the pass over the mode
 how many such texts a memory budget holds; nothing is allocated to find out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import Self
 
 import torch
 
@@ -42,9 +43,34 @@ class Decoded:
     tokens_per_second: float  # of all texts together, all steps and what is between them counted
     weight_bytes: int
     working_bytes: int
-    cache_bytes: int
+    cache_bytes: int  # of all pages, where there is a budget; else of the texts' own
     cached_tokens: int  # that the texts have in the cache at the end
     peak_memory_bytes: int | None  # of a GPU
+
+    @classmethod
+    def of(
+        cls, engine: Engine, scheme: str, gap: float, batch: int, context: int, steps: list[float], seconds: float
+    ) -> Self:
+        """Return the row of what `timed_steps` found; it says nothing of memory."""
+        tokens, pages = len(steps), batch * _pages(engine.kv, context, len(steps))
+        return cls(
+            model=engine.llm.weights.path.name,
+            scheme=scheme,
+            kv=str(engine.kv),
+            device=device_name(engine.llm.model.device),
+            memory=None,
+            batch=batch,
+            context=context,
+            tokens=tokens,
+            disagreement=gap,
+            milliseconds_per_step=1e3 * median(steps),
+            tokens_per_second=batch * tokens / seconds,
+            weight_bytes=engine.plan.weights,
+            working_bytes=engine.plan.working,
+            cache_bytes=pages * engine.plan.page_bytes,
+            cached_tokens=batch * (context + _WARM + tokens - 1),
+            peak_memory_bytes=None,
+        )
 
 
 def decode(
@@ -84,24 +110,10 @@ def decode(
         torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)
     steps, seconds = timed_steps(engine, batch, context, tokens)
-    return Decoded(
-        model=llm.weights.path.name,
-        scheme=scheme,
-        kv=str(fmt),
-        device=device_name(device),
-        memory=None if memory is None else str(memory),
-        batch=batch,
-        context=context,
-        tokens=tokens,
-        disagreement=gap,
-        milliseconds_per_step=1e3 * median(steps),
-        tokens_per_second=batch * tokens / seconds,
-        weight_bytes=engine.plan.weights,
-        working_bytes=engine.plan.working,
-        cache_bytes=engine.plan.cache,
-        cached_tokens=batch * (context + _WARM + tokens - 1),
-        peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-    )
+    row = Decoded.of(engine, scheme, gap, batch, context, steps, seconds)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    budget = None if memory is None else str(memory)
+    return replace(row, memory=budget, cache_bytes=engine.plan.cache, peak_memory_bytes=peak)
 
 
 def timed_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[list[float], float]:
