@@ -95,8 +95,7 @@ class CudaBatch:
     @torch.inference_mode()
     def draw(self, logits: Tensor) -> Drawn:
         """Take the likeliest tokens of at most DRAWS rows; the next call may refer to them (`Part.follows`)."""
-        found = self._buffers.drawn[: logits.shape[0]]
-        torch.argmax(logits, -1, out=found)
+        found = self._buffers.argmax(logits.contiguous())
         self._turn ^= 1
         return Drawn(found, self._buffers.told[self._turn])
 
@@ -326,7 +325,7 @@ class _Graph:
     def _run(self) -> Tensor:
         batch, buffers = self._batch, self._buffers
         follows = buffers.follows[: self.bucket]
-        ids = torch.where(follows < 0, buffers.ids[: self.bucket], buffers.drawn[follows])
+        ids = torch.where(follows < 0, buffers.ids[: self.bucket], buffers.argmax.ids[follows])
         x = batch.step.embed(ids, self.where.position) if isinstance(batch.model, OPT) else batch.step.embed(ids)
         return batch.logits(batch.through(x, self._attend), buffers.logits[: self.bucket])
 

@@ -167,6 +167,8 @@ def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
     rope, keys of all positions have one mean. Rope turns it with the position: slowly in the pairs of channels that
     keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
+    Where the random tokens give no finite mean (one token of a broken embedding is enough) it is 0: sequences without
+    that token must not become NaN through the centre.
     """
     c, tokens = model.c, min(_SAMPLE, model.c.context)
     ids = torch.randint(c.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -176,8 +178,12 @@ def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
     keys = [kv[0, 0, :, :tokens].transpose(0, 1).float() for kv in cache.layers]  # [T, Hkv, D]
     first = min(1, tokens - 1)
     if rope is None:
-        return [k[first:].mean(0) for k in keys]
+        return [_finite(k[first:].mean(0)) for k in keys]
     cos, sin = rope.angles(torch.arange(tokens, device=model.device), torch.float32)
     means = [rope.turn(k, cos, -sin)[first:].mean(0) for k in keys]  # before rope
     cos, sin = rope.angles(torch.arange(min(_HORIZON, c.context), device=model.device), torch.float32)
-    return [rope.turn(mean, cos.mean(0), sin.mean(0)) for mean in means]
+    return [_finite(rope.turn(mean, cos.mean(0), sin.mean(0))) for mean in means]
+
+
+def _finite(center: Tensor) -> Tensor:
+    return torch.where(center.isfinite(), center, 0)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.tokens import Argmax
+
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 DRAWS = 1024  # tokens that `CudaBatch.draw` can take at a time
 
@@ -27,7 +29,7 @@ class Part:
 
 
 class Drawn:
-    """Tokens on their way to the host."""
+    """Tokens on their way to the host; below 0 where logits were not finite."""
 
     def __init__(self, found: Tensor, to: Tensor) -> None:
         """Have int64 `found` copied to pinned memory."""
@@ -50,7 +52,7 @@ class Buffers:
 
         self.ids, self._ids = both(rows, dtype=torch.int64)
         self.follows, self._follows = both(rows, dtype=torch.int64)
-        self.drawn = torch.zeros(DRAWS, dtype=torch.int64, device=device)
+        self.argmax = Argmax(DRAWS, device)
         self.logits = torch.empty(rows, vocabulary, device=device)  # of the graph that ran last
         self.told = torch.zeros(2, DRAWS, dtype=torch.int64).pin_memory()  # two steps may be under way
         self.at, self._at = both(2, rows, dtype=torch.int32)  # position; length: one more, or 0

@@ -5,7 +5,8 @@
     …
     greedy(logits, state)                        # ids, position and step are those of the next step
 
-A step captured in a graph is replayed as it is; the host looks at `made` when it wants to.
+A step captured in a graph is replayed as it is; the host looks at `made` when it wants to. A token is NOT_FINITE there
+where the largest logit of its row is NaN or infinite: what follows it means nothing.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from torch import Tensor
 from crelle.kernels.cuda.decode import C_TYPES
 from crelle.kernels.cuda.launch import load
 
+NOT_FINITE = -1  # instead of a token
 _THREADS = 256
-_PIECES = 32  # that a row of logits is cut into; as in tokens.cu
+_PIECES = 32  # thread blocks that share a row of logits, at most; as in tokens.cu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +30,7 @@ class State:
     ids: Tensor  # i64 [B], the tokens that come next
     position: Tensor  # i32 [B], where they stand
     step: Tensor  # i32 [1], how many tokens were made
-    made: Tensor  # i64 [B, steps], those
+    made: Tensor  # i64 [B, steps], those, or NOT_FINITE
     best: Tensor  # i64 [B, 32], scratch
     arrived: Tensor  # i32 [1], scratch; 0 between launches
 
@@ -73,3 +75,20 @@ def greedy(logits: Tensor, state: State) -> None:
     kernel = load(*greedy_variant(logits.dtype))
     counters = (s.ids, s.position, s.step, s.made, s.best, s.arrived)
     kernel((_PIECES, B, 1), _THREADS, logits, *counters, V, s.made.shape[1], overlap=True)
+
+
+class Argmax:
+    """The likeliest tokens of up to `rows` sequences in one launch, as indices and as the host shall see them."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.ids, self.made = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._best = torch.zeros(rows, _PIECES, dtype=torch.int64, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return `made` i64 [B] for logits [B, V]: `ids`, or NOT_FINITE. The next call overwrites both."""
+        B, V = logits.shape
+        counters = (self.ids, None, None, self.made, self._best, self._arrived)
+        pieces = _PIECES if B <= 16 else 8  # 128 rows of 32,000 on an H200: 8 thread blocks each are enough
+        load(*greedy_variant(logits.dtype))((pieces, B, 1), _THREADS, logits, *counters, V, 1)
+        return self.made[:B]

@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
       if (n < 0) continue;
       float v = total(i, k) + number(more[k]);
       if constexpr (TWO) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
-      if constexpr (GIVE == POSITIVE) v = fmaxf(v, 0);
+      if constexpr (GIVE == POSITIVE) v = relu(v);
       if constexpr (!DIGITS || GIVE == NORMED) {
         const Y out = rounded<Y>(v);
         y[(size_t)m * N + n] = out, v = number(out);

@@ -63,7 +63,7 @@ struct Norm {
 template <Op OP>
 __device__ __forceinline__ Norm norm_of(float2 sums, int K, float eps) {
   const float mean = OP == LAYER_NORM ? sums.x / K : 0;
-  return {mean, rsqrtf(fmaxf(sums.y / K - mean * mean, 0) + eps)};
+  return {mean, rsqrtf(relu(sums.y / K - mean * mean) + eps)};
 }
 
 // f of 8 inputs from k on; x: the token's row, which SILU_MUL reads in a second place; v: what stands at k.
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
   }
   if constexpr (OP == RELU) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) f[i] = fmaxf(f[i], 0);
+    for (int i = 0; i < 8; i++) f[i] = relu(f[i]);
   }
   return closed<T>(f);
 }

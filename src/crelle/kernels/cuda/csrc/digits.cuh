@@ -26,7 +26,7 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// Of numbers >= 0, whose bits have their order.
+// Of values >= 0 or NaN, whose bits have their order: NaN is above inf.
 __device__ __forceinline__ float warp_max(float v) {
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v)));
 }
@@ -110,7 +110,7 @@ struct Quarter {
       if constexpr (OP == RMS_NORM) v[i] = number(rounded<X>(v[i] * row.y)) * gain[i];
       if constexpr (OP == LAYER_NORM) v[i] = from[i] < 0 ? 0 : (v[i] - row.x) * row.y * gain[i] + shift[i];
       if constexpr (OP == SILU_MUL) v[i] = v[i] / (1 + __expf(-v[i])) * gain[i];
-      if constexpr (OP == RELU) v[i] = fmaxf(v[i], 0);
+      if constexpr (OP == RELU) v[i] = relu(v[i]);
     }
   }
 };
@@ -128,18 +128,20 @@ __device__ __forceinline__ uint32 digits_of_3(int q) {
   return ((set | set >> 8) & 0xFFFF) ^ 0xC000;
 }
 
-// A warp writes the digits of 128 inputs of token m; lane l has inputs l, 32 + l, 64 + l, 96 + l.
+// A warp writes the digits of 128 inputs of token m; lane l has inputs l, 32 + l, 64 + l, 96 + l. Where one of them is
+// NaN or infinite, s is, and the digits are 0: s * 0 is NaN in every product of this token.
 template <int PARTS, int M>
 __device__ __forceinline__ void write_digits(const float (&v)[4], uint32 *bits, float *xscale, int half, int m,
                                              int lane) {
   constexpr bool ONE = M == 1 && PARTS == 1;
-  const float most = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), least = fminf(fminf(v[0], v[1]), fminf(v[2], v[3]));
+  const float most = max_nan(max_nan(v[0], v[1]), max_nan(v[2], v[3]));
+  const float least = min_nan(min_nan(v[0], v[1]), min_nan(v[2], v[3]));
   float s;
   if constexpr (ONE) {
-    s = warp_max(fmaxf(most, -least)) * (1 / LARGEST);
+    s = warp_max(max_nan(most, -least)) * (1 / LARGEST);
   } else {  // the side of 0 that reaches farther becomes the negative one
-    const float above = warp_max(fmaxf(most, 0)), below = warp_max(fmaxf(-least, 0));
-    s = fmaxf(fmaxf(above, below) * (-1 / LEAST), fminf(above, below) * (1 / MOST));
+    const float above = warp_max(max_nan(most, 0)), below = warp_max(max_nan(-least, 0));
+    s = max_nan(max_nan(above, below) * (-1 / LEAST), min_nan(above, below) * (1 / MOST));
     s = above > below ? -s : s;
   }
   const float up = fabsf(s) > 0x1p-120f ? __fdividef(1, s) : 0;

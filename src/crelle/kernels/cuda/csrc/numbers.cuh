@@ -42,6 +42,19 @@ __device__ __forceinline__ float rounded<float>(float v) {
   return v;
 }
 
+// The larger and the smaller of two, NaN where either is: fmaxf and fminf drop a NaN, and a kernel must not.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float m;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+__device__ __forceinline__ float relu(float v) { return max_nan(v, 0); }
+
 // A value that is to stay in a register: the compiler would make it anew where it is used. (Thread blocks have one row
 // of threads here, which it does not know.)
 __device__ __forceinline__ uint32 kept(uint32 v) {

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     if (OP == RELU) {
       open<T>(f, v[i]);
 #pragma unroll
-      for (int e = 0; e < 8; e++) f[e] = fmaxf(f[e], 0);
+      for (int e = 0; e < 8; e++) f[e] = relu(f[e]);
       v[i] = closed<T>(f);
     }
     if (!NORM && c < here) *reinterpret_cast<uint4 *>(mine + c) = v[i];
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     total = squares = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total += sums[w].x, squares += sums[w].y;
-    const float mean = OP == LAYER_NORM ? total / K : 0, scale = rsqrtf(fmaxf(squares / K - mean * mean, 0) + eps);
+    const float mean = OP == LAYER_NORM ? total / K : 0, scale = rsqrtf(relu(squares / K - mean * mean) + eps);
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int c = (threadIdx.x + i * THREADS) * 8;

@@ -46,8 +46,16 @@ __device__ __forceinline__ Key largest(Key k) {
   return k;
 }
 
+// Whether the largest of a row is finite. If it is not, the row has a NaN, +inf, or nothing but -inf.
+__device__ __forceinline__ bool finite(Key k) {
+  const uint32 ordered = k >> 32;
+  return 0x007fffffu < ordered && ordered < 0xff800000u;
+}
+
 // logits [B, V]; ids [B]; position [B]; step [1]; made [B, steps]; best [B, 32] and arrived [1] (zero) are scratch.
-// Grid (32, B): each thread block finds the largest of a piece, the last one to come the largest of all.
+// `made` gets -1 where the largest logit is not finite, `ids` an index of the row all the same. position and step may
+// be null; then `made` is [B, 1].
+// Grid (up to 32, B): each thread block finds the largest of a piece, the last one to come the largest of all.
 template <typename T>
 __global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, int *position, int *step,
                                               long long *made, Key *best, int *arrived, int V, int steps) {
@@ -58,7 +66,7 @@ __global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, i
   logits += (size_t)b * V;
   Key mine = 0;
 #pragma unroll 4
-  for (int i = blockIdx.x * 256 + threadIdx.x; i < V; i += 32 * 256) mine = max(mine, key(number(logits[i]), i));
+  for (int i = blockIdx.x * 256 + threadIdx.x; i < V; i += gridDim.x * 256) mine = max(mine, key(number(logits[i]), i));
   mine = largest(mine);
   if (lane == 0) part[warp] = mine;
   __syncthreads();
@@ -72,17 +80,21 @@ __global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, i
   __syncthreads();
   if (!last) return;
   __threadfence();
-  const int now = *step;
+  const int now = step ? *step : 0;
   for (int r = warp; r < gridDim.y; r += 8) {
-    const Key all = largest(__ldcg(best + r * 32 + lane));
+    const Key all = largest(lane < gridDim.x ? __ldcg(best + r * 32 + lane) : 0);
     if (lane == 0) {
       const long long id = 0xffffffffu - (uint32)all;
-      ids[r] = id, position[r] += 1;
-      if (now < steps) made[(size_t)r * steps + now] = id;
+      ids[r] = id;
+      if (position) position[r] += 1;
+      if (now < steps) made[(size_t)r * steps + now] = finite(all) ? id : -1;
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) *step = now + 1, *arrived = 0;
+  if (threadIdx.x == 0) {
+    if (step) *step = now + 1;
+    *arrived = 0;
+  }
 }
 
 }  // namespace crelle

@@ -1,0 +1,68 @@
+"""A token whose embedding is broken, through whole steps on a GPU: its logits are NaN, other sequences never notice."""
+
+import pytest
+import torch
+from test_batched_cuda import Texts, random_ids
+from test_graphed import LLAMA, OPT, WIDE
+
+from crelle.eval.shapes import RandomWeights
+from crelle.formats.base import QuantTensor
+from crelle.kernels import cuda
+from crelle.models.loader import Model, build
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
+CONFIGS = {"llama": LLAMA, "wide": WIDE, "opt": {**OPT, "tie_word_embeddings": False}}
+SCHEMES = ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"]
+BROKEN = 123  # the token
+
+
+class BrokenToken(RandomWeights):
+    """Random weights with one NaN in the embedding."""
+
+    def matrix(self, module: str) -> QuantTensor:
+        w = super().matrix(module)
+        if module.endswith("embed_tokens"):
+            w.tensors()["weight"][BROKEN, 5] = float("nan")
+        return w
+
+
+def broken(name: str, scheme: str) -> Model:
+    where = torch.device("cuda")
+    return build(BrokenToken(CONFIGS[name], scheme, where, seed=3), where)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_graphed_step(name: str, scheme: str) -> None:
+    model = broken(name, scheme)
+    ids = torch.randint(200, 900, (3, 10), device="cuda")
+    cache, other = model.new_cache(3), model.new_cache(3)
+    model(ids, cache), model(ids, other)
+    bad = ids[:, :1].clone()
+    clean = model(bad, other)[:, 0]
+    bad[1] = BROKEN
+    found = model(bad, cache)[:, 0]
+    assert bool(found[1].isnan().all())
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+    assert bool(model(ids[:, :1], cache)[1].isnan().all())  # it stays in the cache
+
+
+@pytest.mark.parametrize("kv", ["kv16", "kv8", "kv4"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_batch(name: str, scheme: str, kv: str) -> None:
+    model = broken(name, scheme)
+    good, bad = Texts(model, kv, 6, 64), Texts(model, kv, 6, 64)
+    ids = {b: [i if i != BROKEN else 0 for i in random_ids(20 + b, seed=b)] for b in range(6)}
+    spoilt = ids | {2: [*ids[2][:3], BROKEN, *ids[2][4:]]}  # early in its prompt: only keys and values carry it on
+    others = [b for b in range(6) if b != 2]
+    wanted, found = good.run(ids), bad.run(spoilt)
+    assert bool(found[2].isnan().all())
+    assert torch.equal(found[others], wanted[others])
+    for _ in range(2):
+        wanted, found = good.run({b: [7 + b] for b in range(6)}), bad.run({b: [7 + b] for b in range(6)})
+        assert bool(found[2].isnan().all())
+        assert torch.equal(found[others], wanted[others])
+    told = bad.batch.draw(found).tokens()
+    assert told[2] < 0
+    assert [told[b] for b in others] == found[others].argmax(-1).tolist()
