@@ -46,7 +46,7 @@ from crelle.models.rope import Rope
 from crelle.models.steps import FIRST
 
 ROWS = 16  # of a portion of an exact product
-_SERIAL = 32768  # elements that torch leaves to one thread
+_SERIAL = 16384  # elements that torch leaves to one thread: gelu shares out more, other activations from 32768 on
 _LANES = 64  # a multiple of what torch takes at once of any dtype
 _BLOCK = 1024  # positions by which the table of angles grows
 

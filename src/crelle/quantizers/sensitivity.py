@@ -27,7 +27,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.quantizers.feedback import factor
 from crelle.quantizers.grouping import require_finite
-from crelle.quantizers.opened import Block, OpenLinear, OpenModel
+from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
 from crelle.quantizers.quick import quick_changes
 from crelle.quantizers.scheme import Group
 
@@ -81,7 +81,7 @@ def sensitivities(
     weight_rows: int = 128,  # of each matrix
     batch: int = 4,
     seed: int = 0,
-    half: bool = True,  # bf16 products; sums stay f32
+    half: bool = True,  # bf16 products, where the machine has them; sums stay f32
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> list[Sensitivity]:
@@ -154,7 +154,7 @@ def walk_back(
     rng = torch.Generator(device).manual_seed(seed)
 
     def through(block: Block, x: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+        with half_products(device, half):
             return block(x).float()
 
     states: list[Tensor] = []
@@ -185,7 +185,7 @@ def _sampled_loss_gradient(model: OpenModel, x: Tensor, rng: torch.Generator, ha
     parts = []
     for part in torch.split(x.flatten(0, 1), _CHUNK):
         here = part.detach().requires_grad_()
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        with half_products(x.device, half):
             logits = model.logits(model.finish(here)).float()
         drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
         parts.append(torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), here)[0])
