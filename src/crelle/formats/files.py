@@ -1,6 +1,7 @@
 """Reading and writing files so that nothing is ever half true.
 
 Writers go through a temporary name and a rename; readers turn every way a file can be broken into one sentence.
+A temporary name is unique and created exclusively, so it never meets a file of the user's: NAME.<16 hex>.crelle-tmp.
 Nothing here, or anywhere in Crelle, unpickles.
 """
 
@@ -8,17 +9,20 @@ import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from crelle.errors import CapacityError, FormatError
 
+TEMPORARY = re.compile(r".*\.[0-9a-f]{16}\.crelle-tmp", re.DOTALL)  # the names that `whole_file` works under
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 
@@ -36,17 +40,28 @@ def writing(path: Path, remedy: str = "") -> Iterator[None]:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write data under a temporary name, force it to the disk, then give it its name."""
-    tmp = path.with_name(path.name + ".tmp")
-    with writing(path):
+    with whole_file(path) as f:
+        f.write(data)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that gets its name, and replaces an older one, only when the block has ended well."""
+    tmp = path.with_name(f"{path.name[:64]}.{secrets.token_hex(8)}.crelle-tmp")
+    with writing(path), open(tmp, "xb") as f:  # x: never an existing file, never through a link
         try:
-            with open(tmp, "wb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
             os.replace(tmp, path)
-        except OSError:
+        except BaseException:
             tmp.unlink(missing_ok=True)
             raise
+
+
+def is_plain_name(name: str) -> bool:
+    """Tell whether a name that a file gives us stays in the directory that it is looked up in."""
+    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
 
 
 def sync_directory(path: Path) -> None:

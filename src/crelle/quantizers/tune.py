@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
-from crelle.formats.files import writing
+from crelle.formats.files import whole_file
 from crelle.quantizers.opened import Block, OpenModel, half_products
 
 
@@ -242,10 +242,8 @@ class EndToEnd:
             "optimizer": self.step.optimizer.state_dict(),
             "losses": self.losses,
         }
-        with writing(path):
-            new = path.with_name(path.name + ".tmp")
-            torch.save(state, new)
-            new.replace(path)
+        with whole_file(path) as f:
+            torch.save(state, f)
 
     def _load(self, path: Path) -> None:
         try:
