@@ -1,7 +1,7 @@
 """What all commands share: their options, one JSON object on standard output, progress and errors on standard error."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -75,6 +75,24 @@ def tracking(what: str) -> Iterator[Track]:
         except BaseException:
             bar.live.transient = True  # a bar that stopped half way tells nothing: the error's sentence stands alone
             raise
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Print warnings on standard error."""
+    for sentence in sentences:
+        err.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
+    """Let `draw` make a picture, and put it at `path` when it is whole."""
+    import tempfile
+
+    from crelle.formats.files import write_whole
+
+    with tempfile.TemporaryDirectory(prefix="crelle-picture-") as d:
+        made = Path(d) / path.name
+        draw(made)
+        write_whole(path, made.read_bytes())
 
 
 @contextmanager
