@@ -167,9 +167,9 @@ def test_nothing_looks_finished_before_it_is(source: Path, tmp_path: Path, monke
     seen = []
     publish = CheckpointWriter.publish
 
-    def watch(self: CheckpointWriter, config: dict[str, Any]) -> None:
+    def watch(self: CheckpointWriter, *rest: Any) -> None:
         seen.append(((tmp_path / "g").exists(), (self.partial / "config.json").exists()))
-        publish(self, config)
+        publish(self, *rest)
 
     monkeypatch.setattr(CheckpointWriter, "publish", watch)
     export_gptq(made, tmp_path / "g")
@@ -182,11 +182,12 @@ def test_a_killed_export_is_begun_anew_and_a_killed_quantizing_is_not_touched(so
     partial = tmp_path / "g.partial"
     partial.mkdir()
     (partial / "model-00001-of-00005.safetensors").write_bytes(b"half")
-    (partial / JOURNAL).write_text(json.dumps({"recipe": {"scheme": "rtn"}, "shards": {}}))
+    shards = {"model-00001-of-00005.safetensors": {}}
+    (partial / JOURNAL).write_text(json.dumps({"crelle_journal": 2, "recipe": {"scheme": "rtn"}, "shards": shards}))
     with pytest.raises(CrelleError, match="holds an unfinished run"):
         export_gptq(made, tmp_path / "g")
     assert (partial / "model-00001-of-00005.safetensors").read_bytes() == b"half"
-    (partial / JOURNAL).write_text(json.dumps({"recipe": {"export": "gptq"}, "shards": {}}))
+    (partial / JOURNAL).write_text(json.dumps({"crelle_journal": 2, "recipe": {"export": "gptq"}, "shards": shards}))
     export_gptq(made, tmp_path / "g")
     assert not partial.exists()
     assert isinstance(open_weights(tmp_path / "g"), GPTQDirectory)

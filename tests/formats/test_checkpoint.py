@@ -21,7 +21,7 @@ from crelle.formats.dense import DenseTensor
 from crelle.formats.source import open_weights
 
 RECIPE = {"scheme": "some", "source": "here"}
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+FIRST, SECOND = "crelle-00001-of-00002.safetensors", "crelle-00002-of-00002.safetensors"
 
 
 def matrices() -> dict[str, QuantTensor]:
@@ -85,7 +85,7 @@ def test_write_read_round_trip(made: Path) -> None:
 
 
 def test_a_finished_checkpoint_holds_nothing_but_its_files(made: Path) -> None:
-    assert set(contents(made)) == {"config.json", "model.safetensors.index.json", FIRST, SECOND}
+    assert set(contents(made)) == {"config.json", "crelle.safetensors.index.json", FIRST, SECOND}
     assert not made.with_name("made.partial").exists()
 
 
@@ -94,7 +94,7 @@ def test_writing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_index_names_the_shard_of_every_tensor(made: Path) -> None:
-    index = json.loads((made / "model.safetensors.index.json").read_text())
+    index = json.loads((made / "crelle.safetensors.index.json").read_text())
     stored = {
         name: shard for shard in (FIRST, SECOND) for name in safetensors.torch.load_file(made / shard)
     }  # fmt: skip
@@ -280,9 +280,11 @@ def test_a_failed_overwrite_leaves_the_old_one(made: Path, monkeypatch: pytest.M
         monkeypatch.setattr(os, "rename", fail_on_publish)
         with pytest.raises(FormatError, match="cannot write"):
             writer.finish({}, "new", {})
-    kept = [d for d in (made, made.with_name("made.old")) if d.exists()]
-    assert [contents(d) for d in kept] == [before]
-    assert Checkpoint(kept[0]).scheme == "bcq:bits=3,group=8"
+    assert contents(made) == before
+    assert sorted(d.name for d in made.parent.iterdir()) == ["made", "made.partial"]
+    monkeypatch.undo()
+    with CheckpointWriter(made, RECIPE, resume=True, overwrite=True) as writer:
+        assert writer.has(FIRST)
 
 
 def test_two_writers_do_not_mix(tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def test_resume_believes_only_shards_that_are_as_the_journal_says(tmp_path: Path
 
 def test_resumed_and_undisturbed_runs_give_the_same_bytes(tmp_path: Path) -> None:
     partial = interrupted(tmp_path / "a")
-    (partial / f"{SECOND}.tmp").write_bytes(b"half a shard")  # killed while it was written
+    (partial / f"{SECOND}.0123456789abcdef.crelle-tmp").write_bytes(b"half a shard")  # killed while it was written
     m = matrices()
     with CheckpointWriter(tmp_path / "a", RECIPE, resume=True) as writer:
         writer.add(SECOND, {k: m[k] for k in ("layers.1.c", "layers.1.d", "head")}, {})

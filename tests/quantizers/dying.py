@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from crelle.formats import files
+from crelle.formats.destination import replaced_copies
 from crelle.quantizers.driver import quantize
 
 SCHEME, OTHER = "rtn:bits=3,group=16", "rtn:bits=2,group=32"
@@ -79,9 +80,9 @@ def die_at(step: int) -> None:
             self.file.write(data)
 
     def mortal_open(path: Any, mode: str = "r") -> Any:
-        return MortalFile(builtins.open(path, mode)) if "w" in mode else builtins.open(path, mode)
+        return MortalFile(builtins.open(path, mode)) if "x" in mode else builtins.open(path, mode)
 
-    for name in ("fsync", "replace", "rename", "unlink"):
+    for name in ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir"):
         setattr(os, name, mortal(getattr(os, name)))
     files.open = mortal_open  # type: ignore[attr-defined]
 
@@ -108,7 +109,7 @@ def main(source: Path, directory: Path, overwrite: bool) -> dict[str, Any]:
         if in_a_child(dying) == 0:
             break
         deaths += 1
-        places = [p for p in (out, out.with_name(f"{out.name}.old")) if p.exists()]
+        places = [p for p in (out, *replaced_copies(out)) if p.exists()]
         if overwrite and not any(contents(p) in (before, wanted) for p in places):
             wrong.append(f"step {deaths}: neither the old nor the new one is there")
         if out.exists() and contents(out) not in ([before, wanted] if overwrite else [wanted]):

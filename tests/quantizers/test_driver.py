@@ -76,7 +76,7 @@ def test_config_and_tokenizer_go_along(tiny_model: Path, tmp_path: Path) -> None
 def test_every_layer_is_a_shard_in_the_order_of_the_model(tmp_path: Path) -> None:
     many = write_tiny_model(tmp_path / "m", num_hidden_layers=11, hidden_size=24, intermediate_size=16, head_dim=4)
     quantize(many, tmp_path / "out", SCHEME)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((tmp_path / "out" / "crelle.safetensors.index.json").read_text())["weight_map"]
     shards = sorted(set(index.values()))
     assert len(shards) == 11 + 3  # the embedding, the head, the last norm
     layers = [{n.split(".")[2] for n, s in index.items() if s == shard and ".layers." in n} for shard in shards]

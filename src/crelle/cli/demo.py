@@ -8,13 +8,14 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads
+from crelle.cli.console import Device, Json, Threads, draw_whole, err, out, print_json, tracking, use_threads
 
 if TYPE_CHECKING:
     from crelle.eval.report import Row
 
 NAME = "demo"
 SCHEMES = ("rtn:bits=4,group=64", "bcq:bits=3,group=64", "bcq:bits=2,group=64")
+SCHEMES_RUN = ("fp16", *SCHEMES)
 PROMPT = "Python is a programming language that"
 
 
@@ -38,18 +39,22 @@ def run(
     from crelle.eval.report import Row, plot_perplexity
     from crelle.eval.smollm2 import smollm2
     from crelle.eval.text import read_text
+    from crelle.formats.destination import destination, refuse_existing, refuse_other_files
     from crelle.formats.files import to_json, write_whole, writing
     from crelle.quantizers.driver import quantize
 
     use_threads(threads)
+    for scheme in SCHEMES_RUN:
+        refuse_existing(destination(_target(directory, scheme)), resume=False, overwrite=True)
+    refuse_other_files(directory, ("demo.json", "perplexity.png"), "demo.json", "rows")
     corpus = read_text(text)
     with err.status("looking for SmolLM2-135M (downloads 93 MB the first time)"):
         source = smollm2()
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     rows = []
-    for scheme in ("fp16", *SCHEMES):
-        target = directory / scheme.replace(":", "-").replace(",", "-")
+    for scheme in SCHEMES_RUN:
+        target = _target(directory, scheme)
         with tracking(f"{scheme}: quantizing") as track:
             made = quantize(source, target, scheme, overwrite=True, progress=track)
         llm = LLM.load(target, device=device)
@@ -57,7 +62,7 @@ def run(
             quality = perplexity(llm, corpus, context=context, tokens=tokens, progress=track)
         rows.append(Row.of(llm, scheme, made.bits_per_weight, quality.perplexity, made.seconds, PROMPT))
     picture = directory / "perplexity.png"
-    plot_perplexity(rows, picture, "SmolLM2-135M-Instruct")
+    draw_whole(picture, lambda path: plot_perplexity(rows, path, "SmolLM2-135M-Instruct"))
     figures = {"prompt": PROMPT, "context": context, "tokens": tokens, "rows": [asdict(r) for r in rows]}
     write_whole(directory / "demo.json", to_json(figures))
     if json:
@@ -69,6 +74,10 @@ def run(
     out.print(
         f"\npicture: {picture}\nfigures: {directory / 'demo.json'}", highlight=False, markup=False, soft_wrap=True
     )
+
+
+def _target(directory: Path, scheme: str) -> Path:
+    return directory / scheme.replace(":", "-").replace(",", "-")
 
 
 def _table(rows: "list[Row]") -> Table:

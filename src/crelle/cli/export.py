@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Json, Model, out, print_json, tracking
+from crelle.cli.console import Json, Model, out, print_json, tracking, warn
 from crelle.errors import SchemeError
 
 NAME = "export"
@@ -27,15 +27,21 @@ def run(
 
     **Example**: `crelle quantize SRC out/m --scheme rtn:bits=4,group=128`, then `crelle export out/m out/m-gptq`
     """
+    from crelle.formats.destination import destination, refuse_overlap
     from crelle.formats.exporters.gptq import export_gptq
     from crelle.formats.source import open_weights
 
     if to != "gptq":
         raise SchemeError(f"there is no export to '{to}'; choose: gptq")
+    refuse_overlap(destination(target), model)
+    told: list[str] = []
     with tracking("exporting") as track:
-        facts = export_gptq(open_weights(model), target, version=gptq_version, overwrite=overwrite, progress=track)
+        facts = export_gptq(
+            open_weights(model), target, version=gptq_version, overwrite=overwrite, progress=track, warn=told.append
+        )
+    warn(told)
     if json:
-        print_json({"out": str(target), "quantization_config": facts})
+        print_json({"out": str(target), "quantization_config": facts, "warnings": told})
         return
     layout = f"{facts['bits']} bits, group {facts['group_size']}, {facts['checkpoint_format']}"
     out.print(f"{target}: {layout}", highlight=False, markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
-from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads
+from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads, warn
 from crelle.errors import SchemeError
 
 NAME = "quantize"
@@ -75,9 +75,11 @@ def run(
     A run that was killed continues with `--resume` and ends in the same bytes.
     """
     from crelle.engine.compress import quantize
+    from crelle.formats.destination import destination, refuse_overlap
     from crelle.quantizers.scheme import parse
 
     use_threads(threads)
+    refuse_overlap(destination(target), source, calib, plan)
     overrides: dict[str, str] = {}
     for item in override or []:
         pattern, eq, recipe = item.partition("=")
@@ -104,6 +106,7 @@ def run(
             overwrite=overwrite,
             progress=track,
         )
+    warn(report.warnings)
     if json:
         print_json(report)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from crelle.cli.console import Device, Json, Model, Threads, err, out, print_json, tracking, use_threads
+from crelle.cli.console import Device, Json, Model, Threads, draw_whole, err, out, print_json, tracking, use_threads
 from crelle.errors import SchemeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from crelle.quantizers.sensitivity import Setting
 
 NAME = "search"
+_RESULTS = ("plan.json", "front.html", "front.png")
 _POINTS = 33  # plans of the front that are shown, and among which --max-perplexity chooses: five or six are tried
 
 
@@ -72,6 +73,7 @@ def run(
 
     `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
     """
+    from crelle.formats.destination import destination, refuse_other_files, refuse_overlap
     from crelle.quantizers.search import write_plan
 
     if (target_bits is None) == (max_perplexity is None):
@@ -81,6 +83,11 @@ def run(
     if rows < 1 or length < 8 or windows < 1 or context < 8:
         raise SchemeError("--rows and --windows must be at least 1, --length and --context at least 8")
     settings = _settings(target_bits, bits, groups)
+    if folder is not None:
+        refuse_overlap(destination(folder), model, beside=())
+        for result in _RESULTS:
+            refuse_overlap(destination(folder / result), calib, text, beside=())
+        refuse_other_files(folder, _RESULTS, "plan.json", "plan_version")
     use_threads(threads)
     job = _Job(model, device, calib, rows, length)
     front, picture_of = job.front(settings, recipe, per)
@@ -199,7 +206,7 @@ def _write(folder: Path, picture: "Picture", write_plan: "Callable[[Path, Plan],
     write_plan(folder / "plan.json", picture.chosen)
     write_whole(folder / "front.html", page(picture).encode())
     try:
-        plot_front(folder / "front.png", picture)
+        draw_whole(folder / "front.png", lambda path: plot_front(path, picture))
     except UnsupportedError as e:  # without matplotlib the page has the same curve
         err.print(f"no front.png: {e}", highlight=False, markup=False, soft_wrap=True)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, Threads, out, print_json, tracking, use_threads
+from crelle.cli.console import Device, Json, Threads, draw_whole, out, print_json, tracking, use_threads, warn
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -55,9 +55,11 @@ def run(
     """
     from crelle.engine.compress import tune_checkpoint
     from crelle.eval.text import read_text
+    from crelle.formats.destination import destination, refuse_overlap
     from crelle.quantizers.tune import Training
 
     use_threads(threads)
+    refuse_overlap(destination(target), source, teacher, text)
     if train not in ("scales", "all"):
         raise SchemeError(f"--train takes 'scales' or 'all', got '{train}'")
     if min(steps, batch) < 1 or length < 8 or not rate > 0:
@@ -78,6 +80,7 @@ def run(
             progress=track,
         )
     draw_losses(report)
+    warn(report.warnings)
     if json:
         print_json(report)
         return
@@ -98,6 +101,9 @@ def draw_losses(report: "TuneReport") -> None:
 
     write_whole(report.out / "training.json", to_json({"losses": report.losses, "seconds": report.seconds}))
     try:
-        plot_curve(report.out / "training.png", report.losses, "Loss of the training", "step", "loss")
+        draw_whole(
+            report.out / "training.png",
+            lambda path: plot_curve(path, report.losses, "Loss of the training", "step", "loss"),
+        )
     except UnsupportedError as e:
         out.print(f"no picture: {e}", highlight=False)

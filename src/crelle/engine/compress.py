@@ -3,7 +3,7 @@
 `crelle.quantizers.driver` works on weights alone; here the tokenizer and the models join in.
 """
 
-import shutil
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,9 @@ from torch import Tensor
 from crelle.engine.calibration import rows_of, sampled_rows
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.checkpoint import Checkpoint, refuse_existing
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.destination import PARTIAL, destination, refuse_existing, refuse_overlap
+from crelle.formats.ownership import STAGE, remove_directory
 from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import build, choose_device, read_config
 from crelle.models.opened import open_model
@@ -28,6 +30,7 @@ from crelle.quantizers.tuned import TuneReport, What, tune
 
 Stage = Callable[[int, int, str], None]
 _PLANNING_ROWS = 16
+_STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 _WORDS = 16  # tokens of the text that the model goes on from
 
 
@@ -57,8 +60,14 @@ def quantize(
 ) -> Report:
     """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
     begun = perf_counter()
-    refuse_existing(Path(out).absolute(), resume=resume, overwrite=overwrite)
+    out = destination(out)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
+    auto = chosen[0]
+    staged = isinstance(auto, Auto) and auto.tune == "full"
+    refuse_overlap(out, source, beside=(PARTIAL, _STAGE, _STAGE + PARTIAL) if staged else (PARTIAL,))
+    refuse_existing(out, resume=resume, overwrite=overwrite)
+    if staged:
+        _refuse_stage(_stage_of(out), resume, overwrite)
     calibration = None
     if any(q.calibrated for q in chosen):
         if text is None:
@@ -67,11 +76,11 @@ def quantize(
     if isinstance(chosen[0], Auto) and calibration is not None:
         overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
     options = {"head": head, "overrides": overrides, "resume": resume, "overwrite": overwrite, "progress": progress}
-    auto = chosen[0]
-    if isinstance(auto, Auto) and auto.tune == "full":
+    if staged:
+        assert isinstance(auto, Auto)
         assert calibration is not None
         assert text is not None
-        report = _in_two_stages(source, Path(out).absolute(), auto, calibration, text, options)  # type: ignore[arg-type]
+        report = _in_two_stages(source, out, auto, calibration, text, options)  # type: ignore[arg-type]
     else:
         report = driver.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
     return replace(report, seconds=perf_counter() - begun)
@@ -114,10 +123,9 @@ def _in_two_stages(
     source: str | Path, out: Path, auto: Auto, calibration: Calibration, text: Text, options: dict[str, object]
 ) -> Report:
     """First the calibrated model, beside `out`; then its end-to-end training, which becomes `out`."""
-    base = out.with_name(out.name + ".base")
-    first = replace(auto, tune="short")
-    if not (base.exists() and options["resume"]):
-        driver.quantize(source, base, str(first), calibration=calibration, **options)  # type: ignore[arg-type]
+    base = _stage_of(out)
+    scheme = str(replace(auto, tune="short"))
+    first = driver.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_config(weights).context)
@@ -137,9 +145,25 @@ def _in_two_stages(
         overwrite=bool(options["overwrite"]),
         progress=options["progress"],  # type: ignore[arg-type]
     )
-    shutil.rmtree(base)
+    left = remove_directory(base)
     size, count = driver.measure(Checkpoint(out, verify=False))
-    return Report(out, str(auto), 8 * size / max(1, count), size, report.seconds, 0)
+    warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
+    return Report(out, str(auto), 8 * size / max(1, count), size, report.seconds, 0, warnings)
+
+
+def _stage_of(out: Path) -> Path:
+    return out.with_name(out.name + _STAGE)
+
+
+def _refuse_stage(base: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse what stands where the first stage is to be written, unless it is one."""
+    if os.path.lexists(base) and (base.is_symlink() or not (base / STAGE).is_file()):
+        raise FormatError(
+            f"{base} exists and is not the first stage of such a run, which is written there and deleted at the end; "
+            "move it away or choose another OUT"
+        )
+    if not (base.exists() and resume):
+        refuse_existing(base, resume=resume, overwrite=overwrite)
 
 
 def tune_checkpoint(
@@ -158,7 +182,9 @@ def tune_checkpoint(
     progress: Stage | None = None,
 ) -> TuneReport:
     """Train a checkpoint end to end on a text, towards a teacher where there is one."""
-    refuse_existing(Path(out).absolute(), resume=resume, overwrite=overwrite)
+    out = destination(out)
+    refuse_overlap(out, source, teacher)
+    refuse_existing(out, resume=resume, overwrite=overwrite)
     checkpoint = open_weights(source)
     if not isinstance(checkpoint, Checkpoint):
         raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")
@@ -173,7 +199,7 @@ def tune_checkpoint(
     return tune(
         checkpoint,
         full,
-        Path(out),
+        out,
         training,
         tokens=rows,
         open_model=open_model,

@@ -1,54 +1,91 @@
-"""A quantized model on disk: a directory that other tools can read too.
+"""A quantized model on disk: a directory of plain files.
 
-    config.json                    the model's own config, plus "quantization_config" (below)
-    model-00001-of-000NN.safetensors   one shard a layer; a matrix `m` in format f is stored as m.<tensor of f>,
-                                   e.g. model.layers.0.mlp.up_proj.planes, ….alpha, ….z
-    model.safetensors.index.json   which tensor is in which shard (the convention of transformers)
-    tokenizer.json, …              copied along
+    config.json                          the model's own config, plus "quantization_config" (below)
+    crelle-00001-of-000NN.safetensors    one shard a layer; a matrix `m` in format f is stored as m.<tensor of f>,
+                                         e.g. model.layers.0.mlp.up_proj.planes, ….alpha, ….z
+    crelle.safetensors.index.json        which tensor is in which shard (laid out as transformers' index is)
+    tokenizer.json, …                    copied along
 
     quantization_config = {
       "quant_method": "crelle", "format_version": 1,
       "scheme": "bcq:bits=3,group=64",            the recipe for everything it applies to
       "overrides": {"*.down_proj": "rtn:bits=4,group=64"},   patterns that got another recipe
       "tensors": {"model.layers.0.mlp.up_proj": {"format": "bcq", "shape": [1536, 576], …}, …},
-      "shards":  {"model-00001-of-00032.safetensors": {"sha256": "…", "bytes": 123}, …}
+      "shards":  {"crelle-00001-of-00032.safetensors": {"sha256": "…", "bytes": 123}, …}
     }
 
 A reader refuses versions and keys that it does not know, and checks every shard's SHA-256 before it believes a byte.
-A writer works in `OUT.partial` and renames it to `OUT` when all is there; a journal in it lets a killed run go on.
+It takes the shards' names from the config: earlier checkpoints, with model-*.safetensors, are read as before.
+
+Names. transformers looks for model.safetensors and model.safetensors.index.json. Finding an index, it skips a
+quant_method that it does not know and fills every missing `….weight` with random values, under a warning. Finding none,
+it fails, which is right as long as it cannot read our matrices; AutoConfig and AutoTokenizer work. An integration
+registers a quantizer for "crelle" and sets "transformers_weights": "crelle.safetensors.index.json" in the config, the
+key by which transformers 5 takes the name of an index; vLLM finds *.safetensors by itself.
+
+A writer works in `OUT.partial` and renames it to `OUT` when all is there; a journal in it lets a killed run go on, and
+marks it as ours. What a writer may delete is in crelle.formats.ownership, where it may write in .destination.
 """
 
 import errno
 import fcntl
+import hashlib
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
-from crelle.errors import CapacityError, FormatError
+from crelle.errors import CapacityError, CrelleError, FormatError
 from crelle.formats.affine import AffineTensor, NestedTensor
 from crelle.formats.base import QuantTensor, Spec, shape_of
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.files import ShardReader, read_json, sha256, sync_directory, to_json, write_whole, writing
+from crelle.formats.destination import (
+    destination,
+    of_replaced,
+    partial_of,
+    refuse_finished,
+    refuse_unfinished,
+    replaced_name,
+)
+from crelle.formats.files import (
+    TEMPORARY,
+    ShardReader,
+    is_plain_name,
+    read_json,
+    sha256,
+    sync_directory,
+    to_json,
+    whole_file,
+    write_whole,
+    writing,
+)
+from crelle.formats.ownership import (
+    CONFIG,
+    INDEX,
+    JOURNAL,
+    JOURNAL_VERSION,
+    STATE,
+    is_checkpoint,
+    look,
+    open_directory,
+    remove_directory,
+    remove_files,
+    same_directory,
+)
 from crelle.formats.permuted import PermutedTensor
+from crelle.formats.tokenizer_files import copy_tokenizer_files
 
 FORMAT_VERSION = 1
-CONFIG, INDEX, JOURNAL = "config.json", "model.safetensors.index.json", "progress.json"
 FORMATS: dict[str, type[QuantTensor]] = {
     c.format: c for c in (BCQTensor, UniformTensor, AffineTensor, NestedTensor, PermutedTensor, DenseTensor)
 }
 _KEYS = {"quant_method": str, "format_version": int, "scheme": str, "overrides": dict, "tensors": dict, "shards": dict}
-
-
-def is_checkpoint(config: Mapping[str, Any]) -> bool:
-    """Tell whether a model's config says that Crelle quantized it."""
-    quantization = config.get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "crelle"
 
 
 class Checkpoint:
@@ -91,7 +128,7 @@ class Checkpoint:
             except FormatError as e:
                 raise FormatError(f"{where}: '{name}': {e}") from e
         for name, facts in q["shards"].items():
-            if Path(name).name != name:
+            if not is_plain_name(name):
                 raise FormatError(f"{where}: the shard '{name}' should be a plain file name, beside config.json")
             if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
                 raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {facts!r}")
@@ -140,62 +177,52 @@ class Checkpoint:
         copy_tokenizer_files(self.path, to)
 
 
-def copy_tokenizer_files(source: Path, to: Path) -> None:
-    """Copy what a tokenizer and generation need besides the weights."""
-    wanted = ("token", "vocab", "merges", "special_", "added_", "chat_template", "generation_config")
-    for f in sorted(source.iterdir()):
-        if f.is_file() and f.name.startswith(wanted) and f.suffix in {".json", ".txt", ".jinja", ".model"}:
-            with writing(to / f.name):
-                shutil.copyfile(f, to / f.name)
-
-
-def refuse_existing(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Say what stands in the way of writing `out`: to be asked before long work; a writer asks again."""
-    _refuse_finished(out, overwrite)
-    _refuse_unfinished(out.with_name(out.name + ".partial"), resume or overwrite)
-
-
-def _refuse_finished(out: Path, overwrite: bool) -> None:
-    if out.exists() and not overwrite:
-        raise FormatError(f"{out} exists already; choose another name, or pass --overwrite to replace it")
-
-
-def _refuse_unfinished(partial: Path, decided: bool) -> None:
-    if (partial / JOURNAL).exists() and not decided:
-        raise FormatError(
-            f"{partial} holds an unfinished run: pass --resume to go on with it, or --overwrite to start anew"
-        )
+def shard_name(number: int, count: int) -> str:
+    """Return the name of a shard, counted from 1."""
+    return f"crelle-{number:05d}-of-{count:05d}.safetensors"
 
 
 class CheckpointWriter:
     """Writes a checkpoint shard by shard; `finish` makes it appear under its name, whole.
 
     Use it in a `with` block: it holds a lock on `OUT.partial`, so that two runs never write the same checkpoint.
+    `resume` goes on with an unfinished run, `overwrite` replaces OUT and begins an unfinished run anew, `restart` only
+    the latter and only if its recipe is the same (for work that is not worth a resume).
     """
 
-    def __init__(self, out: Path, recipe: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False) -> None:
-        self.out, self.partial = out, out.with_name(out.name + ".partial")
+    def __init__(
+        self,
+        out: Path,
+        recipe: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        restart: bool = False,
+    ) -> None:
+        self.out = destination(out)
+        self.partial = partial_of(self.out)
         self.recipe = dict(recipe)
+        self.warnings = of_replaced(self.out)
+        self._overwrite, self._restart = overwrite, restart
         self._shards: dict[str, dict[str, Any]] = {}
-        _refuse_finished(out, overwrite)
-        with writing(self.partial, "Is the place writable?"):
-            self.partial.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_directory(self.partial, out)
+        refuse_finished(self.out, overwrite)
+        self._lock = _lock_directory(self.partial, self.out)
         try:
-            _refuse_unfinished(self.partial, resume or overwrite)  # after the lock: it may be a run that is under way
+            refuse_finished(self.out, overwrite)  # after the lock: another run may have finished in between
             self._begin(resume)
         except BaseException:
             self.close()
             raise
 
     def _begin(self, resume: bool) -> None:
-        begun = (self.partial / JOURNAL).exists()
-        if begun and resume:
-            self._take_up()
+        held = look(self.partial, self._lock)
+        again = self._restart and held.journal is not None and held.journal["recipe"] == self.recipe
+        refuse_unfinished(held, self.out, resume or self._overwrite or again)
+        if held.journal is not None and resume:
+            self._take_up(held.journal)
             return
         with writing(self.partial):
-            for f in self.partial.iterdir():
-                f.unlink()
+            remove_files(held, self._lock, keep=frozenset({JOURNAL}))  # the mark goes when the new one replaces it
         self._journal()
 
     def __enter__(self) -> Self:
@@ -205,31 +232,39 @@ class CheckpointWriter:
         self.close()
         if isinstance(error, CapacityError):
             remedy = f"What is finished stays in {self.partial}: make room and run again with --resume"
-            raise CapacityError(f"{error} {remedy}") from error
+            raise CapacityError(f"{error} {'Make room and run again' if self._restart else remedy}") from error
 
     def close(self) -> None:
         """Let go of the lock; what is written stays."""
         os.close(self._lock)
 
-    def _take_up(self) -> None:
+    def discard(self) -> None:
+        """Delete what was written, after an error that a resumed run would only meet again."""
+        if same_directory(self.partial, self._lock):
+            remove_directory(self.partial)
+
+    def _take_up(self, journal: Mapping[str, Any]) -> None:
         """Believe the journal of a killed run as far as its files bear it out."""
-        journal = read_json(self.partial / JOURNAL)
-        old, shards = journal.get("recipe"), journal.get("shards")
-        if not (isinstance(old, dict) and isinstance(shards, dict)):
-            raise FormatError(f"{self.partial / JOURNAL} is not the journal of a run; pass --overwrite to start anew")
+        old = journal["recipe"]
+        if journal.get("crelle_journal") != JOURNAL_VERSION:
+            raise FormatError(
+                f"cannot resume: {self.partial} was begun by an earlier Crelle, which named its files otherwise; "
+                "pass --overwrite to start anew"
+            )
         if changed := sorted(k for k in self.recipe | old if self.recipe.get(k) != old.get(k)):
             k = changed[0]
             raise FormatError(
                 f"cannot resume: {self.partial} was begun with {k} = {old.get(k)!r}, now it is {self.recipe.get(k)!r}; "
                 "use the same again, or --overwrite to start anew"
             )
-        for name, facts in shards.items():
+        for name, facts in journal["shards"].items():
             path = self.partial / name
             if path.is_file() and path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]:
                 self._shards[name] = facts
 
     def _journal(self) -> None:
-        write_whole(self.partial / JOURNAL, to_json({"recipe": self.recipe, "shards": self._shards}))
+        journal = {"crelle_journal": JOURNAL_VERSION, "recipe": self.recipe, "shards": self._shards}
+        write_whole(self.partial / JOURNAL, to_json(journal))
 
     def has(self, shard: str) -> bool:
         """Tell whether a shard is already safely on the disk."""
@@ -245,19 +280,45 @@ class CheckpointWriter:
         parts = {f"{m}.{t}" for m, w in matrices.items() for t in w.tensors()}
         return matrices, {n: stored.read(n) for n in stored.names() if n not in parts}
 
-    def add(self, shard: str, matrices: Mapping[str, QuantTensor], others: Mapping[str, Tensor]) -> None:
-        """Write one shard: encoded matrices by module name, other tensors by their full name."""
+    def add(
+        self,
+        shard: str,
+        matrices: Mapping[str, QuantTensor],
+        others: Mapping[str, Tensor],
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """Write one shard: encoded matrices by module name, other tensors by their full name.
+
+        The journal keeps the warnings, so that a resumed run repeats them. It lists the shard before the shard gets
+        its name: every shard in `OUT.partial` is one that the journal knows to be ours.
+        """
+        _require_finite(matrices)
         flat = {f"{m}.{t}": v.contiguous() for m, w in matrices.items() for t, v in w.tensors().items()}
         flat |= {name: v.contiguous() for name, v in others.items()}
-        path = self.partial / shard
-        write_whole(path, safetensors.torch.save(flat, metadata={"format": "pt"}))
-        self._shards[shard] = {
-            "sha256": sha256(path),
-            "bytes": path.stat().st_size,
+        data = safetensors.torch.save(flat, metadata={"format": "pt"})
+        facts = {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "bytes": len(data),
             "specs": {m: w.spec() for m, w in matrices.items()},
             "names": sorted(flat),
+            **({"warnings": list(warnings)} if warnings else {}),
         }
-        self._journal()
+        before = self._shards
+        try:
+            with whole_file(self.partial / shard) as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())  # a full disk shows here, before the journal speaks of the shard
+                self._shards = {**before, shard: facts}
+                self._journal()
+        except BaseException:
+            self._shards = before
+            raise
+
+    def all_warnings(self) -> tuple[str, ...]:
+        """Return what the user should be told, in the order of the shards."""
+        told = [w for _, facts in sorted(self._shards.items()) for w in facts.get("warnings", ())]
+        return (*told, *self.warnings)
 
     def finish(self, config: Mapping[str, Any], scheme: str, overrides: Mapping[str, str]) -> None:
         """Write the config of a Crelle checkpoint and publish it."""
@@ -272,41 +333,81 @@ class CheckpointWriter:
         }
         self.publish({**config, "quantization_config": quantization})
 
-    def publish(self, config: Mapping[str, Any]) -> None:
+    def publish(self, config: Mapping[str, Any], index: str = INDEX) -> None:
         """Write the index and, last, the config; then rename the directory to its name."""
         shards = dict(sorted(self._shards.items()))
-        index = {
+        where = {
             "metadata": {"total_size": sum(f["bytes"] for f in shards.values())},
             "weight_map": {tensor: name for name, f in shards.items() for tensor in f["names"]},
         }
-        write_whole(self.partial / INDEX, to_json(index))
+        write_whole(self.partial / index, to_json(where))
         write_whole(self.partial / CONFIG, to_json(dict(config)))
         with writing(self.out):
-            for f in self.partial.iterdir():
-                if f.suffix == ".tmp" or f.name == JOURNAL:
-                    f.unlink()
+            for name in os.listdir(self._lock):
+                if name == STATE or TEMPORARY.fullmatch(name):
+                    os.unlink(name, dir_fd=self._lock)
             sync_directory(self.partial)
             self._rename()
 
     def _rename(self) -> None:
-        """Give the directory its name; an old checkpoint of that name goes only after the new one stands."""
-        old = self.out.with_name(self.out.name + ".old")
-        if self.out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(self.out, old)
-        os.rename(self.partial, self.out)
+        """Give the directory its name; an old checkpoint of that name goes only after the new one stands.
+
+        Until then the old one has a name that nobody else uses. A run that is killed in between leaves it there, and
+        the next one says so.
+        """
+        refuse_finished(self.out, self._overwrite)  # again: hours may have passed
+        if not same_directory(self.partial, self._lock):
+            raise FormatError(f"{self.partial} was moved or replaced while a run was writing it; nothing is published")
+        old = replaced_name(self.out) if os.path.lexists(self.out) else None
+        if old is not None:
+            os.mkdir(old)  # fails if the name is taken; an empty directory can be renamed over
+            try:
+                os.rename(self.out, old)
+            except BaseException:
+                os.rmdir(old)
+                raise
+        try:
+            os.unlink(JOURNAL, dir_fd=self._lock)
+            os.rename(self.partial, self.out)
+        except BaseException:
+            if old is not None and not os.path.lexists(self.out):
+                os.rename(old, self.out)
+            with suppress(CrelleError):
+                self._journal()  # so that --resume finds what is finished
+            raise
         sync_directory(self.out.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        if old is not None and (why := remove_directory(old)):
+            self.warnings.append(f"the replaced checkpoint is still there: {why}")
+
+
+def _require_finite(matrices: Mapping[str, QuantTensor]) -> None:
+    """Refuse to store a matrix with NaN or infinity, e.g. a scale that training drove out of f16."""
+    for module, w in matrices.items():
+        for name, t in w.tensors().items():
+            if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+                raise FormatError(f"'{module}': '{name}' would hold NaN or infinity, so nothing is written")
 
 
 def _lock_directory(directory: Path, out: Path) -> int:
-    """Return a descriptor that holds an exclusive lock on a directory for as long as it is open."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        os.close(fd)
-        if e.errno in (errno.EAGAIN, errno.EACCES):
-            raise FormatError(f"another run is writing {out} right now; wait for it or choose another name") from e
-        raise
-    return fd
+    """Make a directory and return a descriptor that holds an exclusive lock on it for as long as it is open."""
+    busy = FormatError(f"another run is writing {out} right now; wait for it or choose another name")
+    for _ in range(10):
+        with writing(directory, "Is the place writable?"):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                directory.mkdir()
+            try:
+                fd = open_directory(directory)
+            except FileNotFoundError:
+                continue  # another run published it just now
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(fd)
+            if e.errno in (errno.EAGAIN, errno.EACCES):
+                raise busy from e
+            raise
+        if same_directory(directory, fd):
+            return fd
+        os.close(fd)  # what we locked was published in between
+    raise busy

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor
-from crelle.formats.checkpoint import CONFIG, INDEX, Checkpoint, copy_tokenizer_files, is_checkpoint
+from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.files import ShardReader, looks_pickled, read_json, refuse_pickle
+from crelle.formats.files import ShardReader, is_plain_name, looks_pickled, read_json, refuse_pickle
+from crelle.formats.ownership import CONFIG, HF_INDEX, is_checkpoint
+from crelle.formats.tokenizer_files import copy_tokenizer_files
 
 
 class Weights(Protocol):
@@ -46,10 +48,12 @@ class HFDirectory:
         self._where = {name: shard for shard in map(ShardReader, self.files) for name in shard.names()}
 
     def _shard_files(self) -> list[Path]:
-        if (index := self.path / INDEX).exists():
+        if (index := self.path / HF_INDEX).exists():
             shards = read_json(index).get("weight_map")
             if not (isinstance(shards, dict) and all(isinstance(s, str) for s in shards.values())):
                 raise FormatError(f"{index} has no weight_map from tensors to files")
+            if odd := next((s for s in shards.values() if not is_plain_name(s)), None):
+                raise FormatError(f"{index} names the file {odd!r}, which should be a plain name, beside config.json")
             return [self.path / s for s in sorted(set(shards.values()))]
         if found := sorted(self.path.glob("*.safetensors")):
             return found

@@ -10,10 +10,12 @@ Schemes that need data get it from a `Calibration`: a text walks through the lay
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from pathlib import Path
 from time import perf_counter
@@ -23,13 +25,18 @@ from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, nbytes
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.destination import destination, refuse_overlap
+from crelle.formats.files import read_json, to_json, write_whole
 from crelle.formats.importers.gguf import GGUFFile
+from crelle.formats.ownership import STAGE
 from crelle.formats.source import Weights, open_weights
+from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.opened import OpenModel
 from crelle.quantizers.scheme import Keep, LayerQuantizer, Quantizer, Store, parse
 from crelle.quantizers.stats import Stats
+from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -67,6 +74,7 @@ class Report:
     bytes: int  # of those matrices
     seconds: float
     resumed_units: int
+    warnings: tuple[str, ...] = ()  # sentences for the user, e.g. about weights too small for their format
 
 
 Progress = Callable[[int, int, str], None]  # called after each unit: weights done, weights in all, the unit's name
@@ -82,6 +90,7 @@ def quantize(
     calibration: Calibration | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    stage: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize the model at `source` into a new checkpoint at `out`.
@@ -89,11 +98,16 @@ def quantize(
     `head` is a scheme for the embedding and the output head, which otherwise stay as they are.
     `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
     the first pattern that matches counts. `calibration` is for schemes that look at data (gptq, awq, hbcq, …).
+    `stage` marks the checkpoint as a stage of a longer run, which may delete it; with `resume` a finished one is taken
+    as it is if it was made from the same.
     """
     begun = perf_counter()
-    out = Path(out).absolute()
+    out = destination(out)
+    refuse_overlap(out, source)
     default = parse(scheme)
     weights = open_weights(source, encoded=True)
+    if weights.path.is_dir():
+        check_copied_files(weights.path)
     if isinstance(weights, Checkpoint) and weights.scheme != str(Keep()):
         raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
     special = {p: parse(s) for p, s in (overrides or {}).items()}
@@ -112,10 +126,12 @@ def quantize(
     }
     if calibration is not None and calibrator is not None:
         recipe["calibration"] = calibration.fingerprint()
+    if stage and resume and (made := _finished_stage(out, recipe, overwrite)):
+        return made
     all_weights, done, resumed = sum(u.weights for u in units), 0, 0
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
         for i, unit in enumerate(units, start=1):
-            shard = f"model-{i:05d}-of-{len(units):05d}.safetensors"
+            shard = shard_name(i, len(units))
             walks = calibrator is not None and calibrator.at(unit.name)
             if writer.has(shard):
                 resumed += 1
@@ -129,9 +145,27 @@ def quantize(
             if progress:
                 progress(done, all_weights, unit.name)
         weights.copy_tokenizer(writer.partial)
+        if stage:
+            write_whole(writer.partial / STAGE, to_json({"recipe": recipe, "warnings": writer.all_warnings()}))
         writer.finish(weights.config, str(default), written)
-    size, count = measure(Checkpoint(out, verify=False))
-    return Report(out, str(default), 8 * size / max(1, count), size, perf_counter() - begun, resumed)
+    return _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, writer.all_warnings())
+
+
+def _report(made: Checkpoint, seconds: float, resumed: int, warnings: tuple[str, ...]) -> Report:
+    size, count = measure(made)
+    return Report(made.path, made.scheme, 8 * size / max(1, count), size, seconds, resumed, warnings)
+
+
+def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) -> Report | None:
+    """Return the report of a finished stage, if it was made from the same as now."""
+    if not (out / STAGE).is_file():
+        return None
+    found = read_json(out / STAGE)
+    if found.get("recipe") != json.loads(to_json(recipe)):
+        if overwrite:
+            return None
+        raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; pass --overwrite")
+    return _report(Checkpoint(out), 0.0, 0, tuple(found.get("warnings", ())))
 
 
 def plan(weights: Weights) -> list[Unit]:
@@ -153,12 +187,14 @@ def _natural(text: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text)]
 
 
-def _quantize_unit(
-    weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer]
-) -> tuple[dict[str, QuantTensor], dict[str, Tensor]]:
-    """Return a unit's matrices, encoded, by module; and its other tensors by name."""
+Encoded = tuple[dict[str, QuantTensor], dict[str, Tensor], list[str]]
+
+
+def _quantize_unit(weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer]) -> Encoded:
+    """Return a unit's matrices, encoded, by module; its other tensors by name; and warnings."""
     matrices: dict[str, QuantTensor] = {}
     others: dict[str, Tensor] = {}
+    warnings: list[str] = []
     for name in unit.tensors:
         module, _, kind = name.rpartition(".")
         if kind == "weight" and len(weights.shape(name)) == 2 and _keeps(module, default, special):
@@ -170,12 +206,14 @@ def _quantize_unit(
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
         if chosen is None and not _LAYER.match(name):
             matrices[module] = _as_stored(weights, module)
-            continue
-        try:
-            matrices[module] = (chosen or default).fit(weights.read(name))
-        except CrelleError as e:
-            raise type(e)(f"'{name}': {e}") from e
-    return matrices, others
+        else:
+            try:
+                matrices[module] = (chosen or default).fit(weights.read(name))
+            except CrelleError as e:
+                raise type(e)(f"'{name}': {e}") from e
+        if warning := underflow(name, matrices[module], partial(weights.read, name)):
+            warnings.append(warning)
+    return matrices, others, warnings
 
 
 def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Calibration | None) -> Calibrator | None:
@@ -191,7 +229,7 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
 
 def _quantize_layer(
     weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
-) -> tuple[dict[str, QuantTensor], dict[str, Tensor]]:
+) -> Encoded:
     """The same for a layer through which a calibration text walks."""
 
     def chosen(module: str) -> Quantizer:
@@ -217,7 +255,10 @@ def _quantize_layer(
     walk.end()
     others = {n: weights.read(n) for n in unit.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
-    return {m: w.to("cpu") for m, w in fitted.items()}, others | stored
+    matrices = {m: w.to("cpu") for m, w in fitted.items()}
+    coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
+    told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
+    return matrices, others | stored, [t for t in told if t]
 
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:

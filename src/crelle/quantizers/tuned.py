@@ -17,15 +17,17 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.destination import destination, refuse_overlap
+from crelle.formats.ownership import STATE
 from crelle.formats.source import Weights
+from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.driver import Progress, plan
 from crelle.quantizers.opened import OpenModel
 from crelle.quantizers.trained import Frozen, Rounded, trainable
 from crelle.quantizers.tune import EndToEnd, Network, Training
 from crelle.version import __version__
 
-_STATE = "training.tmp"  # `finish` sweeps away what ends in .tmp
 What = Literal["scales", "all"]
 
 
@@ -38,6 +40,7 @@ class TuneReport:
     trained: int  # numbers that trained
     losses: list[float]
     seconds: float
+    warnings: tuple[str, ...] = ()
 
 
 def tune(
@@ -57,6 +60,9 @@ def tune(
 ) -> TuneReport:
     """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`."""
     begun = perf_counter()
+    out = destination(out)
+    refuse_overlap(out, checkpoint.path, None if teacher is None else teacher.path)
+    check_copied_files(checkpoint.path)
     scheme = scheme or f"{checkpoint.scheme}"
     recipe = {
         "crelle": __version__,
@@ -66,17 +72,17 @@ def tune(
         "training": asdict(training),
         "tokens": hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest(),
     }
-    with CheckpointWriter(out.absolute(), recipe, resume=resume, overwrite=overwrite) as writer:
+    with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
         student = Network.of(open_model(checkpoint, device))
         full = None if teacher is None else Network.of(open_model(teacher, device))
         coders = _install(checkpoint, student, full, what, device)
         run = EndToEnd(student, list(coders.values()), full, tokens, training, device)
-        losses = run.run(writer.partial / _STATE, progress)
+        losses = run.run(writer.partial / STATE, progress)
         tuned = {name: coder.export().to("cpu") for name, coder in coders.items()}
         _write(checkpoint, tuned, writer)
         writer.finish(checkpoint.config, scheme, checkpoint.quantization["overrides"])
     count = sum(p.numel() for c in coders.values() for p in c.parameters())
-    return TuneReport(out.absolute(), scheme, count, losses, perf_counter() - begun)
+    return TuneReport(out, scheme, count, losses, perf_counter() - begun, writer.all_warnings())
 
 
 def _install(
@@ -100,9 +106,8 @@ def _install(
 def _write(checkpoint: Checkpoint, tuned: dict[str, QuantTensor], writer: CheckpointWriter) -> None:
     units = plan(checkpoint)
     for i, unit in enumerate(units, start=1):
-        shard = f"model-{i:05d}-of-{len(units):05d}.safetensors"
         modules = [n.removesuffix(".weight") for n in unit.tensors]
         matrices = {m: tuned.get(m) or checkpoint.matrix(m) for m in modules if m in checkpoint.specs}
         others = {n: checkpoint.read(n) for n in unit.tensors if n.removesuffix(".weight") not in matrices}
-        writer.add(shard, matrices, others)
+        writer.add(shard_name(i, len(units)), matrices, others)
     checkpoint.copy_tokenizer(writer.partial)

@@ -6,7 +6,6 @@ Matrices may differ in bits and group: the commonest go into the config, the oth
 """
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +19,14 @@ from torch import Tensor
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint import JOURNAL, CheckpointWriter
-from crelle.formats.files import read_json
+from crelle.formats.checkpoint import CheckpointWriter
+from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gptq import BITS
+from crelle.formats.ownership import HF_INDEX
 from crelle.formats.packing import pack_words
 from crelle.formats.permuted import PermutedTensor
 from crelle.formats.source import Weights
+from crelle.formats.tokenizer_files import check_copied_files
 from crelle.version import __version__
 
 _RECIPE = {"export": "gptq"}
@@ -42,11 +43,21 @@ class Grid(NamedTuple):
 
 
 def export_gptq(
-    weights: Weights, out: Path, *, version: int = 2, overwrite: bool = False, progress: Progress | None = None
+    weights: Weights,
+    out: Path,
+    *,
+    version: int = 2,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Write a model as a GPTQ directory, a shard a layer; return its quantization_config."""
     if version not in (1, 2):
         raise SchemeError(f"there is no GPTQ version {version}; choose 1 or 2")
+    out = destination(out)
+    refuse_overlap(out, weights.path)
+    if weights.path.is_dir():
+        check_copied_files(weights.path)
     sizes = {name: weights.shape(name) for name in weights.names()}
     shards: dict[str, list[str]] = {}
     for name in sizes:
@@ -55,7 +66,7 @@ def export_gptq(
     grids: dict[str, Grid] = {}
     plain: list[str] = []
     done, total = 0, sum(map(prod, sizes.values()))
-    with _writer(out.absolute(), overwrite) as writer:
+    with _writer(out, overwrite) as writer:
         for i, names in enumerate(shards.values(), start=1):
             tensors: dict[str, Tensor] = {}
             for name in names:
@@ -82,20 +93,20 @@ def export_gptq(
         quantization = _declaration(grids, plain, version)
         weights.copy_tokenizer(writer.partial)
         config = {k: v for k, v in weights.config.items() if k != "quantization_config"}
-        writer.publish({**config, "quantization_config": quantization})
+        writer.publish({**config, "quantization_config": quantization}, HF_INDEX)
+    for sentence in writer.all_warnings() if warn else ():
+        warn(sentence)  # type: ignore[misc]
     return quantization
 
 
 @contextmanager
 def _writer(out: Path, overwrite: bool) -> Iterator[CheckpointWriter]:
     """Write under another name; what a refused or killed export left behind is not a run to go on with."""
-    journal = out.with_name(f"{out.name}.partial") / JOURNAL
-    stale = not out.exists() and journal.exists() and read_json(journal).get("recipe") == _RECIPE
-    with CheckpointWriter(out, _RECIPE, overwrite=overwrite or stale) as writer:
+    with CheckpointWriter(out, _RECIPE, overwrite=overwrite, restart=True) as writer:
         try:
             yield writer
         except CrelleError:
-            shutil.rmtree(writer.partial, ignore_errors=True)
+            writer.discard()
             raise
 
 
