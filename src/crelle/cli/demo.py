@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 NAME = "demo"
 SCHEMES = ("rtn:bits=4,group=64", "bcq:bits=3,group=64", "bcq:bits=2,group=64")
-SCHEMES_RUN = ("fp16", *SCHEMES)
 PROMPT = "Python is a programming language that"
 
 
@@ -44,17 +43,19 @@ def run(
     from crelle.quantizers.driver import quantize
 
     use_threads(threads)
-    for scheme in SCHEMES_RUN:
-        refuse_existing(destination(_target(directory, scheme)), resume=False, overwrite=True)
-    refuse_other_files(directory, ("demo.json", "perplexity.png"), "demo.json", "rows")
+    targets = {scheme: scheme.replace(":", "-").replace(",", "-") for scheme in ("fp16", *SCHEMES)}
+    refuse_other_files(directory, ("demo.json", "perplexity.png", *targets.values()), "demo.json", "rows")
+    for name in targets.values():
+        refuse_existing(destination(directory / name), resume=False, overwrite=True)
     corpus = read_text(text)
     with err.status("looking for SmolLM2-135M (downloads 93 MB the first time)"):
         source = smollm2()
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     rows = []
-    for scheme in SCHEMES_RUN:
-        target = _target(directory, scheme)
+    write_whole(directory / "demo.json", to_json({"rows": []}))  # from here on the folder is the demo's
+    for scheme, name in targets.items():
+        target = directory / name
         with tracking(f"{scheme}: quantizing") as track:
             made = quantize(source, target, scheme, overwrite=True, progress=track)
         llm = LLM.load(target, device=device)
@@ -74,10 +75,6 @@ def run(
     out.print(
         f"\npicture: {picture}\nfigures: {directory / 'demo.json'}", highlight=False, markup=False, soft_wrap=True
     )
-
-
-def _target(directory: Path, scheme: str) -> Path:
-    return directory / scheme.replace(":", "-").replace(",", "-")
 
 
 def _table(rows: "list[Row]") -> Table:

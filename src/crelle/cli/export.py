@@ -18,7 +18,9 @@ def run(
     gptq_version: Annotated[
         int, typer.Option("--gptq-version", help="1: older readers, stores zero - 1; 2: any zero point.")
     ] = 2,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a quantized model as a directory that vLLM, GPTQModel and transformers load, bit for bit.

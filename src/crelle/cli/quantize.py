@@ -34,7 +34,9 @@ def run(
     length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
     device: Device = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
+    ] = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:

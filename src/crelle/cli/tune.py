@@ -37,7 +37,9 @@ def run(
     ] = 2e-3,
     seed: Annotated[int, typer.Option("--seed", help="For the order of the text and the teacher's writing.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
+    ] = False,
     device: Device = "auto",
     threads: Threads = None,
     json: Json = False,

@@ -341,7 +341,8 @@ class CheckpointWriter:
             "weight_map": {tensor: name for name, f in shards.items() for tensor in f["names"]},
         }
         write_whole(self.partial / index, to_json(where))
-        write_whole(self.partial / CONFIG, to_json(dict(config)))
+        # The source may name an index of its own for transformers; here it would name a file that is not there.
+        write_whole(self.partial / CONFIG, to_json({k: v for k, v in config.items() if k != "transformers_weights"}))
         with writing(self.out):
             for name in os.listdir(self._lock):
                 if name == STATE or TEMPORARY.fullmatch(name):

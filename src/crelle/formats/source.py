@@ -52,8 +52,10 @@ class HFDirectory:
             shards = read_json(index).get("weight_map")
             if not (isinstance(shards, dict) and all(isinstance(s, str) for s in shards.values())):
                 raise FormatError(f"{index} has no weight_map from tensors to files")
-            if odd := next((s for s in shards.values() if not is_plain_name(s)), None):
-                raise FormatError(f"{index} names the file {odd!r}, which should be a plain name, beside config.json")
+            if odd := [s for s in shards.values() if not is_plain_name(s)]:
+                raise FormatError(
+                    f"{index} names the file {odd[0]!r}, which should be a plain name, beside config.json"
+                )
             return [self.path / s for s in sorted(set(shards.values()))]
         if found := sorted(self.path.glob("*.safetensors")):
             return found

@@ -12,7 +12,8 @@ Schemes that need data get it from a `Calibration`: a text walks through the lay
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -207,13 +208,20 @@ def _quantize_unit(weights: Weights, unit: Unit, default: Quantizer, special: Ma
         if chosen is None and not _LAYER.match(name):
             matrices[module] = _as_stored(weights, module)
         else:
-            try:
+            with _about(name):
                 matrices[module] = (chosen or default).fit(weights.read(name))
-            except CrelleError as e:
-                raise type(e)(f"'{name}': {e}") from e
         if warning := underflow(name, matrices[module], partial(weights.read, name)):
             warnings.append(warning)
     return matrices, others, warnings
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Put the name of a tensor or layer before what went wrong with it."""
+    try:
+        yield
+    except CrelleError as e:
+        raise type(e)(f"'{name}': {e}") from e
 
 
 def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Calibration | None) -> Calibrator | None:
@@ -238,19 +246,19 @@ def _quantize_layer(
     def fit(module: str, weight: Tensor, stats: Stats) -> QuantTensor:
         if _keeps(module, default, special):
             return weights.matrix(module)
-        try:
+        with _about(f"{module}.weight"):
             return chosen(module).fit(weight, stats)
-        except CrelleError as e:
-            raise type(e)(f"'{module}.weight': {e}") from e
 
     walk = calibrator.begin()
-    changed = default.before_layer(walk) if isinstance(default, LayerQuantizer) else {}
+    with _about(unit.name):
+        changed = default.before_layer(walk) if isinstance(default, LayerQuantizer) else {}
     kept = [m for m in walk.block.linears() if _keeps(m, default, special)]
     if changed and kept:
         raise SchemeError(f"'{kept[0]}' cannot be kept as it is: scheme '{default}' rescales the inputs of its layer")
     fitted = walk.fit(fit)
     if isinstance(default, LayerQuantizer):
-        fitted = default.after_layer(walk, fitted)
+        with _about(unit.name):
+            fitted = default.after_layer(walk, fitted)
         walk.put(fitted)
     walk.end()
     others = {n: weights.read(n) for n in unit.tensors if n.removesuffix(".weight") not in fitted}
