@@ -202,7 +202,8 @@ class CheckpointWriter:
         self.out = destination(out)
         self.partial = partial_of(self.out)
         self.recipe = dict(recipe)
-        self.warnings = of_replaced(self.out)
+        self.warnings: list[str] = []
+        self._replaced = of_replaced(self.out)
         self._overwrite, self._restart = overwrite, restart
         self._shards: dict[str, dict[str, Any]] = {}
         refuse_finished(self.out, overwrite)
@@ -318,7 +319,8 @@ class CheckpointWriter:
     def all_warnings(self) -> tuple[str, ...]:
         """Return what the user should be told, in the order of the shards."""
         told = [w for _, facts in sorted(self._shards.items()) for w in facts.get("warnings", ())]
-        return (*told, *self.warnings)
+        now = of_replaced(self.out)  # what was there at the start and has gone was another run's, just finished
+        return (*told, *self.warnings, *(w for w in self._replaced if w in now))
 
     def finish(self, config: Mapping[str, Any], scheme: str, overrides: Mapping[str, str]) -> None:
         """Write the config of a Crelle checkpoint and publish it."""
