@@ -5,6 +5,7 @@
     ├── SchemeError             a scheme string, an option or an argument that makes no sense
     ├── UnsupportedError        the request is sound, but nothing here can do it; lists every reason
     ├── CapacityError           it does not fit: context, memory or disk
+    ├── NumericsError           the model computed values that are not finite: the checkpoint or a kernel is broken
     └── BuildError              a compiler said no: the command, where its log lies, its first error line
 
 A message names the value that was wrong and the remedy. `assert` is for our own invariants only.
@@ -29,6 +30,10 @@ class UnsupportedError(CrelleError):
 
 class CapacityError(CrelleError):
     """Context, memory or disk is too small."""
+
+
+class NumericsError(CrelleError):
+    """The model computed NaN or infinity where a finite value must be."""
 
 
 class BuildError(CrelleError):
