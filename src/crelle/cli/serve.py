@@ -41,6 +41,10 @@ def run(
     allow_origin: Annotated[
         list[str] | None, typer.Option("--allow-origin", help="Let web pages of this origin call (CORS); repeatable.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", help="A name under which clients call the server, beside localhost; repeatable."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option("--name", help="What clients call the model; default: as its directory.")
     ] = None,
@@ -89,6 +93,7 @@ def run(
         port=port,
         keys=Keys.read(api_key_file, *(api_key or ())),
         origins=tuple(allow_origin or ()),
+        hosts=tuple(allow_host or ()),
         max_body=parse_bytes(max_body),
         max_prompt=max_prompt,
         max_tokens=max_tokens,

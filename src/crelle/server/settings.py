@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from crelle.errors import FormatError, SchemeError
 
 KEYS_VARIABLE = "CRELLE_API_KEYS"
 _LONGEST_KEY = 512
+_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")  # a name, or an address
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Settings:
     port: int = 8000  # 0: one that is free
     keys: Keys = field(default_factory=Keys)
     origins: tuple[str, ...] = ()  # web pages of these origins may call; * for all
+    hosts: tuple[str, ...] = ()  # names under which the server is called, beside loopback names and addresses
     max_body: int = 2 << 20  # bytes
     max_prompt: int | None = None  # characters; None: 8 for each token of the context
     max_tokens: int | None = None  # of an answer; None: what the context and the cache hold
@@ -94,6 +97,10 @@ class Settings:
         for origin in self.origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise SchemeError(f"an origin looks like https://example.org, not '{origin}'")
+        for host in self.hosts:
+            if not _HOST.fullmatch(host):
+                raise SchemeError(f"a host to allow looks like llm.example.org, without a port, not '{host}'")
+        object.__setattr__(self, "hosts", tuple(host.lower().removesuffix(".") for host in self.hosts))
 
     @property
     def loopback(self) -> bool:
@@ -103,7 +110,7 @@ class Settings:
 
 def is_loopback(host: str) -> bool:
     """Say whether a host name or address means this machine itself."""
-    bare = host.strip("[]").lower()
+    bare = host.strip("[]").lower().removesuffix(".")
     if bare == "localhost" or bare.endswith(".localhost"):
         return True
     try:
