@@ -14,8 +14,9 @@ from tiny_server import nested_llm, serving
 
 from crelle.server import tables
 from crelle.server.faults import ApiError
-from crelle.server.schema import check, parse
+from crelle.server.schema import check
 from crelle.server.settings import Keys
+from crelle.server.strict_json import parse
 from crelle.server.tables import Facts
 
 FACTS = Facts("tiny", 64, 259, (2, 3, 4), 500, 8, 3, 4)

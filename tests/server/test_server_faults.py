@@ -182,7 +182,7 @@ def test_an_exception_in_the_middle_of_a_step_touches_nobody_else(llm: LLM, want
             assert "Traceback" not in said
         assert f"RuntimeError: {secret}" in server.log, "the log says what it was, in one line"
         still_serves(server, want)
-        page = server.raw(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").decode()
+        page = server.raw(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").decode()
         assert 'crelle_requests_total{path="/v1/completions",status="500"} 2' in page
 
 
@@ -206,7 +206,7 @@ def test_a_dead_engine_is_neither_healthy_nor_ready(llm: LLM) -> None:
         def broken() -> Step:
             raise ZeroDivisionError("a mistake of ours")
 
-        get = b"GET %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        get = b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert status(server.raw(get % b"/ready")) == status(server.raw(get % b"/health")) == 200
         server.engine.scheduler.schedule = broken  # type: ignore[method-assign]
         assert ask(server)[0] in (500, 503)
@@ -273,7 +273,7 @@ def _open_connections(server: Running, want: str, count: int) -> None:
     socks = [server.connect() for _ in range(count)]
     still_serves(server, want)
     for sock in socks[:: count // 50]:
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for sock in socks[:: count // 50]:
         assert status(sock.recv(65536)) == 200
     for sock in socks:

@@ -36,6 +36,28 @@ class Ask:
             return [tokenizer.encode_chat(self.texts)]  # type: ignore[arg-type]
         return [tokenizer.encode(t) if isinstance(t, str) else list(map(int, t)) for t in self.texts]
 
+    @property
+    def characters(self) -> int:
+        return _characters(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """One HTTP request for token ids."""
+
+    chat: bool
+    texts: Texts  # a prompt or a conversation
+    bos: bool = True  # whether the prompt starts as texts start
+
+    def ids(self, tokenizer: Tokenizer) -> list[int]:
+        if self.chat:
+            return tokenizer.encode_chat(self.texts)  # type: ignore[arg-type]
+        return tokenizer.encode(self.texts[0], self.bos)  # type: ignore[arg-type]
+
+    @property
+    def characters(self) -> int:
+        return _characters(self.texts)
+
 
 class Asks:
     """Reads the bodies of requests to one model."""
@@ -64,12 +86,11 @@ class Asks:
         told = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
         return self._ask(body, self._conversation(body["messages"]), most, told)
 
-    def tokenize(self, body: Any) -> tuple[Texts, bool]:
-        """Return a prompt or a conversation, and whether the prompt starts as texts start."""
+    def tokenize(self, body: Any) -> Tokenize:
         self._check(body, self._tokenize)
         if "messages" in body:
-            return self._conversation(body["messages"]), True
-        return [body["prompt"]], bool(_of(body, "add_special_tokens", True))
+            return Tokenize(True, self._conversation(body["messages"]))
+        return Tokenize(False, [body["prompt"]], bool(_of(body, "add_special_tokens", True)))
 
     def _check(self, body: Any, schema: Schema) -> None:
         name = body.get("model") if isinstance(body, dict) else None
@@ -127,6 +148,11 @@ def not_served(name: str, facts: Facts) -> ApiError:
     shown = name if len(name) <= 100 else name[:100] + "…"
     why = f"the model '{shown}' is not served here; '{facts.name}' is"
     return ApiError(404, why, param="model", code="model_not_found")
+
+
+def _characters(texts: Texts) -> int:
+    """Count what is to be tokenized."""
+    return sum(len(t if isinstance(t, str) else t["content"]) for t in texts if isinstance(t, str | dict))
 
 
 def _of(body: dict[str, Any], name: str, default: Any) -> Any:

@@ -5,12 +5,15 @@ The openai client turns the status into its exception classes:
     429 RateLimitError · 500 and above InternalServerError
 """
 
+import asyncio
 from typing import Any
 
 from crelle.engine.output import QueueFullError
-from crelle.errors import CapacityError, CrelleError
+from crelle.errors import CapacityError, CrelleError, NumericsError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+PASSED_ON = (asyncio.CancelledError, GeneratorExit, ConnectionError)  # nobody is there to be answered
 
 
 class ApiError(Exception):
@@ -54,6 +57,17 @@ def failed(request_id: str) -> ApiError:
     """Answer where something of ours broke. What it was stands in the log, not here."""
     why = f"the server failed while it worked on this request ({request_id}); other requests are not touched"
     return ApiError(500, why, code="internal_error")
+
+
+def of_engine(error: BaseException, request_id: str) -> ApiError:
+    """Answer where the engine ended a request with an error. The same request would end so again."""
+    if not isinstance(error, NumericsError):
+        return failed(request_id)
+    why = (
+        f"the model computed values that are not finite (NaN or infinity) for this request ({request_id}): the "
+        "checkpoint or a kernel of the server is broken, as its operator can see in the log"
+    )
+    return ApiError(500, why, code="non_finite_logits", headers={"x-should-retry": "false"})
 
 
 def timed_out(seconds: float, tokens: int) -> ApiError:

@@ -7,19 +7,23 @@ from aiohttp import web
 
 from crelle.engine.output import Event, Output
 from crelle.server.ask import Ask
-from crelle.server.faults import failed, unavailable
+from crelle.server.faults import failed, of_engine, unavailable
 from crelle.server.inbox import Inbox
 from crelle.server.logs import describe
 from crelle.server.shapes import Answer, usage
 from crelle.server.state import State
 from crelle.server.visit import VISIT
 
+_LOGGED = 4096  # token ids of a prompt that --log-prompts writes
+
 
 class Generation:
-    """Texts that are being drawn. Leave the `with` block, for whatever reason, and what still runs is ended."""
+    """Texts that are being drawn. Leave the `async with` block, for whatever reason, and what still runs is ended."""
 
     def __init__(self, state: State, request: web.Request, ask: Ask, prompts: list[list[int]]) -> None:
-        self.state, self.request, self.ask, self._prompts = state, request, ask, prompts
+        self.state, self.request, self.ask = state, request, ask
+        self._prompts: list[list[int]] = prompts  # until they are submitted
+        self._prompt_tokens = sum(map(len, prompts))
         self.visit = VISIT.get()
         self.choices = len(prompts) * ask.n
         self.answer = Answer(ask, self.choices, state.facts.name, state.tokens)
@@ -27,22 +31,33 @@ class Generation:
         # only a stream can be read slowly: other answers are kept whole
         self.inbox = Inbox(state.settings.backlog + self.choices if ask.stream else None, self._too_slow)
         self._begun = False  # a token has come
+        self._quiet = 0  # times in a row that nothing came for `patience` seconds
 
-    def __enter__(self) -> Self:
-        self.state.submit(self.ask, self._prompts, self.visit.realm, self.inbox)
-        self.state.metrics.waiting += 1
+    async def __aenter__(self) -> Self:
+        """Submit the prompts, all or none. What an error leaves behind is ended here: no __aexit__ would follow."""
         self.state.generations.add(self)
+        self.state.metrics.waiting += 1
+        try:
+            await self.state.submit(self.ask, self._prompts, self.visit.realm, self.inbox)
+        except BaseException:
+            self._leave()
+            raise
+        self._prompts = []
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.inbox.close()
-        self.state.generations.discard(self)
-        metrics, facts = self.state.metrics, self._facts()
-        metrics.running -= self._begun
-        metrics.waiting -= not self._begun
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._leave()
         for output in self._outputs.values():
-            metrics.finished(output)
-        self.visit.facts.update(facts)
+            self.state.metrics.finished(output)
+        self.visit.facts.update(self._facts())
+
+    def _leave(self) -> None:
+        self.state.generations.discard(self)
+        self.state.metrics.running -= self._begun
+        self.state.metrics.waiting -= not self._begun
+        self.inbox.close()
 
     @property
     def finished(self) -> bool:
@@ -58,10 +73,19 @@ class Generation:
         """Tokens drawn so far, in texts that have ended or not."""
         return sum(len(s.new) for handle in self.inbox.handles for s in handle.request.sequences)
 
+    @property
+    def values(self) -> int:
+        """Return how many tokens or logprobs the answer tells of, when it is finished."""
+        return sum(len(o.completion.tokens) for o in self.outputs) * (1 + (self.ask.logprobs or 0)) + self.choices
+
     async def take(self) -> list[tuple[int, Event]]:
         """Return what came since the last call, by choice; nothing if that took long. Raises what went wrong."""
         found = []
-        for prompt, event in await self.inbox.take(self.state.settings.patience):
+        items = await self.inbox.take(self.state.settings.patience)
+        self._quiet = 0 if items else self._quiet + 1
+        if self.inbox.error is not None or self._quiet > 1:
+            self._require_life()
+        for prompt, event in items:
             index = prompt * self.ask.n + event.index
             found.append((index, event))
             if not self._begun and event.token is not None:
@@ -72,10 +96,24 @@ class Generation:
                 self._outputs[index] = event.output
                 if event.output.error is not None:
                     self.visit.facts["fault"] = describe(event.output.error)
-                    raise failed(self.visit.id)
+                    raise of_engine(event.output.error, self.visit.id)
         if found and self.finished and not any(o.completion.tokens for o in self.outputs) and self._were_cut():
             raise unavailable("the server is shutting down and had not begun with this request")
         return found
+
+    def _require_life(self) -> None:
+        """Raise if the events that are missing will never come."""
+        if self.inbox.error is not None:
+            self.visit.facts["fault"] = describe(self.inbox.error)
+            raise failed(self.visit.id)
+        if self.state.service.error is not None:
+            self.state.require_ready()
+        n = self.ask.n
+        for prompt, handle in enumerate(self.inbox.handles):
+            missing = any(prompt * n + i not in self._outputs for i in range(n))
+            if missing and (handle.finished or handle.failure is not None):
+                self.visit.facts["fault"] = describe(handle.failure) if handle.failure else "the last event was lost"
+                raise failed(self.visit.id)
 
     def cancel(self) -> None:
         """End the texts now; what they have so far still comes."""
@@ -100,8 +138,8 @@ class Generation:
             facts["finish"] = sorted({o.completion.finish_reason for o in self.outputs})
             facts["first_token_seconds"] = round(min(o.completion.first_token_seconds for o in self.outputs), 4)
         else:
-            facts |= {"prompt_tokens": sum(map(len, self._prompts)), "completion_tokens": self.tokens}
+            facts |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.tokens}
         if self.state.settings.log_prompts:
-            facts["prompt"] = self.ask.texts
+            facts["prompt"] = [text[:_LOGGED] if isinstance(text, list) else text for text in self.ask.texts]
             facts["answer"] = [o.completion.text for o in self._outputs.values()]
         return facts

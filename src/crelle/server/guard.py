@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from time import perf_counter
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from crelle.server.faults import ApiError, failed
+from crelle.server.faults import PASSED_ON, ApiError, failed
 from crelle.server.handlers import STATE
+from crelle.server.hosts import check_host, check_origin, listed
 from crelle.server.logs import describe, log
-from crelle.server.settings import is_loopback
+from crelle.server.reply import reply
 from crelle.server.state import State
 from crelle.server.visit import VISIT, Visit
 
@@ -45,9 +45,10 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def _answer(state: State, request: web.Request, visit: Visit, handler: Handler) -> web.StreamResponse:
     try:
-        origin = _check_origin(state, request)
+        check_host(state.settings, request)
+        origin = check_origin(state.settings, request)
         if origin and request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-            return web.Response(status=204, headers=_PREFLIGHT)
+            return web.Response(status=204, headers=_preflight(state, request, origin))
         visit.realm = _check_key(state, request)
         response = await handler(request)
     except ApiError as e:
@@ -55,8 +56,10 @@ async def _answer(state: State, request: web.Request, visit: Visit, handler: Han
     except web.HTTPException as e:  # aiohttp's own: no such page, another method
         response = _error(visit, _translated(request, e))
     except ConnectionError:
-        raise asyncio.CancelledError from None  # nobody is there to be answered
-    except Exception as e:
+        raise asyncio.CancelledError from None
+    except PASSED_ON:
+        raise
+    except BaseException as e:  # also what is none of Python's own, such as a panic in a tokenizer's Rust
         visit.facts["fault"] = describe(e)
         response = _error(visit, failed(visit.id))
     return response
@@ -65,32 +68,20 @@ async def _answer(state: State, request: web.Request, visit: Visit, handler: Han
 async def dress(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer has in its head, streams too."""
     response.headers.update({"X-Request-Id": VISIT.get().id, "X-Content-Type-Options": "nosniff", "Server": "crelle"})
+    settings = request.app[STATE].settings
+    if settings.origins:
+        response.headers["Vary"] = "Origin"
     origin = request.headers.get("Origin")
-    if origin and _listed(request.app[STATE], origin):
-        response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
+    if origin and listed(settings, origin):
+        response.headers["Access-Control-Allow-Origin"] = origin
 
 
-def _check_origin(state: State, request: web.Request) -> str | None:
-    """Refuse web pages of others. Their browsers say where they come from; other programs say nothing.
-
-    On a loopback address a page must come from this machine: otherwise any site that a user visits could have its own
-    name point to 127.0.0.1 and call. Elsewhere it must come from the host that it calls.
-    """
-    origin = request.headers.get("Origin")
-    if origin is None or _listed(state, origin):
-        return origin
-    try:
-        host = urlsplit(origin).hostname or ""
-    except ValueError:
-        host = ""
-    own = is_loopback(host) if state.settings.loopback else origin.split("://")[-1] == request.headers.get("Host")
-    if not own:
-        raise ApiError(403, "web pages of this origin may not call this server", code="origin_not_allowed")
-    return None
-
-
-def _listed(state: State, origin: str) -> bool:
-    return origin in state.settings.origins or "*" in state.settings.origins
+def _preflight(state: State, request: web.Request, origin: str) -> dict[str, str]:
+    """Answer a browser that asks whether a page may call; one of the public web only if it is listed by name."""
+    private = request.headers.get("Access-Control-Request-Private-Network") == "true"
+    if private and origin in state.settings.origins:
+        return {**_PREFLIGHT, "Access-Control-Allow-Private-Network": "true"}
+    return _PREFLIGHT
 
 
 def _check_key(state: State, request: web.Request) -> int | None:
@@ -117,7 +108,7 @@ def _translated(request: web.Request, e: web.HTTPException) -> ApiError:
 
 def _error(visit: Visit, e: ApiError) -> web.Response:
     visit.facts |= {"code": e.code, "param": e.param}
-    response = web.json_response(e.body, status=e.status, headers=e.headers)
+    response = reply(e.body, status=e.status, headers=e.headers)
     if e.close:
         response.force_close()
     return response

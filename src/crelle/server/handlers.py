@@ -7,22 +7,29 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
+from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
-from crelle.server.ask import Ask, not_served
-from crelle.server.faults import ApiError, failed, timed_out
+from crelle.server.ask import Ask, Tokenize, not_served
+from crelle.server.bodies import LARGE
+from crelle.server.faults import PASSED_ON, ApiError, failed, timed_out
 from crelle.server.generation import Generation
 from crelle.server.logs import describe
-from crelle.server.schema import parse
+from crelle.server.reply import reply
 from crelle.server.shapes import PING, sse
 from crelle.server.state import State
+from crelle.server.strict_json import encode_large, parse
+
+A = TypeVar("A", Ask, Tokenize)
+T = TypeVar("T")
 
 STATE = web.AppKey("state", State)
 PLAYGROUND = Path(__file__).parent / "static" / "playground.html"
+_SMALL = 1000  # tokens, or logprobs of tokens, of an answer that is built in the loop
+_EVENTS = 32  # of a stream, that are written before others have their turn
 _LAST_WORDS = 5.0  # seconds for an error to be written into a stream
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
@@ -75,20 +82,20 @@ def _model(state: State) -> dict[str, Any]:
 
 
 async def models(request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": [_model(request.app[STATE])]})
+    return reply({"object": "list", "data": [_model(request.app[STATE])]})
 
 
 async def model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
     if name != state.facts.name:
         raise not_served(name, state.facts)
-    return web.json_response(_model(state))
+    return reply(_model(state))
 
 
 async def status(request: web.Request) -> web.Response:
     state = request.app[STATE]
     stats = state.engine.stats
-    return web.json_response(
+    return reply(
         {
             "model": state.facts.name,
             "precisions": list(state.facts.precisions),
@@ -106,12 +113,12 @@ async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if state.service.error is not None:
         state.require_ready()
-    return web.json_response({"status": "ok"})
+    return reply({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
     request.app[STATE].require_ready()
-    return web.json_response({"status": "ready"})
+    return reply({"status": "ready"})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -121,20 +128,14 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.json_response(request.app[STATE].document)
+    return reply(request.app[STATE].document)
 
 
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    body = await read_body(request)
-    texts, bos = state.asks.tokenize(body)
-    tokenizer = state.llm.tokenizer
-    work = partial(tokenizer.encode, texts[0], bos) if "prompt" in body else partial(tokenizer.encode_chat, texts)  # type: ignore[arg-type]
-    try:
-        ids = await state.off_the_loop(_characters(texts), work)
-    except CrelleError as e:
-        raise state.refused(e) from None
-    return web.json_response({"tokens": ids, "count": len(ids), "context": state.facts.context})
+    _, ids = await _prepared(request, state.asks.tokenize, Tokenize.ids)
+    answer = {"tokens": ids, "count": len(ids), "context": state.facts.context}
+    return reply(await state.writing(partial(encode_large, answer)) if len(ids) > _SMALL else answer)
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -150,14 +151,30 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 async def _generate(request: web.Request, read: Callable[[Any], Ask]) -> web.StreamResponse:
     state = request.app[STATE]
-    ask = read(await read_body(request))
-    state.require_ready()
+    ask, prompts = await _prepared(request, read, Ask.ids)
+    async with Generation(state, request, ask, prompts) as generation:
+        return await (_stream if ask.stream else _whole)(generation)
+
+
+async def _prepared(request: web.Request, read: Callable[[Any], A], ids: Callable[[A, Tokenizer], T]) -> tuple[A, T]:
+    """Return what a body asks for, and its token ids. A large body is parsed, checked and tokenized beside the loop."""
+    state = request.app[STATE]
+    tokenizer = state.llm.tokenizer
+
+    def work(body: bytes) -> tuple[A, T]:
+        asked = read(parse(body))
+        state.require_ready()
+        return asked, ids(asked, tokenizer)
+
     try:
-        prompts = await state.off_the_loop(_characters(ask.texts), partial(ask.ids, state.llm.tokenizer))
+        async with state.bodies.read(request) as body:
+            if len(body) > LARGE:
+                return await state.reading(len(body), partial(work, body))
+            asked = read(parse(body))
+            state.require_ready()
+            return asked, await state.reading(asked.characters, partial(ids, asked, tokenizer))
     except CrelleError as e:
         raise state.refused(e) from None
-    with Generation(state, request, ask, prompts) as generation:
-        return await (_stream if ask.stream else _whole)(generation)
 
 
 async def _whole(g: Generation) -> web.StreamResponse:
@@ -169,74 +186,64 @@ async def _whole(g: Generation) -> web.StreamResponse:
     except TimeoutError:
         g.state.metrics.timeouts += 1
         raise timed_out(limit, g.tokens) from None
-    return web.json_response(g.answer.whole(g.outputs, g.state.cut))
+    if g.values <= _SMALL:
+        return reply(g.answer.whole(g.outputs, g.state.cut))
+    return reply(await g.state.writing(lambda: encode_large(g.answer.whole(g.outputs, g.state.cut))))
 
 
 async def _stream(g: Generation) -> web.StreamResponse:
     """Send events as they come. Headers go with the first of them, so that an early fault still has its status."""
     response = web.StreamResponse(headers=_STREAM_HEADERS)
-    limit, writing, fault = g.state.settings.timeout, False, None
+    limit, writing = g.state.settings.timeout, False
     try:
         async with asyncio.timeout(limit):
             while not g.finished:
                 items = await g.take()
-                data = b"".join(g.answer.chunk(index, event, g.state.cut) for index, event in items)
-                writing = True
-                if not response.prepared:
-                    await response.prepare(g.request)
-                    data = g.answer.opening() + data
-                if data or not items:
-                    await response.write(data or PING)
-                writing = False
-            await response.write(g.answer.closing(g.outputs))
+                for some in batched(items, _EVENTS):
+                    data = b"".join(g.answer.chunk(index, event, g.state.cut) for index, event in some)
+                    if not response.prepared:
+                        data = g.answer.opening() + data
+                    writing = True
+                    if not response.prepared:
+                        await response.prepare(g.request)
+                    if data or not items:
+                        await response.write(data or PING)
+                    writing = False
+                    if len(items) > _EVENTS:
+                        await asyncio.sleep(0)  # others have their turn
+            closing = g.answer.closing(g.outputs)
+            writing = True
+            await response.write(closing)
+            await response.write_eof()
+            return response
     except TimeoutError:
         g.state.metrics.timeouts += 1
         fault = timed_out(limit, g.tokens)
     except ApiError as e:
         fault = e
-    except ConnectionError:
+    except PASSED_ON:
         raise
-    except Exception as e:
+    except BaseException as e:
         g.visit.facts["fault"] = describe(e)
-        fault = failed(g.visit.id)
-    if fault is None:
-        await response.write_eof()
-        return response
+        fault, writing = failed(g.visit.id), False
     if not response.prepared:
         raise fault
     g.visit.facts |= {"code": fault.code, "failed_status": fault.status}
-    if writing and g.request.transport is not None:  # the reader takes nothing, not even the reason
-        g.request.transport.abort()
-    else:
+    try:
+        if writing:
+            raise TimeoutError("the reader takes nothing, not even the reason")
         async with asyncio.timeout(_LAST_WORDS):
             await response.write(sse(fault.body))
             await response.write_eof()
+    except PASSED_ON:
+        raise
+    except BaseException as e:  # the answer has begun: no other one can be given any more
+        g.visit.facts.setdefault("fault", describe(e))
+        if g.request.transport is not None:
+            g.request.transport.abort()
     return response
 
 
-async def read_body(request: web.Request) -> Any:
-    """Return the JSON of a request's body, which must be small, in time, and what it says it is."""
-    settings = request.app[STATE].settings
-    if request.content_type != "application/json":
-        raise ApiError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ApiError(415, "send the body without Content-Encoding", code="unsupported_media_type", close=True)
-    too_large = ApiError(413, f"the body is larger than {settings.max_body} bytes", code="body_too_large", close=True)
-    if (request.content_length or 0) > settings.max_body:
-        raise too_large
-    try:
-        async with asyncio.timeout(settings.body_timeout):
-            body = await request.read()
-    except TimeoutError:
-        why = f"the body did not arrive within {settings.body_timeout:g} s"
-        raise ApiError(408, why, code="body_timeout", close=True) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
-    except (web.RequestPayloadError, HttpProcessingError):
-        raise ApiError(400, "the body's transfer encoding is broken", code="invalid_body", close=True) from None
-    return parse(body)
-
-
-def _characters(texts: Any) -> int:
-    """Count what is to be tokenized."""
-    return sum(len(t if isinstance(t, str) else t["content"]) for t in texts if isinstance(t, str | dict))
+def batched(items: list[T], size: int) -> list[list[T]]:
+    """Cut a list; an empty one is one batch."""
+    return [items[i : i + size] for i in range(0, max(len(items), 1), size)]

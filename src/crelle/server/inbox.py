@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from crelle.engine.engine import Handle
 from crelle.engine.output import Event
@@ -16,13 +17,20 @@ class Inbox:
     def __init__(self, limit: int | None, too_slow: Callable[[], None]) -> None:
         """limit: events that may wait to be read; None: any number.  too_slow: called once, when there are more."""
         self.handles: list[Handle] = []
+        self.closed = False
+        self.error: BaseException | None = None  # why an event could not be delivered
         self._items, self._limit, self._too_slow = list[Item](), limit, too_slow
         self._came = asyncio.Event()
-        self._closed = False
+
+    def add(self, handle: Handle) -> None:
+        """Take note of a request of the engine; from any thread. One that comes too late is cancelled."""
+        self.handles.append(handle)
+        if self.closed:
+            handle.cancel()
 
     def put(self, prompt: int, event: Event) -> None:
         """Take an event in; in the loop's thread."""
-        if self._closed:
+        if self.closed:
             return
         self._items.append((prompt, event))
         self._came.set()
@@ -30,9 +38,14 @@ class Inbox:
             self.close()
             self._too_slow()
 
+    def fail(self, error: BaseException) -> None:
+        """Wake the reader up with an error; in the loop's thread."""
+        self.error = self.error or error
+        self._came.set()
+
     async def take(self, patience: float) -> list[Item]:
-        """Return all events that came since the last call, at least one; none when `patience` seconds passed."""
-        if not self._items:
+        """Return the events that came since the last call; none when `patience` seconds passed, or on an error."""
+        if not self._items and self.error is None:
             try:
                 async with asyncio.timeout(patience):
                     await self._came.wait()
@@ -44,7 +57,7 @@ class Inbox:
 
     def close(self) -> None:
         """End what still runs; later events are dropped."""
-        self._closed, self._items = True, []
+        self.closed, self._items = True, []
         for handle in self.handles:
             if not handle.finished:
                 handle.cancel()
@@ -59,18 +72,34 @@ class Post:
         self._called = False
 
     def callback(self, inbox: Inbox, prompt: int) -> Callable[[Event], None]:
-        """Return what the engine is to call, in its own thread, with each event of a prompt."""
+        """Return what the engine is to call, in its own thread, with each event of a prompt. It never raises."""
 
         def send(event: Event) -> None:
-            self._bag.append((inbox, prompt, event))
-            if not self._called:
-                self._called = True
-                self._loop.call_soon_threadsafe(self._deliver)
+            try:
+                self._send(inbox, prompt, event)
+            except BaseException as e:  # the engine would drop the request, and its client would wait for ever
+                inbox.error = inbox.error or e
+                with suppress(BaseException):
+                    self._loop.call_soon_threadsafe(inbox.fail, e)
 
         return send
+
+    def _send(self, inbox: Inbox, prompt: int, event: Event) -> None:
+        self._bag.append((inbox, prompt, event))
+        if self._called:
+            return
+        self._called = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except BaseException:
+            self._called = False  # the next event tries again
+            raise
 
     def _deliver(self) -> None:
         self._called = False  # before looking: what comes later calls again
         while self._bag:
             inbox, prompt, event = self._bag.popleft()
-            inbox.put(prompt, event)
+            try:
+                inbox.put(prompt, event)
+            except BaseException as e:  # the events behind it are others'
+                inbox.fail(e)

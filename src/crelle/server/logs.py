@@ -1,10 +1,11 @@
 """One JSON object a line. No prompt, no answer, no key is ever in it, unless prompts were asked for."""
 
-import json
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+from crelle.server.strict_json import dumps_log
 
 LOGGER = logging.getLogger("crelle.server")
 
@@ -18,7 +19,7 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, "facts", {})
         if record.exc_info and record.exc_info[1] is not None:
             line["error"] = describe(record.exc_info[1])
-        return json.dumps(line, ensure_ascii=True, default=str)
+        return dumps_log(line)
 
 
 def describe(error: BaseException) -> str:

@@ -1,23 +1,25 @@
 """Answers in OpenAI's shapes: whole, and in chunks of a stream."""
 
-import json
 import secrets
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from math import inf
 from time import time
 from typing import Any
 
 from crelle.engine.output import Event, Output, TokenLogprob
 from crelle.server.ask import Ask
+from crelle.server.strict_json import encode
 from crelle.server.tokens import TokenTexts
 from crelle.version import __version__
 
 DONE = b"data: [DONE]\n\n"
+_IMPOSSIBLE = -9999.0
 PING = b": working\n\n"  # a comment: clients skip it, proxies see that the connection lives
 
 
 def sse(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + encode(value) + b"\n\n"
 
 
 class Place:
@@ -97,13 +99,18 @@ class Answer:
         text, place = self._tokens.text, self._places[index]
         return {
             "tokens": [text(t.token) for t in found],
-            "token_logprobs": [t.logprob for t in found],
-            "top_logprobs": [{text(i): value for i, value in t.top} for t in found] if self.ask.logprobs else None,
+            "token_logprobs": [_log(t.logprob) for t in found],
+            "top_logprobs": [{text(i): _log(v) for i, v in t.top} for t in found] if self.ask.logprobs else None,
             "text_offset": [place.take(self._tokens.raw(t.token)) for t in found],
         }
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._tokens.text(token), "logprob": logprob, "bytes": list(self._tokens.raw(token))}
+        return {"token": self._tokens.text(token), "logprob": _log(logprob), "bytes": list(self._tokens.raw(token))}
+
+
+def _log(value: float) -> float:
+    """Write a log-probability as OpenAI does where the probability is 0: JSON has no infinity. NaN stays, and fails."""
+    return _IMPOSSIBLE if value == -inf else value
 
 
 def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:

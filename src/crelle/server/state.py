@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, TypeVar
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 from crelle.engine.engine import Service
 from crelle.errors import CrelleError
 from crelle.server.ask import Ask, Asks
+from crelle.server.bodies import Bodies
 from crelle.server.faults import ApiError, refused, unavailable
 from crelle.server.inbox import Inbox, Post
 from crelle.server.metrics import Metrics
 from crelle.server.openapi import document
 from crelle.server.settings import Settings
+from crelle.server.strict_json import encode
 from crelle.server.tables import Facts
 from crelle.server.tokens import TokenTexts
 
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _CHARACTERS_A_TOKEN = 8  # few texts have more on average, so longer prompts would not fit the context anyway
 _PROMPTS = 64  # in one request
-_QUICK = 4096  # characters that are tokenized at once; more would hold up the loop
+_QUICK = 4096  # characters that are tokenized at once, tokens submitted; more would hold up the loop
+_FEW = 8  # texts that are submitted at once
 
 
 class State:
@@ -49,12 +53,14 @@ class State:
             max_prompts=min(_PROMPTS, engine.queue_limit or _PROMPTS),
         )
         self.asks, self.tokens, self.metrics = Asks(self.facts), TokenTexts(self.llm.tokenizer), Metrics()
-        self.document = document(self.facts, keys=bool(settings.keys))
+        self.document = encode(document(self.facts, keys=bool(settings.keys)))
+        self.bodies = Bodies(settings)
         self.closing = False
         self.cut: str | None = None  # why texts are ended before they are complete
         self.generations: set[Generation] = set()
         self.post: Post | None = None  # set when the loop runs
-        self._worker = ThreadPoolExecutor(1, "crelle-tokenizer")
+        # One thread each: more would only take the interpreter lock from the loop, and memory for what is half done.
+        self._reader, self._writer = ThreadPoolExecutor(1, "crelle-reader"), ThreadPoolExecutor(1, "crelle-writer")
 
     def warm_up(self) -> None:
         """Do now what the first requests would wait for: chat templates, every precision."""
@@ -75,34 +81,45 @@ class State:
         if why := self.why_not_ready:
             raise unavailable(why)
 
-    async def off_the_loop(self, characters: int, work: Callable[[], T]) -> T:
+    async def reading(self, characters: int, work: Callable[[], T]) -> T:
         """Run something that tokenizes so many characters: at once, or beside the loop where it takes long."""
-        if characters <= _QUICK:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return work() if characters <= _QUICK else await _beside(self._reader, work)
 
-    def submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox) -> None:
+    async def writing(self, work: Callable[[], T]) -> T:
+        """Build a large answer beside the loop."""
+        return await _beside(self._writer, work)
+
+    async def submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox) -> None:
         """Hand all prompts to the engine, or none."""
         assert self.post is not None
         self.require_ready()
+        tokens = sum(map(len, prompts))
+        work = partial(self._submit, ask, prompts, realm, inbox, self.post)
         try:
-            for i, ids in enumerate(prompts):
-                most = ask.max_tokens or max(1, min(self.facts.max_tokens, self.room - len(ids)))
-                handle = self.service.submit(
-                    ids,
-                    replace(ask.sampling, max_tokens=most),
-                    n=ask.n,
-                    bits=ask.bits,
-                    logprobs=ask.logprobs,
-                    realm=realm,
-                    ignore_end=ask.ignore_end,
-                    on_event=self.post.callback(inbox, i),
-                )
-                inbox.handles.append(handle)
+            if tokens <= _QUICK and len(prompts) * ask.n <= _FEW:
+                work()
+            else:
+                await _beside(self._reader, work)
         except CrelleError as e:
-            inbox.close()
             raise self.refused(e) from None
-        self.metrics.prompt_tokens += sum(map(len, prompts))
+        self.metrics.prompt_tokens += tokens
+
+    def _submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox, post: Post) -> None:
+        for i, ids in enumerate(prompts):
+            if inbox.closed:  # the client has left meanwhile
+                return
+            most = ask.max_tokens or max(1, min(self.facts.max_tokens, self.room - len(ids)))
+            handle = self.service.submit(
+                ids,
+                replace(ask.sampling, max_tokens=most),
+                n=ask.n,
+                bits=ask.bits,
+                logprobs=ask.logprobs,
+                realm=realm,
+                ignore_end=ask.ignore_end,
+                on_event=post.callback(inbox, i),
+            )
+            inbox.add(handle)
 
     def refused(self, error: CrelleError) -> ApiError:
         """Say to a client what is wrong with its request."""
@@ -111,7 +128,24 @@ class State:
         return refused(error, self.metrics.retry_after(self.engine.stats))
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        for worker in (self._reader, self._writer):
+            worker.shutdown(wait=False, cancel_futures=True)
+
+
+async def _beside(worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Run something in a worker. Where nobody waits for it any more, what it holds is let go before its turn."""
+    held = [work]
+
+    def run() -> T:
+        try:
+            return held.pop()()
+        except StopIteration as e:  # a future cannot carry it: whoever waits would wait for ever
+            raise RuntimeError("StopIteration") from e
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(worker, run)
+    finally:
+        held.clear()
 
 
 def model_name(path: Path) -> str:
