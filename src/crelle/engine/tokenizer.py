@@ -15,6 +15,8 @@ from crelle.formats.files import read_json
 from crelle.formats.source import Weights
 
 _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
+_LONGEST_TAIL = 64  # where a prompt is not UTF-8, no number of them does
+_BYTES = 4  # of a character in UTF-8, at most
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 
 
@@ -107,9 +109,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._ids = tokenizer, _tail(tokenizer, list(prompt))
         # ids before `_read` are given out; `_start` begins the context they decode in
-        self._start, self._read = 0, len(self._ids)
-        while self._read and self._tokenizer.decode(self._ids[: self._read]).endswith("\N{REPLACEMENT CHARACTER}"):
-            self._read -= 1  # ids that end within a character: we give the whole character out
+        self._start, self._read = 0, len(self._ids) - _begun(tokenizer, self._ids)
 
     def push(self, token: int) -> str:
         """Add a token, return the text that became certain (nothing while a character is still incomplete)."""
@@ -129,10 +129,22 @@ class Detokenizer:
         return now[len(before) :]
 
 
+def _begun(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Return how many ids at the end are the beginning of a character, which we give out as a whole.
+
+    A character has 4 bytes at most: what is still broken without the last 3 ids is no character. (Looking further
+    would take minutes for a long prompt of such ids, and whoever may send ids may send those.)
+    """
+    for n in range(min(_BYTES, len(ids) + 1)):
+        if not tokenizer.decode(ids[: len(ids) - n]).endswith("\N{REPLACEMENT CHARACTER}"):
+            return n
+    return 0
+
+
 def _tail(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
     """Return the last ids, so many that they begin with a whole character."""
     n = _TAIL
-    while n < len(prompt):
+    while n < min(len(prompt), _LONGEST_TAIL):
         text = tokenizer.decode(prompt[-n:])
         if text and not text.startswith("\N{REPLACEMENT CHARACTER}"):
             break
