@@ -43,7 +43,8 @@ def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Pope
 
 def ask(port: int, timeout: float = 60, **body: Any) -> tuple[int, Any]:
     given = json.dumps({"temperature": 0, **body}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(given)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(given)}"
     with socket.create_connection(("127.0.0.1", port), timeout) as sock:
         sock.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + given)
         answer = b""

@@ -203,7 +203,9 @@ def test_keys_come_from_file_environment_and_options(tmp_path: Path, monkeypatch
 
 
 def test_no_web_page_may_call_unless_it_is_listed(llm: LLM) -> None:
-    preflight = b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: %b\r\nAccess-Control-Request-Method: POST\r\n"
+    preflight = (
+        b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: %b\r\nAccess-Control-Request-Method: POST\r\n"
+    )
     preflight += b"Connection: close\r\n\r\n"
     with serving(llm, origins=("https://good.example",)) as server:
         answer = complete(server, "Origin: https://good.example")

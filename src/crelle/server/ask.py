@@ -34,7 +34,7 @@ class Ask:
         """Tokenize; a conversation becomes one prompt."""
         if self.chat:
             return [tokenizer.encode_chat(self.texts)]  # type: ignore[arg-type]
-        return [tokenizer.encode(t) if isinstance(t, str) else list(map(int, t)) for t in self.texts]
+        return [tokenizer.encode(t) if isinstance(t, str) else _integers(t) for t in self.texts]  # type: ignore[arg-type]
 
     @property
     def characters(self) -> int:
@@ -148,6 +148,11 @@ def not_served(name: str, facts: Facts) -> ApiError:
     shown = name if len(name) <= 100 else name[:100] + "…"
     why = f"the model '{shown}' is not served here; '{facts.name}' is"
     return ApiError(404, why, param="model", code="model_not_found")
+
+
+def _integers(ids: list[int]) -> list[int]:
+    """Write 3.0 as 3; a list without such is not copied: the garbage collector would have to walk through both."""
+    return ids if set(map(type, ids)) <= {int} else list(map(int, ids))
 
 
 def _characters(texts: Texts) -> int:

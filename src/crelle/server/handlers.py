@@ -172,7 +172,9 @@ async def _prepared(request: web.Request, read: Callable[[Any], A], ids: Callabl
                 return await state.reading(len(body), partial(work, body))
             asked = read(parse(body))
             state.require_ready()
-            return asked, await state.reading(asked.characters, partial(ids, asked, tokenizer))
+            # a chat template is the checkpoint's program: it may take as long as its limits let it
+            size = LARGE if asked.chat else asked.characters
+            return asked, await state.reading(size, partial(ids, asked, tokenizer))
     except CrelleError as e:
         raise state.refused(e) from None
 

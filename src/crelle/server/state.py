@@ -119,7 +119,11 @@ class State:
                 ignore_end=ask.ignore_end,
                 on_event=post.callback(inbox, i),
             )
-            inbox.add(handle)
+            try:
+                inbox.add(handle)
+            except BaseException:  # nobody else knows of it
+                handle.cancel()
+                raise
 
     def refused(self, error: CrelleError) -> ApiError:
         """Say to a client what is wrong with its request."""
