@@ -22,6 +22,7 @@ from conftest import write_tiny_model
 from tiny_server import Running, post, serving, status
 
 from crelle import LLM
+from crelle.engine.tokenizer import Message, Tokenizer
 from crelle.server import tables
 from crelle.server.faults import ApiError
 from crelle.server.schema import check
@@ -121,6 +122,28 @@ def test_submitting_a_million_tokens_does_not_hold_up_the_loop(
 def test_small_pages_do_not_hold_up_the_loop(server: Running, longest: list[tuple[float, str]]) -> None:
     for page in ("/", "/health", "/metrics", "/openapi.json", "/v1/status", "/v1/models"):
         assert status(server.get(page)) == 200
+    assert max(longest)[0] < 0.02, max(longest)
+
+
+def test_chat_templates_run_beside_the_loop(
+    server: Running, longest: list[tuple[float, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template is the checkpoint's program, and may take as long as its limits let it."""
+    encode = Tokenizer.encode_chat
+
+    def slow(self: Tokenizer, messages: list[Message]) -> list[int]:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return encode(self, messages)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", slow)
+    messages = [{"role": "user", "content": "a"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 1}),
+        ("/tokenize", {"messages": messages}),
+    ):
+        assert status(server.raw(post(path, compact(**body)))) == 200
     assert max(longest)[0] < 0.02, max(longest)
 
 

@@ -10,13 +10,13 @@ from crelle.version import __version__
 _ERRORS = {
     400: "the request makes no sense, or can never be served: the message says why",
     401: "the API key is missing or wrong",
-    403: "a web page of this origin may not call",
+    403: "a web page of this origin may not call, or the server is not called by this name",
     404: "there is no such model or page",
     408: "the body did not arrive in time",
     413: "the body is too large",
     415: "the body is not plain application/json",
-    429: "too many requests wait already; Retry-After says when to come again",
-    500: "the server failed on this request",
+    429: "too many requests or large bodies wait already; Retry-After says when to come again",
+    500: "the server failed on this request, or the model computed values that are not finite",
     503: "the server is shutting down, or its engine has stopped",
     504: "the request took too long",
 }
@@ -66,7 +66,7 @@ def _get(says: str, schema: Schema | None, *errors: int, open_to_all: bool = Fal
     kinds = plain if schema is None else {"application/json": {"schema": schema}}
     needs: dict[str, Any] = {"security": []} if open_to_all else {}
     extra = () if open_to_all else (401,)
-    return {"summary": says, "responses": _responses(kinds, (*errors, *extra, 403)), **needs}
+    return {"summary": says, "responses": _responses(kinds, (400, *errors, *extra, 403)), **needs}
 
 
 def _post(says: str, takes: Schema, gives: Schema, more: dict[str, Any]) -> dict[str, Any]:
