@@ -8,22 +8,26 @@ Nothing here, or anywhere in Crelle, unpickles.
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from crelle.errors import CapacityError, FormatError
 
 TEMPORARY = re.compile(r".*\.[0-9a-f]{16}\.crelle-tmp", re.DOTALL)  # the names that `whole_file` works under
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+# A JSON text of this size becomes at most some 400 MB of Python objects ("[]," is 3 bytes, an empty list 64).
+MAX_JSON_BYTES = 16 << 20
 
 
 @contextmanager
@@ -78,19 +82,71 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or say what is wrong with it."""
+def require_regular(path: Path) -> int:
+    """Return the size of a regular file; anything else gets a sentence: opening a FIFO would wait for ever."""
     try:
-        value = json.loads(path.read_bytes())
+        found = path.stat()
     except FileNotFoundError as e:
         raise FormatError(f"{path} does not exist") from e
+    except (OSError, ValueError) as e:  # a loop of links, a name too long, a name with a zero byte
+        raise FormatError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from e
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+        raise FormatError(f"cannot read {path}: it is {kind}, not a file")
+    return found.st_size
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Return the bytes of a regular file of at most `limit` bytes."""
+    size = require_regular(path)
+    if size > limit:
+        raise FormatError(f"{path} has {size:,} bytes; such a file may have {limit:,}")
+    try:
+        with open(path, "rb") as f:
+            return f.read(limit)
     except OSError as e:
         raise FormatError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or say what is wrong with it."""
+    return parse_json(read_bounded(path, MAX_JSON_BYTES), str(path))
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object that some bytes are; `where` begins the sentence if they are none."""
+    try:
+        value = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError as e:
+        raise FormatError(f"{where} is not valid JSON: it is nested too deeply") from e
     except ValueError as e:
-        raise FormatError(f"{path} is not valid JSON: {e}") from e
+        raise FormatError(f"{where} is not valid JSON: {e}") from e
     if not isinstance(value, dict):
-        raise FormatError(f"{path} should hold a JSON object, but holds a {type(value).__name__}")
+        raise FormatError(f"{where} should hold a JSON object, but holds a {type(value).__name__}")
     return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it has the value {name}, which JSON does not know")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {shown(text)} is too large")
+    return value
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """Return a value as an error message shows it: short, whatever the file holds."""
+    if isinstance(value, str | bytes | list | dict) and len(value) > limit:
+        if isinstance(value, str | bytes):
+            return f"{value[: limit // 2]!r}... ({len(value):,} characters)"
+        return f"a {type(value).__name__} of {len(value):,} entries"
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 2 * limit else f"{text[: 2 * limit]}..."
 
 
 def sha256(path: Path) -> str:
@@ -121,24 +177,31 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise FormatError(f"{path} is missing")
+        require_regular(path)
         try:
             self._file: Any = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as e:
+            self._names = frozenset(self._file.keys())
+        except Exception as e:  # SafetensorError, OSError, and whatever else the library makes of senseless headers
             if looks_pickled(path):
                 raise refuse_pickle(path) from e
-            raise FormatError(f"{path} is truncated or not a safetensors file ({e})") from e
+            raise FormatError(f"{path} is truncated or not a safetensors file ({shown(str(e), 300)})") from e
 
     def names(self) -> list[str]:
         return list(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(name).get_shape())
+        return tuple(self._try(name, lambda: self._file.get_slice(name).get_shape()))
 
     def read(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._file.get_tensor(name)
-        except SafetensorError as e:
-            raise FormatError(f"{self.path} does not hold the tensor '{name}' that it should ({e})") from e
+        tensor: Tensor = self._try(name, lambda: self._file.get_tensor(name))
         return tensor
+
+    def _try(self, name: str, get: Callable[[], Any]) -> Any:
+        if name not in self._names:
+            raise FormatError(f"{self.path} does not hold the tensor '{name}' that it should")
+        try:
+            return get()
+        except Exception as e:  # an element type that torch does not have, for one
+            raise FormatError(f"{self.path}: the tensor '{name}' cannot be read ({e})") from e

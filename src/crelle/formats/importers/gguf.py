@@ -2,12 +2,14 @@
 
 Tensors are presented under their Hugging Face names and in that layout. Types: F32, F16, BF16, and every quantized type
 that the `gguf` package can turn back into numbers (Q8_0, Q4_0, Q4_1, the K-quants, …); those come as f32, or, for a
-file that is opened `encoded`, as one of our tensors where gguf_blocks.py knows the type.
+file that is opened `encoded`, as one of our tensors where gguf_blocks.py knows the type. The header is read by
+gguf_header.py, which checks every length in it: the package's own reader allocates whatever a file claims.
 Two things differ from Hugging Face and are undone here: in the `llama` architecture the rows of q and k are
 reordered (pairs interleaved for rope), and Llama 3's rope scaling is stored as a table of factors.
 """
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch import Tensor
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
+from crelle.formats.files import shown
 from crelle.formats.importers.gguf_blocks import decode
+from crelle.formats.importers.gguf_header import TensorInfo, read_header
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -43,39 +47,41 @@ class GGUFFile:
     """A GGUF file behind the interface of `source.Weights`."""
 
     def __init__(self, path: Path, encoded: bool = False) -> None:
-        import gguf
-
         self.path, self.encoded = path, encoded
+        self.header = read_header(path)
+        self._tensors = self.header.tensors
         try:
-            self._understand(gguf.GGUFReader(path))
+            self._understand()
         except CrelleError:
             raise
-        except Exception as e:  # the package raises whatever its parsing trips over
-            raise FormatError(f"{path} is truncated or not a valid GGUF file ({e})") from e
+        except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+            raise FormatError(f"{path}: the metadata of this GGUF file makes no sense ({e})") from e
 
-    def _understand(self, reader: Any) -> None:
+    def _understand(self) -> None:
         path = self.path
-        self.fields = reader.fields
-        self._tensors = {t.name: t for t in reader.tensors}
-        end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
-        if end > path.stat().st_size:
-            raise FormatError(f"{path} is truncated: it should have {end} bytes and has {path.stat().st_size}")
         if (parts := self.get("split.count", 1)) > 1:
             raise UnsupportedError(f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` first")
         self.arch = str(self.get("general.architecture"))
         if self.arch not in _CLASSES:
             known = ", ".join(_CLASSES)
-            raise UnsupportedError(f"{path} holds a '{self.arch}' model; from GGUF Crelle reads {known}")
+            raise UnsupportedError(f"{path} holds a {shown(self.arch)} model; from GGUF Crelle reads {known}")
         if "token_embd.weight" not in self._tensors:
             raise FormatError(f"{path} has no tensor 'token_embd.weight', so it is not a whole model")
         self.config = self._config()
         self._where = {hf: t for t in self._tensors if (hf := _hf_name(t)) is not None}
 
+    @property
+    def fields(self) -> Collection[str]:
+        """The names of the metadata."""
+        return self.header.fields
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value, or the default; without a default its absence is an error."""
-        field = self.fields.get(key)
-        if field is not None:
-            return field.contents()
+        if key in self.header.fields:
+            try:
+                return self.header.get(key)
+            except FormatError as e:
+                raise FormatError(f"{self.path}: {e}") from e
         if default is None:
             raise FormatError(f"{self.path} lacks the metadata '{key}'")
         return default
@@ -86,6 +92,10 @@ class GGUFFile:
     def _config(self) -> dict[str, Any]:
         """Return the Hugging Face config that this file's metadata amounts to."""
         heads, width = self._arch("attention.head_count"), self._arch("embedding_length")
+        kv_heads = self._arch("attention.head_count_kv", heads)
+        for key, value in (("attention.head_count", heads), ("attention.head_count_kv", kv_heads)):
+            if type(value) is not int or value < 1:
+                raise FormatError(f"{self.path}: '{self.arch}.{key}' should be a positive integer, not {shown(value)}")
         return {
             "architectures": [_CLASSES[self.arch]],
             "model_type": self.arch,
@@ -93,12 +103,12 @@ class GGUFFile:
             "intermediate_size": self._arch("feed_forward_length"),
             "num_hidden_layers": self._arch("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._arch("attention.head_count_kv", heads),
+            "num_key_value_heads": kv_heads,
             "head_dim": self._arch("attention.key_length", width // heads),
             "max_position_embeddings": self._arch("context_length"),
             "rms_norm_eps": _shortest(self._arch("attention.layer_norm_rms_epsilon")),
             "rope_parameters": self._rope(),
-            "vocab_size": self._tensors["token_embd.weight"].data.shape[0],
+            "vocab_size": self._tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": False,
@@ -120,7 +130,10 @@ class GGUFFile:
 
     def _llama3_rope(self, theta: float) -> dict[str, Any]:
         """Find the Llama 3 parameters that give the file's table of factors."""
-        table = np.asarray(self._tensors[_ROPE_FACTORS].data, dtype=np.float32)
+        info = self._tensors[_ROPE_FACTORS]
+        if info.kind != "F32":
+            raise FormatError(f"{self.path}: '{_ROPE_FACTORS}' should be F32, but is {info.kind}")
+        table = self.header.array(info).flatten()
         found = float(table.max())
         wavelength = 2 * np.pi * theta ** (np.arange(len(table)) / len(table))
         for original in (8192, 4096, 16384):
@@ -134,31 +147,31 @@ class GGUFFile:
         return list(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in reversed(self._tensor(name).shape))
+        return self._tensor(name).shape
 
-    def _tensor(self, name: str) -> Any:
+    def _tensor(self, name: str) -> TensorInfo:
         if name not in self._where:
             raise FormatError(f"{self.path} has no tensor '{name}'")
         return self._tensors[self._where[name]]
 
     def packed(self, name: str) -> bool:
         """Tell whether a tensor is stored in a quantized type, so that `read` has to unpack it."""
-        return self._tensor(name).tensor_type.name not in ("F32", "F16", "BF16")
+        return self._tensor(name).kind not in ("F32", "F16", "BF16")
 
     def read(self, name: str) -> Tensor:
         import gguf
 
         t = self._tensor(name)
-        kind = t.tensor_type
-        if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-            w = torch.from_numpy(np.array(t.data))
-        elif kind == gguf.GGMLQuantizationType.BF16:
-            w = torch.from_numpy(np.array(t.data)).view(torch.bfloat16)
+        stored = self.header.array(t)
+        if t.kind in ("F32", "F16"):
+            w = torch.from_numpy(np.array(stored))
+        elif t.kind == "BF16":
+            w = torch.from_numpy(np.array(stored)).view(torch.bfloat16)
         else:
             try:
-                w = torch.from_numpy(gguf.quants.dequantize(t.data, kind))
+                w = torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[t.kind]))
             except NotImplementedError as e:
-                raise UnsupportedError(f"{self.path}: '{t.name}' is {kind.name}, which nothing here can decode") from e
+                raise UnsupportedError(f"{self.path}: '{t.name}' is {t.kind}, which nothing here can decode") from e
         w = w.reshape(self.shape(name))
         return self._undo_rope_order(name, w) if self.arch == "llama" else w
 
@@ -167,12 +180,14 @@ class GGUFFile:
         if not re.search(r"\.[qk]_proj\.", name):
             return w
         heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        if w.shape[0] % (2 * heads):
+            raise FormatError(f"{self.path}: '{name}' has {w.shape[0]} rows, which {heads} heads cannot share")
         return w.reshape(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
 
     def matrix(self, module: str) -> QuantTensor:
         name = f"{module}.weight"
         t = self._tensor(name)
-        w = decode(t.tensor_type.name, t.data, self.shape(name)) if self.encoded else None
+        w = decode(t.kind, self.header.array(t), t.shape) if self.encoded else None
         if w is None:
             return DenseTensor(self.read(name))
         if self.arch != "llama":
@@ -198,6 +213,6 @@ def _hf_name(name: str) -> str | None:
     raise UnsupportedError(f"the GGUF tensor '{name}' has no place in a Llama-family model")
 
 
-def _shortest(x: float) -> float:
+def _shortest(x: Any) -> float:
     """Undo the widening of an f32: 9.999999747378752e-06 was meant as 1e-05."""
     return float(str(np.float32(x)))

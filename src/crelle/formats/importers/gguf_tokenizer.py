@@ -13,6 +13,7 @@ from crelle.formats.files import to_json, write_whole
 if TYPE_CHECKING:
     from crelle.formats.importers.gguf import GGUFFile
 
+_MAX_TOKEN = 2048  # characters; merges of a token take time and memory with the square of its length
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
@@ -20,22 +21,28 @@ _SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 
 def write_tokenizer(file: "GGUFFile", to: Path) -> None:
     """Write the file's tokenizer into a directory, in the form that transformers loads."""
+    try:
+        _write(file, to)
+    except CrelleError:
+        raise
+    except Exception as e:  # the tokenizers library raises bare Exception, and metadata may be of any type
+        raise FormatError(f"{file.path}: the parts of its tokenizer do not fit each other ({e})") from e
+
+
+def _write(file: "GGUFFile", to: Path) -> None:
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(t, str) and len(t) <= _MAX_TOKEN for t in tokens):
+        raise FormatError(f"{file.path}: its tokens should be strings of at most {_MAX_TOKEN} characters")
     kinds: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
     model = file.get("tokenizer.ggml.model")
     pre = file.get("tokenizer.ggml.pre", "gpt-2")
     if model not in ("gpt2", "llama"):
         raise UnsupportedError(f"{file.path} has a '{model}' tokenizer; from GGUF Crelle reads 'gpt2' and 'llama'")
-    try:
-        if model == "gpt2":
-            tokenizer = _byte_level(tokens, file.get("tokenizer.ggml.merges"), pre)
-        else:
-            tokenizer = _sentencepiece(file, tokens)
-        _add_special(tokenizer, tokens, kinds)
-    except CrelleError:
-        raise
-    except Exception as e:  # the tokenizers library raises bare Exception
-        raise FormatError(f"{file.path}: the parts of its tokenizer do not fit each other ({e})") from e
+    if model == "gpt2":
+        tokenizer = _byte_level(tokens, file.get("tokenizer.ggml.merges"), pre)
+    else:
+        tokenizer = _sentencepiece(file, tokens)
+    _add_special(tokenizer, tokens, kinds)
     named = _special_names(file, tokens)
     bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or pre == "llama-bpe")
     if bos and "bos_token" in named:
