@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
 tokenizer.json is read with the `tokenizers` library itself: loading transformers for it would take longer than the
-first token. transformers is loaded only for chat templates and for tokenizers that have no tokenizer.json.
+first token. transformers is loaded only for tokenizers that have no tokenizer.json; see tokenizer_files.py.
 """
 
 import tempfile
@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from crelle.engine.tokenizer_files import load_fast, load_from_vocabulary, special_tokens, template_source
 from crelle.errors import FormatError, SchemeError, UnsupportedError
-from crelle.formats.files import read_json
+from crelle.formats.files import read_json, shown
+from crelle.formats.rust import panics_are
 from crelle.formats.source import Weights
 
 _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
@@ -27,7 +29,10 @@ class Tokenizer:
         self.path = path
         config = path / "tokenizer_config.json"
         self.config = read_json(config) if config.exists() else {}
+        self._special = special_tokens(path, self.config)
+        self._template_source = template_source(path, self.config)
         self._fast = self._load_fast()
+        _ = self.bos_id  # a tokenizer that cannot encode is better told of now
 
     @classmethod
     def of(cls, weights: Weights) -> "Tokenizer":
@@ -36,38 +41,26 @@ class Tokenizer:
             return cls(weights.path)
         with tempfile.TemporaryDirectory(prefix="crelle-tokenizer-") as d:
             weights.copy_tokenizer(Path(d))
-            tokenizer = cls(Path(d))
-            _ = tokenizer._slow  # while its files exist
-            return tokenizer
+            return cls(Path(d))
 
     def _load_fast(self) -> Any:
-        from tokenizers import Tokenizer as Fast
-
         file = self.path / "tokenizer.json"
-        if not file.exists():
-            return self._slow.backend_tokenizer
-        try:
-            return Fast.from_file(str(file))
-        except Exception as e:  # the library raises bare Exception
-            raise FormatError(f"{file} is not a tokenizer that can be read: {e}") from e
-
-    @cached_property
-    def _slow(self) -> Any:
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
-        except (OSError, ValueError) as e:
-            raise FormatError(f"{self.path} holds no tokenizer that transformers can load: {e}") from e
+        if file.exists():
+            return load_fast(file)
+        slow = load_from_vocabulary(self.path, self.config)
+        self._special = dict(slow.special_tokens_map) | self._special  # a class has special tokens of its own
+        return slow.backend_tokenizer
 
     @cached_property
     def bos_id(self) -> int | None:
         """The token that every text starts with here, if there is one."""
-        token = self.config.get("bos_token")
-        token = token["content"] if isinstance(token, dict) else token
-        probe = self._fast.encode("a", add_special_tokens=True)
-        added = probe.special_tokens_mask[0]  # 1 where the post-processor put something before the text
+        token = self._special.get("bos_token")
+        probe = self._encode("a", add_special_tokens=True)
+        added = probe.special_tokens_mask[:1] == [1]  # the post-processor put something before the text
         wanted = self.config.get("add_bos_token")
+        if wanted is not None and not isinstance(wanted, bool):
+            file = self.path / "tokenizer_config.json"
+            raise FormatError(f"{file}: 'add_bos_token' should be true or false, but is {shown(wanted)}")
         if wanted is False or (wanted is None and not added):
             return None
         if added:
@@ -75,29 +68,38 @@ class Tokenizer:
         bos: int | None = self._fast.token_to_id(token) if token else None
         return bos
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Return the ids of a text; `bos` puts the start token first where this tokenizer has that habit."""
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
         try:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+            with panics_are(f"the tokenizer of {self.path} fails on this text"):
+                return self._fast.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as e:  # what the library says of lone surrogates: bytes that were never UTF-8
             raise SchemeError("the text cannot be encoded: it is not valid Unicode (UTF-8)") from e
+        except (FormatError, MemoryError):
+            raise
+        except Exception as e:  # the library raises bare Exception
+            raise FormatError(f"the tokenizer of {self.path} fails on this text: {shown(str(e), 300)}") from e
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Return the ids of a text; `bos` puts the start token first where this tokenizer has that habit."""
+        ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._fast.decode(ids, skip_special_tokens=True)
+        with panics_are(f"the tokenizer of {self.path} fails on these tokens"):
+            text: str = self._fast.decode(ids, skip_special_tokens=True)
         return text
+
+    @cached_property
+    def _template(self) -> Any:
+        from crelle.engine.chat_template import ChatTemplate
+
+        if self._template_source is None:
+            raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
+        return ChatTemplate(self._template_source)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to where the assistant is to speak."""
-        if not self._slow.chat_template:
-            raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
-        from jinja2 import TemplateError
-
-        try:
-            text = self._slow.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as e:
-            raise UnsupportedError(f"the model's chat template refuses this conversation: {e}") from e
-        return self.encode(text, bos=False)
+        return self.encode(self._template.render(messages, self._special), bos=False)
 
 
 class Detokenizer:
