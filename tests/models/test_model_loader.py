@@ -36,12 +36,60 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CrelleError], str]] = {
     "vocabulary": ({"vocab_size": 300}, FormatError, "embed_tokens.weight' is 259 x 72, .* asks for 300 x 72"),
     "width": ({"hidden_size": 64}, FormatError, "is 259 x 72, but the model's config asks for 259 x 64"),
     "inner width": ({"intermediate_size": 99}, FormatError, "gate_proj.weight' is 100 x 72, .* asks for 99 x 72"),
-    "heads": ({"num_attention_heads": 5}, FormatError, "q_proj.weight' is 72 x 72, .* asks for 60 x 72"),
+    "heads": (
+        {"num_attention_heads": 5},
+        FormatError,
+        "num_attention_heads' is 5, which 'num_key_value_heads' = 2 cannot share",
+    ),
+    "more heads": ({"num_attention_heads": 4}, FormatError, "q_proj.weight' is 72 x 72, .* asks for 48 x 72"),
     "key heads": ({"num_key_value_heads": 3}, FormatError, "k_proj.weight' is 24 x 72, .* asks for 36 x 72"),
     "head size": ({"head_dim": 10}, FormatError, "asks for 60 x 72"),
-    "too many layers": ({"num_hidden_layers": 4}, FormatError, "has no tensor 'model.layers.3"),
-    "no heads": ({"num_attention_heads": 0, "head_dim": None}, FormatError, "makes no sense"),
-    "words for numbers": ({"hidden_size": "wide", "head_dim": None}, FormatError, "makes no sense"),
+    "too many layers": ({"num_hidden_layers": 4}, FormatError, "has 4 layers .* no tensor of layer 3"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, FormatError, "from 1 to 16,384, but is 0"),
+    "words for numbers": ({"hidden_size": "wide"}, FormatError, "hidden_size' .* an integer .* but is 'wide'"),
+    "layers without end": (
+        {"num_hidden_layers": 2**29},
+        FormatError,
+        r"config.json: 'num_hidden_layers' \(layers\) should be an integer from 1 to 4,096, but is 536870912",
+    ),
+    "eps in words": ({"rms_norm_eps": "x"}, FormatError, "rms_norm_eps' .* a number from 0 to 1, but is 'x'"),
+    "half a window": (
+        {"model_type": "mistral", "sliding_window": 1.5},
+        FormatError,
+        "sliding_window' .* should be an integer .* but is 1.5",
+    ),
+    "short layer types": (
+        {"model_type": "qwen2", "sliding_window": 8, "layer_types": ["full_attention"]},
+        FormatError,
+        "layer_types' has 1 entries, but 'num_hidden_layers' is 3",
+    ),
+    "odd layer types": (
+        {"model_type": "qwen3", "sliding_window": 8, "layer_types": ["full_attention", {}, "linear"]},
+        FormatError,
+        "layer_types' should name full_attention or sliding_attention, but has {}",
+    ),
+    "head of -1": ({"head_dim": -1}, FormatError, "head_dim' .* from 2 to 4,096, but is -1"),
+    "odd head": ({"head_dim": 11}, FormatError, "11 wide, .* even"),
+    "truth for a number": ({"num_hidden_layers": True}, FormatError, "an integer .* but is True"),
+    "number for truth": ({"tie_word_embeddings": 1}, FormatError, "tie_word_embeddings' .* true or false, but is 1"),
+    "huge integer": ({"vocab_size": 10**400}, FormatError, r"vocab_size' .* but is 10{80,}\.\.\."),
+    "long text": ({"hidden_act": "x" * 10**6}, UnsupportedError, r"x{40}'\.\.\. \(1,000,000 characters\)"),
+    "rope as a list": ({"rope_scaling": [1, 2]}, FormatError, "rope_scaling' .* should be an object"),
+    "rope factor": ({"rope_scaling": {"type": "linear", "factor": 0}}, FormatError, "factor' .* from 0.001 to"),
+    "rope theta": ({"rope_theta": -1}, FormatError, "rope_theta' .* but is -1"),
+    "rope bounds": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        FormatError,
+        "low_freq_factor' is 4, which should be less",
+    ),
 }
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.errors import UnsupportedError
+from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.files import shown
 from crelle.models.builder import Builder
 from crelle.models.cache import Cache, KVCache, key_centers
 from crelle.models.decoding import Decoding
@@ -23,6 +24,7 @@ from crelle.models.fused import MAX_ROWS, Decoder, fuse
 from crelle.models.graphed import MAX_TOKENS
 from crelle.models.linear import QuantEmbedding
 from crelle.models.rope import Rope
+from crelle.models.settings import layer_types, setting
 from crelle.models.steps import LlamaStep
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -48,21 +50,31 @@ class LlamaConfig:
     @classmethod
     def from_hf(cls, c: dict[str, Any]) -> Self:
         """Read a Hugging Face config."""
-        if (act := c.get("hidden_act", "silu")) != "silu":
-            raise UnsupportedError(f"the activation '{act}' is not one of the Llama family's (silu)")
-        heads, width = c["num_attention_heads"], c["hidden_size"]
-        head_size = c.get("head_dim") or width // heads
+        if (act := setting(c, "hidden_act")) != "silu":
+            raise UnsupportedError(f"the activation {shown(act)} is not one of the Llama family's (silu)")
+        heads, width = setting(c, "num_attention_heads"), setting(c, "hidden_size")
+        kv_heads = setting(c, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise FormatError(
+                f"'num_attention_heads' is {heads}, which 'num_key_value_heads' = {kv_heads} cannot share"
+            )
+        if (head_size := setting(c, "head_dim")) is None:
+            if width % heads:
+                raise FormatError(f"'hidden_size' is {width}, which 'num_attention_heads' = {heads} does not divide")
+            head_size = width // heads
+        if head_size % 2:
+            raise FormatError(f"heads are {head_size} wide, and rotary positions need an even number ('head_dim')")
         return cls(
             width=width,
-            inner=c["intermediate_size"],
-            layers=c["num_hidden_layers"],
+            inner=setting(c, "intermediate_size"),
+            layers=setting(c, "num_hidden_layers"),
             heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads,
+            kv_heads=kv_heads,
             head_size=head_size,
-            vocabulary=c["vocab_size"],
-            context=c.get("max_position_embeddings") or 2048,
-            norm_eps=c.get("rms_norm_eps", 1e-6),
-            tied=c.get("tie_word_embeddings", False),
+            vocabulary=setting(c, "vocab_size"),
+            context=setting(c, "max_position_embeddings"),
+            norm_eps=setting(c, "rms_norm_eps"),
+            tied=setting(c, "tie_word_embeddings"),
             rope=Rope.from_hf(c, head_size),
             windows=_windows(c),
         )
@@ -70,17 +82,18 @@ class LlamaConfig:
 
 def _windows(c: dict[str, Any]) -> tuple[int | None, ...]:
     """Mistral slides its window in every layer, Qwen only where `layer_types` or `max_window_layers` says so."""
-    layers: int = c["num_hidden_layers"]
-    window: int | None = c.get("sliding_window")
-    if window is None or c["model_type"] == "llama" or c.get("use_sliding_window") is False:
+    layers: int = setting(c, "num_hidden_layers")
+    used: bool | None = setting(c, "use_sliding_window")
+    if c.get("sliding_window") is None or c["model_type"] == "llama" or used is False:
         return (None,) * layers
-    if kinds := c.get("layer_types"):
+    window: int = setting(c, "sliding_window")
+    if kinds := layer_types(c, layers):
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if c["model_type"] == "mistral":
         return (window,) * layers
-    if not c.get("use_sliding_window", False):
+    if not used:
         return (None,) * layers
-    full = c.get("max_window_layers", 28)  # transformers' default
+    full = setting(c, "max_window_layers")
     return tuple(None if i < full else window for i in range(layers))
 
 

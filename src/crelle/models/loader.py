@@ -1,11 +1,15 @@
 """From a path to a model that runs: the config's model type says which family it is."""
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from crelle.errors import FormatError, UnsupportedError
+from crelle.errors import CrelleError, FormatError, UnsupportedError
+from crelle.formats.checkpoint import CONFIG
+from crelle.formats.files import shown
 from crelle.formats.source import Weights, open_weights
 from crelle.models import llama, opt
 from crelle.models.builder import Builder
@@ -13,6 +17,7 @@ from crelle.models.llama import Llama, LlamaConfig
 from crelle.models.opt import OPT, OPTConfig
 from crelle.models.precisions import offered
 
+_LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
 Config = LlamaConfig | OPTConfig
 Model = Llama | OPT
 CONFIGS: dict[str, type[LlamaConfig] | type[OPTConfig]] = {
@@ -32,14 +37,24 @@ def choose_device(device: str) -> torch.device:
 
 def read_config(weights: Weights) -> Config:
     """Return the model's config in our terms, or say what is wrong with it."""
+    where = weights.path / CONFIG if weights.path.is_dir() else weights.path
     try:
-        if (kind := weights.config.get("model_type")) not in CONFIGS:
-            raise UnsupportedError(f"model type '{kind}' is not one that Crelle runs ({', '.join(CONFIGS)})")
+        kind = weights.config.get("model_type")
+        if not isinstance(kind, str) or kind not in CONFIGS:
+            raise UnsupportedError(f"model type {shown(str(kind))} is not one that Crelle runs ({', '.join(CONFIGS)})")
         return CONFIGS[kind].from_hf(weights.config)
-    except KeyError as e:
-        raise FormatError(f"{weights.path}: the model's config lacks the key {e}") from e
-    except (TypeError, ArithmeticError) as e:
-        raise FormatError(f"{weights.path}: the model's config makes no sense ({e})") from e
+    except CrelleError as e:
+        raise type(e)(f"{where}: {e}") from e
+
+
+def _require_layers(weights: Weights, names: Collection[str], layers: int) -> None:
+    """Say which layer is missing before any is built."""
+    present = {int(m[1]) for name in names if (m := _LAYER.search(name))}
+    if (missing := next((i for i in range(layers) if i not in present), None)) is not None:
+        raise FormatError(
+            f"{weights.path}: the model's config says that it has {layers} layers ('num_hidden_layers'), but there is "
+            f"no tensor of layer {missing}"
+        )
 
 
 def tied_to(weights: Weights) -> str | None:
@@ -69,7 +84,9 @@ def build(
     config = read_config(weights)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
     made: dict[str, Any] | None = {} if offered(weights) else None  # to be shared among precisions, where there are
-    builder = Builder(weights, frozenset(weights.names()), dtype, device, kernel, bits, made)
+    names = frozenset(weights.names())
+    _require_layers(weights, names, config.layers)
+    builder = Builder(weights, names, dtype, device, kernel, bits, made)
     model = (OPT(builder, config) if isinstance(config, OPTConfig) else Llama(builder, config)).eval()
     if kernel and all(layer.kernel != kernel for layer in model.linears()):
         raise UnsupportedError(f"kernel '{kernel}' has nothing to do in {weights.path}: no matrix there is quantized")

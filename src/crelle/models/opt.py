@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.files import shown
 from crelle.models.builder import Builder
 from crelle.models.cache import Cache, KVCache, key_centers
 from crelle.models.decoding import Decoding
 from crelle.models.graphed import MAX_TOKENS
 from crelle.models.linear import QuantEmbedding, QuantLinear
+from crelle.models.settings import setting
 from crelle.models.steps import OPTStep
 
 MODEL_TYPES = ("opt",)
@@ -59,27 +61,27 @@ class OPTConfig:
     @classmethod
     def from_hf(cls, c: dict[str, Any]) -> Self:
         """Read a Hugging Face config."""
-        if (act := c.get("activation_function", "relu")) not in ACTIVATIONS:
-            raise UnsupportedError(f"the activation '{act}' is not one of OPT's ({', '.join(ACTIVATIONS)})")
-        heads, width = c["num_attention_heads"], c["hidden_size"]
+        if (act := setting(c, "activation_function")) not in ACTIVATIONS:
+            raise UnsupportedError(f"the activation {shown(act)} is not one of OPT's ({', '.join(ACTIVATIONS)})")
+        heads, width = setting(c, "num_attention_heads"), setting(c, "hidden_size")
         if width % heads:
             raise UnsupportedError(f"OPT's width {width} cannot be shared out among {heads} heads")
-        norm_first = c.get("do_layer_norm_before", True)
+        norm_first = setting(c, "do_layer_norm_before")
         return cls(
             width=width,
-            inner=c["ffn_dim"],
-            layers=c["num_hidden_layers"],
+            inner=setting(c, "ffn_dim"),
+            layers=setting(c, "num_hidden_layers"),
             heads=heads,
             head_size=width // heads,
-            words=c.get("word_embed_proj_dim") or width,
-            vocabulary=c["vocab_size"],
-            context=c.get("max_position_embeddings") or 2048,
-            tied=c.get("tie_word_embeddings", True),
+            words=setting(c, "word_embed_proj_dim", width),
+            vocabulary=setting(c, "vocab_size"),
+            context=setting(c, "max_position_embeddings"),
+            tied=setting(c, "tie_word_embeddings", True),
             activation=act,
-            biased=c.get("enable_bias", True),
-            affine=c.get("layer_norm_elementwise_affine", True),
+            biased=setting(c, "enable_bias"),
+            affine=setting(c, "layer_norm_elementwise_affine"),
             norm_first=norm_first,
-            last_norm=norm_first and not c.get("_remove_final_layer_norm", False),
+            last_norm=norm_first and not setting(c, "_remove_final_layer_norm"),
         )
 
 

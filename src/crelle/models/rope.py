@@ -10,7 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from crelle.errors import UnsupportedError
+from crelle.errors import FormatError, UnsupportedError
+from crelle.formats.files import shown
+from crelle.models.settings import setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +24,20 @@ class Rope:
     @classmethod
     def from_hf(cls, c: dict[str, Any], head_size: int) -> Self:
         """Read either way of writing it: `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
-        p: dict[str, Any] = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-        theta = p.get("rope_theta", c.get("rope_theta", 10000.0))
+        p: dict[str, Any] = setting(c, "rope_parameters") or setting(c, "rope_scaling") or {}
+        if nested := [k for k, v in p.items() if isinstance(v, dict)]:
+            raise UnsupportedError(
+                f"rotary positions that differ from layer to layer ({shown(nested)}) are not supported"
+            )
+        theta = setting(p if "rope_theta" in p else c, "rope_theta")
         frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
-        kind = p.get("rope_type", p.get("type", "default"))
+        kind = setting(p, "rope_type") or setting(p, "type")
         if kind == "linear":
-            frequency = frequency / p["factor"]
+            frequency = frequency / setting(p, "factor")
         elif kind == "llama3":
             frequency = _llama3(frequency, p)
         elif kind != "default":
-            raise UnsupportedError(f"rope scaling '{kind}' is not supported (default, linear, llama3 are)")
+            raise UnsupportedError(f"rope scaling {shown(kind)} is not supported (default, linear, llama3 are)")
         return cls(frequency)
 
     def angles(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -49,9 +55,11 @@ class Rope:
 
 def _llama3(frequency: Tensor, p: dict[str, Any]) -> Tensor:
     """Slow frequencies are divided by the factor, fast ones stay, those between are blended by wavelength."""
-    original: float = p["original_max_position_embeddings"]
+    original: int = setting(p, "original_max_position_embeddings")
     wavelength = 2 * math.pi / frequency
-    low, high = p["low_freq_factor"], p["high_freq_factor"]
+    low, high = setting(p, "low_freq_factor"), setting(p, "high_freq_factor")
+    if not low < high:
+        raise FormatError(f"'low_freq_factor' is {low:g}, which should be less than 'high_freq_factor', {high:g}")
     smooth: Tensor = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    blended: Tensor = (1 - smooth) * frequency / p["factor"] + smooth * frequency
+    blended: Tensor = (1 - smooth) * frequency / setting(p, "factor") + smooth * frequency
     return blended
