@@ -100,14 +100,14 @@ def parse_shapes(texts: list[str]) -> list[tuple[int, int]]:
 
 
 def parse_threads(text: str) -> list[int]:
-    from crelle.kernels.threads import available_cores
+    from crelle.kernels.threads import available_cores, check_threads
 
     if not text:
         return [available_cores()]
     parts = [p.strip() for p in text.split(",")]
-    if not all(p.isdigit() and int(p) for p in parts):
+    if not all(p.isascii() and p.isdigit() and len(p) < 10 and int(p) for p in parts):
         raise SchemeError(f"--threads should read like 1,2; got '{text}'")
-    return [int(p) for p in parts]
+    return [check_threads(int(p)) for p in parts]
 
 
 def refuse(device: str, **given: object) -> None:

@@ -20,6 +20,7 @@ from crelle.formats.base import QuantTensor
 from crelle.kernels import cpu, ops
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.select import Problem, select
+from crelle.kernels.threads import set_threads
 from crelle.quantizers.scheme import parse
 
 COLD_BYTES = 800_000_000  # more than any cache of today's processors
@@ -99,8 +100,7 @@ def _measure(
     random = torch.Generator().manual_seed(0)
     w = parse(scheme).fit(torch.randn(N, K, generator=random) / K**0.5)
     kernel = select(Problem.of(w, torch.float32), "cpu" if precision == "exact" else f"cpu-{precision}")
-    cpu.core().set_threads(threads)
-    torch.set_num_threads(threads)
+    set_threads(threads)
     x = torch.randn(batch, K, generator=random)
     error = check(x, w, precision)
 
