@@ -18,6 +18,7 @@ from crelle.formats.source import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models import precisions
 from crelle.models.loader import Model, build, choose_device
+from crelle.models.settings import token_ids
 
 Prompt = str | list[int]  # text, or token ids that are taken as they are
 
@@ -225,10 +226,7 @@ class StopFilter:
 
 def _end_ids(weights: Weights) -> frozenset[int]:
     """The tokens that end a text: what config.json and generation_config.json say."""
-    said = [weights.config.get("eos_token_id")]
+    ids = token_ids(weights.config.get("eos_token_id"), str(weights.path))
     if (file := weights.path / "generation_config.json").is_file():
-        said.append(read_json(file).get("eos_token_id"))
-    ids: set[int] = set()
-    for s in said:
-        ids |= set(s) if isinstance(s, list) else {s} if isinstance(s, int) else set()
-    return frozenset(ids)
+        ids |= token_ids(read_json(file).get("eos_token_id"), str(file))
+    return ids
