@@ -28,6 +28,7 @@ TEMPORARY = re.compile(r".*\.[0-9a-f]{16}\.crelle-tmp", re.DOTALL)  # the names 
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # A JSON text of this size becomes at most some 400 MB of Python objects ("[]," is 3 bytes, an empty list 64).
 MAX_JSON_BYTES = 16 << 20
+MAX_TENSORS, MAX_NAME = 1 << 18, 1 << 10  # of a safetensors file, and characters of a tensor's name
 
 
 @contextmanager
@@ -183,6 +184,8 @@ class ShardReader:
         try:
             self._file: Any = safe_open(path, framework="pt")
             self._names = frozenset(self._file.keys())
+            if len(self._names) > MAX_TENSORS or any(len(n) > MAX_NAME for n in self._names):
+                raise ValueError(f"more than {MAX_TENSORS} tensors, or a name of more than {MAX_NAME} characters")
         except Exception as e:  # SafetensorError, OSError, and whatever else the library makes of senseless headers
             if looks_pickled(path):
                 raise refuse_pickle(path) from e

@@ -9,7 +9,6 @@ Words hold a dense bit stream, ceil(K b/32) of them, or, as older versions wrote
 for 3, 5, 6 and 7 bits; the number of words tells them apart or, where it is the same, the bits that the older leaves 0.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,9 @@ from torch import Tensor
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES, groups_in
+from crelle.formats.files import shown
 from crelle.formats.importers.encoded import EncodedDirectory, in_group_order, sorted_grid, whole_number
+from crelle.formats.importers.name_patterns import MAX_WORK, NamePattern
 from crelle.formats.packing import unpack_words
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -52,7 +53,8 @@ class CompressedTensorsDirectory(EncodedDirectory):
         groups = declared.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise FormatError(f"{path}: its compressed-tensors config has no 'config_groups'")
-        self.schemes: list[tuple[list[str | re.Pattern[str]], dict[str, Any]]] = []
+        self.schemes: list[tuple[list[str | NamePattern], dict[str, Any]]] = []
+        work = [MAX_WORK]
         for name, scheme in groups.items():
             if scheme.get("input_activations") or scheme.get("output_activations"):
                 raise UnsupportedError(f"{path}: '{name}' rounds activations too, which Crelle does not do")
@@ -61,7 +63,7 @@ class CompressedTensorsDirectory(EncodedDirectory):
                 raise FormatError(f"{path}: '{name}' in config_groups should have 'weights' and 'targets'")
             if weights.get("type", "int") != "int":
                 raise UnsupportedError(f"{path}: '{name}' has weights of type '{weights['type']}'; Crelle reads int")
-            self.schemes.append(([_pattern(t, path) for t in targets], weights))
+            self.schemes.append(([_pattern(t, path, work) for t in targets], weights))
         self._shapes: dict[str, tuple[int, int]] = {}
 
     def _scheme(self, module: str) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class CompressedTensorsDirectory(EncodedDirectory):
         for by_name in (True, False):
             for targets, weights in self.schemes:
                 for t in targets:
-                    named = t == module if isinstance(t, str) else t.match(module) is not None
+                    named = t == module if isinstance(t, str) else t.match(module)
                     if named if by_name else t == "Linear":
                         return weights
         raise FormatError("no target in config_groups names it")
@@ -109,12 +111,14 @@ class CompressedTensorsDirectory(EncodedDirectory):
         return self.part(module, "weight_zero_point", (N, G), (torch.int8,)).to(torch.int16) + (1 << (bits - 1))
 
 
-def _pattern(target: object, path: Path) -> str | re.Pattern[str]:
+def _pattern(target: object, path: Path, work: list[int]) -> str | NamePattern:
     """Return a target as the name it is, or as the regular expression that `re:` announces."""
+    if not isinstance(target, str):
+        raise FormatError(f"{path}: a target in config_groups should be text, but is {shown(target)}")
     try:
-        return re.compile(target[3:]) if isinstance(target, str) and target.startswith("re:") else str(target)
-    except re.error as e:
-        raise FormatError(f"{path}: the target '{target}' in config_groups is no regular expression ({e})") from e
+        return NamePattern(target[3:], work) if target.startswith("re:") else target
+    except UnsupportedError as e:
+        raise UnsupportedError(f"{path}: a target in config_groups: {e}") from e
 
 
 def _unpacked(words: Tensor, bits: int, count: int, name: str) -> Tensor:
