@@ -45,7 +45,11 @@ class HFDirectory:
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path, self.config = path, config
         self.files = self._shard_files()
-        self._where = {name: shard for shard in map(ShardReader, self.files) for name in shard.names()}
+        self._where: dict[str, ShardReader] = {}
+        for shard in map(ShardReader, self.files):
+            if twice := self._where.keys() & set(shard.names()):
+                raise FormatError(f"{path}: the tensor '{min(twice)}' is in more than one *.safetensors file")
+            self._where |= dict.fromkeys(shard.names(), shard)
 
     def _shard_files(self) -> list[Path]:
         if (index := self.path / HF_INDEX).exists():
