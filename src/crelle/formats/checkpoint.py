@@ -59,6 +59,7 @@ from crelle.formats.files import (
     is_plain_name,
     read_json,
     sha256,
+    shown,
     sync_directory,
     to_json,
     whole_file,
@@ -118,11 +119,11 @@ class Checkpoint:
             if key not in q:
                 raise FormatError(f"{where}: quantization_config lacks the key '{key}'")
             if not isinstance(q[key], kind):
-                raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {q[key]!r}")
+                raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {shown(q[key])}")
         for name, spec in q["tensors"].items():
-            if not isinstance(spec, dict) or spec.get("format") not in FORMATS:
+            if not isinstance(spec, dict) or str(spec.get("format")) not in FORMATS:
                 known = ", ".join(sorted(FORMATS))
-                raise FormatError(f"{where}: '{name}' has an unknown format in {spec!r} (known: {known})")
+                raise FormatError(f"{where}: '{name}' has an unknown format in {shown(spec)} (known: {known})")
             try:
                 shape_of(spec)
             except FormatError as e:
@@ -131,7 +132,9 @@ class Checkpoint:
             if not is_plain_name(name):
                 raise FormatError(f"{where}: the shard '{name}' should be a plain file name, beside config.json")
             if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
-                raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {facts!r}")
+                raise FormatError(
+                    f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}"
+                )
         return q
 
     @staticmethod
@@ -156,7 +159,7 @@ class Checkpoint:
             raise FormatError(f"{self.path} has no matrix '{module}'")
         cls = FORMATS[spec["format"]]
         try:
-            return cls.from_parts(spec, {t: self.read(f"{module}.{t}") for t in cls.parts(spec)})
+            return cls.from_parts(spec, {t: self._stored(f"{module}.{t}") for t in cls.parts(spec)})
         except FormatError as e:
             raise FormatError(f"{self.path}, '{module}': {e}") from e
 
@@ -165,6 +168,9 @@ class Checkpoint:
         module = name.removesuffix(".weight")
         if name not in self._where and module in self.specs and module != name:
             return self.matrix(module).dequantize()
+        return self._stored(name)
+
+    def _stored(self, name: str) -> Tensor:
         if (shard := self._where.get(name)) is None:
             raise FormatError(f"{self.path} has no tensor '{name}'")
         return shard.read(name)
