@@ -215,7 +215,9 @@ def template_source(path: Path, config: dict[str, Any]) -> str | None:
             raise FormatError(f"{file} is not UTF-8 text") from e
     said = config.get("chat_template")
     if isinstance(said, list):
-        named = {t.get("name"): t.get("template") for t in said if isinstance(t, dict) and isinstance(t["name"], str)}
+        named = {
+            t.get("name"): t.get("template") for t in said if isinstance(t, dict) and isinstance(t.get("name"), str)
+        }
         said = named.get("default")
         if said is None:
             raise UnsupportedError(

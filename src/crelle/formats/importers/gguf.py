@@ -22,7 +22,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.files import shown
 from crelle.formats.importers.gguf_blocks import decode
-from crelle.formats.importers.gguf_header import TensorInfo, read_header
+from crelle.formats.importers.gguf_header import Header, TensorInfo, read_header
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -46,9 +46,10 @@ _ROPE_FACTORS = "rope_freqs.weight"
 class GGUFFile:
     """A GGUF file behind the interface of `source.Weights`."""
 
-    def __init__(self, path: Path, encoded: bool = False) -> None:
+    def __init__(self, path: Path, encoded: bool = False, header: Header | None = None) -> None:
+        """header: where it has been read already."""
         self.path, self.encoded = path, encoded
-        self.header = read_header(path)
+        self.header = header or read_header(path)
         self._tensors = self.header.tensors
         try:
             self._understand()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.files import to_json, write_whole
+from crelle.formats.rust import panics_are
 
 if TYPE_CHECKING:
     from crelle.formats.importers.gguf import GGUFFile
@@ -22,14 +23,18 @@ _SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 def write_tokenizer(file: "GGUFFile", to: Path) -> None:
     """Write the file's tokenizer into a directory, in the form that transformers loads."""
     try:
-        _write(file, to)
+        with panics_are(f"{file.path}: the parts of its tokenizer do not fit each other"):
+            tokenizer, config = build_tokenizer(file)
     except CrelleError:
         raise
     except Exception as e:  # the tokenizers library raises bare Exception, and metadata may be of any type
         raise FormatError(f"{file.path}: the parts of its tokenizer do not fit each other ({e})") from e
+    write_whole(to / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    write_whole(to / "tokenizer_config.json", to_json(config))
 
 
-def _write(file: "GGUFFile", to: Path) -> None:
+def build_tokenizer(file: "GGUFFile") -> tuple[Any, dict[str, Any]]:
+    """Return the file's tokenizer and its tokenizer_config; what does not fit raises any Exception."""
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(isinstance(t, str) and len(t) <= _MAX_TOKEN for t in tokens):
         raise FormatError(f"{file.path}: its tokens should be strings of at most {_MAX_TOKEN} characters")
@@ -47,7 +52,6 @@ def _write(file: "GGUFFile", to: Path) -> None:
     bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or pre == "llama-bpe")
     if bos and "bos_token" in named:
         _prepend(tokenizer, named["bos_token"], tokens.index(named["bos_token"]))
-    write_whole(to / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
@@ -57,7 +61,7 @@ def _write(file: "GGUFFile", to: Path) -> None:
     }
     if "tokenizer.chat_template" in file.fields:
         config["chat_template"] = file.get("tokenizer.chat_template")
-    write_whole(to / "tokenizer_config.json", to_json(config))
+    return tokenizer, config
 
 
 def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
