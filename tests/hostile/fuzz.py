@@ -29,7 +29,7 @@ ODD: list[Any] = [None, True, False, -1, *NUMBERS, -(2**63), 10**400, 0.5, -0.0,
 ODD += ["\x00", "\ud800", "é" * 50, "../../x", "/dev/zero", "re:(a+)+$", "{{ 9**9 }}", [], {}, [[]], [0], {"a": None}]
 
 
-class Finding(AssertionError):
+class FindingError(AssertionError):
     """An input that a loader could not cope with."""
 
 
@@ -60,16 +60,16 @@ def fuzz(
             accepted += 1
         except CrelleError as e:
             if not str(e) or len(str(e)) > 3000:
-                raise Finding(f"input {i}: not a sentence: {str(e)[:300]!r} for {value!r:.2000}") from e
+                raise FindingError(f"input {i}: not a sentence: {str(e)[:300]!r} for {value!r:.2000}") from e
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
                 raise
-            raise Finding(f"input {i}: {type(e).__name__}: {e!s:.500} for {value!r:.4000}") from e
+            raise FindingError(f"input {i}: {type(e).__name__}: {e!s:.500} for {value!r:.4000}") from e
         if not new <= seen:
             seen |= new
             corpus.append(value)
         if i % 500 == 0 and _peak() - before > MEGABYTES:
-            raise Finding(f"input {i}: memory grew by {_peak() - before} MB, last: {value!r:.2000}")
+            raise FindingError(f"input {i}: memory grew by {_peak() - before} MB, last: {value!r:.2000}")
     return Report(count, len(seeds), len(corpus), len(seen), accepted, time.perf_counter() - begun)
 
 

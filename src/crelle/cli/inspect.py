@@ -44,6 +44,7 @@ def run(model: Model, json: Json = False) -> None:
 
 def describe(model: Any) -> dict[str, Any]:
     """Return the facts that `inspect --json` prints."""
+    from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
     from crelle.formats.source import open_weights
@@ -56,6 +57,8 @@ def describe(model: Any) -> dict[str, Any]:
         w = weights.matrix(name)
         facts = {"name": name, "format": w.format, "shape": list(w.shape), "bits": w.bits, "group": w.group}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
+    if not layers:
+        raise FormatError(f"{model} holds no matrix, so there is nothing to show")
     counted = [x for x in layers if x["format"] != "dense"] or layers
     count = sum(x["shape"][0] * x["shape"][1] for x in counted)
     size = sum(x["bytes"] for x in counted)

@@ -178,6 +178,10 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if len(path.name) > 255:
+            raise FormatError(
+                f"{path.parent} should have a file with a name of {len(path.name)} characters: no file has"
+            )
         if not os.path.lexists(path):
             raise FormatError(f"{path} is missing")
         require_regular(path)

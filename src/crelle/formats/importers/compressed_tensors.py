@@ -25,6 +25,7 @@ from crelle.formats.importers.name_patterns import MAX_WORK, NamePattern
 from crelle.formats.packing import unpack_words
 
 _INTEGERS = (torch.int32, torch.int64)
+_MAX_TARGETS = 1000  # names and patterns; real files have a few, or one for each matrix of some layers
 
 
 class CompressedTensorsDirectory(EncodedDirectory):
@@ -63,6 +64,8 @@ class CompressedTensorsDirectory(EncodedDirectory):
                 raise FormatError(f"{path}: '{name}' in config_groups should have 'weights' and 'targets'")
             if weights.get("type", "int") != "int":
                 raise UnsupportedError(f"{path}: '{name}' has weights of type '{weights['type']}'; Crelle reads int")
+            if sum(len(t) for t, _ in self.schemes) + len(targets) > _MAX_TARGETS:
+                raise UnsupportedError(f"{path}: config_groups has more than {_MAX_TARGETS} targets")
             self.schemes.append(([_pattern(t, path, work) for t in targets], weights))
         self._shapes: dict[str, tuple[int, int]] = {}
 
