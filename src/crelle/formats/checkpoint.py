@@ -130,7 +130,7 @@ class Checkpoint:
                 raise FormatError(f"{where}: '{name}': {e}") from e
         for name, facts in q["shards"].items():
             if not is_plain_name(name):
-                raise FormatError(f"{where}: the shard '{name}' should be a plain file name, beside config.json")
+                raise FormatError(f"{where}: the shard {shown(name)} should be a plain file name, beside config.json")
             if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
                 raise FormatError(
                     f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}"

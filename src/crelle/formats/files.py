@@ -65,8 +65,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Tell whether a name that a file gives us stays in the directory that it is looked up in."""
-    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+    """Tell whether a name that a file gives us is one that a file can have in the directory that it is looked up in."""
+    fits = 0 < len(name.encode(errors="replace")) < 256 and "\0" not in name
+    return fits and Path(name).name == name and name not in (".", "..")
 
 
 def sync_directory(path: Path) -> None:
