@@ -1,5 +1,6 @@
 """Ids equal those of transformers; when a text starts with BOS; what cannot be a tokenizer."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+import crelle
 from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenizer_files import backtracks
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 
 BOS, START, END = 256, 257, 258
@@ -120,6 +123,132 @@ def test_tokenizer_without_tokenizer_json_is_made_by_transformers(tmp_path: Path
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.encode("abb") == [vocabulary["ab"], vocabulary["b"]]
     assert tokenizer.bos_id is None
+
+
+# What the files say about prompts, and code that they bring ------------------------------------------------------
+
+CUT = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+PAD = {
+    "strategy": {"Fixed": 32},
+    "direction": "Left",
+    "pad_to_multiple_of": None,
+    "pad_id": 7,
+    "pad_type_id": 0,
+    "pad_token": "x",
+}
+
+
+def test_truncation_and_padding_of_tokenizer_json_leave_prompts_alone(tmp_path: Path) -> None:
+    plain = tokenizer_with(tmp_path, "bos").encode("a long prompt")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": CUT, "padding": PAD}))
+    change_config(tmp_path, model_max_length=2)
+    assert len(plain) == 14
+    assert Tokenizer(tmp_path).encode("a long prompt") == plain
+    talk = [{"role": "user", "content": "a long prompt"}]
+    assert len(Tokenizer(tmp_path).encode_chat(talk)) > 20
+
+
+def vocabulary(to: Path, **config: Any) -> Path:
+    """A directory with vocabulary files and no tokenizer.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    (to / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "<|endoftext|>"])}))
+    (to / "merges.txt").write_text("#version: 0.2\n")
+    said = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", **config}
+    (to / "tokenizer_config.json").write_text(json.dumps(said))
+    return to
+
+
+def test_a_small_model_max_length_leaves_prompts_alone_without_tokenizer_json_too(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(vocabulary(tmp_path, model_max_length=2, truncation_side="left", padding_side="left"))
+    assert len(tokenizer.encode("a long prompt")) == 13
+    assert tokenizer._fast.truncation is None
+    assert tokenizer._fast.padding is None
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+def test_code_of_a_directory_is_never_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where somebody at the terminal would say yes; nothing is asked."""
+    mark, model = tmp_path / "it ran", tmp_path / "m"
+    model.mkdir()
+    (model / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass Evil: pass\n")
+    vocabulary(model, tokenizer_class="Evil" if where == "tokenizer_config.json" else "GPT2Tokenizer")
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    said = json.loads((model / where).read_text())
+    (model / where).write_text(json.dumps(said | {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}))
+    answers = io.StringIO("y\n" * 10)
+    monkeypatch.setattr("sys.stdin", answers)
+    with pytest.raises(UnsupportedError, match=r"never runs code of a model\. Save the tokenizer as tokenizer\.json"):
+        Tokenizer(model)
+    assert not mark.exists()
+    assert answers.tell() == 0
+
+
+def test_code_beside_a_tokenizer_json_is_not_looked_at(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    change_config(tmp_path, auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil")
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    assert tokenizer.encode_chat(TALK)
+
+
+def test_every_use_of_transformers_says_that_it_trusts_no_code() -> None:
+    source = Path(crelle.__file__).parent
+    calls = [line for f in source.rglob("*.py") for line in f.read_text().splitlines() if ".from_pretrained(" in line]
+    assert calls
+    assert all("trust_remote_code=False" in call and "local_files_only=True" in call for call in calls)
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+CL100K = r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t)?|\p{N}{1,3}|\s+"
+)
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+)
+
+
+@pytest.mark.parametrize(
+    "pattern", [GPT2, LLAMA_3, CL100K, O200K, DEEPSEEK, r"\p{N}", "[一-龥]+", " ?[^(\\s|[.,!?…])]+"]
+)
+def test_splitting_patterns_of_real_tokenizers_are_accepted(pattern: str) -> None:
+    assert not backtracks(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a*)*",
+        "((a+)b?)*",
+        "(?:x|a+){2,}",
+        "(a|b+){5}",
+        r"(a)\1+",
+        "a*b*c*d*",
+        "(a{2,}){2,}",
+        "(?>(a+)?)*",
+        r"\s*a*.*.*x",
+    ],
+)
+def test_splitting_patterns_that_can_take_for_ever_are_found(pattern: str) -> None:
+    assert backtracks(pattern)
+
+
+def test_a_tokenizer_with_such_a_pattern_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    both = {"type": "Sequence", "pretokenizers": [split, json.loads(file.read_text())["pre_tokenizer"]]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": both}))
+    with pytest.raises(UnsupportedError, match=r"pattern '\(a\+\)\+\$' .* can take for ever"):
+        Tokenizer(tmp_path)
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

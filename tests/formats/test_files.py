@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from crelle.errors import CapacityError, CrelleError, FormatError
-from crelle.formats.files import ShardReader, looks_pickled, read_json, sha256, to_json, write_whole, writing
+from crelle.formats.files import ShardReader, looks_pickled, read_json, sha256, shown, to_json, write_whole, writing
 
 
 class _Trap:
@@ -130,3 +130,43 @@ def test_write_errors_name_the_path_and_the_remedy(tmp_path: Path, code: int, ki
     with pytest.raises(kind, match="Do this") as refused, writing(file, "Do this"):
         raise OSError(code, os.strerror(code))
     assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+        ('{"a": NaN}', "the value NaN"),
+        ('{"a": -Infinity}', "the value -Infinity"),
+        ('{"a": 1e999}', "1e999' is too large"),
+        ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+    ],
+)
+def test_json_that_would_be_a_traceback_is_a_sentence(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(FormatError, match=words):
+        read_json(tmp_path / "x.json")
+
+
+def test_json_of_absurd_size_is_refused_unread(tmp_path: Path) -> None:
+    with open(tmp_path / "x.json", "wb") as f:
+        f.truncate(1 << 40)  # a sparse file: a terabyte of zeros that takes no room
+    with pytest.raises(FormatError, match=r"1,099,511,627,776 bytes; such a file may have 16,777,216"):
+        read_json(tmp_path / "x.json")
+
+
+def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.json")
+    with pytest.raises(FormatError, match="a pipe, socket or device, not a file"):
+        read_json(tmp_path / "x.json")
+    with pytest.raises(FormatError, match="a pipe, socket or device, not a file"):
+        ShardReader(tmp_path / "x.json")
+
+
+def test_long_values_are_shortened_in_messages() -> None:
+    assert shown("x" * 10**7) == f"'{'x' * 40}'... (10,000,000 characters)"
+    assert shown(list(range(1000))) == "a list of 1,000 entries"
+    assert len(shown(dict.fromkeys(range(50), "x" * 1000))) < 200
+    assert shown(10**5000) == "a int"
+    assert shown("plain") == "'plain'"

@@ -1,0 +1,47 @@
+"""How many threads may be asked for, by every command that takes the option."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from crelle.errors import SchemeError
+from crelle.kernels.threads import available_cores, check_threads, max_threads, set_threads
+
+sys.path.append(str(Path(__file__).parents[1] / "cli"))
+from in_process import run
+
+COMMANDS = (
+    "generate {m} --prompt x",
+    "chat {m}",
+    "eval {m}",
+    "serve {m}",
+    "quantize {m} {out} --scheme rtn:bits=4,group=32",
+    "search {m} --target-bits 3 --out {out}",
+    "tune {m} {out}",
+    "bench gemv --shape 8x8 --scheme rtn:bits=4,group=8 --device cpu",
+    "bench decode {m} --device cpu",
+    "bench serve {m}",
+    "bench accuracy {m}",
+    "bench attention",
+    "demo",
+)
+
+
+def test_as_many_as_there_are_cores_and_some_more() -> None:
+    assert max_threads() >= max(256, 4 * available_cores())
+    assert check_threads(max_threads()) == max_threads()
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000, 2**40])
+def test_senseless_numbers_are_refused_before_a_thread_is_started(threads: int) -> None:
+    with pytest.raises(SchemeError, match=rf"threads must be at .*, got {threads}"):
+        set_threads(threads)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_100_000_threads_are_a_sentence(command: str, tiny_model: Path, tmp_path: Path) -> None:
+    words = command.format(m=tiny_model, out=tmp_path / "out").split()
+    done = run(*words, "--threads", 100_000)
+    assert done.code == 2, done.err
+    assert f"threads must be at most {max_threads()} on this machine, got 100000" in " ".join(done.err.split())
