@@ -35,5 +35,6 @@ def assert_empty(engine: Engine) -> None:
     engine.blocks.assert_consistent([])
     assert engine.blocks.used == 0
     assert not engine._texts
-    assert not engine._faults
+    assert not engine._doomed
+    assert not engine._done
     assert not engine.scheduler.unfinished

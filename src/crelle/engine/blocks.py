@@ -61,8 +61,12 @@ class BlockManager:
         if pages < 1 or page < 1:
             raise SchemeError(f"a cache needs at least one page of one token, got {pages} pages of {page}")
         self.pages, self.page, self.sharing = pages, page, sharing
-        self._references = [0] * pages
-        self._free = list(reversed(range(pages)))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: all pages are free. Whoever has a table empties it."""
+        self._references = [0] * self.pages
+        self._free = list(reversed(range(self.pages)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._index: dict[Key, int] = {}
         self._key: dict[int, Key] = {}  # of every page in the index
@@ -177,10 +181,13 @@ class BlockManager:
         return BlockTable(table.root, list(table.pages), table.length)
 
     def release(self, table: BlockTable) -> None:
-        """Give all pages back; the table is empty then and may be opened again."""
-        for page in reversed(table.pages):  # so that the end of a text is evicted before its beginning
-            self._drop(page)
-        table.pages.clear()
+        """Give all pages back; the table is empty then and may be opened again.
+
+        Page by page, so that a call that was interrupted can be repeated.
+        """
+        while table.pages:  # from the last, so that the end of a text is evicted before its beginning
+            self._drop(table.pages[-1])
+            table.pages.pop()
         table.length = 0
 
     # Single pages --------------------------------------------------------------------------------------------------

@@ -6,85 +6,58 @@
     texts = [handle.outputs[0].completion.text for handle in handles]
 
 A step is: the scheduler chooses (under a lock), the runner computes (without it: requests may come in meanwhile), each
-sequence draws its token with its own sampler, the scheduler takes note. If the runner raises, exactly the sequences of
-that step fail; if drawing or decoding a token of one sequence raises, that one does. On a GPU, as long as all who draw
-want the likeliest token and no more, the next step is chosen and started before the tokens of the last one are here
+sequence draws its token with its own sampler, the scheduler takes note. On a GPU, as long as all who draw want the
+likeliest token and no more, the next step is chosen and started before the tokens of the last one are here
 (`Scheduler`, "Ahead"): the device never waits for Python.
 
-`Service` runs an engine in a thread of its own: what a server needs. While it runs, the model is the engine's: the C++
-step keeps its working memory in it, so LLM.generate must not run beside it in another thread.
+Whatever is thrown, BaseException included, every sequence gets exactly one last event and no page is lost:
+
+    add                     everything is built before the request is queued: nothing is left of one that raised
+    the runner              exactly the sequences of the step fail (`_abort`)
+    sampler, detokenizer    that sequence fails: `_doom` notes why, `_reap` tells the scheduler
+    callback                its request is cancelled (`Handle.put`)
+    scheduler, and the rest all sequences that have begun fail, those that wait stay (`Scheduler.salvage`); at a second
+                            such fault without a sound step between, the engine stops: all sequences fail, and it takes
+                            no more requests (`stop`)
+
+`_deliver` is the only place where a last event is made. KeyboardInterrupt and SystemExit do the same, and are raised
+again at the end of the step where the caller's own thread steps the engine.
+
+`Service` runs an engine in a thread of its own: what a server needs. Any number of engines, services and calls of
+LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
-from threading import Event as Flag
-from threading import Lock, RLock, Thread
-from types import TracebackType
-from typing import Any, Self
+from threading import Lock, RLock, Thread, current_thread
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from crelle.engine.blocks import BlockManager
+from crelle.engine.handle import Handle
 from crelle.engine.llm import LLM, Completion, Prompt, StopFilter
 from crelle.engine.memory import page_bytes, plan
-from crelle.engine.output import Event, Growing, OnEvent, Output, QueueFullError
+from crelle.engine.output import Growing, OnEvent, QueueFullError
 from crelle.engine.runner import Runner
-from crelle.engine.sampler import Sampler, Sampling
+from crelle.engine.sampler import Sampler, Sampling, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request
 from crelle.engine.sequence import Sequence as Text
+from crelle.engine.service import Service
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
 from crelle.models.step_buffers import Drawn
 
+__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Service", "Stats", "default_pages", "generate_all"]
+
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _CACHE = 4 << 30  # bytes of pages at most, where nobody gave a budget
 _Ahead = tuple[Step, Drawn]
-
-
-class Handle:
-    """A request that was let in. Iterate over it for its events, unless it was given a callback for them."""
-
-    def __init__(self, request: Request, on_event: OnEvent | None, pump: Callable[[], bool] | None) -> None:
-        self.request = request
-        self.outputs: list[Output] = []  # as they finish; complete when `finished`
-        self.failure: Exception | None = None  # what the callback raised; the request is cancelled then
-        self._on_event, self._pump = on_event, pump
-        self._events: SimpleQueue[Event] = SimpleQueue()
-        self._left = request.n  # texts whose last event has not been taken out of it
-
-    @property
-    def finished(self) -> bool:
-        return len(self.outputs) == self.request.n
-
-    def cancel(self) -> None:
-        """Ask for an end before the next step; from any thread. Every text still gets its last event."""
-        self.request.cancel()
-
-    def __iter__(self) -> Iterator[Event]:
-        """Yield events until all n texts are finished. An engine without a thread of its own is stepped meanwhile."""
-        while self._left:
-            while self._pump and self._events.empty():
-                worked = self._pump()
-                assert worked or not self._events.empty(), "the engine has no work, but a text is unfinished"
-            event = self._events.get()
-            self._left -= event.output is not None
-            yield event
-
-    def put(self, event: Event) -> None:
-        """Take note of an event; the engine's part."""
-        if event.output:
-            self.outputs = sorted([*self.outputs, event.output], key=lambda output: output.index)
-        if self._on_event is None:
-            self._events.put(event)
-        elif self.failure is None:
-            try:
-                self._on_event(event)
-            except Exception as e:
-                self.failure = e
-                self.cancel()
+_Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +116,15 @@ class Engine:
         )
         self.runner = Runner(llm, self.kv, self.plan.pages, exact=exact)
         self.queue_limit = queue_limit
-        self.pump: Callable[[], bool] | None = self.step  # what those who wait for events call; None: they block
-        self._texts: dict[Text, tuple[Handle, Growing]] = {}
-        self._faults: dict[Text, Exception] = {}  # of single texts, in drawing or decoding
+        self.thread: Thread | None = None  # which steps the engine, where it has one: see Service
+        self.on_work: Callable[[], None] | None = None  # called when a request comes
+        self.stopped: BaseException | None = None  # what ended it; it takes no more requests then
+        self._texts: dict[Text, tuple[Handle, Growing]] = {}  # all that have not had their last event
+        self._doomed: list[Text] = []  # have a verdict that the scheduler does not know yet
+        self._done: deque[Text] = deque()  # finished, and the last event is due
         self._ahead: _Ahead | None = None  # the step that was started last, where its tokens are not known yet
+        self._strikes = 0  # steps one after the other in which the bookkeeping failed
+        self._quit: BaseException | None = None  # to be raised when the step is over
         self._lock, self._stepping = RLock(), Lock()
         self._counts = dict.fromkeys(("steps", "run", "drawn", "reused", "preemptions", "finished", "failed"), 0)
 
@@ -171,6 +149,7 @@ class Engine:
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
         sampling = sampling or Sampling()
+        self._require_room()
         ids = self.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.llm._check(ids)
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
@@ -186,16 +165,52 @@ class Engine:
             priority=priority,
             realm=realm,
         )
-        handle = Handle(request, on_event, self.pump)
+        handle, texts = Handle(request, on_event, self), dict[Text, tuple[Handle, Growing]]()
+        for s in self.scheduler.prepare(request):
+            sampler = Sampler(replace(sampling, seed=s.seed), self.llm.model.device)
+            text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop)
+            texts[s] = handle, Growing(s.index, len(ids), sampler, text, logprobs)
         with self._lock:
-            waiting = len(self.scheduler.waiting)
-            if self.queue_limit is not None and waiting >= self.queue_limit:
-                raise QueueFullError(f"{waiting} requests wait already, no more than {self.queue_limit} may; try later")
-            for s in self.scheduler.submit(request):
-                sampler = Sampler(replace(sampling, seed=s.seed), self.llm.model.device)
-                text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop)
-                self._texts[s] = handle, Growing(s.index, len(ids), sampler, text, logprobs)
+            self._require_room()
+            try:
+                self._texts.update(texts)
+                if self.on_work is not None:
+                    self.on_work()  # who wakes up now waits for the lock
+                self.scheduler.enqueue(request)
+            except BaseException:
+                self.scheduler.withdraw(request)
+                for s in texts:
+                    self._texts.pop(s, None)
+                raise
         return handle
+
+    def _require_room(self) -> None:
+        """Say why no request is taken now, if so."""
+        if self.stopped is not None:
+            raise CapacityError(f"the engine has stopped: {self.stopped}")
+        waiting = len(self.scheduler.waiting)
+        if self.queue_limit is not None and waiting >= self.queue_limit:
+            raise QueueFullError(f"{waiting} requests wait already, no more than {self.queue_limit} may; try later")
+
+    @property
+    def driven(self) -> bool:
+        """Whether a thread of its own steps it; else those who want events do."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def cancel_all(self) -> None:
+        """Ask for an end of everything; the next step hands it out."""
+        with self._lock:
+            for s in self._texts:
+                s.request.cancel()
+
+    @property
+    def stats(self) -> Stats:
+        with self._lock:
+            n, s, b = self._counts, self.scheduler, self.blocks
+            now = (len(s.waiting), len(s.running), b.pages, b.used, b.cached)
+        return Stats(*now, *n.values())
+
+    # Steps ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Step until no work is left."""
@@ -208,27 +223,54 @@ class Engine:
         Where tokens can be taken on the GPU, the step is only started, and the one before it is handed out meanwhile.
         """
         with self._stepping:
-            before, self._ahead = self._ahead, None
-            with self._lock:
-                if before:
-                    self.scheduler.update(before[0], [UNKNOWN] * len(before[0].draws))
-                step = self.scheduler.schedule()
-            if step:
-                self._count(step)
-                self._run(step, before)
-            elif before:
-                self._settle(*before)
-            self._hand_out()
-            return bool(step or before)
+            worked = self.stopped is None and self._guarded()
+            leave, self._quit = self._quit, None
+        if leave is not None:
+            raise leave
+        return worked
+
+    def _guarded(self) -> bool:
+        """Run a step; what is raised here is a fault of the bookkeeping, and does not leave."""
+        worked, fault = True, None
+        try:
+            worked = self._advance()
+        except BaseException as e:
+            fault = e
+            self._salvage(e)
+        try:
+            self._hand_out(idle=not worked)
+        except BaseException as e:
+            fault = fault or e
+        if fault is None:
+            self._strikes = 0
+        else:
+            self._strikes += not self._note(fault)
+            if self._strikes > 1 and self.stopped is None:
+                self.stop(fault)
+        return worked or bool(self._texts)
+
+    def _advance(self) -> bool:
+        before, self._ahead = self._ahead, None
+        with self._lock:
+            if before:
+                self.scheduler.update(before[0], [UNKNOWN] * len(before[0].draws))
+            step = self.scheduler.schedule()
+        if step:
+            self._count(step)
+            self._run(step, before)
+        elif before:
+            self._settle(*before)
+        return bool(step or before)
 
     def _run(self, step: Step, before: "_Ahead | None") -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""
         try:
-            started = self.runner.start(step) if self._starts(step) else None
+            with self.llm.lock:
+                started = self.runner.start(step) if self._starts(step) else None
         except BaseException as e:
             if before:
                 self._settle(*before)
-            self._fail(step, e)
+            self._abort(step, e)
             return
         if before:
             self._settle(*before)
@@ -239,20 +281,15 @@ class Engine:
             with self._lock:
                 step = self.scheduler.trim()
         try:
-            drawn = self._draw(step, self.runner.run(step)) if step else []
+            with self.llm.lock:
+                drawn = self._draw(step, self.runner.run(step)) if step else []
         except BaseException as e:
-            self._fail(step, e)
+            self._abort(step, e)
             return
         with self._lock:
             self.scheduler.update(step, drawn)
         for s, token in zip(step.draws, drawn, strict=True):
             self._push(s, token)
-
-    def _fail(self, step: Step, error: BaseException) -> None:
-        with self._lock:
-            self.scheduler.abort(step, error)
-        if not isinstance(error, Exception):  # the user wants out
-            raise error
 
     def _starts(self, step: Step) -> bool:
         """Whether nobody has to look at logits here to draw a token."""
@@ -260,86 +297,158 @@ class Engine:
         return all(g.top is None and g.sampler.greedy for g in texts) and self.runner.starts(step)
 
     def _settle(self, step: Step, started: Drawn) -> None:
-        """Wait for the tokens of a step that was started, and hand them on."""
+        """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
+        lost: BaseException | None = None
         try:
-            tokens = started.tokens()
-        except Exception as e:
-            tokens = [UNKNOWN] * len(step.draws)
-            self._faults |= dict.fromkeys(step.draws, e)
+            with self.llm.lock:
+                tokens = started.tokens()
+        except BaseException as e:
+            tokens, lost = [UNKNOWN] * len(step.draws), e
         for s, token in zip(step.draws, tokens, strict=True):
-            with self._lock:
-                there = self.scheduler.settle(s, token)
-            if there:
+            try:
+                with self._lock:
+                    there = self.scheduler.settle(s, token if token >= 0 else UNKNOWN)
+                if not there:  # it ended a step before, and has been handed out: drawn for nobody
+                    self._counts["drawn"] -= 1
+                    continue
+                if token < 0:
+                    raise lost or not_finite(len(s.ids))
                 self._texts[s][1].draw(_not_looked_at, s.ids, token)
+            except BaseException as e:
+                self._doom(s, "error", e)
+            else:
                 self._push(s, token)
-            else:  # it ended a step before, and has been handed out: drawn for nobody
-                self._faults.pop(s, None)
-                self._counts["drawn"] -= 1
-
-    def cancel_all(self) -> None:
-        """Ask for an end of everything; the next step hands it out."""
-        with self._lock:
-            for s in self._texts:
-                s.request.cancel()
-
-    def fail_all(self, error: BaseException) -> None:
-        """Give every unfinished text a last event with an error; for those who must stop stepping."""
-        with self._lock:
-            texts, self._texts = self._texts, {}
-        for handle, growing in texts.values():
-            handle.put(growing.finish("error", error))
-
-    @property
-    def stats(self) -> Stats:
-        with self._lock:
-            n, s, b = self._counts, self.scheduler, self.blocks
-            now = (len(s.waiting), len(s.running), b.pages, b.used, b.cached)
-        return Stats(*now, *n.values())
-
-    # Parts of a step -----------------------------------------------------------------------------------------------
+        self._reap()
 
     def _draw(self, step: Step, logits: Tensor) -> list[int]:
-        """Return a token for each that draws; one that cannot gets any token, and is ended by `_push`."""
+        """Return a token for each that draws; one that cannot gets any token, and is doomed."""
         drawn, texts = [], [self._texts[s][1] for s in step.draws]
         best: list[int] | list[None] = [None] * len(texts)
         if any(growing.sampler.greedy for growing in texts):
-            # Of all at once: on a GPU one wait; on a CPU numpy's, which takes a sixtieth of the time of torch's.
-            best = (logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)).tolist()
+            best = _likeliest(logits)
         for i, (s, growing, likeliest) in enumerate(zip(step.draws, texts, best, strict=True)):
             try:
                 drawn.append(growing.draw(lambda i=i: logits[i], s.ids, likeliest))  # type: ignore[misc]
-            except Exception as e:
-                self._faults[s] = e
+            except BaseException as e:
+                self._doom(s, "error", e)
                 drawn.append(0)
         return drawn
 
     def _push(self, s: Text, token: int) -> None:
-        """Turn a drawn token into text, and end the text where ids alone do not."""
+        """Turn a drawn token into text, and doom the sequence where that ends it."""
         handle, growing = self._texts[s]
-        end: Reason | None = "error" if s in self._faults else None
-        if end is None and token not in s.request.end_ids:
-            try:
-                handle.put(growing.push(token))
-                end = "stop" if growing.text.stopped else None
-            except Exception as e:
-                self._faults[s], end = e, "error"
-        if end is not None:
-            with self._lock:
-                self.scheduler.finish(s, end)
+        if growing.verdict is not None or token in s.request.end_ids:
+            return
+        try:
+            if (raised := handle.put(growing.push(token))) is not None:
+                self._note(raised)
+            if growing.text.stopped:
+                self._doom(s, "stop")
+        except BaseException as e:
+            self._doom(s, "error", e)
 
-    def _hand_out(self) -> None:
-        """Give everyone who is finished the last event."""
+    # Ends ----------------------------------------------------------------------------------------------------------
+
+    def _abort(self, step: Step, error: BaseException) -> None:
+        """Fail the sequences of a step."""
+        self._note(error)
         with self._lock:
-            done = [(s, *self._texts.pop(s)) for s in self.scheduler.take_finished()]
-        for s, handle, growing in done:
-            fault = self._faults.pop(s, None)
-            error = fault or s.error
-            assert s.reason is not None
-            reason: Reason = "error" if fault else s.reason
+            self.scheduler.abort(step, error)
+
+    def _doom(self, s: Text, reason: Reason, error: BaseException | None = None) -> None:
+        """Note that a sequence ends here, for a reason that its ids do not show."""
+        if error is not None:
+            self._note(error)
+        if (found := self._texts.get(s)) is not None and found[1].verdict is None:
+            found[1].verdict = reason, error
+            self._doomed.append(s)
+
+    def _reap(self) -> None:
+        """Tell the scheduler of those that are doomed; where that fails, the next step tries again."""
+        for s in list(self._doomed):
+            try:
+                with self._lock:
+                    self.scheduler.finish(s, "stop")  # `_deliver` goes by the verdict
+                self._doomed.remove(s)
+            except BaseException as e:
+                self._note(e)
+
+    def _hand_out(self, *, idle: bool) -> None:
+        """Give everyone who is finished the last event; idle: the scheduler had nothing to run."""
+        self._reap()
+        with self._lock:
+            self._done.extend(self.scheduler.take_finished())
+            if idle and not self.scheduler.unfinished:  # then whoever is left was lost in some fault
+                self._done.extend(s for s in self._texts if s not in self._done)
+        while self._done:
+            self._deliver(self._done[0])
+            self._done.popleft()
+
+    def _deliver(self, s: Text) -> None:
+        """Make a sequence's last event and forget the sequence; a second call does nothing."""
+        if (found := self._texts.get(s)) is None:
+            return
+        handle, growing = found
+        reason, error = growing.verdict or (s.reason or "error", s.error)
+        if s.ids[-1] == UNKNOWN and reason != "cancelled":  # a fault took the step whose token this was
+            reason = "error"
+        if reason == "error" and error is None:
+            error = RuntimeError("a fault elsewhere in the engine took the sequence with it")
+        more = {"reused": s.reused, "preemptions": s.preemptions}
+        try:
+            event = growing.finish(reason, error, **more)
+        except BaseException as e:  # in the detokenizer, say: its text is not whole, but what there is comes
+            self._note(e)
+            if reason in ("stop", "length"):
+                reason, error = "error", e
+            event = growing.finish(reason, error, whole=False, **more)
+        if (raised := handle.put(event)) is not None:
+            self._note(raised)
+        with self._lock:
+            del self._texts[s]
             self._counts["finished"] += 1
             self._counts["failed"] += reason == "error"
             self._counts["reused"] += s.reused
-            handle.put(growing.finish(reason, error, reused=s.reused, preemptions=s.preemptions))
+
+    def _salvage(self, error: BaseException) -> None:
+        """Start the bookkeeping anew after a fault in it."""
+        try:
+            self._ahead = None
+            with self._lock:
+                self.scheduler.salvage(list(self._texts), error)
+        except BaseException:
+            self.stop(error)
+
+    def stop(self, error: BaseException) -> None:
+        """Give every sequence a last event, with the error, and take no more requests."""
+        with self._lock:
+            self.stopped = error  # before all else: nobody comes in
+            texts, self._ahead = list(self._texts), None
+            for s in texts:
+                growing = self._texts[s][1]
+                if not s.finished and growing.verdict is None:
+                    growing.verdict = "error", error
+        for s in texts:
+            try:
+                self._deliver(s)
+            except BaseException as e:  # who waits for it reads in `stopped` that nothing will come
+                self._note(e)
+        try:
+            with self._lock:
+                self._texts.clear()
+                self._doomed.clear()
+                self._done.clear()
+                self.scheduler.salvage(texts, error)
+                self.scheduler.clear()
+        except BaseException as e:
+            self._note(e)
+
+    def _note(self, error: BaseException) -> bool:
+        """Remember what the user's own thread must be told; a thread of the engine's own goes on."""
+        told = isinstance(error, _Quit) and self.thread is not current_thread()
+        if told:
+            self._quit = self._quit or error
+        return told
 
     def _count(self, step: Step) -> None:
         more = {"steps": 1, "run": step.tokens, "drawn": len(step.draws), "preemptions": len(step.preempted)}
@@ -347,69 +456,22 @@ class Engine:
             self._counts[name] += by
 
 
+def _likeliest(logits: Tensor) -> list[int]:
+    """Return the token of the largest logit of each row [B, V], -1 where that is not finite.
+
+    Of all at once: on a GPU one wait; on a CPU numpy's argmax, which takes a sixtieth of the time of torch's.
+    """
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        best = rows.argmax(-1)
+        finite = np.isfinite(rows[np.arange(len(rows)), best])
+        return np.where(finite, best, -1).tolist()  # type: ignore[no-any-return]
+    largest, index = logits.max(-1)
+    return torch.where(largest.isfinite(), index, -1).tolist()  # type: ignore[no-any-return]
+
+
 def _not_looked_at() -> Tensor:
     raise AssertionError("a token that was taken on the GPU needs no logits here")
-
-
-class Service:
-    """An engine in a thread of its own. Requests come from any thread; slow readers never hold up a step.
-
-    with Service(Engine(llm)) as service:
-        for event in service.submit("Once upon a time"):
-            print(event.text, end="")
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.error: BaseException | None = None  # what ended the thread before its time
-        self._closing = False
-        self._gate, self._work = Lock(), Flag()
-        engine.pump = None
-        self._thread = Thread(target=self._loop, name="crelle-engine", daemon=True)
-        self._thread.start()
-
-    def submit(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Handle:
-        """Queue a request (options: those of Engine.add); iterate over what is returned, or give `on_event`."""
-        with self._gate:
-            if self._closing:
-                raise CapacityError("the engine is shutting down and takes no more requests")
-            if self.error is not None:
-                raise CapacityError(f"the engine has stopped: {self.error}")
-            handle = self.engine.add(prompt, sampling, **options)
-        self._work.set()
-        return handle
-
-    def close(self, *, finish: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests; finish what runs (at most `timeout` seconds), cancel the rest, end the thread."""
-        with self._gate:
-            self._closing = True
-        if not finish:
-            self.engine.cancel_all()
-        self._work.set()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self.engine.cancel_all()
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        self.close(finish=kind is None)
-
-    def _loop(self) -> None:
-        try:
-            while True:
-                self._work.clear()  # before looking for work: what comes later sets it again
-                if self.engine.step():
-                    continue
-                if self._closing:
-                    return
-                self._work.wait()
-        except BaseException as e:  # a mistake of ours: nobody shall wait for ever
-            with self._gate:
-                self.error = e
-            self.engine.fail_all(e)
 
 
 def generate_all(

@@ -1,9 +1,16 @@
-"""LLM: a model, its tokenizer, and text out of it. One object from quantizer to server."""
+"""LLM: a model, its tokenizer, and text out of it. One object from quantizer to server.
+
+Threads. An LLM may be used by any number of threads at once, and beside engines and services over it: each call has its
+own cache, sampler and detokenizer, and `LLM.lock` is held for one step of the model at a time (and while a precision is
+built), since the model itself has working memory: the C++ step, CUDA graphs. It is never held while a stream waits to
+be read. Who calls `llm.model(...)` directly beside others takes the lock.
+"""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from time import perf_counter
 from typing import overload
 
@@ -56,6 +63,7 @@ class LLM:
         self.kv = kv or KVFormat()  # how caches store keys and values
         self.end_ids = _end_ids(weights)
         self.precisions = precisions.offered(weights)  # of a nested checkpoint; () where there is only one
+        self.lock = RLock()  # held by whoever runs a step of the model, at any precision
         self._at = {model.build.bits or precisions.default(weights): model}
 
     @classmethod
@@ -91,9 +99,11 @@ class LLM:
         """
         if bits is None:
             return self.model
-        if bits not in self._at:
-            self._at.setdefault(bits, self.model.at(bits))
-        return self._at[bits]
+        if (found := self._at.get(bits)) is None:
+            with self.lock:
+                if (found := self._at.get(bits)) is None:  # nobody has built it meanwhile
+                    found = self._at[bits] = self.model.at(bits)
+        return found
 
     @overload
     def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Completion: ...
@@ -136,7 +146,9 @@ class LLM:
         self, messages: list[Message], sampling: Sampling | None = None, *, bits: int | None = None
     ) -> Iterator[Piece]:
         """Stream the assistant's answer to a conversation."""
-        return self.stream(self.tokenizer.encode_chat(messages), sampling, bits=bits)
+        with self.lock:  # the template is compiled when it is first used
+            ids = self.tokenizer.encode_chat(messages)
+        return self.stream(ids, sampling, bits=bits)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Iterator[Piece]:
         """Continue a prompt, piece by piece as the text becomes certain."""
@@ -159,13 +171,15 @@ class LLM:
 
     def _steps(self, model: Model, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         begun = perf_counter()
-        cache, sampler = model.new_cache(kv=self.kv), Sampler(sampling, model.device)
+        with self.lock:  # the first cache with centred keys runs the model
+            cache, sampler = model.new_cache(kv=self.kv), Sampler(sampling, model.device)
         text, new = StopFilter(Detokenizer(self.tokenizer, ids), sampling.stop), list[int]()
         room = min(sampling.max_tokens, model.c.context - len(ids))
         feed, first, reason = ids, 0.0, "length"
         while len(new) < room:
-            tokens = torch.tensor([feed], device=model.device)
-            token = sampler.draw(model(tokens, cache, last=True)[0, -1], ids + new)
+            with self.lock:
+                tokens = torch.tensor([feed], device=model.device)
+                token = sampler.draw(model(tokens, cache, last=True)[0, -1], ids + new)
             first = first or perf_counter() - begun
             if token in self.end_ids:
                 reason = "stop"

@@ -1,5 +1,6 @@
 """What the engine gives back: an event for every token, and at the end of a text all of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from crelle.engine.llm import Completion, StopFilter
-from crelle.engine.sampler import Sampler
+from crelle.engine.sampler import Sampler, not_finite
 from crelle.engine.sequence import Reason
 from crelle.errors import CapacityError
+
+_NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no infinity
 
 
 class QueueFullError(CapacityError):
@@ -62,12 +65,15 @@ class Growing:
         self.begun = perf_counter()
         self.first: float | None = None  # when the first token came
         self.pending: TokenLogprob | None = None  # of the token just drawn
+        self.verdict: tuple[Reason, BaseException | None] | None = None  # why it ends, where ids do not show it
 
     def draw(self, logits: Callable[[], Tensor], so_far: list[int], likeliest: int | None = None) -> int:
         """Return the next token for logits [V], which are asked for where they are needed.
 
-        likeliest: the token of the largest logit, where it is known.
+        likeliest: the token of the largest logit, where it is known; negative: the logits are not finite.
         """
+        if likeliest is not None and likeliest < 0:
+            raise not_finite(len(so_far))
         known = likeliest if self.sampler.greedy else None
         token = self.sampler.draw(logits(), so_far) if known is None else known
         self.pending = None if self.top is None else logprob(logits(), token, self.top)
@@ -76,15 +82,16 @@ class Growing:
 
     def push(self, token: int) -> Event:
         """Add a token that is part of the text."""
+        event = Event(self.index, self.text.push(token), token, self.pending)
         self.tokens.append(token)
         if self.pending is not None:
             self.logprobs.append(self.pending)
-        return Event(self.index, self.text.push(token), token, self.pending)
+        return event
 
-    def finish(self, reason: Reason, error: BaseException | None, **more: int) -> Event:
-        """Return the last event; more: fields of Output."""
+    def finish(self, reason: Reason, error: BaseException | None, *, whole: bool = True, **more: int) -> Event:
+        """Return the last event; whole=False: without the text that was held back; more: fields of Output."""
         tokens = self.tokens
-        rest = self.text.finish()
+        rest = self.text.finish() if whole else ""
         said = "stop" if self.text.stopped and reason in ("stop", "length") else reason
         first = (self.first or self.begun) - self.begun
         seconds = perf_counter() - self.begun - first
@@ -99,4 +106,8 @@ def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
     logs = torch.log_softmax(logits.float(), -1)
     best = logs.topk(min(top, logs.numel()))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprob(token, float(logs[token]), tuple(pairs))
+    return TokenLogprob(token, _finite(float(logs[token])), tuple((t, _finite(p)) for t, p in pairs))
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _NEVER

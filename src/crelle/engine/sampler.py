@@ -1,12 +1,17 @@
-"""From logits to the next token."""
+"""From logits to the next token.
 
+Logits whose largest is NaN, infinite or minus infinity have no likeliest token, and no probabilities: whoever asks for
+one gets a NumericsError. (The largest of values among which is a NaN is that NaN, in torch as in numpy.)
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from crelle.errors import SchemeError
+from crelle.errors import NumericsError, SchemeError
 
 _COLD = 1e-6  # colder than this, logits / temperature leaves f32 and only the most likely token remains anyway
 
@@ -62,16 +67,39 @@ class Sampler:
         if self.s.repetition_penalty != 1.0:
             logits = _penalize(logits, so_far, self.s.repetition_penalty)
         if self.s.temperature < _COLD:
-            return int(logits.argmax())
-        kept = _truncate(logits / self.s.temperature, self.s)
+            best = int(logits.argmax())
+            require_finite(float(logits[best]), len(so_far))
+            return best
+        scaled = logits / self.s.temperature
+        if not math.isfinite(float(scaled.max())):  # on a GPU multinomial would take the whole process down
+            most = logits.max()
+            require_finite(float(most), len(so_far))
+            scaled = (logits - most) / self.s.temperature  # they were finite, but so large that a division was not
+        kept = _truncate(scaled, self.s)
         return int(torch.multinomial(kept.softmax(-1), 1, generator=self._random))
+
+
+def require_finite(largest: float, position: int) -> None:
+    """Raise unless the largest logit, of the token at this position, is a finite number."""
+    if not math.isfinite(largest):
+        raise not_finite(position, f"the largest is {largest}")
+
+
+def not_finite(position: int, detail: str = "NaN or infinite") -> NumericsError:
+    """Return the error of a sequence whose logits at a position are not finite."""
+    return NumericsError(
+        f"the model's logits are not finite ({detail}) at token {position}: the checkpoint or a kernel is broken; "
+        "try another kernel (`crelle explain MODEL` lists them), and quantize or download the checkpoint again if "
+        "that does not help"
+    )
 
 
 def _penalize(logits: Tensor, so_far: Sequence[int], penalty: float) -> Tensor:
     """Divide positive and multiply negative logits of tokens already seen (Keskar et al. 2019)."""
     seen = torch.tensor(sorted(set(so_far)), device=logits.device)
     old = logits[seen]
-    return logits.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty))
+    limit = torch.finfo(logits.dtype).max  # an absurd penalty makes a logit as large as it gets, not infinite
+    return logits.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty).clamp(-limit, limit))
 
 
 def _truncate(logits: Tensor, s: Sampling) -> Tensor:

@@ -37,6 +37,10 @@ Ahead.       Who draws may be told before the token is known: `update` takes UNK
     computes for it is nobody's: `update` passes over it, and pages that went back are written before anyone else's
     step, since steps run in order.
 
+Faults.      Whatever is raised in here leaves the lists and the pages in an unknown state. `salvage` ends that: every
+    sequence that has begun fails, those that only wait stay, all pages are free. `submit`, `finish` and `take_finished`
+    either do their work or can be called again.
+
 Nothing here is thread-safe except `Request.cancel`; one step is under way at a time.
 """
 
@@ -52,6 +56,7 @@ from crelle.engine.sequence import Reason, Request, Sequence, State
 from crelle.errors import CapacityError, SchemeError
 
 UNKNOWN = -1  # a token that was drawn, but did not arrive yet
+_QUEUED = (State.WAITING, State.PREEMPTED)
 _order = attrgetter("order")
 
 
@@ -123,6 +128,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> list[Sequence]:
         """Queue a request, or say why it can never be served; return its n sequences."""
+        self.prepare(request)
+        self.enqueue(request)
+        return request.sequences
+
+    def prepare(self, request: Request) -> list[Sequence]:
+        """Make a request's n sequences, or say why it can never be served; nothing is queued. From any thread."""
         assert request.arrival < 0, "a request is submitted once"
         prompt = len(request.prompt)
         if prompt >= self.context:
@@ -140,12 +151,20 @@ class Scheduler:
                 f"{self.blocks.page} tokens, the whole cache has {self.blocks.pages}; shorten the prompt, "
                 "lower max_tokens or give the cache more memory"
             )
-        request.arrival = next(self._arrivals)
         namespace = (request.precision, request.realm)
         request.sequences = [Sequence(request, i, limit, self.blocks.table(namespace)) for i in range(request.n)]
+        return request.sequences
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request whose sequences were made; the last thing in here is the one that counts."""
+        assert request.arrival < 0, "a request is submitted once"
+        request.arrival = next(self._arrivals)
         first, *first.heirs = request.sequences
         insort(self._waiting, first, key=_order)
-        return request.sequences
+
+    def withdraw(self, request: Request) -> None:
+        """Undo `enqueue`, or what there is of it; no step has been chosen since."""
+        self._waiting = [s for s in self._waiting if s.request is not request]
 
     # A step --------------------------------------------------------------------------------------------------------
 
@@ -290,9 +309,9 @@ class Scheduler:
         for s in sequence.request.sequences:
             s.heirs = [heir for heir in s.heirs if heir is not sequence]
         if sequence.heirs:  # the next of the request does its work
-            heir, *heir.heirs = sequence.heirs
-            sequence.heirs = []
+            heir, *others = sequence.heirs
             insort(self._waiting, heir, key=_order)
+            heir.heirs, sequence.heirs = others, []
         self._end(sequence, reason)
 
     def take_finished(self) -> list[Sequence]:
@@ -300,12 +319,33 @@ class Scheduler:
         done, self._finished = self._finished, []
         return done
 
+    def salvage(self, sequences: abc.Iterable[Sequence], error: BaseException) -> None:
+        """Start anew after a fault in here; `sequences`: all that were submitted and not taken as finished.
+
+        Who has begun fails, since its pages may hold anything; who only waits stays.
+        """
+        waiting = [s for s in dict.fromkeys(self._waiting) if s.state in _QUEUED and s.ids[-1] != UNKNOWN]
+        stay = {s for first in waiting for s in (first, *first.heirs)}
+        self._under_way, self._running, self._waiting = None, [], waiting
+        self.blocks.reset()
+        for s in sequences:
+            s.table.pages.clear()
+            s.table.length = 0
+            if s not in stay and not s.finished:
+                s.heirs = []
+                s.state, s.reason, s.error = State.FINISHED, "error", error
+                self._finished.append(s)
+
+    def clear(self) -> None:
+        """Forget all sequences, those that wait and those that finished; after `salvage`, for an end."""
+        self._waiting, self._finished = [], []
+
     def _end(self, s: Sequence, reason: Reason, error: BaseException | None = None) -> None:
+        """End a sequence. Its state changes last: a call that was interrupted can be repeated."""
         assert not s.heirs
-        if s.state is State.RUNNING:
-            self._running.remove(s)
-        elif s in self._waiting:
-            self._waiting.remove(s)
+        for queue in (self._running, self._waiting):
+            if s in queue:
+                queue.remove(s)
         self.blocks.release(s.table)
         s.state, s.reason, s.error = State.FINISHED, reason, error
         self._finished.append(s)

@@ -1,0 +1,74 @@
+"""An engine in a thread of its own."""
+
+from threading import Event as Flag
+from threading import Lock, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from crelle.engine.handle import Handle
+from crelle.engine.llm import Prompt
+from crelle.engine.sampler import Sampling
+from crelle.errors import CapacityError
+
+if TYPE_CHECKING:
+    from crelle.engine.engine import Engine
+
+
+class Service:
+    """An engine in a thread of its own. Requests come from any thread; slow readers never hold up a step.
+
+    with Service(Engine(llm)) as service:
+        for event in service.submit("Once upon a time"):
+            print(event.text, end="")
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+        self._closing = False
+        self._gate, self._work = Lock(), Flag()
+        self._thread = Thread(target=self._loop, name="crelle-engine", daemon=True)
+        engine.thread, engine.on_work = self._thread, self._work.set
+        self._thread.start()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the engine before its time."""
+        return self.engine.stopped
+
+    def submit(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Handle:
+        """Queue a request (options: those of Engine.add); iterate over what is returned, or give `on_event`."""
+        with self._gate:
+            if self._closing:
+                raise CapacityError("the engine is shutting down and takes no more requests")
+            return self.engine.add(prompt, sampling, **options)
+
+    def close(self, *, finish: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests; finish what runs (at most `timeout` seconds), cancel the rest, end the thread."""
+        with self._gate:
+            self._closing = True
+        if not finish:
+            self.engine.cancel_all()
+        self._work.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self.engine.cancel_all()
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self.close(finish=kind is None)
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                closing = self._closing  # before looking for work: what came before it was set is found
+                self._work.clear()  # so too: what comes later sets it again
+                if self.engine.step():
+                    continue
+                if closing or self.engine.stopped is not None:
+                    return
+                self._work.wait()
+        except BaseException as e:  # a mistake of ours: nobody shall wait for ever
+            self.engine.stop(e)
