@@ -289,7 +289,10 @@ class Engine:
         with self._lock:
             self.scheduler.update(step, drawn)
         for s, token in zip(step.draws, drawn, strict=True):
-            self._push(s, token)
+            try:
+                self._push(s, token)
+            except BaseException as e:
+                self._doom(s, "error", e)
 
     def _starts(self, step: Step) -> bool:
         """Whether nobody has to look at logits here to draw a token."""
@@ -314,10 +317,9 @@ class Engine:
                 if token < 0:
                     raise lost or not_finite(len(s.ids))
                 self._texts[s][1].draw(_not_looked_at, s.ids, token)
+                self._push(s, token)
             except BaseException as e:
                 self._doom(s, "error", e)
-            else:
-                self._push(s, token)
         self._reap()
 
     def _draw(self, step: Step, logits: Tensor) -> list[int]:
@@ -339,13 +341,10 @@ class Engine:
         handle, growing = self._texts[s]
         if growing.verdict is not None or token in s.request.end_ids:
             return
-        try:
-            if (raised := handle.put(growing.push(token))) is not None:
-                self._note(raised)
-            if growing.text.stopped:
-                self._doom(s, "stop")
-        except BaseException as e:
-            self._doom(s, "error", e)
+        if (raised := handle.put(growing.push(token))) is not None:
+            self._note(raised)
+        if growing.text.stopped:
+            self._doom(s, "stop")
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
@@ -390,8 +389,8 @@ class Engine:
             return
         handle, growing = found
         reason, error = growing.verdict or (s.reason or "error", s.error)
-        if s.ids[-1] == UNKNOWN and reason != "cancelled":  # a fault took the step whose token this was
-            reason = "error"
+        if growing.verdict is None and reason in ("stop", "length") and len(growing.tokens) != len(s.new):
+            reason = "error"  # a fault came between its last token and the text
         if reason == "error" and error is None:
             error = RuntimeError("a fault elsewhere in the engine took the sequence with it")
         more = {"reused": s.reused, "preemptions": s.preemptions}

@@ -61,14 +61,18 @@ class Service:
         self.close(finish=kind is None)
 
     def _loop(self) -> None:
-        try:
-            while True:
-                closing = self._closing  # before looking for work: what came before it was set is found
+        strikes = 0
+        while True:
+            closing = self._closing  # before looking for work: what came before it was set is found
+            try:
                 self._work.clear()  # so too: what comes later sets it again
-                if self.engine.step():
-                    continue
-                if closing or self.engine.stopped is not None:
-                    return
+                worked = self.engine.step()
+                strikes = 0
+            except BaseException as e:  # a mistake of ours: nobody shall wait for ever
+                worked, strikes = True, strikes + 1
+                if strikes > 1:
+                    self.engine.stop(e)
+            if self.engine.stopped is not None or (closing and not worked):
+                return
+            if not worked:
                 self._work.wait()
-        except BaseException as e:  # a mistake of ours: nobody shall wait for ever
-            self.engine.stop(e)
