@@ -1,6 +1,7 @@
 """What all commands share: their options, one JSON object on standard output, progress and errors on standard error."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -33,9 +34,28 @@ Model = Annotated[
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON object to standard output."""
+    """Write one JSON object to standard output.
+
+    JSON has no NaN and no infinity: such a figure is null, and standard error names it.
+    """
     value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+    lost: list[str] = []
+    value = _finite(value, "", lost)
+    if lost:
+        err.print(f"not a finite number, null in the JSON: {', '.join(lost)}", highlight=False, soft_wrap=True)
+    print(json.dumps(value, ensure_ascii=False, default=str, allow_nan=False), flush=True)
+
+
+def _finite(value: Any, at: str, lost: list[str]) -> Any:
+    """Return a value with None for floats that are not finite; their places are added to `lost`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(f"{at.lstrip('.')} = {value}")
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(each, f"{at}.{key}", lost) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each, f"{at}[{i}]", lost) for i, each in enumerate(value)]
+    return value
 
 
 class Track(Protocol):

@@ -65,6 +65,7 @@ class Sampler:
     def draw(self, logits: Tensor, so_far: Sequence[int]) -> int:
         """Return the next token for logits [V], given all tokens so far."""
         if self.s.repetition_penalty != 1.0:
+            require_finite(float(logits.max()), len(so_far))
             logits = _penalize(logits, so_far, self.s.repetition_penalty)
         if self.s.temperature < _COLD:
             best = int(logits.argmax())

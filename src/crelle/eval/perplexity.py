@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.engine.llm import LLM
-from crelle.errors import CapacityError, SchemeError
+from crelle.errors import CapacityError, NumericsError, SchemeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,12 @@ def perplexity(
         logits = _logits(llm, window, 1 if stepwise else context)
         loss = F.cross_entropy(logits[0, :-1].float(), window[0, 1:], reduction="sum")
         total += loss.item()
+        if not math.isfinite(total):
+            raise NumericsError(
+                f"the model's logits are not finite in window {i + 1} of {count} (a loss of {loss.item()}): the "
+                "checkpoint or a kernel is broken; try another kernel (`crelle explain MODEL` lists them), and "
+                "quantize or download the checkpoint again if that does not help"
+            )
         predicted += window.shape[1] - 1
         if progress:
             progress(i + 1, count, f"{_exp(total / predicted):.2f}")
@@ -75,7 +81,8 @@ def perplexity(
 def _logits(llm: LLM, window: Tensor, portion: int) -> Tensor:
     """Return the logits [1, T, V] of a window [1, T], read in portions."""
     cache, T = llm.model.new_cache(kv=llm.kv), window.shape[1]
-    return torch.cat([llm.model(window[:, t : t + portion], cache) for t in range(0, T, portion)], dim=1)
+    with llm.lock:
+        return torch.cat([llm.model(window[:, t : t + portion], cache) for t in range(0, T, portion)], dim=1)
 
 
 def _exp(loss: float) -> float:
