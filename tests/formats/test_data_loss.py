@@ -263,6 +263,10 @@ def test_a_run_killed_between_the_renames_tells_where_the_old_one_is(
     assert str(old) in writer.all_warnings()[-1]
     assert tree(old) == before
     assert Checkpoint(tmp_path / "out").scheme == "new"
+    with CheckpointWriter(tmp_path / "out", RECIPE, overwrite=True) as writer:
+        writer.finish({}, "newer", {})
+    assert f"{old} was left by a run" in writer.all_warnings()[-1]
+    assert tree(old) == before
 
 
 # What is read

@@ -51,6 +51,7 @@ from crelle.formats.destination import (
     partial_of,
     refuse_finished,
     refuse_unfinished,
+    replaced_copies,
     replaced_name,
 )
 from crelle.formats.files import (
@@ -325,8 +326,8 @@ class CheckpointWriter:
     def all_warnings(self) -> tuple[str, ...]:
         """Return what the user should be told, in the order of the shards."""
         told = [w for _, facts in sorted(self._shards.items()) for w in facts.get("warnings", ())]
-        now = of_replaced(self.out)  # what was there at the start and has gone was another run's, just finished
-        return (*told, *self.warnings, *(w for w in self._replaced if w in now))
+        now = replaced_copies(self.out)  # what was there at the start and has gone was another run's, just finished
+        return (*told, *self.warnings, *(w for p, w in self._replaced.items() if p in now))
 
     def finish(self, config: Mapping[str, Any], scheme: str, overrides: Mapping[str, str]) -> None:
         """Write the config of a Crelle checkpoint and publish it."""

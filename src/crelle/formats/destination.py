@@ -50,13 +50,13 @@ def replaced_copies(out: Path) -> list[Path]:
         return []
 
 
-def of_replaced(out: Path) -> list[str]:
+def of_replaced(out: Path) -> dict[Path, str]:
     """Return a sentence about each of them."""
-    return [
-        f"{p} is what stood at {out} before a run that was killed while replacing it; "
-        "rename it back or delete it, Crelle leaves it alone"
-        for p in replaced_copies(out)
-    ]
+    if os.path.lexists(out):
+        told = "was left by a run that was killed just after it had replaced {out}, and may be incomplete; delete it"
+    else:
+        told = "is what stood at {out} before a run that was killed while replacing it; rename it back or delete it"
+    return {p: f"{p} {told.format(out=out)}, Crelle leaves it alone" for p in replaced_copies(out)}
 
 
 def refuse_existing(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -122,7 +122,7 @@ def refuse_unfinished(held: Holding, out: Path, decided: bool) -> None:
     if not held.empty and not decided:
         sentences = (
             f"{held.path} holds an unfinished run: pass --resume to go on with it, or --overwrite to start anew",
-            *of_replaced(out),
+            *of_replaced(out).values(),
         )
         raise FormatError(". ".join(sentences))
 

@@ -79,9 +79,14 @@ def look(path: Path, fd: int) -> Holding:
     if finished:
         known |= _shards(config, _quietly(path / HF_INDEX) if _regular(kinds, HF_INDEX) else {})
     others = [n for n in sorted(kinds) if n not in known and not TEMPORARY.fullmatch(n)]
-    kind = "the link" if odd and stat.S_ISLNK(kinds[odd]) else "the directory" if odd else "the file"
-    stranger = f"{kind} '{odd or others[0]}'" if odd or others else None
+    first = odd or (others[0] if others else None)
+    stranger = f"{_kind(kinds[first])} '{first}'" if first else None
     return Holding(path, tuple(sorted(kinds)), journal, finished, stranger)
+
+
+def _kind(mode: int) -> str:
+    names = ((stat.S_ISREG, "the file"), (stat.S_ISDIR, "the directory"), (stat.S_ISLNK, "the link"))
+    return next((name for is_kind, name in names if is_kind(mode)), "the special file")
 
 
 def _regular(kinds: Mapping[str, int], name: str) -> bool:
