@@ -13,7 +13,7 @@ from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.files import ShardReader, is_plain_name, looks_pickled, read_json, refuse_pickle
+from crelle.formats.files import ShardReader, is_plain_name, looks_pickled, read_json, refuse_pickle, shown
 from crelle.formats.ownership import CONFIG, HF_INDEX, is_checkpoint
 from crelle.formats.tokenizer_files import copy_tokenizer_files
 
@@ -58,7 +58,7 @@ class HFDirectory:
                 raise FormatError(f"{index} has no weight_map from tensors to files")
             if odd := [s for s in shards.values() if not is_plain_name(s)]:
                 raise FormatError(
-                    f"{index} names the file {odd[0]!r}, which should be a plain name, beside config.json"
+                    f"{index} names the file {shown(odd[0])}, which should be a plain name, beside config.json"
                 )
             return [self.path / s for s in sorted(set(shards.values()))]
         if found := sorted(self.path.glob("*.safetensors")):
