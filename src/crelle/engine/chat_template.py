@@ -113,7 +113,7 @@ class _Counting(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._body(node)
         if node.test is not None:
-            node.test = nodes.And(_call("tick", [], node.lineno), node.test).set_lineno(node.lineno)  # type: ignore[assignment]
+            node.test = nodes.And(_call("tick", [], node.lineno), node.test).set_lineno(node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -149,7 +149,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             optimized=False,  # nothing is computed while the template is compiled
         )
         self.filters = {n: guarded(n, f) for n, f in self.filters.items() if n not in _NOT_IN_CHATS}
-        self.tests = {n: guarded(n, f) for n, f in self.tests.items()}
+        tests: dict[str, Any] = self.tests
+        self.tests = {n: guarded(n, f) for n, f in tests.items()}
         self.filters["tojson"] = guarded("tojson", to_json)
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}

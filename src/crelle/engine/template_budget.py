@@ -121,7 +121,8 @@ def _width(value: Any, width: int = 80, *_: Any) -> int:
 def _indent(value: Any, width: int | str = 4, *_: Any, **__: Any) -> int:
     if isinstance(width, int):
         _need_small(width)
-    return len(value) + (value.count("\n") + 1) * (width if isinstance(width, int) else len(width))
+    text = str(value)
+    return len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width))
 
 
 def _replaced(value: Any, old: Any, new: Any, *_: Any) -> int:

@@ -184,8 +184,8 @@ def load_from_vocabulary(path: Path, config: dict[str, Any]) -> Any:
         except CrelleError:
             raise
         except Exception as e:  # whatever transformers and the vocabulary's parsers trip over
-            said = shown(str(e).replace(d, str(path)), 300)
-            raise FormatError(f"{path} holds no tokenizer that transformers can load: {said}") from e
+            why = shown(str(e).replace(d, str(path)), 300)
+            raise FormatError(f"{path} holds no tokenizer that transformers can load: {why}") from e
     return tokenizer
 
 

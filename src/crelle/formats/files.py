@@ -188,7 +188,7 @@ class ShardReader:
         require_regular(path)
         try:
             self._file: Any = safe_open(path, framework="pt")
-            self._names = frozenset(self._file.keys())
+            self._names = frozenset(self.names())
             if len(self._names) > MAX_TENSORS or any(len(n) > MAX_NAME for n in self._names):
                 raise ValueError(f"more than {MAX_TENSORS} tensors, or a name of more than {MAX_NAME} characters")
         except Exception as e:  # SafetensorError, OSError, and whatever else the library makes of senseless headers
