@@ -79,7 +79,7 @@ def _shortened(text: str) -> str:
 
 _decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
 _plain = json.JSONDecoder(parse_constant=_no_constant)  # of numbers only: whether they are finite is looked at after
-_scan = _decoder.scan_once
+_scan = _decoder.scan_once  # type: ignore[attr-defined]
 
 
 class _Pieces:
