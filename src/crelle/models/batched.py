@@ -103,7 +103,6 @@ class Batched:
         self.exact = model.device.type == "cpu" if exact is None else exact
         self._multiply = exact_product if self.exact else QuantLinear.forward
         self.decoder: Decoder | None = None  # all of a step in C++
-        self._paged: Paged | None = None
         if core and isinstance(model, Llama) and isinstance(model.decoder, Decoder) and (self.exact or model.coded):
             self.decoder = model.decoder
 
@@ -123,14 +122,15 @@ class Batched:
 
     def _in_core(self, decoder: Decoder, ids: Tensor, at: Tensor, view: View, wanted: Sequence[int]) -> Tensor:
         """The same in C++: up to 16 tokens, of whatever sequences, are a call; unless `exact`, so is a portion."""
-        pages, spans = self._paged_for(view), list(enumerate(pairwise(view.starts)))
+        layers, centers = view.layers, [c for c in view.centers if c is not None]
+        spans = list(enumerate(pairwise(view.starts)))
         logits, row = torch.empty(len(wanted), decoder.vocabulary), {i: row for row, i in enumerate(wanted)}
         order: list[tuple[int, int]] = []  # (token, its sequence), those of a sequence one behind the other
         for b, (begin, end) in spans:
             if self.exact or end - begin < 2:
                 order += [(i, b) for i in range(begin, end)]
                 continue
-            pages.table[0, : view.table.shape[1]] = view.table[b]
+            pages = Paged(layers, view.table[b : b + 1].contiguous(), centers)
             last = not any(i in row for i in range(begin, end - 1))
             found = decoder.prefill(ids[begin:end], int(at[begin]), pages, last=last)
             for i, one in zip(range(end - len(found), end), found, strict=True):
@@ -139,7 +139,7 @@ class Batched:
         for begin in range(0, len(order), MAX_ROWS):
             which, owners = (list(part) for part in zip(*order[begin : begin + MAX_ROWS], strict=True))
             seats = {b: seat for seat, b in enumerate(dict.fromkeys(owners))}
-            pages.table[: len(seats), : view.table.shape[1]] = view.table[list(seats)]
+            pages = Paged(layers, view.table[list(seats)], centers)
             drawn = [j for j, i in enumerate(which) if i in row]
             rows, want = torch.tensor([seats[b] for b in owners]), torch.tensor(drawn, dtype=torch.long)
             found = decoder.step(ids[which], at[which], pages, rows=rows, want=want)
@@ -148,15 +148,6 @@ class Batched:
             for j, one in zip(drawn, found, strict=True):
                 logits[row[which[j]]] = one
         return logits
-
-    def _paged_for(self, view: View) -> Paged:
-        """Return the pages with a table that stays in its place: C++ reads it anew in every call."""
-        if self._paged is None or self._paged.layers is not view.layers:
-            pages = view.layers[0]
-            width = min(pages.count, -(-self.model.c.context // pages.format.page))
-            table = torch.zeros(MAX_ROWS, width, dtype=torch.int32)
-            self._paged = Paged(view.layers, table, [c for c in view.centers if c is not None])
-        return self._paged
 
     def _llama(self, ids: Tensor, at: Tensor, view: View, wanted: Tensor) -> Tensor:
         model, multiply = self.model, self._multiply
@@ -215,13 +206,13 @@ class _Angles:
         self._table: tuple[Tensor, Tensor] | None = None  # [positions, 1, D] each
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        have = 0 if self._table is None else len(self._table[0])
-        if (need := int(positions.max()) + 1) > have:
+        table = self._table  # once: another thread may put another one in its place, which need not be as long
+        need = int(positions.max()) + 1
+        if table is None or need > len(table[0]):
             blocks = [torch.arange(at, at + _BLOCK, device=self._device) for at in range(0, need, _BLOCK)]
             found = [self._rope.angles(block, self._dtype) for block in blocks]
-            self._table = torch.cat([cos for cos, _ in found]), torch.cat([sin for _, sin in found])
-        assert self._table is not None
-        cos, sin = self._table
+            table = self._table = torch.cat([cos for cos, _ in found]), torch.cat([sin for _, sin in found])
+        cos, sin = table
         return cos[positions], sin[positions]
 
 

@@ -107,7 +107,7 @@ def unsupported(parts: ModelParts) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
-    """A cache in pages (crelle.formats.kv); `table` is read anew in every step, so it may change in place."""
+    """A cache in pages (crelle.formats.kv); `table` is copied and checked in every call, so it may change in place."""
 
     layers: Sequence[KVPages]
     table: Tensor  # int32 [rows, pages of a row], contiguous
@@ -118,7 +118,11 @@ Cache = Sequence[Tensor] | Paged
 
 
 class Decoder:
-    """Decode steps of one model. Keeps its parts alive; holds on to the cache of the latest step."""
+    """Decode steps of one model. Keeps its parts alive; holds on to the cache of the latest step.
+
+    Threads may share a decoder, each with caches of its own: calls take turns. What a call is about (tokens, positions,
+    pages) is copied before it is checked, and its cache travels with it.
+    """
 
     def __init__(self, parts: ModelParts) -> None:
         if reason := unsupported(parts):
@@ -129,7 +133,7 @@ class Decoder:
             self._core = core().Decoder(_plain(parts), precisions.pop() if precisions else "exact")
         except ValueError as e:
             raise UnsupportedError(f"the fused decode step cannot run this model: {e}") from e
-        self._kv: list[Tensor] = []
+        self._latest: tuple[list[Tensor], Any] = [], None  # a cache's tensors and what C++ knows them as
 
     def step(
         self,
@@ -148,24 +152,26 @@ class Decoder:
         tokens may be of one row: a piece of its prompt, whose later tokens see the earlier. want: indices (int64) of
         the tokens whose logits are returned; default: all. A token has the same bits in whatever company.
         """
-        self._take_cache(kv)
         some = () if want is None else (want.numpy(),)
         logits = torch.empty(len(tokens if want is None else want), self.vocabulary) if out is None else out
-        self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), logits.numpy(), None, *some)
+        where = tokens.numpy(), positions.numpy(), _numpy(rows), _table(kv)
+        self._core.step(self._bound(kv), *where, logits.numpy(), None, *some)
         return logits
 
     def step_greedy(self, tokens: Tensor, positions: Tensor, kv: Cache, *, rows: Tensor | None = None) -> Tensor:
-        """Return the most likely next tokens [B], the first of equals; the logits stay inside."""
-        self._take_cache(kv)
+        """Return the most likely next tokens [B], the first of equals; the logits stay inside.
+
+        As numpy and torch have it, a logit that is NaN is the largest: its token is returned.
+        """
         best = torch.empty(tokens.shape[0], dtype=torch.int64)
-        self._core.step(tokens.numpy(), positions.numpy(), _numpy(rows), None, best.numpy())
+        where = tokens.numpy(), positions.numpy(), _numpy(rows), _table(kv)
+        self._core.step(self._bound(kv), *where, None, best.numpy())
         return best
 
     def generate_greedy(self, token: int, position: int, kv: Cache, count: int, ends: Sequence[int] = ()) -> list[int]:
         """Return up to `count` most likely tokens after `token`, the first of `ends` included; room must be there."""
-        self._take_cache(kv)
         out = torch.empty(count, dtype=torch.int64)
-        made = self._core.generate(token, position, out.numpy(), list(ends))
+        made = self._core.generate(self._bound(kv), token, position, _table(kv), out.numpy(), list(ends))
         return out[:made].tolist()
 
     def prefill(self, tokens: Tensor, position: int, kv: Cache, *, row: int = 0, last: bool = True) -> Tensor:
@@ -173,9 +179,8 @@ class Decoder:
 
         Appends their keys and values to a row of the cache, which holds those of [0, position) and has room for all.
         """
-        self._take_cache(kv)
         logits = torch.empty(1 if last else tokens.shape[0], self.vocabulary)
-        self._core.prefill(tokens.numpy(), position, row, logits.numpy(), last)
+        self._core.prefill(self._bound(kv), tokens.numpy(), position, row, _table(kv), logits.numpy(), last)
         return logits
 
     def prefill_phases(self) -> dict[str, float]:
@@ -190,27 +195,33 @@ class Decoder:
         """Return seconds per phase since `time_phases`; of all of them, those `waiting` and `preparing` inputs."""
         return dict(self._core.phases())
 
-    def _take_cache(self, kv: Cache) -> None:
+    def _bound(self, kv: Cache) -> Any:
+        """Return what C++ knows the cache as; made anew where it is another one than that of the latest call."""
         # A cache that grew consists of new tensors. Those of before are held, so that no new one can pass for them.
         tensors = _tensors(kv)
-        if len(tensors) == len(self._kv) and all(a is b for a, b in zip(tensors, self._kv, strict=True)):
-            return
+        latest, bound = self._latest  # once: another thread may replace the pair, never change it
+        if bound is not None and len(tensors) == len(latest) and all(a is b for a, b in zip(tensors, latest, strict=True)):
+            return bound
         if isinstance(kv, Paged):
             fmt, size = kv.layers[0].format, kv.layers[0].head_size
             turned = turned_together(size) if fmt.rotate else 0
             words = [p.words.numpy() for p in kv.layers if p.words is not None]
-            codes = [p.codes for p in kv.layers]
             centers = [c.numpy() for c in kv.centers]
-            self._core.set_pages(codes, words, kv.table.numpy(), fmt.bits, turned, centers)
+            bound = self._core.pages([p.codes for p in kv.layers], words, fmt.bits, turned, centers)
         else:
-            self._core.set_cache(list(kv))
-        self._kv = tensors
+            bound = self._core.blocks(tensors)
+        self._latest = tensors, bound
+        return bound
 
 
 def _tensors(kv: Cache) -> list[Tensor]:
     if not isinstance(kv, Paged):
         return list(kv)
-    return [kv.table, *kv.centers, *(t for p in kv.layers for t in p.tensors())]
+    return [*kv.centers, *(t for p in kv.layers for t in p.tensors())]
+
+
+def _table(kv: Cache) -> Any:
+    return kv.table.numpy() if isinstance(kv, Paged) else None
 
 
 def _matrices(parts: ModelParts) -> Iterator[tuple[str, Matrix]]:

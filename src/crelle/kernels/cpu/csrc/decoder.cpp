@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "matmul.h"
 
@@ -83,25 +84,26 @@ int Decoder::kind_of(const Matrix &m) {
   return kind;
 }
 
-void Decoder::set_cache(Cache cache) {
-  std::lock_guard lock(mutex_);
-  cache_ = std::move(cache);
-  B_ = 0;  // arrange anew
-}
-
 void Decoder::time_phases(bool on) {
   std::lock_guard lock(mutex_);
   timing_ = on;
-  std::fill(std::begin(seconds_), std::end(seconds_), 0.0);
-  waited_ = prepared_ = 0;
+  times_ = {};
 }
 
-// Everything that allocates; does nothing from the second step on.
-void Decoder::arrange(int threads, int B) {
-  if (threads == threads_ && B <= B_) {
-    for (auto &of_kind : encoded_) of_kind[0].M = B;
+Decoder::Times Decoder::times() {
+  std::lock_guard lock(mutex_);
+  return times_;
+}
+
+// Everything that allocates; does nothing from the second step on, until a sequence is twice as long. Buffers never
+// shrink: what is arranged for more serves less.
+void Decoder::arrange(int threads, int count, int runs) {
+  if (threads == threads_ && count <= B_ && runs <= runs_) {
+    for (auto &of_kind : encoded_) of_kind[0].M = count;
     return;
   }
+  const int B = std::max(count, B_);
+  runs_ = std::max(runs_, static_cast<int>(std::bit_ceil(static_cast<unsigned>(runs))));
   const int H = model_.heads, D = model_.head_size, layers = int(model_.layers.size());
   size_t widest = padded(std::max(model_.width, H * D));
   if (threads != threads_) {
@@ -123,7 +125,6 @@ void Decoder::arrange(int threads, int B) {
   }
   size_t inner = 0;
   for (const LayerWeights &l : model_.layers) inner = std::max(inner, padded(l.gate.N));
-  runs_ = (cache_.capacity + kRun - 1) / kRun + 1;
   stream_.grow(B * padded(model_.width) * 4);
   qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
   hidden_.grow(B * inner * 2 * 4);
@@ -132,12 +133,13 @@ void Decoder::arrange(int threads, int B) {
   angles_.grow(size_t(B) * padded(D) * 4);
   logits_.grow(size_t(B) * padded(model_.head.N) * 4);
   // A thread's own: the input of a product, its output; queries, a key, its value, scores; of pages, a run as floats.
-  scratch_floats_ = B * widest * 2 + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1) +
-                    (cache_.paged() ? 2 * padded(size_t(kRun) * D) : 0);
+  scratch_floats_ =
+      B * widest * 2 + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1) + 2 * padded(size_t(kRun) * D);
   scratch_.grow(threads * scratch_floats_ * 4);
   best_.assign(size_t(threads) * B, 0);
   if (threads != threads_) meeting_.reset(threads);
   threads_ = threads, B_ = B;
+  for (auto &of_kind : encoded_) of_kind[0].M = count;
 }
 
 }  // namespace crelle::cpu

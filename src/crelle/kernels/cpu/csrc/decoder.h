@@ -75,36 +75,52 @@ public:
 
   explicit Decoder(Model model);
 
-  void set_cache(Cache cache);
-  const Cache &cache() const { return cache_; }
   const Model &model() const { return model_; }
 
-  // Token i stands at position[i] of cache row row[i] and sees all up to there, also what this step appends: several
-  // tokens of one row are a part of its prompt. logits [B, V] may be null; best [B] may be null. want: the tokens whose
-  // logits are asked for (then [wanted, V]), or null: all.
-  void step(const int64_t *token, const int64_t *position, const int64_t *row, int B, const int64_t *want, int wanted,
-            float *logits, int64_t *best);
+  // What a step is about. Filled and checked by the caller of `step`, in memory of its own: arrays that Python hands
+  // over may be changed by another thread at any time.
+  //
+  // Token i stands at position[i] of sequence row[i] and sees all up to there, also what this step appends: several
+  // tokens of one row are a part of its prompt. want: the tokens whose logits are asked for.
+  struct Tokens {
+    int count = 0, wanted = 0;
+    int64_t token[kRows], position[kRows], row[kRows], want[kRows];
+    // Pages: those of row r, as far as the step needs them, from pages[r * width] on.
+    const int32_t *pages = nullptr;
+    size_t width = 0;
+    // `prepare` finds these.
+    bool together = false;  // whether some belong to one row
+    int64_t upto[kRows];    // the last position of each token's row in this step
+    int64_t last = 0;       // of all positions
+
+    void prepare();
+  };
+
+  // logits [wanted, V] may be null; best [wanted] may be null: the first of the largest logits, NaN being the largest.
+  // Any number of threads may call; they take turns.
+  void step(const Cache &cache, const Tokens &tokens, float *logits, int64_t *best);
 
   // Seconds that thread 0 has spent in each phase, the barrier at its end included, since it was asked to look.
+  struct Times {
+    double phase[kPhases] = {};
+    double waited = 0;    // of these, at barriers
+    double prepared = 0;  // of these, on norms and encodings before a product
+  };
   void time_phases(bool on);
-  const double *seconds() const { return seconds_; }
-  double waited() const { return waited_; }      // of these, at barriers
-  double prepared() const { return prepared_; }  // of these, on norms and encodings before a product
+  Times times();
 
 private:
   struct Share {
     int row0, row1;
   };
-  struct Tokens;
   struct Work;  // what one thread does in one step
 
-  void arrange(int threads, int B);
+  void arrange(int threads, int B, int runs);
   int kind_of(const Matrix &m);
 
   Model model_;
-  Cache cache_;
   const Ops *ops_;
-  std::mutex mutex_;
+  std::mutex mutex_;  // guards everything below
   Meeting meeting_;
   int threads_ = 0, B_ = 0;                        // what the buffers below are arranged for
   std::vector<const Weight *> kinds_;              // one weight for every way in which activations are encoded
@@ -112,10 +128,10 @@ private:
   std::vector<std::vector<Share>> shares_;         // [layer * 7 + matrix, head at the end][thread]
   Buffer stream_, qkv_, hidden_, sums_, parts_, angles_, logits_, scratch_;
   size_t scratch_floats_ = 0;  // of one thread
-  int runs_ = 0;               // of the longest sequence that fits the cache
+  int runs_ = 0;               // of the longest sequence that the buffers are large enough for
   std::vector<int64_t> best_;  // [thread][B]
   bool timing_ = false;
-  double seconds_[kPhases] = {}, waited_ = 0, prepared_ = 0;
+  Times times_;
 };
 
 }  // namespace crelle::cpu

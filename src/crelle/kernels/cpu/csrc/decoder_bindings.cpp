@@ -46,7 +46,7 @@ Dense dense_of(const AnyMatrix &a) {
 // A Decoder and the Python objects whose memory it reads.
 struct Owned {
   std::vector<nb::object> owners;
-  std::vector<nb::ndarray<>> arrays, cache;
+  std::vector<nb::ndarray<>> arrays;
   std::unique_ptr<Decoder> decoder;
   std::unique_ptr<Prefill> prefill;  // over the decoder's model
 
@@ -128,38 +128,36 @@ void build(Owned *self, nb::object parts, const std::string &precision) {
   new (self) Owned(std::move(made));
 }
 
-void set_cache(Owned &self, std::vector<AnyCache> layers) {
+// A cache and the Python objects whose memory it is. It never changes after it was made, so that any number of calls,
+// from any threads, can use one while others are made and dropped: a call holds on to the one it was given.
+struct BoundCache {
+  Cache cache;
+  std::vector<nb::ndarray<>> arrays;
+};
+
+BoundCache blocks(const Owned &self, std::vector<AnyCache> layers) {
   const Model &m = self.decoder->model();
   require(layers.size() == m.layers.size(), "the cache must have one array per layer");
-  Cache c;
+  BoundCache made;
+  Cache &c = made.cache;
   c.type = number_of(layers[0].dtype());
+  c.heads = m.kv_heads, c.head_size = m.head_size;
   c.rows = int(layers[0].shape(1)), c.capacity = int(layers[0].shape(3));
-  std::vector<nb::ndarray<>> kept;
   for (const AnyCache &a : layers) {
     require(number_of(a.dtype()) == c.type && a.shape(0) == 2 && int(a.shape(1)) == c.rows &&
                 int(a.shape(2)) == m.kv_heads && int(a.shape(3)) == c.capacity && int(a.shape(4)) == m.head_size,
             "a layer's cache must be [2, rows, kv_heads, capacity, head_size], alike in all layers");
     c.layers.push_back(static_cast<uint8_t *>(a.data()));
-    kept.emplace_back(nb::ndarray<>(a.handle()));
+    made.arrays.emplace_back(nb::ndarray<>(a.handle()));
   }
-  self.decoder->set_cache(std::move(c));
-  self.cache = std::move(kept);
+  return made;
 }
 
 using Words = Out<int16_t, 5>;
 
-// The table is read anew in every step: what it names for the tokens of a row must be there.
-void require_pages(const Cache &c, int64_t row, int64_t tokens) {
-  if (!c.paged()) return;
-  for (int64_t i = 0; i * c.page < tokens; ++i) {
-    const int32_t page = c.table[row * c.width + i];
-    require(page >= 0 && page < c.pages, "the table names a page that is not there");
-  }
-}
-
-// Pages instead: codes (or numbers) and words of every layer, a table [rows, pages of a row] of int32.
-void set_pages(Owned &self, std::vector<AnyCache> layers, std::vector<Words> words, In<int32_t, 2> table, int bits,
-               int turned, std::vector<In<float, 2>> center) {
+// Pages instead: codes (or numbers) and words of every layer.
+BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<Words> words, int bits, int turned,
+                 std::vector<In<float, 2>> center) {
   const Model &m = self.decoder->model();
   require(layers.size() == m.layers.size() && (bits == 16 ? words.empty() : words.size() == layers.size()),
           "pages must have one array of codes per layer, and one of words where they are coded");
@@ -167,13 +165,13 @@ void set_pages(Owned &self, std::vector<AnyCache> layers, std::vector<Words> wor
   require(m.head_size <= 512 && (turned == 0 || (m.head_size % turned == 0 && (turned & (turned - 1)) == 0)),
           "channels are turned together in powers of two that divide the head");
   require(center.empty() || center.size() == layers.size(), "one centre per layer");
-  Cache c;
+  BoundCache made;
+  Cache &c = made.cache;
   c.bits = bits, c.turned = turned;
   c.type = bits == 16 ? number_of(layers[0].dtype()) : Number::F32;
-  c.page = int(layers[0].shape(3)), c.rows = int(table.shape(0)), c.width = int(table.shape(1));
-  c.capacity = c.page * c.width;
-  c.table = table.data();
-  std::vector<nb::ndarray<>> kept{nb::ndarray<>(table.handle())};
+  c.heads = m.kv_heads, c.head_size = m.head_size;
+  c.page = int(layers[0].shape(3));
+  require(c.page >= 1, "a page holds at least one token");
   const size_t count = layers[0].shape(0), row = bits == 16 ? m.head_size : size_t(m.head_size) * bits / 8;
   for (size_t i = 0; i < layers.size(); ++i) {
     const AnyCache &a = layers[i];
@@ -181,7 +179,7 @@ void set_pages(Owned &self, std::vector<AnyCache> layers, std::vector<Words> wor
                 a.shape(4) == row && (bits == 16 ? number_of(a.dtype()) == c.type : a.dtype() == nb::dtype<uint8_t>()),
             "pages must be [pages, 2, kv_heads, page, numbers or bytes of a head], alike in all layers");
     c.layers.push_back(static_cast<uint8_t *>(a.data()));
-    kept.emplace_back(nb::ndarray<>(a.handle()));
+    made.arrays.emplace_back(nb::ndarray<>(a.handle()));
     if (bits == 16) continue;
     const Words &w = words[i];
     c.groups = int(words[0].shape(4));
@@ -190,60 +188,125 @@ void set_pages(Owned &self, std::vector<AnyCache> layers, std::vector<Words> wor
                 m.head_size / c.groups % 2 == 0,
             "words must be [pages, 2, kv_heads, page, groups], groups of an even number of channels");
     c.words.push_back(w.data());
-    kept.emplace_back(nb::ndarray<>(w.handle()));
+    made.arrays.emplace_back(nb::ndarray<>(w.handle()));
   }
   for (const auto &v : center) {
     require(int(v.shape(0)) == m.kv_heads && int(v.shape(1)) == m.head_size, "a centre must be [kv_heads, head_size]");
     c.center.push_back(v.data());
-    kept.emplace_back(nb::ndarray<>(v.handle()));
+    made.arrays.emplace_back(nb::ndarray<>(v.handle()));
   }
   c.pages = int(count);
-  self.decoder->set_cache(std::move(c));
-  self.cache = std::move(kept);
+  return made;
 }
 
-void step(Owned &self, In<int64_t, 1> token, In<int64_t, 1> position, std::optional<In<int64_t, 1>> row,
-          std::optional<Out<float, 2>> logits, std::optional<Out<int64_t, 1>> best,
-          std::optional<In<int64_t, 1>> want) {
-  const int B = int(token.shape(0)), V = self.decoder->model().head.N;
-  const Cache &c = self.decoder->cache();
-  require(B >= 1 && B <= Decoder::kRows, "a step takes 1 to " + std::to_string(Decoder::kRows) + " tokens");
+// A value of an array that another thread may write at this moment: read once, then only the copy is looked at.
+template <class T>
+T read_once(const T *at) {
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+
+// How many sequences and tokens there is room for. With pages this is a matter of the table [rows, pages of a row],
+// which comes with every call.
+using Table = std::optional<In<int32_t, 2>>;
+struct Room {
+  const Cache &c;
+  const Table &table;
+  int64_t rows, capacity;
+
+  Room(const Model &m, const Cache &cache, const Table &pages_of_rows) : c(cache), table(pages_of_rows) {
+    require(c.layers.size() == m.layers.size() && c.heads == m.kv_heads && c.head_size == m.head_size,
+            "the cache was made for a model of other sizes");
+    require(c.paged() == table.has_value(), "a cache of pages, and only that, comes with a table");
+    rows = table ? int64_t(table->shape(0)) : c.rows;
+    capacity = table ? std::min<int64_t>(int64_t(table->shape(1)) * c.page, INT32_MAX) : c.capacity;
+  }
+
+  size_t pages_for(int64_t tokens) const { return c.paged() ? size_t((tokens + c.page - 1) / c.page) : 0; }
+
+  // Copy the pages of the first `tokens` tokens of a row, and check the copy.
+  void copy_pages(int64_t row, int64_t tokens, int32_t *to) const {
+    const size_t count = pages_for(tokens);
+    for (size_t i = 0; i < count; ++i) {
+      to[i] = read_once(table->data() + size_t(row) * table->shape(1) + i);
+      require(to[i] >= 0 && to[i] < c.pages, "the table names a page that is not there");
+    }
+  }
+};
+
+void step(Owned &self, const BoundCache &bound, In<int64_t, 1> token, In<int64_t, 1> position,
+          std::optional<In<int64_t, 1>> row, Table table, std::optional<Out<float, 2>> logits,
+          std::optional<Out<int64_t, 1>> best, std::optional<In<int64_t, 1>> want) {
+  const Model &m = self.decoder->model();
+  const Room room(m, bound.cache, table);
+  const int B = int(token.shape(0)), V = m.head.N;
+  require(token.shape(0) >= 1 && token.shape(0) <= Decoder::kRows,
+          "a step takes 1 to " + std::to_string(Decoder::kRows) + " tokens");
   require(position.shape(0) == size_t(B) && (!row || row->shape(0) == size_t(B)), "one position (and row) per token");
+  require(!want || want->shape(0) <= size_t(B), "logits can be wanted of each token once");
   const int W = want ? int(want->shape(0)) : B;
-  require(W <= B, "logits can be wanted of each token once");
-  for (int i = 0; i < W && want; ++i)
-    require(want->data()[i] >= 0 && want->data()[i] < B, "logits are wanted of a token that is not in the step");
   require(!logits || (logits->shape(0) == size_t(W) && logits->shape(1) == size_t(V)), "logits must be [B, V]");
   require(!best || best->shape(0) == size_t(W), "best must be [B]");
-  int64_t rows[Decoder::kRows];
+  Decoder::Tokens in;
+  in.count = B, in.wanted = W;
+  for (int i = 0; i < W; ++i) {
+    in.want[i] = want ? read_once(want->data() + i) : i;
+    require(in.want[i] >= 0 && in.want[i] < B, "logits are wanted of a token that is not in the step");
+  }
   for (int b = 0; b < B; ++b) {
-    rows[b] = row ? row->data()[b] : b;
-    require(token.data()[b] >= 0 && token.data()[b] < self.decoder->model().embedding.N, "no such token");
-    require(position.data()[b] >= 0 && position.data()[b] < c.capacity, "the position is outside of the cache");
-    require(rows[b] >= 0 && rows[b] < c.rows, "no such row of the cache");
+    in.token[b] = read_once(token.data() + b);
+    in.position[b] = read_once(position.data() + b);
+    in.row[b] = row ? read_once(row->data() + b) : b;
+    require(in.token[b] >= 0 && in.token[b] < m.embedding.N, "no such token");
+    require(in.position[b] >= 0 && in.position[b] < room.capacity, "the position is outside of the cache");
+    require(in.row[b] >= 0 && in.row[b] < room.rows, "no such row of the cache");
     for (int i = 0; i < b; ++i)
-      require(rows[i] != rows[b] || position.data()[i] != position.data()[b],
+      require(in.row[i] != in.row[b] || in.position[i] != in.position[b],
               "two tokens of a step cannot share a place of the cache");
-    require_pages(c, rows[b], position.data()[b] + 1);
+  }
+  in.prepare();
+  std::vector<int32_t> copied;
+  if (table) {  // rows become seats: a seat for each sequence of the step
+    in.width = room.pages_for(in.last + 1);
+    int64_t seats[Decoder::kRows];
+    int count = 0;
+    copied.resize(in.width * B);
+    for (int b = 0; b < B; ++b) {
+      const int seat = int(std::find(seats, seats + count, in.row[b]) - seats);
+      if (seat == count) {
+        seats[count++] = in.row[b];
+        room.copy_pages(in.row[b], in.upto[b] + 1, copied.data() + size_t(seat) * in.width);
+      }
+      in.row[b] = seat;
+    }
+    in.pages = copied.data();
   }
   nb::gil_scoped_release release;
-  self.decoder->step(token.data(), position.data(), rows, B, want ? want->data() : nullptr, W,
-                     logits ? logits->data() : nullptr, best ? best->data() : nullptr);
+  self.decoder->step(bound.cache, in, logits ? logits->data() : nullptr, best ? best->data() : nullptr);
 }
 
 // Go on alone from one token until n are made or one of `ends` is: returns how many, the end included.
-int generate(Owned &self, int64_t token, int64_t position, Out<int64_t, 1> out, const std::vector<int64_t> &ends) {
-  const Cache &c = self.decoder->cache();
-  const int n = int(out.shape(0));
-  require(token >= 0 && token < self.decoder->model().embedding.N, "no such token");
-  require(self.decoder->model().embedding.N >= self.decoder->model().head.N, "a token without an embedding");
-  require(position >= 0 && position + n <= c.capacity && c.rows == 1, "the cache must have one row with room for all");
-  require_pages(c, 0, position + n);
+int generate(Owned &self, const BoundCache &bound, int64_t token, int64_t position, Table table, Out<int64_t, 1> out,
+             const std::vector<int64_t> &ends) {
+  const Model &m = self.decoder->model();
+  const Room room(m, bound.cache, table);
+  const int n = int(std::min<size_t>(out.shape(0), INT32_MAX));
+  require(token >= 0 && token < m.embedding.N, "no such token");
+  require(m.embedding.N >= m.head.N, "a token without an embedding");
+  require(position >= 0 && position <= room.capacity - n && room.rows == 1,
+          "the cache must have one row with room for all");
+  Decoder::Tokens in;
+  in.count = in.wanted = 1;
+  in.row[0] = in.want[0] = 0;
+  in.width = room.pages_for(position + n);
+  std::vector<int32_t> copied(in.width);
+  if (table) room.copy_pages(0, position + n, copied.data());
+  in.pages = copied.data();
   nb::gil_scoped_release release;
-  const int64_t row = 0;
   for (int i = 0; i < n; ++i, ++position) {
-    self.decoder->step(&token, &position, &row, 1, nullptr, 1, nullptr, out.data() + i);
-    token = out.data()[i];
+    in.token[0] = token, in.position[0] = position;
+    in.prepare();
+    self.decoder->step(bound.cache, in, nullptr, &token);
+    out.data()[i] = token;
     for (const int64_t end : ends)
       if (token == end) return i + 1;
   }
@@ -251,35 +314,56 @@ int generate(Owned &self, int64_t token, int64_t position, Out<int64_t, 1> out, 
 }
 
 // A prompt of one row of the cache; logits [1, V] are those of its last token, [T, V] those of all.
-void prefill(Owned &self, In<int64_t, 1> token, int64_t position, int64_t row, Out<float, 2> logits, bool last) {
+void prefill(Owned &self, const BoundCache &bound, In<int64_t, 1> token, int64_t position, int64_t row, Table table,
+             Out<float, 2> logits, bool last) {
   const Model &m = self.decoder->model();
-  const Cache cache = self.decoder->cache();
-  const auto kept = self.cache;  // alive while this runs, whatever another thread sets
+  const Room room(m, bound.cache, table);
   const int64_t T = int64_t(token.shape(0));
   require(T >= 1, "a prompt has at least one token");
-  require(row >= 0 && row < cache.rows, "no such row of the cache");
-  require(position >= 0 && position + T <= cache.capacity, "the prompt does not fit the cache");
-  require_pages(cache, row, position + T);
+  require(row >= 0 && row < room.rows, "no such row of the cache");
+  require(position >= 0 && position <= room.capacity && T <= room.capacity - position,
+          "the prompt does not fit the cache");
   require(logits.shape(0) == size_t(last ? 1 : T) && logits.shape(1) == size_t(m.head.N), "logits must be [1 or T, V]");
-  for (int64_t t = 0; t < T; ++t) require(token.data()[t] >= 0 && token.data()[t] < m.embedding.N, "no such token");
+  std::vector<int64_t> tokens(T);
+  for (int64_t t = 0; t < T; ++t) {
+    tokens[t] = read_once(token.data() + t);
+    require(tokens[t] >= 0 && tokens[t] < m.embedding.N, "no such token");
+  }
+  std::vector<int32_t> copied(room.pages_for(position + T));
+  if (table) room.copy_pages(row, position + T, copied.data());
   nb::gil_scoped_release release;
-  self.prefill->run(cache, token.data(), int(T), int(position), int(row), last, logits.data());
+  self.prefill->run(bound.cache, copied.data(), tokens.data(), int(T), int(position), int(row), last, logits.data());
 }
 
-nb::dict prefill_phases(const Owned &self) {
+nb::dict prefill_phases(Owned &self) {
   static constexpr const char *kNames[] = {"embed",     "input",   "qkv",  "place", "attention", "output",
                                            "mlp_input", "gate_up", "silu", "down",  "head"};
+  Prefill::Times times;
+  {
+    nb::gil_scoped_release release;
+    times = self.prefill->seconds();
+  }
   nb::dict d;
-  for (int i = 0; i < Prefill::kPhases; ++i) d[kNames[i]] = self.prefill->seconds()[i];
+  for (int i = 0; i < Prefill::kPhases; ++i) d[kNames[i]] = times[i];
   return d;
 }
 
-nb::dict phases(const Owned &self) {
+void time_phases(Owned &self, bool on) {
+  nb::gil_scoped_release release;
+  self.decoder->time_phases(on);
+}
+
+nb::dict phases(Owned &self) {
   static constexpr const char *kNames[] = {"embed", "qkv", "attention", "output", "gate_up", "down", "head"};
+  Decoder::Times times;
+  {
+    nb::gil_scoped_release release;
+    times = self.decoder->times();
+  }
   nb::dict d;
-  for (int i = 0; i < Decoder::kPhases; ++i) d[kNames[i]] = self.decoder->seconds()[i];
-  d["waiting"] = self.decoder->waited();
-  d["preparing"] = self.decoder->prepared();
+  for (int i = 0; i < Decoder::kPhases; ++i) d[kNames[i]] = times.phase[i];
+  d["waiting"] = times.waited;
+  d["preparing"] = times.prepared;
   return d;
 }
 
@@ -347,18 +431,22 @@ void attention(In<float, 1> q, AnyMatrix keys, AnyMatrix values, Out<float, 1> o
 }  // namespace
 
 void bind_decoder(nb::module_ &m) {
+  nb::class_<BoundCache>(m, "Cache", "Keys and values of all layers, made by Decoder.blocks or Decoder.pages.");
+
+  const auto none = nb::none();
   nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.decoder.")
       .def("__init__", &build, "parts"_a, "precision"_a)
-      .def("set_cache", &set_cache, "layers"_a)
-      .def("set_pages", &set_pages, "layers"_a, "words"_a, "table"_a.noconvert(), "bits"_a, "turned"_a, "center"_a)
-      .def("step", &step, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = nb::none(),
-           "logits"_a.none().noconvert() = nb::none(), "best"_a.none().noconvert() = nb::none(),
-           "want"_a.none().noconvert() = nb::none())
-      .def("prefill", &prefill, "token"_a.noconvert(), "position"_a, "row"_a, "logits"_a.noconvert(), "last"_a)
+      .def("blocks", &blocks, "layers"_a)
+      .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "turned"_a, "center"_a)
+      .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = none,
+           "table"_a.none().noconvert() = none, "logits"_a.none().noconvert() = none,
+           "best"_a.none().noconvert() = none, "want"_a.none().noconvert() = none)
+      .def("prefill", &prefill, "cache"_a, "token"_a.noconvert(), "position"_a, "row"_a, "table"_a.none().noconvert(),
+           "logits"_a.noconvert(), "last"_a)
       .def("prefill_phases", &prefill_phases, "Seconds per phase of the latest prefill.")
-      .def("generate", &generate, "token"_a, "position"_a, "out"_a.noconvert(), "ends"_a)
-      .def(
-          "time_phases", [](Owned &o, bool on) { o.decoder->time_phases(on); }, "on"_a)
+      .def("generate", &generate, "cache"_a, "token"_a, "position"_a, "table"_a.none().noconvert(), "out"_a.noconvert(),
+           "ends"_a)
+      .def("time_phases", &time_phases, "on"_a)
       .def("phases", &phases,
            "Seconds of the first thread per phase; of them, at barriers and on norms and encodings.");
 

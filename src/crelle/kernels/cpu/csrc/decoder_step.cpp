@@ -8,16 +8,9 @@
 
 namespace crelle::cpu {
 
-// What a step is about.
-struct Decoder::Tokens {
-  const int64_t *token, *position, *row, *want;
-  int count, wanted;         // tokens; of those, the ones whose logits are asked for
-  bool together = false;     // whether some belong to one row of the cache
-  int64_t upto[kRows] = {};  // the last position of each token's row in this step
-};
-
 struct Decoder::Work {
   Decoder &d;
+  const Cache &cache;
   const Tokens &in;
   const int t, n;
   float *logits;
@@ -44,7 +37,7 @@ struct Decoder::Work {
   int unpacked[4] = {-1, -1, -1, -1};  // which (layer, row, head, first key) lies there
   // Whether keys and values of all tokens are stored, and queries made ready, before attention begins. Where some are
   // of one text it must be so; with pages and several texts it is cheaper than to do it again for every head.
-  const bool ahead = in.together || (!alone && d.cache_.paged());
+  const bool ahead = in.together || (!alone && cache.paged());
   using Clock = std::chrono::steady_clock;
   Clock::time_point last{};
 
@@ -94,8 +87,8 @@ struct Decoder::Work {
     if (!d.timing_ || t > 0) return d.meeting_.arrive_and_wait(t, n);
     const auto here = Clock::now();
     d.meeting_.arrive_and_wait(t, n);
-    d.waited_ += seconds_since(here);
-    d.seconds_[phase] += seconds_since(last);
+    d.times_.waited += seconds_since(here);
+    d.times_.phase[phase] += seconds_since(last);
     last = Clock::now();
   }
 
@@ -139,7 +132,7 @@ struct Decoder::Work {
       done |= uint64_t{1} << m->kind;
     }
     if (!alone) d.meeting_.arrive_and_wait(t, n);
-    if (d.timing_ && t == 0) d.prepared_ += seconds_since(last);
+    if (d.timing_ && t == 0) d.times_.prepared += seconds_since(last);
   }
 
   void multiply(const Matrix &m, const std::vector<Share> &shares, const float *x, size_t ldx, int M, float *y,
@@ -193,7 +186,7 @@ struct Decoder::Work {
               if (middle * n < 2 * total * t || middle * n >= 2 * total * (t + 1)) continue;
               begin = std::min(begin, g), end = g + 1;
             }
-            if (begin < end && b == b0 && ahead && d.cache_.paged()) {
+            if (begin < end && b == b0 && ahead && cache.paged()) {
               if (run < last_run)
                 ask(l, layer, b, kv, run + 1);
               else if (kv + 1 < Hkv)
@@ -209,8 +202,12 @@ struct Decoder::Work {
     }
   }
 
+  PagedHead paged(int layer, int b, int kv) const {
+    return {cache, in.pages + size_t(row[b]) * in.width, layer, kv, Hkv, D};
+  }
+
   void ask(const LayerWeights &l, int layer, int b, int kv, int run) {
-    const PagedHead where{d.cache_, layer, int(row[b]), kv, Hkv, D};
+    const PagedHead where = paged(layer, b, kv);
     const int from = std::max(first_key(l, b), run * kRun), to = std::min(int(position[b]), run * kRun + kRun - 1);
     where.ask(from, to - from + 1);
   }
@@ -219,14 +216,14 @@ struct Decoder::Work {
   // Of pages, also make the queries ready where they lie.
   void append(const LayerWeights &l, int layer) {
     float *key = head_scratch;
-    const Cache &c = d.cache_;
+    const Cache &c = cache;
     for (int i = part(B * Hkv, t, n); i < part(B * Hkv, t + 1, n); ++i) {
       const int b = i / Hkv, kv = i % Hkv, at = int(position[b]);
       float *row_qkv = qkv + b * ld_qkv;
       const float *value = row_qkv + (H + Hkv + kv) * D;
       place(b, row_qkv + (H + kv) * D, l.k_norm, key);
       if (c.paged()) {
-        const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
+        const PagedHead where = paged(layer, b, kv);
         where.write(ops, 0, at, key, true, nullptr);
         where.write(ops, 1, at, value, true, nullptr);
         for (int head = kv * (H / Hkv); head < (kv + 1) * (H / Hkv); ++head)
@@ -243,7 +240,7 @@ struct Decoder::Work {
   // A query as attention takes it.
   void query(const LayerWeights &l, int b, const float *from, float *out) {
     place(b, from, l.q_norm, out);
-    if (d.cache_.turned) hadamard(out, D, d.cache_.turned);
+    if (cache.turned) hadamard(out, D, cache.turned);
     ops.scale(out, 1.0f / std::sqrt(static_cast<float>(D)), D);
   }
 
@@ -252,17 +249,17 @@ struct Decoder::Work {
     const float *row_qkv = qkv + b * ld_qkv;
     float *q = head_scratch, *key = q + kHeads * padded(D), *new_k = key + padded(D), *new_v = new_k + padded(D);
     for (int h = 0; h < heads; ++h) {
-      if (ahead && d.cache_.paged())
+      if (ahead && cache.paged())
         std::copy_n(row_qkv + (head + h) * D, D, q + h * padded(D));
       else
         query(l, b, row_qkv + (head + h) * D, q + h * padded(D));
       std::fill(q + h * padded(D) + D, q + (h + 1) * padded(D), 0.0f);
     }
-    if (d.cache_.paged()) return attend_pages(l, layer, b, kv, head, heads, from, to, run);
-    const Number type = d.cache_.type;
-    const size_t row_bytes = D * size_of(type), plane = size_t(d.cache_.capacity) * row_bytes;
-    uint8_t *k = d.cache_.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane;
-    uint8_t *v = k + size_t(d.cache_.rows) * Hkv * plane;
+    if (cache.paged()) return attend_pages(l, layer, b, kv, head, heads, from, to, run);
+    const Number type = cache.type;
+    const size_t row_bytes = D * size_of(type), plane = size_t(cache.capacity) * row_bytes;
+    uint8_t *k = cache.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane;
+    uint8_t *v = k + size_t(cache.rows) * Hkv * plane;
 
     for (int i = 0; i < 16; ++i) __builtin_prefetch(k + from * row_bytes + i * 64);
 
@@ -309,8 +306,8 @@ struct Decoder::Work {
 
   // The same over pages: a run of codes becomes floats once for all heads that read it; numbers are read as they lie.
   void attend_pages(const LayerWeights &l, int layer, int b, int kv, int head, int heads, int from, int to, int run) {
-    const Cache &c = d.cache_;
-    const PagedHead where{c, layer, int(row[b]), kv, Hkv, D};
+    const Cache &c = cache;
+    const PagedHead where = paged(layer, b, kv);
     const float *row_qkv = qkv + b * ld_qkv;
     float *q = head_scratch, *key = q + kHeads * padded(D), *own_k = key + padded(D), *own_v = own_k + padded(D);
     const bool newest = to == position[b];
@@ -357,7 +354,7 @@ struct Decoder::Work {
         const size_t at = (size_t(b) * H + h) * d.runs_;
         ops.combine(reinterpret_cast<const Attended *>(d.parts_.data()) + at, floats_of(d.sums_) + at * padded(D),
                     padded(D), runs, D, input + b * ld_in + h * D);
-        if (d.cache_.turned) hadamard(input + b * ld_in + h * D, D, d.cache_.turned);
+        if (cache.turned) hadamard(input + b * ld_in + h * D, D, cache.turned);
       }
     }
   }
@@ -390,33 +387,37 @@ struct Decoder::Work {
     meet(Head);
     if (!best || t > 0) return;
     for (int b = 0; b < W; ++b) {
-      best[b] = d.best_[b];
+      int64_t found = d.best_[b];
       for (int i = 1; i < n; ++i) {  // in the order of rows: the first of equals wins
         const int64_t other = d.best_[size_t(i) * B + b];
-        if (other >= 0 && (best[b] < 0 || y[b * ldy + other] > y[b * ldy + best[b]])) best[b] = other;
+        if (other >= 0 && (found < 0 || beats(y[b * ldy + other], y[b * ldy + found]))) found = other;
       }
+      best[b] = found;
     }
   }
+
+  // NaN is the largest, as in Ops::argmax.
+  static bool beats(float a, float b) { return a > b || (a != a && b == b); }
 };
 
-void Decoder::step(const int64_t *token, const int64_t *position, const int64_t *row, int B, const int64_t *want,
-                   int wanted, float *logits, int64_t *best) {
-  Tokens in{token, position, row, want, B, want ? wanted : B};
-  int64_t all[kRows];
-  for (int b = 0; b < B; ++b) {
-    all[b] = b;
-    in.upto[b] = position[b];
-    for (int i = 0; i < B; ++i)
-      if (i != b && row[i] == row[b]) in.together = true, in.upto[b] = std::max(in.upto[b], position[i]);
+void Decoder::Tokens::prepare() {
+  together = false, last = 0;
+  for (int b = 0; b < count; ++b) {
+    upto[b] = position[b];
+    last = std::max(last, position[b]);
+    for (int i = 0; i < count; ++i)
+      if (i != b && row[i] == row[b]) together = true, upto[b] = std::max(upto[b], position[i]);
   }
-  if (!want) in.want = all;
+}
+
+void Decoder::step(const Cache &cache, const Tokens &in, float *logits, int64_t *best) {
   std::lock_guard lock(mutex_);
   for (bool done = false; !done;) {
     const int threads = Pool::get().threads();
-    arrange(threads, B);
+    arrange(threads, in.count, int(in.last) / kRun + 1);
     Pool::get().run_team([&](int t, int n) {
       if (n != threads) return;  // somebody changed the number since: arrange again
-      Work{*this, in, t, n, logits, best}.run();
+      Work{*this, cache, in, t, n, logits, best}.run();
       if (t == 0) done = true;
     });
   }

@@ -6,7 +6,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <stdexcept>
 
 #include "isa.h"
@@ -75,18 +77,34 @@ void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::stri
   matmul(x.data(), int(x.shape(0)), w, y.data(), p);
 }
 
-void py_prepare(Activations &a, In<float, 2> x, const Weight &w, const std::string &precision) {
+// Activations that threads of Python may share: who prepares them anew waits until nobody multiplies by them. The GIL
+// is given back before the wait, and what is checked is what is used.
+struct SharedActivations {
+  Activations a;
+  std::shared_mutex mutex;
+};
+
+void py_prepare(SharedActivations &shared, In<float, 2> x, const Weight &w, const std::string &precision) {
   require(x.shape(1) == size_t(w.K), "x must be [M, K]");
   const Precision p = precision_of(precision);
   nb::gil_scoped_release release;
-  prepare_activations(a, x.data(), int(x.shape(0)), w, p);
+  std::unique_lock lock(shared.mutex);
+  prepare_activations(shared.a, x.data(), int(x.shape(0)), w, p);
 }
 
-void py_matmul_prepared(const Activations &a, const Weight &w, Out<float, 2> y) {
+void py_matmul_prepared(SharedActivations &shared, const Weight &w, Out<float, 2> y) {
+  nb::gil_scoped_release release;
+  std::shared_lock lock(shared.mutex);
+  const Activations &a = shared.a;
   require(a.fits(w), "the activations were prepared for a weight of another group size, width or layout");
   require(y.shape(0) == size_t(a.M) && y.shape(1) == size_t(w.N), "y must be [M, N]");
-  nb::gil_scoped_release release;
   matmul(w, a, y.data(), w.N);
+}
+
+bool py_fits(SharedActivations &shared, const Weight &w) {
+  nb::gil_scoped_release release;
+  std::shared_lock lock(shared.mutex);
+  return shared.a.fits(w);
 }
 
 void py_dequantize(const Weight &w, Out<float, 2> out) {
@@ -134,10 +152,10 @@ NB_MODULE(_core, m) {
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
       .def("dequantize", &py_dequantize, "out"_a.noconvert());
 
-  nb::class_<Activations>(m, "Activations", "x turned into integers once, for every weight that fits.")
+  nb::class_<SharedActivations>(m, "Activations", "x turned into integers once, for every weight that fits.")
       .def(nb::init<>())
       .def("prepare", &py_prepare, "x"_a.noconvert(), "weight"_a, "precision"_a)
-      .def("fits", &Activations::fits, "weight"_a)
+      .def("fits", &py_fits, "weight"_a)
       .def("matmul", &py_matmul_prepared, "weight"_a, "y"_a.noconvert());
 
   m.def("prepare_bcq", &prepare_bcq, "planes"_a.noconvert(), "K"_a, "group"_a, "alpha"_a.noconvert(),
@@ -164,5 +182,11 @@ NB_MODULE(_core, m) {
       },
       "name"_a);
   m.def("threads", [] { return Pool::get().threads(); });
-  m.def("set_threads", [](int n) { Pool::get().set_threads(n); }, "n"_a, "0: as many as the affinity mask allows.");
+  m.def(
+      "set_threads",
+      [](int n) {
+        nb::gil_scoped_release release;  // who works now may go on for long
+        Pool::get().set_threads(n);
+      },
+      "n"_a, "0: as many as the affinity mask allows.");
 }

@@ -54,7 +54,7 @@ void hadamard(float *x, int n, int block) {
 }
 
 size_t PagedHead::place(int kind, int position) const {
-  const size_t page = static_cast<size_t>(c.table[static_cast<size_t>(row) * c.width + position / c.page]);
+  const size_t page = static_cast<size_t>(pages[position / c.page]);
   return ((page * 2 + kind) * heads + head) * c.page + position % c.page;
 }
 

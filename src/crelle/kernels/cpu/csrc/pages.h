@@ -11,18 +11,20 @@
 
 namespace crelle::cpu {
 
-// Keys and values of all layers; borrowed. Blocks: [2, rows, kv_heads, capacity, head_size]. Pages:
+// Keys and values of all layers; borrowed. It never changes: calls of several threads share it. Which pages belong to a
+// sequence is told with every call, in a copy that was checked and that nobody else knows (decoder.h). Blocks: [2, rows, kv_heads, capacity, head_size]. Pages:
 // [pages, 2, kv_heads, page, numbers or codes of a head], and words [pages, 2, kv_heads, page, groups] beside codes.
 struct Cache {
   Number type = Number::F32;  // of numbers; codes are read as f32
-  int rows = 0, capacity = 0;
+  int heads = 0, head_size = 0;
   std::vector<uint8_t *> layers;
+  // blocks only
+  int rows = 0, capacity = 0;
   // pages only
   int page = 0, bits = 16, groups = 0, turned = 0;  // tokens of a page; channels that are turned together, 0: none
   std::vector<int16_t *> words;
   std::vector<const float *> center;  // [kv_heads, head_size] per layer, or empty
-  const int32_t *table = nullptr;     // [rows, width]
-  int width = 0, pages = 0;           // pages of a row, of all
+  int pages = 0;                      // of all
 
   bool paged() const { return page > 0; }
   bool coded() const { return bits < 16; }
@@ -31,7 +33,8 @@ struct Cache {
 // One head of one layer for one sequence: where its tokens lie.
 struct PagedHead {
   const Cache &c;
-  int layer, row, head, heads, D;
+  const int32_t *pages;  // of the sequence, in order
+  int layer, head, heads, D;
 
   // Tokens [from, from + count) as f32 rows; `kind` 0: keys, 1: values.
   void read(const Ops &ops, int kind, int from, int count, float *out) const;

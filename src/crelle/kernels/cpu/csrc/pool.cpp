@@ -4,6 +4,9 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -77,16 +80,23 @@ Pool::Pool() : threads_(allowed_cpus()) {}
 void Pool::set_threads(int n) {
   std::lock_guard lock(mutex_);
   n = n > 0 ? n : allowed_cpus();
-  if (n == threads_) return;
+  if (n == threads()) return;
   stop();
   threads_ = n;
 }
 
 void Pool::spawn() {
-  claimed_ = std::make_unique<std::atomic<uint32_t>[]>(threads_);
+  const int n = threads();
+  claimed_ = std::make_unique<std::atomic<uint32_t>[]>(n);
   const uint32_t now = epoch_.load();
-  for (int p = 0; p < threads_; ++p) claimed_[p].store(now);
-  for (int t = 1; t < threads_; ++t) workers_.emplace_back([this, t, now] { work(t, now); });
+  for (int p = 0; p < n; ++p) claimed_[p].store(now);
+  try {
+    for (int t = 1; t < n; ++t) workers_.emplace_back([this, t, now] { work(t, now); });
+  } catch (const std::system_error &e) {
+    stop();
+    threads_ = 1;
+    throw std::runtime_error("the system does not give " + std::to_string(n) + " threads: " + e.what());
+  }
 }
 
 void Pool::stop() {
@@ -108,7 +118,7 @@ bool Pool::claim(int part, uint32_t epoch) {
 
 // A thread's own part first: its rows may still be in its cache.
 void Pool::take_parts(int thread, uint32_t epoch) {
-  const int n = threads_, parts = independent_.load(std::memory_order_relaxed) ? n : 1;
+  const int n = threads(), parts = independent_.load(std::memory_order_relaxed) ? n : 1;
   for (int i = 0; i < parts; ++i) {
     const int p = (thread + i) % n;
     if (!claim(p, epoch)) continue;
@@ -124,7 +134,7 @@ void Pool::start(Job job, void *arg, bool independent) {
   independent_.store(independent, std::memory_order_relaxed);
   caller_core_.store(sched_getcpu(), std::memory_order_relaxed);
   caller_works_.store(true, std::memory_order_relaxed);
-  left_.store(threads_, std::memory_order_relaxed);
+  left_.store(threads(), std::memory_order_relaxed);
   const uint32_t epoch = epoch_.fetch_add(1, std::memory_order_release) + 1;
   epoch_.notify_all();
   take_parts(0, epoch);

@@ -35,7 +35,7 @@ class Pool {
 public:
   static Pool &get();
 
-  int threads() const { return threads_; }
+  int threads() const { return threads_.load(std::memory_order_relaxed); }
   void set_threads(int n);  // 0: as many as the affinity mask allows
 
   // Call fn(thread, threads) once per thread; parts must be independent of each other. When another caller holds the
@@ -43,7 +43,7 @@ public:
   template <class F>
   void run(F &&fn) {
     std::unique_lock lock(mutex_, std::try_to_lock);
-    const int n = threads_;
+    const int n = threads();
     if (n == 1 || !lock.owns_lock()) {
       for (int t = 0; t < n; ++t) fn(t, n);
       return;
@@ -55,7 +55,7 @@ public:
   template <class F>
   void run_team(F &&fn) {
     std::unique_lock lock(mutex_);
-    if (threads_ == 1)
+    if (threads() == 1)
       fn(0, 1);
     else
       start([](void *f, int t, int n) { (*static_cast<std::remove_reference_t<F> *>(f))(t, n); }, &fn, false);
@@ -72,7 +72,7 @@ private:
   void spawn();
 
   std::mutex mutex_;
-  int threads_ = 1;
+  std::atomic<int> threads_{1};  // changed under the mutex; read by who only wants to know, without
   std::vector<std::thread> workers_;
   Job job_ = nullptr;
   void *arg_ = nullptr;

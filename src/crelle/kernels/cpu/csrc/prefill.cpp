@@ -50,10 +50,16 @@ void Prefill::done(Phase phase) {
   last_ = t;
 }
 
-void Prefill::run(const Cache &cache, const int64_t *token, int T, int position, int row, bool last, float *logits) {
+Prefill::Times Prefill::seconds() {
   std::lock_guard lock(mutex_);
-  cache_ = &cache, row_ = row;
-  std::fill(std::begin(seconds_), std::end(seconds_), 0.0);
+  return seconds_;
+}
+
+void Prefill::run(const Cache &cache, const int32_t *pages, const int64_t *token, int T, int position, int row,
+                  bool last, float *logits) {
+  std::lock_guard lock(mutex_);
+  cache_ = &cache, pages_ = pages, row_ = row;
+  seconds_ = {};
   last_ = now();
   const int portions = (T + kPortion - 1) / kPortion;
   const int each = tiles_of((T + portions - 1) / portions) * kTileRows;  // about equal, whole tiles
@@ -185,7 +191,7 @@ void Prefill::place(const LayerWeights &l, int layer, int T, int position, int t
     if (type != Number::F32) ops_.store(type, rows, to, count * D);
   };
   const auto into_pages = [&](int h, int kind, const float *x) {
-    const PagedHead where{*cache_, layer, row_, h, Hkv, D};
+    const PagedHead where{*cache_, pages_, layer, h, Hkv, D};
     ops_.rows_of_tile(x, count, D, floats_of(scratch), D);
     for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
   };
@@ -226,7 +232,7 @@ void Prefill::attend(const LayerWeights &l, int layer, int T, int position, int 
   a.type = cache_->type, a.D = D, a.heads = G, a.window = l.window;
   a.position = position + tile * kTileRows, a.count = std::min(kBlockTokens, T - tile * kTileRows);
   a.pitch = q_.pitch, a.q = q_.tile(tile) + head, a.out = attended_.tile(tile) + head;
-  const std::pair<const Ops &, PagedHead> pages{ops_, {*cache_, layer, row_, kv, Hkv, D}};
+  const std::pair<const Ops &, PagedHead> pages{ops_, {*cache_, pages_, layer, kv, Hkv, D}};
   if (cache_->paged()) {
     a.pages = &pages;
     a.read = [](const void *p, int from, int count, float *k, float *v) {

@@ -21,6 +21,7 @@
 // token's logits are wanted, the last layer computes keys and values of all tokens but the rest of a few only.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <mutex>
@@ -39,9 +40,14 @@ public:
   explicit Prefill(const Model &model);  // borrowed
 
   // Tokens [T] stand at `position`, position + 1, ... of a row of the cache. logits [T, V], or [1, V] of the last.
-  void run(const Cache &cache, const int64_t *token, int T, int position, int row, bool last, float *logits);
+  // Tokens are the caller's own copy, and so are the pages of the sequence (where the cache has pages; `row` is not
+  // looked at then): arrays that Python hands over may change at any time. Any number of threads may call; they take
+  // turns.
+  void run(const Cache &cache, const int32_t *pages, const int64_t *token, int T, int position, int row, bool last,
+           float *logits);
 
-  const double *seconds() const { return seconds_; }  // in each phase, of the latest run
+  using Times = std::array<double, kPhases>;
+  Times seconds();  // in each phase, of the latest run
 
 private:
   // Activations of a portion: tile t at data + t * pitch, features padded to what products of tiles write.
@@ -88,14 +94,17 @@ private:
 
   const Model &model_;
   const Ops &ops_;
+  int inner_ = 0;
+  std::mutex mutex_;  // guards everything below
   const Cache *cache_ = nullptr;
-  int row_ = 0, inner_ = 0;
-  std::mutex mutex_;
+  const int32_t *pages_ = nullptr;
+  int row_ = 0;
   Operand operand_;
   std::vector<Item> items_;
   Tiles stream_, normed_, q_, k_, v_, attended_, gate_, up_, angles_;
   Buffer buffers_[9], product_rows_;
-  double seconds_[kPhases] = {}, last_ = 0;
+  Times seconds_ = {};
+  double last_ = 0;
 };
 
 }  // namespace crelle::cpu
