@@ -5,6 +5,11 @@
 //   tables   for every 4 inputs the 16 sums +-x0 +-x1 +-x2 +-x3, divided by the scale and rounded: bit i of the index
 //            is the sign of x_i. Rounding a sum of four once is about as exact as rounding the four.
 // Two precisions: Int8 keeps one byte of each, Exact two (value = 256 hi + lo, sums still exact in int32).
+//
+// Integers know no NaN. A row with a value that is not finite is encoded as zeros with the factor NaN, by which all its
+// products are multiplied at the end; so all of them are NaN. A row of very large or very small values is scaled by a
+// power of two before, and its products are scaled back: no sum on the way overflows, no scale is subnormal. All other
+// rows have the factor 1, which is not applied.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +33,7 @@ struct Activations {
   Buffer codes;          // [M][chunks][tables 128 B or digits 32 B][bytes of a value]
   Buffer scale_buffer;   // float [M][segments]
   Buffer sum_buffer;     // float [M][groups]
+  Buffer factor_buffer;  // float [M]
 
   int digits() const { return static_cast<int>(precision); }
   const uint8_t *row(int m) const { return codes.data() + size_t(m) * row_bytes; }
@@ -40,6 +46,8 @@ struct Activations {
   const float *sums(int m) const {
     return reinterpret_cast<const float *>(sum_buffer.data()) + size_t(m) * plan.groups;
   }
+  float factor(int m) const { return reinterpret_cast<const float *>(factor_buffer.data())[m]; }
+  float &factor(int m) { return floats_of(factor_buffer)[m]; }
   float *scales(int m) { return const_cast<float *>(static_cast<const Activations *>(this)->scales(m)); }
   float *sums(int m) { return const_cast<float *>(static_cast<const Activations *>(this)->sums(m)); }
 

@@ -102,8 +102,15 @@ CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, 
     }
 }
 
-// Scores to weights; returns the greatest score and the sum of the weights.
+// Scores to weights; returns the greatest score and the sum of the weights, which is NaN where a score is not finite:
+// a key that is infinite would otherwise have the weight 0 and be forgotten.
 CRELLE_INLINE Attended weigh(float *scores, int count) {
+  int wrong = 0;
+  for (int i = 0; i < count; ++i) {
+    int bits;
+    __builtin_memcpy(&bits, scores + i, 4);
+    wrong |= (bits & 0x7f800000) == 0x7f800000;
+  }
   for (int i = count; i % kLanes; ++i) scores[i] = -__builtin_inff();
   Vec tops = all(-__builtin_inff()), total = {};
   for (int i = 0; i < count; i += kLanes) tops = larger(load(scores + i), tops);
@@ -113,7 +120,7 @@ CRELLE_INLINE Attended weigh(float *scores, int count) {
     store(scores + i, e);
     total += e;
   }
-  return {top, sum_of(total)};
+  return {top, wrong ? __builtin_nanf("") : sum_of(total)};
 }
 
 template <class T, bool Apart, int H>

@@ -20,6 +20,10 @@ constexpr int kLanes = 4;
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int __attribute__((vector_size(4 * kLanes)));
 
+// A row's largest value, as bits: 2^-60 and 2^100. Below, and above, a row is scaled first.
+constexpr int kLeastTop = (127 - 60) << 23, kMostTop = (127 + 100) << 23;
+constexpr float kLeastScale = 0x1p-120f;  // of a segment: its inverse is finite
+
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, bits 0x4b400000
 constexpr int kRoundBits = 0x4b400000;
 
@@ -47,7 +51,9 @@ CRELLE_INLINE void store_low_bytes(uint8_t *p, const Ints (&v)[16 / kLanes]) {
 #endif
 }
 
-CRELLE_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// Maxima of magnitudes are taken of their bits as integers, where finite < infinity < NaN: a maximum of floats would
+// forget a NaN.
+CRELLE_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 CRELLE_INLINE Floats magnitude(Floats v) { return (Floats)((Ints)v & 0x7fffffff); }
 
 // Fold the lanes together, always in the same order.
@@ -73,15 +79,16 @@ constexpr int table_at(int i, int d) {
 template <int D>
 constexpr float kTop = D == 1 ? 127.0f : 32639.0f;  // 127 * 256 + 127
 
-// The largest entry of any table of a segment; adds the sum of x.
-CRELLE_INLINE float measure_tables(const float *x, int chunks, float &sum) {
-  Floats tops = {}, sums = {};
+// The bits of the largest entry of any table of a segment; adds the sum of x.
+CRELLE_INLINE int measure_tables(const float *x, int chunks, float &sum) {
+  Ints tops = {};
+  Floats sums = {};
   for (int k = 0; k < chunks * kChunk; k += kLanes) {
     const Floats v = load(x + k);
     Floats norm = magnitude(v);  // of four neighbours
     norm += __builtin_shufflevector(norm, norm, CRELLE_SWAP_1);
     norm += __builtin_shufflevector(norm, norm, CRELLE_SWAP_2);
-    tops = larger(norm, tops);
+    tops = larger((Ints)norm, tops);
     sums += v;
   }
   sum += fold(sums, plus<Floats>);
@@ -114,9 +121,9 @@ CRELLE_INLINE void fill_tables(const float *x, int chunks, float inverse, uint8_
   }
 }
 
-CRELLE_INLINE float measure_digits(const float *x, int chunks) {
-  Floats tops = {};
-  for (int k = 0; k < chunks * kChunk; k += kLanes) tops = larger(magnitude(load(x + k)), tops);
+CRELLE_INLINE int measure_digits(const float *x, int chunks) {
+  Ints tops = {};
+  for (int k = 0; k < chunks * kChunk; k += kLanes) tops = larger((Ints)magnitude(load(x + k)), tops);
   return fold(tops, larger);
 }
 
@@ -157,18 +164,29 @@ CRELLE_INLINE void for_segments(const Plan &plan, const float *x, F &&fn) {
 }
 
 // Two passes: a segment's scale is known only after a chain of dependent steps, and those of all segments overlap.
+//
+// A row whose largest value is not finite, or where sums might overflow or scales lose bits, is left to the caller
+// (encode_rows in matmul.cpp): its factor becomes 0. A segment far below the others of its row counts as zeros.
 template <Stream S, int D>
 void encode_row(Activations &a, const float *x, int m) {
   constexpr bool kTables = S == Stream::QuadPlanes || S == Stream::BytePlanes;
   uint8_t *out = a.codes.data() + size_t(m) * a.row_bytes;
   float *scale = a.scales(m), *sums = a.sums(m);
   for (int g = 0; g < a.plan.groups; ++g) sums[g] = 0;
+  int most = 0;
   for_segments(a.plan, x, [&](int g, const float *v, int chunks) __attribute__((always_inline)) {
-    *scale++ = (kTables ? measure_tables(v, chunks, sums[g]) : measure_digits(v, chunks)) / kTop<D>;
+    const int bits = kTables ? measure_tables(v, chunks, sums[g]) : measure_digits(v, chunks);
+    most = most > bits ? most : bits;
+    float top;
+    __builtin_memcpy(&top, &bits, 4);
+    *scale++ = top / kTop<D>;
   });
+  const bool usual = most == 0 || (most >= kLeastTop && most < kMostTop);
+  a.factor(m) = usual ? 1.0f : 0.0f;
+  if (!usual) return;
   scale = a.scales(m);
   for_segments(a.plan, x, [&](int g, const float *v, int chunks) __attribute__((always_inline)) {
-    const float inverse = *scale > 0 ? 1.0f / *scale : 0.0f;
+    const float inverse = *scale > kLeastScale ? 1.0f / *scale : 0.0f;
     if constexpr (kTables)
       fill_tables<S, D>(v, chunks, inverse, out);
     else

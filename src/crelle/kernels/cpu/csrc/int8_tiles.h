@@ -39,9 +39,12 @@ CRELLE_INLINE void for_each_segment(const Plan &p, F &&use) {
 
 // A segment of x [n][16], the rows side by side: the integers of activations.h, four neighbours to a dword.
 inline void pack_segment(const float *x, int n, const Int8Side &out) {
-  __m512 top = _mm512_setzero_ps();
-  for (int i = 0; i < n; ++i) top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_loadu_ps(x + i * 16)));
-  const __m512 scale = _mm512_div_ps(top, _mm512_set1_ps(127.0f));
+  // The largest magnitude by its bits: a maximum of floats would forget a NaN. Where it is not finite, the scale is not
+  // either, and with it all sums of the row; what becomes of the integers does not matter then.
+  __m512i top = _mm512_setzero_si512();
+  for (int i = 0; i < n; ++i)
+    top = _mm512_max_epi32(top, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(x + i * 16))));
+  const __m512 scale = _mm512_div_ps(_mm512_castsi512_ps(top), _mm512_set1_ps(127.0f));
   const __mmask16 some = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_GT_OQ);
   const __m512 inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(1.0f), scale);
   const auto rounded = [&](int i) __attribute__((always_inline)) {

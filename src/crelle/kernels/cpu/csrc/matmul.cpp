@@ -1,7 +1,10 @@
 #include "matmul.h"
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
+#include <limits>
+#include <vector>
 
 namespace crelle::cpu {
 
@@ -16,9 +19,42 @@ void Activations::shape(const Weight &w, int rows, Precision wanted) {
   codes.grow(M * row_bytes);
   scale_buffer.grow(sizeof(float) * M * plan.segments);
   sum_buffer.grow(sizeof(float) * M * plan.groups);
+  factor_buffer.grow(sizeof(float) * M);
 }
 
-void encode_rows(Activations &a, const float *x, size_t ldx, int m0, int m1) { a.isa->encode(a, x, ldx, m0, m1); }
+namespace {
+
+// The bits of the largest magnitude: finite < infinity < NaN.
+uint32_t top_bits(const float *x, int n) {
+  uint32_t top = 0;
+  for (int i = 0; i < n; ++i) top = std::max(top, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
+  return top;
+}
+
+constexpr uint32_t kInfinity = 0x7f800000u, kOne = 0x3f800000u, kLarge = 0x71800000u, kSmall = 0x21800000u;
+
+// A row that the encoders leave to us: see activations.h.
+void encode_unusual(Activations &a, const float *x, int m) {
+  const int K = a.plan.K;
+  const uint32_t top = top_bits(x, K);
+  std::vector<float> copy(K, 0.0f);
+  float factor = std::numeric_limits<float>::quiet_NaN();
+  if (top < kInfinity) {
+    const float up = top < kOne ? 0x1p100f : 0x1p-64f;
+    for (int k = 0; k < K; ++k) copy[k] = x[k] * up;
+    factor = 1.0f / up;
+  }
+  a.isa->encode(a, copy.data(), 0, m, m + 1);
+  a.factor(m) = factor;
+}
+
+}  // namespace
+
+void encode_rows(Activations &a, const float *x, size_t ldx, int m0, int m1) {
+  a.isa->encode(a, x, ldx, m0, m1);
+  for (int m = m0; m < m1; ++m)
+    if (a.factor(m) == 0.0f) encode_unusual(a, x + size_t(m) * ldx, m);
+}
 
 void prepare_activations(Activations &a, const float *x, int M, const Weight &w, Precision precision) {
   a.shape(w, M, precision);
@@ -31,7 +67,11 @@ std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
 
 void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int row0, int row1) {
   assert(a.fits(w) && row0 % w.R == 0);
-  if (row0 < row1) w.isa->matmul(w, a, y, ldy, row0 / w.R, (row1 + w.R - 1) / w.R);
+  if (row0 >= row1) return;
+  w.isa->matmul(w, a, y, ldy, row0 / w.R, (row1 + w.R - 1) / w.R);
+  for (int m = 0; m < a.M; ++m)
+    if (const float factor = a.factor(m); factor != 1.0f)
+      for (int n = row0; n < row1; ++n) y[m * ldy + n] *= factor;
 }
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy) {
@@ -49,10 +89,23 @@ void matmul_tiles(const float *x, int M, const Weight &w, float *y, Precision pr
   scratch.grow(gemm.pack_bytes(w, M, precision));
   uint8_t *packed = scratch.data();
   const int tiles = tiles_of(M);
-  Pool::get().run(
-      [&](int t, int n) { gemm.pack(w, x, M, precision, packed, part(tiles, t, n), part(tiles, t + 1, n)); });
+  std::vector<uint8_t> unusual(M);  // rows for which tiles are too narrow
+  Pool::get().run([&](int t, int n) {
+    const int tile0 = part(tiles, t, n), tile1 = part(tiles, t + 1, n);
+    for (int m = tile0 * kTileRows; m < std::min(M, tile1 * kTileRows); ++m) {
+      const uint32_t top = top_bits(x + size_t(m) * w.K, w.K);
+      unusual[m] = top != 0 && (top < kSmall || top >= kLarge);
+    }
+    gemm.pack(w, x, M, precision, packed, tile0, tile1);
+  });
   Pool::get().run(
       [&](int t, int n) { gemm.run(w, packed, M, precision, y, w.N, part(w.blocks, t, n), part(w.blocks, t + 1, n)); });
+  for (int m = 0; m < M; ++m)
+    if (unusual[m]) {
+      static thread_local Activations one;
+      prepare_activations(one, x + size_t(m) * w.K, 1, w, precision);
+      matmul(w, one, y + size_t(m) * w.N, w.N);
+    }
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ struct Ops {
   void (*silu_mul)(float *gate, const float *up, int n);              // gate = silu(gate) * up
   void (*add)(float *x, const float *y, int n);                       // x += y
   void (*scale)(float *x, float factor, int n);
-  int (*argmax)(const float *x, int n);  // the first of equals; NaN never wins
+  int (*argmax)(const float *x, int n);  // the first of equals; NaN is the largest
   // y[m, n] for M rows of x and outputs [row0, row1)
   void (*dense)(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1);
   // Head i's results: parts[i * parts_apart], and D sums from out + i * out_apart on.

@@ -7,6 +7,7 @@
 //
 // Included inside a namespace of the including file, after lanes.h and small_ops.h.
 
+constexpr float kUnseen = -1e38f;  // the score of a key that is not looked at: its weight is 0, and it is finite
 constexpr int kKeys = 64;                                     // of a run
 constexpr int kBeside = kRegisters >= 32 ? 3 : 1;             // vectors of queries at a time
 constexpr int kDeep = kRegisters >= 32 ? 8 : kRegisters / 2;  // keys, or numbers of a value, at a time
@@ -51,20 +52,56 @@ CRELLE_INLINE void block_values(const float *v, const float *weights, int keys, 
     for (int w = 0; w < W; ++w) store(a.out[w] + (d + r) * kLanes, sums[r][w]);
 }
 
-// Scores of one vector of queries to weights, exp(score - largest so far); returns what earlier weights shrink by.
+// Whether some of 16 queries from `position` on do not see some of these keys; and which of them see one key.
+CRELLE_INLINE bool some_unseen(int from, int keys, int position, int window) {
+  return from + keys - 1 > position || (window && from <= position + kLanes - 1 - window);
+}
+CRELLE_INLINE Int seen_by(int key, int position, int window) {
+  const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Int here = lane + position, oldest = window ? here - window : Int{} - 1, all_key = Int{} + key;
+  return (all_key <= here) & (all_key > oldest);
+}
+
+// The same for values of which some are not finite: 0 * NaN is NaN, so that what a query does not see has to be left
+// out, where a weight of 0 is enough otherwise.
+template <int W>
+void block_values_seen(const float *v, const float *weights, int from, int keys, int D, const Vec (&factor)[W],
+                       int window, const Queries<W> &a) {
+  for (int w = 0; w < W; ++w)
+    for (int d = 0; d < D; ++d) {
+      Vec sum = load(a.out[w] + d * kLanes) * factor[w];
+      for (int i = 0; i < keys; ++i) {
+        const Vec more = load(weights + (i * W + w) * kLanes) * v[size_t(i) * D + d];
+        sum += seen_by(from + i, a.position[w], window) ? more : Vec{};
+      }
+      store(a.out[w] + d * kLanes, sum);
+    }
+}
+
+inline bool all_finite(const float *v, size_t n) {
+  Vec wrong = {};
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) wrong += load(v + i) * 0.0f;
+  float rest = sum_of(wrong);
+  for (; i < n; ++i) rest += v[i] * 0.0f;
+  return rest == 0.0f;
+}
+
+// Scores of one vector of queries to weights, exp(score - largest so far); returns what earlier weights shrink by. The
+// total of a query that sees a score that is not finite is NaN (see weigh).
 template <int W>
 CRELLE_INLINE Vec block_softmax(float *s, int from, int keys, int position, int window, float *tops, float *totals) {
-  if (from + keys - 1 > position || (window && from <= position + kLanes - 1 - window)) {
-    const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const Int here = lane + position, oldest = window ? here - window : Int{} - 1;
-    for (int i = 0; i < keys; ++i) {
-      const Int key = Int{} + (from + i);
-      store(s + i * W * kLanes, (key <= here) & (key > oldest) ? load(s + i * W * kLanes) : all(-__builtin_inff()));
-    }
-  }
+  if (some_unseen(from, keys, position, window))
+    for (int i = 0; i < keys; ++i)
+      store(s + i * W * kLanes,
+            seen_by(from + i, position, window) ? load(s + i * W * kLanes) : all(kUnseen));
   const Vec before = load(tops);
   Vec top = before, total = {};
-  for (int i = 0; i < keys; ++i) top = larger(load(s + i * W * kLanes), top);
+  for (int i = 0; i < keys; ++i) {
+    const Vec score = load(s + i * W * kLanes);
+    top = larger(score, top);
+    total += score * 0.0f;
+  }
   for (int i = 0; i < keys; ++i) {
     const Vec x = load(s + i * W * kLanes) - top, e = x < -87.0f ? Vec{} : exp_of(x);
     store(s + i * W * kLanes, e);
@@ -87,6 +124,10 @@ void block_run(const AttendBlock &b, const Queries<W> &a, const float *k, const 
   Vec factor[W];
   for (int w = 0; w < W; ++w)
     factor[w] = block_softmax<W>(scores + w * kLanes, from, keys, a.position[w], b.window, a.top[w], a.total[w]);
+  // Positions rise with w, so that those of the first see the least, and a window hides the most from the last.
+  if ((some_unseen(from, keys, a.position[0], b.window) || some_unseen(from, keys, a.position[W - 1], b.window)) &&
+      !all_finite(v, size_t(keys) * D))
+    return block_values_seen<W>(v, scores, from, keys, D, factor, b.window, a);
   int d = 0;
   for (; d + kDeep <= D; d += kDeep) block_values<kDeep, W>(v, scores, keys, D, factor, d, a);
   for (; d < D; ++d) block_values<1, W>(v, scores, keys, D, factor, d, a);

@@ -95,8 +95,12 @@ inline void scale(float *x, float factor, int n) {
   for (; i < n; ++i) x[i] *= factor;
 }
 
-// First the largest value, then where it stands.
+// First the largest value, then where it stands. NaN is the largest, as numpy and torch have it.
 inline int argmax(const float *x, int n) {
+  int wrong = 0;
+  for (int i = 0; i < n; ++i) wrong |= x[i] != x[i];
+  for (int i = 0; wrong && i < n; ++i)
+    if (x[i] != x[i]) return i;
   Vec tops = all(-__builtin_inff());
   int i = 0;
   for (; i + kLanes <= n; i += kLanes) tops = larger(load(x + i), tops);
