@@ -6,7 +6,7 @@ run this file on builds of the C++ core that watch memory and races themselves.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def sequence(decoder: Decoder, kv: Cache, tokens: Tensor, prompt: int) -> Tensor
 
 
 @pytest.fixture
-def together() -> Iterator[Callable[..., None]]:
+def together() -> Callable[..., None]:
     """Run functions in threads, again and again for some seconds; the first exception of any of them is raised."""
 
     def run(*work: Callable[[], Any], seconds: float = SECONDS) -> None:
@@ -107,7 +107,7 @@ def together() -> Iterator[Callable[..., None]]:
             for done in [threads.submit(loop, one) for one in work]:
                 done.result()
 
-    yield run
+    return run
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -161,9 +161,7 @@ def test_timing_and_threads_may_change_meanwhile(model: Llama, together: Callabl
 
 
 @pytest.mark.parametrize("what", ["table", "position", "token", "row", "want"])
-def test_arrays_that_change_during_a_call_lead_nowhere(
-    what: str, model: Llama, together: Callable[..., None]
-) -> None:
+def test_arrays_that_change_during_a_call_lead_nowhere(what: str, model: Llama, together: Callable[..., None]) -> None:
     """A call sees a good value or refuses a bad one; it never acts on one that it did not check."""
     decoder, guarded = Decoder(take_apart(model)), Guarded()
     paged = guarded.pages(model, "kv16", 32)
@@ -249,8 +247,7 @@ def test_shared_activations(together: Callable[..., None]) -> None:
             y = torch.full((M, 130), float("nan"))
             try:
                 shared.matmul(w.data, y.numpy())
-            except ValueError as e:
-                assert "y must be" in str(e)
+            except ValueError:  # prepared for another number of rows
                 return
             assert any(torch.equal(y, known) for known in wanted)
 

@@ -102,12 +102,25 @@ def _attend_one(q: Tensor, pages: KVPages, row: Tensor, length: int, window: int
         k, v = slab  # [Hkv, S, D]
         seen = key <= query[:, None]  # [T, S]
         seen = seen if window is None else seen & (key > query[:, None] - window)
-        score = (q @ k.mT).masked_fill(~seen.repeat(R, 1), -torch.inf)  # [Hkv, R*T, S]
+        raw = q @ k.mT  # [Hkv, R*T, S]
+        if not bool((raw.sum() + v.sum()).isfinite()):
+            raw, v = _poisoned(raw, v, seen.repeat(R, 1))
+        score = raw.masked_fill(~seen.repeat(R, 1), -torch.inf)
         now = torch.maximum(top, score.amax(-1, keepdim=True))
         base = now.masked_fill(now == -torch.inf, 0)  # who has seen nothing yet keeps sums of 0
         p, keep = torch.exp(score - base), torch.exp(top - base)
         weight, total, top = weight * keep + p.sum(-1, keepdim=True), total * keep + p @ v, now
     return (total / weight).view(Hkv, R, T, D).permute(2, 0, 1, 3)  # [T, Hkv, R, D]
+
+
+def _poisoned(score: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and values of a slab in which something is not finite: NaN for who sees it, nothing for who does not.
+
+    A score of -inf would have the weight 0 and be forgotten, and 0 * NaN is NaN for those who do not see the token.
+    """
+    lost = ~v.isfinite().all(-1)  # [Hkv, S]
+    score = score.masked_fill(~score.isfinite() | lost[:, None], torch.nan)
+    return score.masked_fill(~seen, 0), v.masked_fill(lost[..., None], 0)
 
 
 def _slabs(pages: KVPages, row: Tensor, first: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,11 @@ def why_not(model: Model, kv: KVFormat) -> str | None:
 
 
 class CudaBatch:
-    """A model over batches of sequences whose keys and values lie in pages; `why_not` has been asked."""
+    """A model over batches of sequences whose keys and values lie in pages; `why_not` has been asked.
+
+    Threads take turns. The logits of a call lie in a buffer that the next one overwrites: threads that share a batch
+    hold `lock` from a call until they have read, or drawn from, what it returned.
+    """
 
     def __init__(
         self, model: Model, layers: Sequence[KVPages], centers: Sequence[Tensor | None], *, exact: bool = False
@@ -70,10 +75,15 @@ class CudaBatch:
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
         self._turn = 0
+        self.lock = RLock()
 
     @torch.inference_mode()
     def __call__(self, parts: Sequence[Part]) -> Tensor:
         """Store the tokens of all parts; return logits f32 [wanted parts, V]. The next call overwrites them."""
+        with self.lock:
+            return self._forward(parts)
+
+    def _forward(self, parts: Sequence[Part]) -> Tensor:
         singles = [i for i, part in enumerate(parts) if len(part.ids) == 1]
         longer = [i for i, part in enumerate(parts) if len(part.ids) > 1]
         found, whose = list[Tensor](), list[int]()
@@ -95,9 +105,10 @@ class CudaBatch:
     @torch.inference_mode()
     def draw(self, logits: Tensor) -> Drawn:
         """Take the likeliest tokens of at most DRAWS rows; the next call may refer to them (`Part.follows`)."""
-        found = self._buffers.argmax(logits.contiguous())
-        self._turn ^= 1
-        return Drawn(found, self._buffers.told[self._turn])
+        with self.lock:
+            found = self._buffers.argmax(logits.contiguous())
+            self._turn ^= 1
+            return Drawn(found, self._buffers.told[self._turn])
 
     def _there(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return numbers on the device, without waiting for what it has under way."""
@@ -107,10 +118,11 @@ class CudaBatch:
     def graph(self, rows: int) -> "_Graph":
         """Return the graph for so many sequences, captured when it is first asked for."""
         bucket = bucket_of(rows)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = _Graph(self, bucket, self._buffers, self._pool)
-            self._pool = self._graphs[bucket].pool
-        return self._graphs[bucket]
+        with self.lock:
+            if bucket not in self._graphs:
+                self._graphs[bucket] = _Graph(self, bucket, self._buffers, self._pool)
+                self._pool = self._graphs[bucket].pool
+            return self._graphs[bucket]
 
     # --- the layers -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """From named weights to layers: what the model families share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from crelle.errors import FormatError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
+from crelle.formats.dense import DenseTensor
 from crelle.formats.source import Weights
 from crelle.kernels.select import Problem, explain
 from crelle.models.linear import QuantLinear
@@ -54,6 +56,7 @@ class Builder:
     kernel: str | None
     bits: int | None = None  # default: the finest precision
     made: dict[str, Any] | None = None  # by name, what builders of other precisions share with this one
+    lock: Any = field(default_factory=RLock, repr=False, compare=False)  # of `made`, shared with it
 
     def __post_init__(self) -> None:
         if self.bits is not None:
@@ -62,6 +65,9 @@ class Builder:
     def matrix(self, module: str, N: int, K: int) -> QuantTensor:
         stored = self.weights.matrix(module)
         self._check(f"{module}.weight", stored.shape, (N, K))
+        if stored.format != DenseTensor.format:  # plain matrices are not read through here: NaN stays NaN in products
+            for part, t in stored.tensors().items():
+                self._check_finite(f"{module}.{part}", t)
         if isinstance(stored, NestedTensor):
             return stored.at(self.bits or stored.bits).to(self.device)
         return self._once(f"{module}.weight", lambda: stored.to(self.device))
@@ -69,6 +75,7 @@ class Builder:
     def vector(self, name: str, size: int) -> Tensor:
         v = self.weights.read(name)
         self._check(name, tuple(v.shape), (size,))
+        self._check_finite(name, v)
         return self._once(name, lambda: v.to(self.device, self.dtype))
 
     def once_for(self, w: QuantTensor, name: str, make: Callable[[], Made]) -> Made:
@@ -78,14 +85,27 @@ class Builder:
     def _once(self, name: str, make: Callable[[], Made]) -> Made:
         if self.made is None:
             return make()
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]  # type: ignore[no-any-return]
+        with self.lock:  # precisions may be built in several threads
+            if name not in self.made:
+                self.made[name] = make()
+            return self.made[name]  # type: ignore[no-any-return]
 
     def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
             has, asks = (" x ".join(map(str, shape)) for shape in (found, wanted))
             raise FormatError(f"{self.weights.path}: '{name}' is {has}, but the model's config asks for {asks}")
+
+    def _check_finite(self, name: str, t: Tensor) -> None:
+        """Refuse norms, biases and scales with NaN or infinity: each spoils every answer, however it was damaged."""
+        if not t.is_floating_point() or t.device.type == "meta" or t.numel() == 0:
+            return
+        if not all(bool(end.isfinite()) for end in t.aminmax()):  # NaN is both the least and the greatest
+            wrong = (~t.isfinite()).nonzero()
+            at = ", ".join(map(str, wrong[0].tolist()))
+            raise FormatError(
+                f"{self.weights.path}: '{name}' has {len(wrong)} of {t.numel()} values that are NaN or infinite, the "
+                f"first at [{at}]; the file is damaged or was saved from a broken model: get or quantize it anew"
+            )
 
     def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> QuantLinear:
         w = w or self.matrix(module, N, K)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crelle.errors import CapacityError
+from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import kv as paged
 from crelle.kernels.cpu.decoder import Paged
@@ -177,6 +177,12 @@ def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
     model(ids.to(model.device), cache, last=True)
     keys = [kv[0, 0, :, :tokens].transpose(0, 1).float() for kv in cache.layers]  # [T, Hkv, D]
     first = min(1, tokens - 1)
+    for i, k in enumerate(keys):
+        if not k.isfinite().all():
+            raise FormatError(
+                f"{model.build.weights.path}: the keys of layer {i} are not finite, so that they have no centre for a "
+                "cache of 8 or 4 bits; the checkpoint is damaged, or its activations overflow"
+            )
     if rope is None:
         return [_finite(k[first:].mean(0)) for k in keys]
     cos, sin = rope.angles(torch.arange(tokens, device=model.device), torch.float32)

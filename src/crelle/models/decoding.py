@@ -1,5 +1,6 @@
 """What all model families do alike around a step: caches, linears, and the graphs of the step on a GPU."""
 
+from threading import RLock
 from typing import Any, overload
 
 import torch
@@ -20,10 +21,16 @@ class Decoding(nn.Module):
     key_centers: Any  # per layer, what keys are stored relative to where a cache asks for it
     _graphed: GraphedDecoder | str | None = None  # or why there are none
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = RLock()  # of what is made when it is first asked for, by whichever thread
+
     def graphed(self) -> GraphedDecoder | None:
         """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
         if self._graphed is None:
-            self._graphed = graphed(self)  # type: ignore[arg-type]
+            with self.lock:
+                if self._graphed is None:
+                    self._graphed = graphed(self)  # type: ignore[arg-type]
         return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
 
     @overload

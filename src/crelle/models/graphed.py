@@ -7,6 +7,7 @@ its captured graph, waits for the next one.
 
 import weakref
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,7 @@ def graphed(model: "Llama | OPT") -> "GraphedDecoder | str":
 
 
 class GraphedDecoder:
-    """Takes a model's caches over, one state each, and replays its step on them."""
+    """Takes a model's caches over, one state each, and replays its step on them; threads take turns."""
 
     def __init__(self, model: "Llama | OPT") -> None:
         self.context = model.c.context
@@ -54,12 +55,14 @@ class GraphedDecoder:
         self._model = weakref.ref(model)  # which keeps this object
         self._leased: weakref.WeakKeyDictionary[KVCache, _State] = weakref.WeakKeyDictionary()
         self._free: list[_State] = []
+        self._lock = RLock()  # held from the copy into a state's buffers to the copy out of them
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Return logits f32 [B, 1, V] for one more token [B, 1] of each sequence in the cache."""
-        state = self._state(cache, cache.length + 1)
-        logits = state.replay(tokens[:, 0], cache.length).clone()
+        with self._lock:
+            state = self._state(cache, cache.length + 1)
+            logits = state.replay(tokens[:, 0], cache.length).clone()
         cache.advance(1)
         return logits[:, None]
 
@@ -73,14 +76,15 @@ class GraphedDecoder:
         assert model is not None
         cache = model.new_cache(ids.shape[0])
         first = model(ids, cache, last=True)[:, -1].argmax(-1)
-        state = self._state(cache, cache.length + tokens)
-        state.begin(first, cache.length)
-        for _ in range(tokens - 1):
-            state.replay_greedily()
-            if replayed:
-                replayed()
-        cache.advance(tokens - 1)
-        return state.at.made[:, :tokens].clone()
+        with self._lock:
+            state = self._state(cache, cache.length + tokens)
+            state.begin(first, cache.length)
+            for _ in range(tokens - 1):
+                state.replay_greedily()
+                if replayed:
+                    replayed()
+            cache.advance(tokens - 1)
+            return state.at.made[:, :tokens].clone()
 
     def _state(self, cache: KVCache, need: int) -> "_State":
         """Return the state that holds the cache, with room for `need` tokens; move the cache there if it is not."""

@@ -207,4 +207,5 @@ class Llama(Decoding):
     @cached_property
     def key_centers(self) -> list[Tensor]:
         """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
-        return key_centers(self, self.c.rope)
+        with self.lock:
+            return key_centers(self, self.c.rope)

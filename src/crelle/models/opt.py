@@ -222,4 +222,5 @@ class OPT(Decoding):
     @cached_property
     def key_centers(self) -> list[Tensor]:
         """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
-        return key_centers(self, None)
+        with self.lock:
+            return key_centers(self, None)

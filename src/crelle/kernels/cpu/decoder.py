@@ -200,7 +200,11 @@ class Decoder:
         # A cache that grew consists of new tensors. Those of before are held, so that no new one can pass for them.
         tensors = _tensors(kv)
         latest, bound = self._latest  # once: another thread may replace the pair, never change it
-        if bound is not None and len(tensors) == len(latest) and all(a is b for a, b in zip(tensors, latest, strict=True)):
+        if (
+            bound is not None
+            and len(tensors) == len(latest)
+            and all(a is b for a, b in zip(tensors, latest, strict=True))
+        ):
             return bound
         if isinstance(kv, Paged):
             fmt, size = kv.layers[0].format, kv.layers[0].head_size

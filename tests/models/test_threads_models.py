@@ -1,0 +1,76 @@
+"""Threads that share a model: each gets what it gets alone."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.source import open_weights
+from crelle.models.batched import Batched, View
+from crelle.models.loader import Model, build
+from crelle.quantizers.driver import quantize
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("shared") / "q"
+    quantize(tiny_model, path, "rtn:bits=4,group=24")
+    return build(open_weights(path), torch.device("cpu"))
+
+
+def in_threads(work: list[Callable[[], Any]], rounds: int) -> list[list[Any]]:
+    begin = threading.Barrier(len(work))
+
+    def loop(one: Callable[[], Any]) -> list[Any]:
+        begin.wait()
+        return [one() for _ in range(rounds)]
+
+    with ThreadPoolExecutor(len(work)) as threads:
+        return [done.result() for done in [threads.submit(loop, one) for one in work]]
+
+
+@pytest.mark.parametrize("kv", [16, "kv8", "kv4"])
+def test_forward_passes_with_caches_of_their_own(kv: int | str, model: Model) -> None:
+    def sequence(length: int) -> Tensor:
+        tokens, cache = torch.arange(length) + 3 * length, model.new_cache(1, kv=kv)
+        first = model(tokens[None, :-6], cache, last=True)
+        return torch.cat([first, *(model(t.view(1, 1), cache) for t in tokens[-6:])])
+
+    lengths = [7, 12, 40, 75]
+    wanted = [sequence(n) for n in lengths]
+    found = in_threads([lambda n=n: sequence(n) for n in lengths], rounds=12)  # type: ignore[misc]
+    for one, results in zip(wanted, found, strict=True):
+        assert all(torch.equal(one, y) for y in results)
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_batches_of_one_executor(core: bool, model: Model) -> None:
+    batched, c = Batched(model, core=core), model.c
+    fmt = KVFormat(16)
+    layers = [KVPages.new(fmt, 24, c.kv_heads, c.head_size, torch.float32, "cpu") for _ in range(c.layers)]
+
+    def batch(seat: int, length: int) -> Tensor:
+        table = torch.arange(6 * seat, 6 * seat + 6, dtype=torch.int32)[None]
+        tokens = [(7 * i + seat) % 250 for i in range(length)]
+        first = batched(tokens, View(layers, table, [0, length], [0], [None] * c.layers), [length - 1])
+        then = batched([5], View(layers, table, [0, 1], [length], [None] * c.layers), [0])
+        return torch.cat([first, then])
+
+    plans = [(0, 5), (1, 18), (2, 60), (3, 33)]
+    wanted = [batch(*plan) for plan in plans]
+    found = in_threads([lambda p=p: batch(*p) for p in plans], rounds=8)  # type: ignore[misc]
+    for one, results in zip(wanted, found, strict=True):
+        assert all(torch.equal(one, y) for y in results)
+
+
+def test_precisions_built_in_threads_share_what_they_can(tiny_model: Path, tmp_path: Path) -> None:
+    quantize(tiny_model, tmp_path / "n", "bcq-nested:group=24")
+    model = build(open_weights(tmp_path / "n"), torch.device("cpu"))
+    found = in_threads([lambda b=b: model.at(b) for b in (2, 3, 2, 3)], rounds=1)  # type: ignore[misc]
+    assert len({id(made.norm.weight) for (made,) in found}) == 1
