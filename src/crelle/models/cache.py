@@ -167,8 +167,6 @@ def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
     rope, keys of all positions have one mean. Rope turns it with the position: slowly in the pairs of channels that
     keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
-    Where the random tokens give no finite mean (one token of a broken embedding is enough) it is 0: sequences without
-    that token must not become NaN through the centre.
     """
     c, tokens = model.c, min(_SAMPLE, model.c.context)
     ids = torch.randint(c.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -184,12 +182,8 @@ def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
                 "cache of 8 or 4 bits; the checkpoint is damaged, or its activations overflow"
             )
     if rope is None:
-        return [_finite(k[first:].mean(0)) for k in keys]
+        return [k[first:].mean(0) for k in keys]
     cos, sin = rope.angles(torch.arange(tokens, device=model.device), torch.float32)
     means = [rope.turn(k, cos, -sin)[first:].mean(0) for k in keys]  # before rope
     cos, sin = rope.angles(torch.arange(min(_HORIZON, c.context), device=model.device), torch.float32)
-    return [_finite(rope.turn(mean, cos.mean(0), sin.mean(0))) for mean in means]
-
-
-def _finite(center: Tensor) -> Tensor:
-    return torch.where(center.isfinite(), center, 0)
+    return [rope.turn(mean, cos.mean(0), sin.mean(0)) for mean in means]
