@@ -81,7 +81,8 @@ class Argmax:
     """The likeliest tokens of up to `rows` sequences in one launch, as indices and as the host shall see them."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.ids, self.made = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.made = torch.zeros_like(self.ids)
         self._best = torch.zeros(rows, _PIECES, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
