@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow lint format sanitize tsan valgrind bench setup clean
+.PHONY: demo test test-slow lint format sanitize tsan valgrind soak bench setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -53,6 +53,12 @@ tsan: setup
 
 valgrind: setup
 	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/valgrind.supp $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
+
+# Half an hour of mixed traffic through the server, with faults in the runner; 60 s of it are part of `make test`.
+SOAK_MODEL ?= ../shared/data/stories15M
+soak: setup
+	$(BIN)/python bench/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \
+	  --scheme bcq-nested:bits=4,group=32,data=false --kv 16,8,4 --clients 32 --faults
 
 bench: setup
 	$(BIN)/python bench/quantize.py

@@ -1,12 +1,17 @@
-"""Many clients at once, for a minute: nobody fails, memory stays, greedy answers are those of LLM.generate.
+"""Many clients at once, for a minute or for half an hour: every request is answered, memory stays, answers are right.
 
     python bench/serve_soak.py OUT.json [--clients 64] [--seconds 60] [--model DIR] [--kv 4]
+    python bench/serve_soak.py OUT.json --minutes 30 --model DIR --kv 16,8,4 --faults       # what `make soak` runs
 
-Without --model: SmolLM2-135M at 4 bits (rtn, groups of 64), made in a temporary folder. The server is a process of its
-own, `crelle serve`, whose pages and resident memory are read every second. Half the requests are greedy, half sampled;
-half streamed; some clients leave in the middle. Every greedy answer that was read to its end is compared with
-LLM.generate of the list of prompts, which has the engine's order of sums. LLM.generate of one prompt runs as one fused
-call whose last digits differ, and 4-bit codes of keys magnify that: how many answers are equal to it too is only told.
+Without --model: SmolLM2-135M. A model that is not quantized is made one in a temporary folder, by --scheme. The server
+is a process of its own, `crelle serve`, whose pages and resident memory are read every second; several --kv take turns,
+each with a server of its own. Half the requests are greedy, half sampled; half streamed; some ask for several answers
+or, of a nested checkpoint, for another precision; some clients leave in the middle of a stream, some vanish without a
+word. With --faults one step in a hundred raises in the runner, an Exception or a BaseException: whoever is in that step
+gets an error, nobody else, and nobody waits.
+
+Every greedy answer that was read to its end is compared with LLM.generate of the list of prompts, which has the
+engine's order of sums. Memory is the median of the last third of the time behind a warm-up over that of the first.
 """
 
 import argparse
@@ -20,14 +25,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from crelle import LLM, Sampling, quantize
+from crelle.engine.memory import plan
 from crelle.eval.machine import facts
-from crelle.eval.smollm2 import smollm2
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.source import open_weights
 
 PROMPTS = [
     "Python is a programming language that",
@@ -40,54 +52,118 @@ PROMPTS = [
     "Dear Sir or Madam,",
 ]
 TOKENS = (8, 16, 32)
-QUIT = 0.1  # of the streams: their client leaves in the middle
-WARM_UP = 0.25  # of the time: memory is compared from here on
+PAGES = 400  # of the cache: few, so that all of them have been touched after the warm-up
+LEAVES, VANISHES = 0.1, 0.05  # of the clients: in the middle of a stream; without reading anything
+FAULTS = 0.01  # of the steps, with --faults
+WARM_UP = 0.3  # of the time: memory is compared from here on
+LONG = 300  # seconds: from here on memory must be flat within 3%, in shorter runs within 6%
+Key = tuple[str, int, int | None]  # prompt, tokens, precision
 
 
-async def client(session: aiohttp.ClientSession, url: str, end: float, rng: random.Random, log: dict[str, Any]) -> None:
+@dataclass
+class Log:
+    """What clients saw."""
+
+    asked: int = 0
+    answers: int = 0  # whole ones
+    greedy: int = 0  # of these, which were compared
+    left: int = 0  # streams that their clients left
+    vanished: int = 0  # clients that hung up at once
+    refused: int = 0  # 429: asked again later
+    faults: int = 0  # answers that told of an error of the server's, as they must where faults are injected
+    unanswered: list[str] = field(default_factory=list)
+    different: list[Any] = field(default_factory=list)
+    pages_used_at_the_end: int = -1
+
+
+# Clients --------------------------------------------------------------------------------------------------------------
+
+
+class ServerFaultError(Exception):
+    """The server said that it failed."""
+
+
+async def client(
+    session: aiohttp.ClientSession, url: str, end: float, seed: int, want: dict[Key, str], log: Log
+) -> None:
+    """Ask one question after the other."""
+    rng, bits = random.Random(seed), sorted({key[2] for key in want}, key=str)
     while time.monotonic() < end:
-        prompt, tokens, greedy = rng.choice(PROMPTS), rng.choice(TOKENS), rng.random() < 0.5
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0 if greedy else 0.8}
-        stream, quits = rng.random() < 0.5, rng.random() < QUIT
+        prompt, tokens, precision, greedy = (
+            rng.choice(PROMPTS),
+            rng.choice(TOKENS),
+            rng.choice(bits),
+            rng.random() < 0.5,
+        )
+        stream, leaves, n = rng.random() < 0.5, rng.random() < LEAVES, rng.choice((1, 1, 1, 2))
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0 if greedy else 0.8, "n": n, "stream": stream}
+        body |= {} if precision is None else {"precision": precision}
+        log.asked += 1
+        if rng.random() < VANISHES:
+            await vanish(url, body, rng.random() * 0.2)
+            log.vanished += 1
+            continue
         try:
-            async with session.post(f"{url}/v1/completions", json={**body, "stream": stream}) as answer:
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
                 if answer.status == 429:
-                    log["refused"] += 1
+                    log.refused += 1
                     await asyncio.sleep(float(answer.headers["Retry-After"]))
                     continue
+                if answer.status == 500 and "error" in await answer.json():
+                    raise ServerFaultError
                 if answer.status != 200:
-                    log["failures"].append(f"{answer.status}: {await answer.text()}")
+                    log.unanswered.append(f"{answer.status}: {await answer.text()}")
                     continue
-                text = await _streamed(answer, quits) if stream else (await answer.json())["choices"][0]["text"]
+                texts = await streamed(answer, n, leaves) if stream else await whole(answer)
+        except ServerFaultError:
+            log.faults += 1
+            continue
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as e:
-            log["failures"].append(f"{type(e).__name__}: {e}")
+            log.unanswered.append(f"{type(e).__name__}: {e}")
             continue
-        if text is None:
-            log["left"] += 1
+        if texts is None:
+            log.left += 1
             continue
-        log["answers"] += 1
+        log.answers += 1
         if greedy:
-            log["greedy"] += 1
-            log["as_one_prompt_alone"] += log["single"][prompt, tokens] == text
-            if log["want"][prompt, tokens] != text:
-                log["different"].append([prompt, tokens, text])
+            log.greedy += 1
+            if texts != [want[prompt, tokens, precision]] * n:
+                log.different.append([prompt, tokens, precision, texts])
 
 
-async def _streamed(answer: aiohttp.ClientResponse, quits: bool) -> str | None:
-    text, done = "", False
+async def whole(answer: aiohttp.ClientResponse) -> list[str]:
+    return [choice["text"] for choice in (await answer.json())["choices"]]
+
+
+async def streamed(answer: aiohttp.ClientResponse, n: int, leaves: bool) -> list[str] | None:
+    """Read a stream to its end; None: left in the middle."""
+    texts, done = [""] * n, False
     async for line in answer.content:
         if line.startswith(b"data: {"):
             found = json.loads(line[6:])
             if "error" in found:
-                raise ValueError(found["error"]["message"])
-            text += found["choices"][0]["text"]
-            if quits:
+                raise ServerFaultError
+            texts[found["choices"][0]["index"]] += found["choices"][0]["text"]
+            if leaves:
                 answer.close()
                 return None
         done |= line.startswith(b"data: [DONE]")
     if not done:
         raise ValueError("the stream ended too early")
-    return text
+    return texts
+
+
+async def vanish(url: str, body: dict[str, Any], after: float) -> None:
+    """Ask, wait a little, and hang up without a word."""
+    at, data = urlsplit(url), json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
+    try:
+        _, writer = await asyncio.open_connection(at.hostname, at.port)
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await asyncio.sleep(after)
+        writer.transport.abort()
+    except OSError:
+        pass
 
 
 async def watch(session: aiohttp.ClientSession, url: str, pid: int, end: float, seen: list[dict[str, Any]]) -> None:
@@ -101,82 +177,167 @@ async def watch(session: aiohttp.ClientSession, url: str, pid: int, end: float, 
         await asyncio.sleep(1)
 
 
-async def soak(url: str, pid: int, clients: int, seconds: float, log: dict[str, Any]) -> list[dict[str, Any]]:
+async def traffic(
+    url: str, pid: int, clients: int, seconds: float, want: dict[Key, str], log: Log
+) -> list[dict[str, Any]]:
+    """Let clients work for some time; return what the server said of itself every second."""
     seen: list[dict[str, Any]] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
         end = time.monotonic() + seconds
-        work = [client(session, url, end, random.Random(i), log) for i in range(clients)]
+        work = [client(session, url, end, i, want, log) for i in range(clients)]
         await asyncio.gather(watch(session, url, pid, end, seen), *work)
-        for _ in range(100):  # until the last that were left are gone
+        for _ in range(300):  # until those that were left are gone
             async with session.get(f"{url}/v1/status") as answer:
                 last = await answer.json()
             if not last["running"] and not last["waiting"]:
                 break
             await asyncio.sleep(0.1)
-        log["pages_used_at_the_end"] = last["pages_used"]
+        log.pages_used_at_the_end = last["pages_used"]
     return seen
 
 
-def expected(model: Path, kv: str) -> tuple[dict[tuple[str, int], str], dict[tuple[str, int], str]]:
-    """Return what LLM.generate says to the prompts as a list, and to each by itself."""
-    llm = LLM.load(model, device="cpu", kv=kv)
-    listed = {n: llm.generate(PROMPTS, Sampling(max_tokens=n)) for n in TOKENS}
-    want = {(p, n): done.text for n in TOKENS for p, done in zip(PROMPTS, listed[n], strict=True)}
-    return want, {(p, n): llm.generate(p, Sampling(max_tokens=n)).text for p in PROMPTS for n in TOKENS}
+# The server -----------------------------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """A fault that is not an Exception, like a panic in Rust."""
+
+
+def faulty_server(rate: float, arguments: list[str]) -> None:
+    """Be `crelle`, but let some steps raise; in a process of its own."""
+    from crelle.cli.main import main as crelle
+    from crelle.engine.runner import Runner
+
+    run, rng = Runner.run, random.Random(0)
+
+    def sometimes(self: Runner, step: Any) -> Any:
+        if rng.random() < rate:
+            raise rng.choice([RuntimeError, MemoryError, Panic])("injected by the soak test")
+        return run(self, step)
+
+    Runner.run = sometimes  # type: ignore[method-assign]
+    sys.argv = ["crelle", *arguments]
+    crelle()
+
+
+@contextmanager
+def server(model: Path, kv: str, memory: int, faults: bool, log: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a server; yield its address and its process, which is ended with SIGTERM."""
+    arguments = ["serve", str(model), "--kv", kv, "--port", "0", "--memory", str(memory), "--device", "cpu"]
+    start = [str(Path(__file__).resolve()), "--faulty-server", str(FAULTS)] if faults else ["-m", "crelle.cli.main"]
+    command = [sys.executable, *start, *arguments]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout
+            said = ""
+            while not (found := re.search(r"http://[\d.:]+", said)):
+                line = process.stdout.readline()
+                assert line, log.read_text()
+                said += line
+            yield found[0], process
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+# The whole ------------------------------------------------------------------------------------------------------------
+
+
+def expected(llm: LLM) -> dict[Key, str]:
+    """Return what LLM.generate of a list says to the prompts, at every precision."""
+    want = {}
+    for bits in (None, *llm.precisions):
+        for n in TOKENS:
+            for prompt, done in zip(PROMPTS, llm.generate(PROMPTS, Sampling(max_tokens=n), bits=bits), strict=True):
+                want[prompt, n, bits] = done.text
+    return want
+
+
+def soak(model: Path, kv: str, clients: int, seconds: float, faults: bool, folder: Path) -> dict[str, Any]:
+    """Soak a checkpoint with one kind of cache; return the figures, with `wrong`: what must not be, in words."""
+    llm, log, log_file = LLM.load(model, device="cpu", kv=kv), Log(), folder / f"log-{kv}"
+    want, models = expected(llm), [llm.at(bits) for bits in llm.precisions] or [llm.model]
+    memory = plan(models, llm.kv, memory=None, pages=PAGES, max_batch=32, budget=512).total
+    with server(model, kv, memory, faults, log_file) as (url, process):
+        seen = asyncio.run(traffic(url, process.pid, clients, seconds, want, log))
+    warm = [s["rss"] for s in seen if s["at"] >= WARM_UP * seconds] or [seen[-1]["rss"]]
+    third = max(1, len(warm) // 3)
+    growth = median(warm[-third:]) / median(warm[:third]) - 1
+    said = log_file.read_text()
+    row = {
+        "kv": kv,
+        "clients": clients,
+        "seconds": seconds,
+        "faults_injected_in_steps": FAULTS if faults else 0,
+        **asdict(log),
+        "exit_code": process.returncode,
+        "tracebacks_in_the_log": said.count("Traceback"),
+        "rss_mb": {"least": min(warm) / 1e6, "most": max(warm) / 1e6, "last": warm[-1] / 1e6},
+        "rss_growth": growth,
+        "tokens_per_second": sum(s["tokens_per_second"] for s in seen) / len(seen),
+        "pages": seen[-1]["pages"],
+        "most_pages_used": max(s["pages_used"] for s in seen),
+    }
+    limit = 0.03 if seconds >= LONG else 0.06
+    checks = {
+        f"{len(log.unanswered)} requests were not answered": log.unanswered,
+        f"{len(log.different)} answers are not those of LLM.generate": log.different,
+        f"{log.pages_used_at_the_end} pages are in use at the end": log.pages_used_at_the_end,
+        f"the server ended with code {process.returncode}": process.returncode,
+        "the server's log has tracebacks": row["tracebacks_in_the_log"],
+        f"memory grew by {growth:.1%}, more than {limit:.0%}": growth > limit,
+        "nothing was answered": not log.answers,
+        f"{log.faults} answers tell of faults that nobody injected": log.faults and not faults,
+        "no fault was injected": faults and not log.faults,
+    }
+    return {**row, "wrong": [what for what, found in checks.items() if found]}
+
+
+def checkpoint(model: Path | None, scheme: str, folder: Path) -> tuple[Path, str]:
+    """Return a quantized model and what it is: the one given, or one made of it."""
+    if model is None:
+        from crelle.eval.smollm2 import smollm2
+
+        source, name = smollm2(), "SmolLM2-135M"
+    else:
+        if isinstance(weights := open_weights(model), Checkpoint):
+            return model, f"{model.name} {weights.scheme}"
+        source, name = model, model.name
+    quantize(source, folder / "model", scheme, head="rtn:bits=4,group=8", device="cpu")
+    return folder / "model", f"{name} {scheme}, 4-bit head"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--faulty-server"]:
+        faulty_server(float(sys.argv[2]), sys.argv[3:])
+        return
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--minutes", type=float, help="instead of --seconds; shared by all --kv")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--kv", default="4")
+    parser.add_argument("--scheme", default="rtn:bits=4,group=32", help="of a model that is not quantized")
+    parser.add_argument("--kv", default="4", help="one, or several with commas between")
+    parser.add_argument("--faults", action="store_true", help="let one step in a hundred raise")
     args = parser.parse_args()
+    caches = args.kv.split(",")
+    seconds = args.seconds if args.minutes is None else 60 * args.minutes / len(caches)
     with tempfile.TemporaryDirectory(prefix="crelle-soak-") as folder:
-        model = args.model or Path(folder) / "smollm2-4bit"
-        if args.model is None:
-            quantize(smollm2(), model, "rtn:bits=4,group=64")
-        want, single = expected(model, args.kv)
-        command = [sys.executable, "-m", "crelle.cli.main", "serve", str(model), "--kv", args.kv, "--port", "0"]
-        log_file = Path(folder) / "log"
-        with log_file.open("w") as errors:
-            server = subprocess.Popen([*command, "--memory", "1GB"], stdout=subprocess.PIPE, stderr=errors, text=True)
-            assert server.stdout
-            said = ""
-            while not (found := re.search(r"http://[\d.:]+", said)):
-                line = server.stdout.readline()
-                assert line, log_file.read_text()
-                said += line
-            print(said, end="", flush=True)
-            log: dict[str, Any] = {"answers": 0, "greedy": 0, "left": 0, "refused": 0, "failures": [], "different": []}
-            log |= {"as_one_prompt_alone": 0, "want": want, "single": single}
-            seen = asyncio.run(soak(found[0], server.pid, args.clients, args.seconds, log))
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(60)
-        del log["want"], log["single"]
-        warm = [s["rss"] for s in seen if s["at"] >= WARM_UP * args.seconds]
-        speeds = [s["tokens_per_second"] for s in seen if s["at"] >= WARM_UP * args.seconds]
-        rows = {
-            "clients": args.clients,
-            "seconds": args.seconds,
-            **log,
-            "exit_code": code,
-            "tracebacks_in_the_log": log_file.read_text().count("Traceback"),
-            "rss_mb": {"least": min(warm) / 1e6, "most": max(warm) / 1e6, "last": warm[-1] / 1e6},
-            "rss_growth": max(warm) / warm[0] - 1,
-            "tokens_per_second": sum(speeds) / len(speeds),
-            "most_pages_used": max(s["pages_used"] for s in seen),
-        }
-    given = [Path(a).name for a in sys.argv[1:]]
-    model = args.model.name if args.model else "SmolLM2-135M rtn:bits=4,group=64"
-    result = {**facts(), "command": f"python bench/serve_soak.py {' '.join(given)}", "model": model}
-    args.out.write_text(json.dumps({**result, "kv": args.kv, **rows}, indent=2) + "\n")
+        model, name = checkpoint(args.model, args.scheme, Path(folder))
+        rows = [soak(model, kv, args.clients, seconds, args.faults, Path(folder)) for kv in caches]
+    given = [Path(a).name if a.startswith(("/", "~")) else a for a in sys.argv[1:]]
+    result = {**facts(), "command": f"python bench/serve_soak.py {' '.join(given)}", "model": name, "rows": rows}
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(rows, indent=2))
-    bad = log["failures"] or log["different"] or code or rows["tracebacks_in_the_log"] or log["pages_used_at_the_end"]
-    if bad or rows["rss_growth"] > 0.05:
-        sys.exit("the soak failed")
+    if wrong := [f"kv {row['kv']}: {what}" for row in rows for what in row["wrong"]]:
+        sys.exit("the soak failed: " + "; ".join(wrong))
 
 
 if __name__ == "__main__":

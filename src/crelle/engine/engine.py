@@ -393,14 +393,13 @@ class Engine:
             reason = "error"  # a fault came between its last token and the text
         if reason == "error" and error is None:
             error = RuntimeError("a fault elsewhere in the engine took the sequence with it")
-        more = {"reused": s.reused, "preemptions": s.preemptions}
         try:
-            event = growing.finish(reason, error, **more)
+            event = growing.finish(reason, error, reused=s.reused, preemptions=s.preemptions)
         except BaseException as e:  # in the detokenizer, say: its text is not whole, but what there is comes
             self._note(e)
             if reason in ("stop", "length"):
                 reason, error = "error", e
-            event = growing.finish(reason, error, whole=False, **more)
+            event = growing.finish(reason, error, whole=False, reused=s.reused, preemptions=s.preemptions)
         if (raised := handle.put(event)) is not None:
             self._note(raised)
         with self._lock:
@@ -464,7 +463,7 @@ def _likeliest(logits: Tensor) -> list[int]:
         rows = logits.numpy()
         best = rows.argmax(-1)
         finite = np.isfinite(rows[np.arange(len(rows)), best])
-        return np.where(finite, best, -1).tolist()  # type: ignore[no-any-return]
+        return np.where(finite, best, -1).tolist()
     largest, index = logits.max(-1)
     return torch.where(largest.isfinite(), index, -1).tolist()  # type: ignore[no-any-return]
 
