@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.ownership import CONFIG
 from crelle.formats.files import shown
+from crelle.formats.ownership import CONFIG
 from crelle.formats.source import Weights, open_weights
 from crelle.models import llama, opt
 from crelle.models.builder import Builder
