@@ -1,5 +1,6 @@
 """Threads that share a model: each gets what it gets alone."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from torch import Tensor
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.formats.source import open_weights
 from crelle.models.batched import Batched, View
+from crelle.models.builder import Builder
 from crelle.models.loader import Model, build
 from crelle.quantizers.driver import quantize
 
@@ -38,7 +40,7 @@ def in_threads(work: list[Callable[[], Any]], rounds: int) -> list[list[Any]]:
 @pytest.mark.parametrize("kv", [16, "kv8", "kv4"])
 def test_forward_passes_with_caches_of_their_own(kv: int | str, model: Model) -> None:
     def sequence(length: int) -> Tensor:
-        tokens, cache = torch.arange(length) + 3 * length, model.new_cache(1, kv=kv)
+        tokens, cache = (torch.arange(length) + 3 * length) % 250, model.new_cache(1, kv=kv)
         first = model(tokens[None, :-6], cache, last=True)
         return torch.cat([first, *(model(t.view(1, 1), cache) for t in tokens[-6:])])
 
@@ -69,8 +71,16 @@ def test_batches_of_one_executor(core: bool, model: Model) -> None:
         assert all(torch.equal(one, y) for y in results)
 
 
-def test_precisions_built_in_threads_share_what_they_can(tiny_model: Path, tmp_path: Path) -> None:
-    quantize(tiny_model, tmp_path / "n", "bcq-nested:group=24")
-    model = build(open_weights(tmp_path / "n"), torch.device("cpu"))
-    found = in_threads([lambda b=b: model.at(b) for b in (2, 3, 2, 3)], rounds=1)  # type: ignore[misc]
-    assert len({id(made.norm.weight) for (made,) in found}) == 1
+def test_what_precisions_share_is_made_once(tiny_model: Path) -> None:
+    """However many threads build precisions of a nested checkpoint at the same time."""
+    weights = open_weights(tiny_model)
+    builder = Builder(weights, frozenset(weights.names()), torch.float32, torch.device("cpu"), None, made={})
+    slow = threading.Barrier(4, timeout=1.0)
+
+    def make() -> object:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            slow.wait()  # for all four, who never come where one makes it for all
+        return object()
+
+    found = in_threads([lambda: builder._once("it", make)] * 4, rounds=1)
+    assert len({id(one) for (one,) in found}) == 1

@@ -103,8 +103,8 @@ CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, 
 }
 
 // Scores to weights; returns the greatest score and the sum of the weights, which is NaN where a score is not finite:
-// a key that is infinite would otherwise have the weight 0 and be forgotten. Not inlined: beside the loops over keys and
-// values it cost 8% of attention on NEON.
+// a key that is infinite would otherwise have the weight 0 and be forgotten. Not inlined: beside the loops over keys
+// and values it cost 8% of attention on NEON.
 __attribute__((noinline)) inline Attended weigh(float *scores, int count) {
   int wrong = 0;
   for (int i = 0; i < count; ++i) {

@@ -12,8 +12,9 @@
 namespace crelle::cpu {
 
 // Keys and values of all layers; borrowed. It never changes: calls of several threads share it. Which pages belong to a
-// sequence is told with every call, in a copy that was checked and that nobody else knows (decoder.h). Blocks: [2, rows, kv_heads, capacity, head_size]. Pages:
-// [pages, 2, kv_heads, page, numbers or codes of a head], and words [pages, 2, kv_heads, page, groups] beside codes.
+// sequence is told with every call, in a copy that was checked and that nobody else knows (decoder.h). Blocks: [2,
+// rows, kv_heads, capacity, head_size]. Pages: [pages, 2, kv_heads, page, numbers or codes of a head], and words
+// [pages, 2, kv_heads, page, groups] beside codes.
 struct Cache {
   Number type = Number::F32;  // of numbers; codes are read as f32
   int heads = 0, head_size = 0;

@@ -8,7 +8,7 @@
 // Included inside a namespace of the including file, after lanes.h and small_ops.h.
 
 constexpr float kUnseen = -1e38f;  // the score of a key that is not looked at: its weight is 0, and it is finite
-constexpr int kKeys = 64;                                     // of a run
+constexpr int kKeys = 64;          // of a run
 constexpr int kBeside = kRegisters >= 32 ? 3 : 1;             // vectors of queries at a time
 constexpr int kDeep = kRegisters >= 32 ? 8 : kRegisters / 2;  // keys, or numbers of a value, at a time
 
@@ -71,8 +71,8 @@ void block_values_seen(const float *v, const float *weights, int from, int keys,
     for (int d = 0; d < D; ++d) {
       Vec sum = load(a.out[w] + d * kLanes) * factor[w];
       for (int i = 0; i < keys; ++i) {
-        const Vec more = load(weights + (i * W + w) * kLanes) * v[size_t(i) * D + d];
-        sum += seen_by(from + i, a.position[w], window) ? more : Vec{};
+        const Vec value = seen_by(from + i, a.position[w], window) ? all(v[size_t(i) * D + d]) : Vec{};
+        sum += load(weights + (i * W + w) * kLanes) * value;  // rounded once, as there
       }
       store(a.out[w] + d * kLanes, sum);
     }
@@ -93,8 +93,7 @@ template <int W>
 CRELLE_INLINE Vec block_softmax(float *s, int from, int keys, int position, int window, float *tops, float *totals) {
   if (some_unseen(from, keys, position, window))
     for (int i = 0; i < keys; ++i)
-      store(s + i * W * kLanes,
-            seen_by(from + i, position, window) ? load(s + i * W * kLanes) : all(kUnseen));
+      store(s + i * W * kLanes, seen_by(from + i, position, window) ? load(s + i * W * kLanes) : all(kUnseen));
   const Vec before = load(tops);
   Vec top = before, total = {};
   for (int i = 0; i < keys; ++i) {
