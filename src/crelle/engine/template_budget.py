@@ -20,6 +20,7 @@ from jinja2.utils import Namespace
 
 MAX_STEPS = 2_000_000
 MAX_BYTES = 256 << 20
+MAX_LIST = 64 << 20  # characters of all that is in a list: what sorting or searching it takes, which cannot be stopped
 MAX_SECONDS = 0.5
 MAX_WIDTH = 10_000  # of padding, indentation and the like
 MAX_BITS = 4096  # bits of an integer
@@ -59,8 +60,8 @@ class Budget:
                 raise TemplateLimitError("makes an enormous integer")
         elif isinstance(value, GeneratorType):
             return self._counted(value)
-        elif not isinstance(value, float):
-            self.size(value)
+        elif not isinstance(value, float) and self.size(value) > MAX_LIST:
+            raise TemplateLimitError(f"makes a list of more than {MAX_LIST >> 20} MB of text")
         return value
 
     def size(self, value: Any, depth: int = 0) -> int:
