@@ -463,9 +463,10 @@ def _likeliest(logits: Tensor) -> list[int]:
         rows = logits.numpy()
         best = rows.argmax(-1)
         finite = np.isfinite(rows[np.arange(len(rows)), best])
-        return np.where(finite, best, -1).tolist()
+        found: list[int] = np.where(finite, best, -1).tolist()
+        return found
     largest, index = logits.max(-1)
-    return torch.where(largest.isfinite(), index, -1).tolist()  # type: ignore[no-any-return]
+    return torch.where(largest.isfinite(), index, -1).tolist()
 
 
 def _not_looked_at() -> Tensor:
