@@ -1,5 +1,6 @@
 """The engine on a GPU: graphs, steps that are started ahead, few pages; everybody gets what one alone gets."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Engine
+from crelle.engine.engine import Engine, Service
 from crelle.eval.serve_models import random_llm
+from crelle.formats.kv import KVFormat
 from crelle.kernels import cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
@@ -81,3 +83,23 @@ def test_memory_stays_within_the_budget() -> None:
     assert engine.stats.failed == 0
     assert engine.plan.total <= 400_000_000
     assert engine.plan.weights + torch.cuda.max_memory_allocated() - before <= 400_000_000
+
+
+@pytest.mark.parametrize("kv", ["16", "4"])
+def test_threads_on_one_model_get_what_one_alone_gets(kv: str) -> None:
+    """Single prompts, whose caches share graphs, beside a service over the same model."""
+    model = llm("rtn:bits=4,group=64")
+    model.kv = KVFormat.parse(kv)
+    sampling, asked = Sampling(max_tokens=24), prompts(12)
+    wanted = [model.generate(prompt, sampling).tokens for prompt in asked]
+    served = [alone(model, prompt, 24, kv=kv) for prompt in asked[:4]]
+
+    def ask(i: int) -> list[int]:
+        return model.generate(asked[i % 12], sampling).tokens
+
+    with Service(Engine(model, kv=kv, pages=200, exact=True)) as service, ThreadPoolExecutor(4) as pool:
+        handles = [service.submit(prompt, sampling, ignore_end=True) for prompt in asked[:4] * 3]
+        found = list(pool.map(ask, range(48)))
+        tokens = [[event.token for event in handle if event.token is not None] for handle in handles]
+    assert found == wanted * 4
+    assert tokens == served * 3

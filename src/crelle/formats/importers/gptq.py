@@ -101,7 +101,7 @@ class GPTQDirectory(EncodedDirectory):
             g_idx = self.part(module, "g_idx", (K,), (torch.int32, torch.int64))
         else:
             size = self.setting("group_size", default=-1)
-            g_idx = torch.arange(K) // (size if type(size) is int and size > 0 else K)
+            g_idx = torch.arange(K) // (min(size, K) if type(size) is int and size > 0 else K)
         group, order = in_group_order(g_idx, G)
         codes = unpack_words(self.part(module, "qweight", (None, N), _INT32).T, bits, K)
         zero = self._zero_points(qzeros, bits, N).T
