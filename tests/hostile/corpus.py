@@ -515,12 +515,12 @@ UP = "model.layers.0.mlp.up_proj"
 packed("gptq", "as it should be", None)
 for value in (-1, 0, 1000, "4", True, 10**30, [4]):
     packed("gptq", f"bits {value!r} and no g_idx", "bits", {"bits": value}, without_g_idx)
-packed("gptq", "group_size of 400 digits and no g_idx", "scales", {"group_size": 10**400}, without_g_idx)
     packed("awq", f"bits {value!r}", "bits", {"bits": value})
     packed("ct", f"bits {value!r}", "bits", groups(num_bits=value))
 for value in (0, -7, "32", 1.5, True):
     packed("awq", f"group {value!r}", "group_size", {"group_size": value})
     packed("ct", f"group {value!r}", "group_size", groups(group_size=value))
+packed("gptq", "group_size of 400 digits and no g_idx", "scales", {"group_size": 10**400}, without_g_idx)
 packed("gptq", "desc_act in words", None, {"desc_act": "yes"})
 packed("gptq", "g_idx out of range", "g_idx", tensors=lambda t: {f"{UP}.g_idx": t[f"{UP}.g_idx"] + 1000})
 packed("gptq", "g_idx negative", "g_idx", tensors=lambda t: {f"{UP}.g_idx": t[f"{UP}.g_idx"] - 5})
