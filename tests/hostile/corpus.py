@@ -520,7 +520,7 @@ for value in (-1, 0, 1000, "4", True, 10**30, [4]):
 for value in (0, -7, "32", 1.5, True):
     packed("awq", f"group {value!r}", "group_size", {"group_size": value})
     packed("ct", f"group {value!r}", "group_size", groups(group_size=value))
-packed("gptq", "group_size of 400 digits and no g_idx", "scales", {"group_size": 10**400}, without_g_idx)
+packed("gptq", "group_size of 400 digits and no g_idx", "g_idx", {"group_size": 10**400}, without_g_idx)
 packed("gptq", "desc_act in words", None, {"desc_act": "yes"})
 packed("gptq", "g_idx out of range", "g_idx", tensors=lambda t: {f"{UP}.g_idx": t[f"{UP}.g_idx"] + 1000})
 packed("gptq", "g_idx negative", "g_idx", tensors=lambda t: {f"{UP}.g_idx": t[f"{UP}.g_idx"] - 5})
