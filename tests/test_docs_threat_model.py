@@ -9,10 +9,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "threat-model.md"
 CLAIM = re.compile(r"^\| (can|cannot) \| (.+) \| (.+) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
-PLACEHOLDER = re.compile(r"TODO-TEST\((\w+)\): .+")
-
-# TO BE DELETED, together with the line that reads it, when the page has no TODO-TEST any more.
-PENDING = {"files", "hostile", "core", "engine"}
 
 CLAIMS = CLAIM.findall(PAGE.read_text(encoding="utf-8"))
 
@@ -26,14 +22,11 @@ def test_page_speaks_of_everybody() -> None:
 
 @pytest.mark.parametrize(("what", "shown"), [claim[1:] for claim in CLAIMS], ids=range(len(CLAIMS)))
 def test_every_line_has_a_test(what: str, shown: str) -> None:
-    if (pending := PLACEHOLDER.fullmatch(shown)) and pending[1] in PENDING:
-        return
     assert REFERENCE.fullmatch(shown), f"'{what}' names no test but '{shown}'"
 
 
 def test_every_test_that_is_named_exists() -> None:
-    text = PLACEHOLDER.sub("", PAGE.read_text(encoding="utf-8")) if PENDING else PAGE.read_text(encoding="utf-8")
-    named = REFERENCE.findall(text)
+    named = REFERENCE.findall(PAGE.read_text(encoding="utf-8"))
     assert named
     missing = [
         f"{file}::{name}"
