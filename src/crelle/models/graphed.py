@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from crelle.errors import CapacityError
+from crelle.errors import CapacityError, NumericsError
 from crelle.kernels import cuda
 from crelle.models.cache import KVCache
 from crelle.models.products import STEPPED
@@ -84,7 +84,10 @@ class GraphedDecoder:
                 if replayed:
                     replayed()
             cache.advance(tokens - 1)
-            return state.at.made[:, :tokens].clone()
+            made = state.at.made[:, :tokens].clone()
+        if bool((made < 0).any()):
+            raise NumericsError("the model's logits are not finite (NaN): the checkpoint or a kernel is broken")
+        return made
 
     def _state(self, cache: KVCache, need: int) -> "_State":
         """Return the state that holds the cache, with room for `need` tokens; move the cache there if it is not."""
