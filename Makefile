@@ -40,7 +40,7 @@ sanitize: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/sanitize $(CORE_BUILD) -DCRELLE_SANITIZE=address,undefined
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/sanitize
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
-	CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so) $(BIN)/pytest tests/kernels -k "cpu and not pool and not without_the_core"
+	CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
 
 # Threads that share decoders, weights and activations. Only our core is instrumented; tests/kernels/tsan.supp names the
 # libraries whose own synchronization the sanitizer therefore cannot see.
