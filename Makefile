@@ -49,7 +49,7 @@ tsan: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/tsan
 	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
 	TSAN_OPTIONS="suppressions=$(CURDIR)/tests/kernels/tsan.supp halt_on_error=0 exitcode=66" \
-	CRELLE_CORE=$$(echo $(CURDIR)/build/tsan/_core*.so) $(BIN)/pytest -s tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_pool.py -k "not forked"
+	CRELLE_CORE=$$(echo $(CURDIR)/build/tsan/_core*.so) $(BIN)/python -m pytest -s tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_pool.py -k "not forked"
 
 valgrind: setup
 	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/valgrind.supp $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
