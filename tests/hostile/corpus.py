@@ -165,6 +165,11 @@ shard(
     header({f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)}),
 )
 shard("a name of 2 MB", BROKEN, header({"x" * (2 << 20): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}))
+shard(
+    "a name that is half a surrogate pair",
+    BROKEN + "|no tensor",
+    header(b'{"\\ud800": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}', b"0000"),
+)
 index("weight_map as a list", "weight_map", {"weight_map": [1]})
 index("a file that is a number", "weight_map", {"weight_map": {"a": 1}})
 index("a name of 5000 characters", "5000 characters|plain", {"weight_map": {"a": "x" * 5000}})
@@ -249,6 +254,7 @@ tokenizer("a class that unpickles", "tokenizer class 'TransfoXLTokenizer'", toke
 tokenizer("a class that is no name", "tokenizer class", tokenizer_class={"a": 1})
 tokenizer("nothing at all", "holds no tokenizer")
 tokenizer("special token as a number", "'bos_token' should be text", {}, bos_token=7)
+tokenizer("half a surrogate pair", "'bos_token' should be text", {}, bos_token="\ud800", add_bos_token=True)
 tokenizer("add_bos_token as text", "'add_bos_token' should be true or false", {}, add_bos_token="yes")
 tokenizer("cut and padded", None, {
     "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
@@ -528,6 +534,13 @@ packed("gptq", "g_idx empty", "g_idx|qweight", tensors=lambda t: {f"{UP}.g_idx":
 packed("gptq", "g_idx as floats", "g_idx", tensors=lambda t: {f"{UP}.g_idx": t[f"{UP}.g_idx"].float()})
 packed("gptq", "scales that do not fit", "scales", tensors=lambda t: {f"{UP}.scales": t[f"{UP}.scales"][:, 1:]})
 packed("gptq", "empty words", "qweight", tensors=lambda t: {f"{UP}.qweight": torch.zeros(0, 0, dtype=torch.int32)})
+packed(
+    "gptq",
+    "no zeros in a symmetric grid",
+    "qzeros",
+    {"sym": True},
+    tensors=lambda t: {n: z[:0] for n, z in t.items() if n.endswith("qzeros")},
+)
 packed("awq", "zeros that do not fit", "qzeros", tensors=lambda t: {f"{UP}.qzeros": t[f"{UP}.qzeros"][:1]})
 packed("awq", "words in one dimension", "qweight", tensors=lambda t: {f"{UP}.qweight": t[f"{UP}.qweight"].flatten()})
 packed(

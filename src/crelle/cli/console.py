@@ -43,7 +43,9 @@ def print_json(value: Any) -> None:
     value = _finite(value, "", lost)
     if lost:
         err.print(f"not a finite number, null in the JSON: {', '.join(lost)}", highlight=False, soft_wrap=True)
-    print(json.dumps(value, ensure_ascii=False, default=str, allow_nan=False), flush=True)
+    text = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    # Names in a file may hold halves of surrogate pairs, which no terminal takes; \udXXX is how JSON writes them.
+    print(text.encode(errors="backslashreplace").decode(), flush=True)
 
 
 def _finite(value: Any, at: str, lost: list[str]) -> Any:

@@ -199,11 +199,16 @@ def special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
     for name in _SPECIAL:
         token = config[name] if name in config else older.get(name, defaults.get(name))
         token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
+        if token is not None and (not isinstance(token, str) or not _is_unicode(token)):
             raise FormatError(f"{path / 'tokenizer_config.json'}: '{name}' should be text, but is {shown(token)}")
         if token is not None:
             found[name] = token
     return found
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether a string is Unicode text: JSON can write halves of surrogate pairs, which are no characters."""
+    return not any(0xD800 <= ord(c) < 0xE000 for c in text)
 
 
 def template_source(path: Path, config: dict[str, Any]) -> str | None:

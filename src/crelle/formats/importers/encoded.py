@@ -88,7 +88,7 @@ class EncodedDirectory(HFDirectory):
             raise FormatError(f"the tensor '{part}' is missing")
         t = super().read(f"{module}.{part}")
         fits = t.dim() == len(shape) and all(w in (None, n) for n, w in zip(t.shape, shape, strict=True))
-        if not fits or t.dtype not in dtypes:
+        if not fits or t.dtype not in dtypes or not t.numel():
             kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             sizes = ", ".join("any" if n is None else str(n) for n in shape)
             found = f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
