@@ -28,7 +28,7 @@ LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from threading import Lock, RLock, Thread, current_thread
 
@@ -38,8 +38,8 @@ from torch import Tensor
 
 from crelle.engine.blocks import BlockManager
 from crelle.engine.handle import Handle
-from crelle.engine.llm import LLM, Completion, Prompt, StopFilter
-from crelle.engine.memory import page_bytes, plan
+from crelle.engine.llm import LLM, Prompt, StopFilter
+from crelle.engine.memory import default_pages, plan
 from crelle.engine.output import Growing, OnEvent, QueueFullError
 from crelle.engine.runner import Runner
 from crelle.engine.sampler import Sampler, Sampling, not_finite
@@ -52,10 +52,9 @@ from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
 from crelle.models.step_buffers import Drawn
 
-__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Service", "Stats", "default_pages", "generate_all"]
+__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Service", "Stats"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
-_CACHE = 4 << 30  # bytes of pages at most, where nobody gave a budget
 _Ahead = tuple[Step, Drawn]
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
 
@@ -108,7 +107,7 @@ class Engine:
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if memory is not None else [])
         if memory is None and pages is None:
-            pages = default_pages(llm, self.kv, [llm.model.c.context] * max_batch)
+            pages = default_pages(llm.model, self.kv, [llm.model.c.context] * max_batch)
         self.plan = plan(models, self.kv, memory=memory, pages=pages, max_batch=max_batch, budget=budget)
         self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing)
         self.scheduler = Scheduler(
@@ -471,42 +470,3 @@ def _likeliest(logits: Tensor) -> list[int]:
 
 def _not_looked_at() -> Tensor:
     raise AssertionError("a token that was taken on the GPU needs no logits here")
-
-
-def generate_all(
-    llm: LLM,
-    prompts: Sequence[Prompt],
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    *,
-    bits: int | None = None,
-    kv: KVFormat | str | int | None = None,
-    memory: str | int | None = None,
-    max_batch: int = 32,
-    budget: int = 512,
-    exact: bool | None = None,
-) -> list[Completion]:
-    """Continue many prompts at once, each with the same sampling or its own; the first error is raised."""
-    each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
-    if len(each) != len(prompts):
-        raise SchemeError(f"there are {len(prompts)} prompts, but {len(each)} samplings")
-    if not prompts:
-        return []
-    ids = [llm.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-    stored = llm.kv if kv is None else KVFormat.parse(kv)
-    longest = sorted((len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)), reverse=True)[:max_batch]
-    pages = default_pages(llm, stored, longest) if memory is None else None
-    engine = Engine(llm, kv=stored, memory=memory, pages=pages, max_batch=max_batch, budget=budget, exact=exact)
-    handles = [engine.add(i, s, bits=bits) for i, s in zip(ids, each, strict=True)]
-    engine.run()
-    outputs = [handle.outputs[0] for handle in handles]
-    if error := next((output.error for output in outputs if output.error), None):
-        raise error
-    return [output.completion for output in outputs]
-
-
-def default_pages(llm: LLM, kv: KVFormat, lengths: Sequence[int]) -> int:
-    """Return pages for texts of these lengths, as far as 4 GiB go; at least for one of the longest."""
-    context = llm.model.c.context
-    need = [-(-min(n, context) // kv.page) for n in lengths]
-    wanted = sum(need) + len(need)  # one spare for each: see Scheduler
-    return max(max(need), min(wanted, _CACHE // page_bytes(llm.model, kv)))

@@ -129,7 +129,7 @@ class LLM:
         sampling, or the one at its place in a list of them, and gets what it would get in any other list.
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            from crelle.engine.engine import generate_all  # it is built on this class
+            from crelle.engine.offline import generate_all  # it is built on this class
 
             return generate_all(self, prompt, sampling, bits=bits)
         if isinstance(sampling, Sequence):

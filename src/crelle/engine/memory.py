@@ -10,7 +10,7 @@ pages           the rest: keys and values of all layers, scales and zeros counte
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from crelle.models.opt import OPTConfig
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _ASIDE = 128 << 20  # bytes: cuBLAS's workspaces, 32 MiB for each of three streams; sums of parts
+_CACHE = 4 << 30  # bytes of pages at most, where no budget was given
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 
@@ -121,6 +122,14 @@ def kv_heads(model: Model) -> int:
 def page_bytes(model: Model, kv: KVFormat) -> int:
     """Return the bytes of one page, all layers together."""
     return model.c.layers * kv.page_bytes(kv_heads(model), model.c.head_size, page_dtype(model).itemsize)
+
+
+def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
+    """Return pages for sequences of these lengths, as far as 4 GiB go; at least for one of the longest."""
+    context = model.c.context
+    need = [-(-min(n, context) // kv.page) for n in lengths]
+    wanted = sum(need) + len(need)  # one spare for each: see Scheduler
+    return max(max(need), min(wanted, _CACHE // page_bytes(model, kv)))
 
 
 def working_bytes(model: Model, max_batch: int, budget: int) -> int:

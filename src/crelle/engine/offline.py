@@ -1,0 +1,41 @@
+"""A list of prompts through an engine of its own: offline inference, where all requests are known."""
+
+from collections.abc import Sequence
+
+from crelle.engine.engine import Engine
+from crelle.engine.llm import LLM, Completion, Prompt
+from crelle.engine.memory import default_pages
+from crelle.engine.sampler import Sampling
+from crelle.errors import SchemeError
+from crelle.formats.kv import KVFormat
+
+
+def generate_all(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    bits: int | None = None,
+    kv: KVFormat | str | int | None = None,
+    memory: str | int | None = None,
+    max_batch: int = 32,
+    budget: int = 512,
+    exact: bool | None = None,
+) -> list[Completion]:
+    """Continue many prompts at once, each with the same sampling or its own; the first error is raised."""
+    each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
+    if len(each) != len(prompts):
+        raise SchemeError(f"there are {len(prompts)} prompts, but {len(each)} samplings")
+    if not prompts:
+        return []
+    ids = [llm.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+    stored = llm.kv if kv is None else KVFormat.parse(kv)
+    longest = sorted((len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)), reverse=True)[:max_batch]
+    pages = default_pages(llm.model, stored, longest) if memory is None else None
+    engine = Engine(llm, kv=stored, memory=memory, pages=pages, max_batch=max_batch, budget=budget, exact=exact)
+    handles = [engine.add(i, s, bits=bits) for i, s in zip(ids, each, strict=True)]
+    engine.run()
+    outputs = [handle.outputs[0] for handle in handles]
+    if error := next((output.error for output in outputs if output.error), None):
+        raise error
+    return [output.completion for output in outputs]
