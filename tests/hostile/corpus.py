@@ -5,6 +5,7 @@ would leave a mark where they run.
 """
 
 # ruff: noqa: E501  (a case on a line)
+import hashlib
 import json
 import os
 import pickle
@@ -20,6 +21,8 @@ from conftest import write_tiny_model
 from foreign import SMALL, awq_gemm, compressed, compressed_config, gptq, write, write_models
 from targets import small_gguf
 from tiny_gguf import write_tiny_gguf
+
+from crelle.quantizers.driver import quantize
 
 MARK = "CRELLE_HOSTILE_MARK"  # the environment variable that names the file which foreign code would make
 CODE = f"import os, pathlib\npathlib.Path(os.environ['{MARK}']).touch()\n"
@@ -348,6 +351,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 for name, (text, words) in TEMPLATES.items():
     tokenizer(f"template with {name}", words, {}, chat_template=text)
 tokenizer("template as a number", "'chat_template' should be text", {}, chat_template=7)
+tokenizer("a template without a name", "none is called 'default'", {}, chat_template=[{"template": "a"}])
 tokenizer("templates without a default", "none is called 'default'", {}, chat_template=[{"name": "x", "template": "a"}])
 
 
@@ -559,3 +563,32 @@ packed("ct", "back reference", "not in the language", groups(targets=[r"re:(a*)\
 packed("ct", "targets of no kind", "should be text", groups(targets=[7]))
 packed("ct", "1000 patterns", None, groups(targets=["re:.*a.*b.*c.*d.*e!"] * 999 + ["Linear"]))
 packed("ct", "100,000 patterns", "more than 1000 targets", groups(targets=["re:.*a.*b.*c.*d.*e!"] * 100_000))
+
+
+# Crelle's own checkpoints ----------------------------------------------------------------------------------------------
+
+
+def checkpoint(name: str, words: str, change: Callable[[Path, dict[str, Any]], None]) -> None:
+    """A quantized model whose quantization_config, and what goes with it, is changed."""
+
+    def build(to: Path) -> Path:
+        quantize(tiny(to.with_name("source")), to, "fp16")
+        said = json.loads((to / "config.json").read_text())
+        change(to, said["quantization_config"])
+        (to / "config.json").write_text(json.dumps(said))
+        return to
+
+    case(f"checkpoint: {name}", words, build)
+
+
+def without_a_part(to: Path, said: dict[str, Any]) -> None:
+    for shard, facts in said["shards"].items():
+        tensors = safetensors.torch.load_file(to / shard)
+        if tensors.pop(f"{UP}.weight", None) is not None:
+            safetensors.torch.save_file(tensors, to / shard)
+            data = (to / shard).read_bytes()
+            facts.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+checkpoint("a plain matrix without its tensor", f"has no tensor '{UP}.weight'|already quantized", without_a_part)
+checkpoint("a list as a format", "unknown format", lambda _, said: said["tensors"][UP].update(format=["dense"]))
