@@ -9,7 +9,7 @@ import torch
 from crelle import LLM, quantize
 from crelle.engine.engine import Engine
 from crelle.engine.memory import parse_bytes, plan
-from crelle.errors import CapacityError, SchemeError, UnsupportedError
+from crelle.errors import CapacityError, NumericsError, SchemeError, UnsupportedError
 from crelle.eval import serve as serving
 from crelle.eval.serve import Load, disagreement, serve
 from crelle.eval.serve_decode import decode, fill, largest_batch
@@ -91,7 +91,7 @@ def test_wrong_engine_is_not_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedError, match="the engine is wrong here"):
         disagreement(engine)
     monkeypatch.setattr(engine.runner, "run", lambda step: run(step) * torch.nan)
-    with pytest.raises(UnsupportedError, match="the engine is wrong here"):
+    with pytest.raises(NumericsError, match="not finite"):
         disagreement(engine)
 
 
