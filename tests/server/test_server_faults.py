@@ -26,8 +26,10 @@ from tiny_server import (
 )
 
 from crelle import LLM, Sampling
+from crelle.engine.output import Event
 from crelle.engine.scheduler import Step
 from crelle.errors import SchemeError
+from crelle.server.inbox import Inbox
 from crelle.server.settings import Settings
 
 
@@ -124,6 +126,23 @@ def test_requests_end_when_their_time_is_over(llm: LLM, want: str) -> None:
         server.assert_empty()
         server.engine.runner.run = compute  # type: ignore[method-assign]
         still_serves(server, want)
+
+
+def test_a_last_event_that_is_late_is_not_taken_for_lost(llm: LLM) -> None:
+    with serving(llm, patience=0.05) as server:
+        post_office = server.state.post
+        assert post_office is not None
+        send = post_office._send
+
+        def late(inbox: Inbox, prompt: int, event: Event) -> None:
+            time.sleep(0.4 if event.output else 0)  # the engine counts the sequence as finished meanwhile
+            send(inbox, prompt, event)
+
+        post_office._send = late  # type: ignore[method-assign]
+        with stream(server, 2) as sock:
+            said = read_all(sock)
+        assert b"error" not in said
+        assert b"[DONE]" in said
 
 
 def test_quiet_streams_send_comments_that_proxies_can_see(llm: LLM) -> None:

@@ -1,5 +1,6 @@
 """One HTTP request for text, from its tokens to its last event."""
 
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from crelle.server.state import State
 from crelle.server.visit import VISIT
 
 _LOGGED = 4096  # token ids of a prompt that --log-prompts writes
+_ON_ITS_WAY = 3.0  # seconds in which an event surely comes from the engine's thread to the loop
 
 
 class Generation:
@@ -32,6 +34,7 @@ class Generation:
         self.inbox = Inbox(state.settings.backlog + self.choices if ask.stream else None, self._too_slow)
         self._begun = False  # a token has come
         self._quiet = 0  # times in a row that nothing came for `patience` seconds
+        self._missing_since: float | None = None  # when a finished sequence was first seen without its last event
 
     async def __aenter__(self) -> Self:
         """Submit the prompts, all or none. What an error leaves behind is ended here: no __aexit__ would follow."""
@@ -111,9 +114,15 @@ class Generation:
         n = self.ask.n
         for prompt, handle in enumerate(self.inbox.handles):
             missing = any(prompt * n + i not in self._outputs for i in range(n))
-            if missing and (handle.finished or handle.failure is not None):
+            if missing and (handle.failure is not None or (handle.finished and self._is_late())):
                 self.visit.facts["fault"] = describe(handle.failure) if handle.failure else "the last event was lost"
                 raise failed(self.visit.id)
+
+    def _is_late(self) -> bool:
+        """Whether a last event has been missing for longer than its way from the engine's thread can take."""
+        now = monotonic()
+        self._missing_since = self._missing_since or now
+        return now - self._missing_since > _ON_ITS_WAY
 
     def cancel(self) -> None:
         """End the texts now; what they have so far still comes."""
