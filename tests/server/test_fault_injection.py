@@ -54,18 +54,33 @@ Break = Callable[..., None]
 
 @pytest.fixture
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """Let a method raise, from its nth call on, so many times."""
+    """Let a method raise, from its nth call on (after `begun`, a method whose calls may count first), so many times."""
 
-    def install(where: type, name: str, error: type[BaseException], first: int = 0, times: int = 1) -> None:
-        right, calls = getattr(where, name), [0]
+    def install(
+        where: type,
+        name: str,
+        error: type[BaseException],
+        first: int = 0,
+        times: int = 1,
+        begun: tuple[type, str] | None = None,
+    ) -> None:
+        right, calls, counts = getattr(where, name), [0], [begun is None]
 
         def broken(*args: Any, **options: Any) -> Any:
-            calls[0] += 1
+            calls[0] += counts[0]
             if first < calls[0] <= first + times:
                 raise error(SECRET)
             return right(*args, **options)
 
         monkeypatch.setattr(where, name, broken)
+        if begun is not None:
+            before = getattr(*begun)
+
+            def noted(*args: Any, **options: Any) -> Any:
+                counts[0] = True
+                return before(*args, **options)
+
+            monkeypatch.setattr(*begun, noted)
 
     return install
 
@@ -169,8 +184,8 @@ def test_faults_before_a_stream_has_begun_have_their_status(
 @pytest.mark.parametrize(
     ("where", "name", "first"),
     [
-        (Generation, "take", 3),
-        (Answer, "chunk", 3),
+        (Generation, "take", 0),
+        (Answer, "chunk", 0),
         (Answer, "closing", 0),
         (web.StreamResponse, "write", 0),
         (web.StreamResponse, "write", 3),
@@ -181,8 +196,8 @@ def test_faults_before_a_stream_has_begun_have_their_status(
 def test_faults_in_a_stream_that_has_begun_are_events(
     server: Running, want: str, breaks: Break, where: type, name: str, first: int, error: type[BaseException]
 ) -> None:
-    breaks(where, name, error, first=first)
-    answer = call(server, "/v1/completions", **GREEDY, stream=True)
+    breaks(where, name, error, first=first, begun=(web.StreamResponse, "prepare"))
+    answer = call(server, "/v1/completions", **{**GREEDY, "max_tokens": 400, "ignore_eos": True}, stream=True)
     assert status(answer) == 200
     assert b'data: {"error":{"message":"the server failed while it worked on this request (req-' in answer
     assert b"secret" not in answer
