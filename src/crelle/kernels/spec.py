@@ -1,0 +1,141 @@
+"""What a decoder is made of, as data. Families (crelle.models.families) write specs, executors read them.
+
+    x = embedding[ids] * embedding_scale (+ positions[at + first])
+    for each layer, by the placement of its norms:
+        pre        x += attention(norm(x));             x += mlp(norm(x))
+        post       x = norm(x + attention(x));          x = norm(x + mlp(x))
+        sandwich   x += norm(attention(norm(x)));       x += norm(mlp(norm(x)))
+        parallel (pre only)                             x += attention(norm(x)) + mlp(norm(x))
+    logits = cap(head(norm(x)))                         cap(y) = softcap * tanh(y / softcap), or y
+
+    attention   q, k, v = heads of x; q and k normed, then rotated; softmax(cap(scale * q k)) v over the window; o
+    mlp         down(act(gate x) * up x) where gated, down(act(up x)) otherwise
+    experts     router(x) -> softmax; the top ones' mlps, weighted
+
+An executor answers `supports(spec, ...)` with None, or with a sentence that says what of a spec it lacks. The torch
+forward (crelle.models.decoder) runs all of them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+NormKind = Literal["rms", "layer"]
+Placement = Literal["pre", "post", "sandwich"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """rms: x / rms(x) * (offset + weight); layer: (x - mean) / std * weight + bias. Sums are in f32."""
+
+    kind: NormKind
+    eps: float
+    offset: float = 0.0  # added to the stored weight; loaded norms have it added already
+    affine: bool = True  # has a weight (and, layer norms, a bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeSpec:
+    """Rotates pairs (i, i + R/2) of the first R channels of a head by position * frequency[i]."""
+
+    frequency: Tensor = field(repr=False)  # f32 [R/2], radians per position
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.frequency.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention; H query heads share Hkv key and value heads of D channels."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    scale: float  # of the scores; most often head_size ** -0.5
+    window: int | None = None  # tokens that a token sees, itself included; None: all
+    rope: RopeSpec | None = None
+    qk_norm: NormSpec | None = None  # of each head of q and k, before rope
+    softcap: float | None = None  # of the scores
+    bias: bool = False  # q, k, v and o may have biases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A router and a list of feed-forwards, of which each token takes some."""
+
+    count: int
+    top: int  # experts of a token
+    normalize: bool = True  # the weights of a token's experts add up to 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """The feed-forward."""
+
+    inner: int
+    activation: Activation
+    gated: bool
+    experts: ExpertsSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norm: NormSpec
+    placement: Placement = "pre"
+    parallel: bool = False  # attention and feed-forward read the same x
+    shared_norm: bool = False  # and, where parallel, the same norm of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A whole decoder."""
+
+    width: int  # of the residual stream
+    vocabulary: int
+    context: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec | None  # before the head
+    tied: bool  # the head is the embedding
+    words: int = 0  # width of the embedding and of the head's input; 0: width, else projections stand between
+    learned_positions: int | None = None  # row of the position table at which position 0 stands; None: no table
+    embedding_scale: float = 1.0
+    softcap: float | None = None  # of the logits
+
+    @property
+    def embedding_width(self) -> int:
+        return self.words or self.width
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different ropes of the layers, in order of appearance."""
+        return tuple(dict.fromkeys(a.rope for a in self.attentions if a.rope is not None))
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.attention for layer in self.layers)
+
+    # Caches and kernels have one shape for all layers; `uniform` families need no more than the first layer's.
+
+    @property
+    def heads(self) -> int:
+        return self.layers[0].attention.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.layers[0].attention.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.layers[0].attention.head_size
+
+    @property
+    def inner(self) -> int:
+        """The widest feed-forward."""
+        return max(layer.mlp.inner for layer in self.layers)
