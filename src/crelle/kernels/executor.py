@@ -1,0 +1,37 @@
+"""What runs a decoder over a batch of sequences whose keys and values lie in pages.
+
+    executor.run([Chunk(ids, start, pages, wanted=True), ...])     logits f32 [wanted chunks, V]
+
+An executor is made for one model and the pages of all its layers. Before that, its module's `supports(spec, kv, ...)`
+says what it cannot run. A chunk is one token of a sequence (decode), or several of its prompt (chunked prefill).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one sequence in a pass: `ids` behind the `start` tokens that are in its pages."""
+
+    ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    wanted: bool  # whether the logits of its last token are
+    token_source: int = -1  # 0 …: its one id is this row of the tokens sampled last, which the host need not know yet
+    prompt: int | None = None  # tokens of the sequence's prompt; those behind it were sampled. None: all of it
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+class Executor(Protocol):
+    """Runs one model at one precision."""
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Store the keys and values of all chunks; return logits f32 [wanted chunks, V], in their order."""
+        ...
