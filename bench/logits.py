@@ -41,7 +41,9 @@ def main() -> None:
             if label != "fp32":
                 path = args.checkpoints / f"{name}-{label}"
                 if not path.exists():
-                    text = Text(text=(args.data / "text/tinystories-calibration.txt").read_text()[:60000], rows=8, length=128)
+                    text = Text(
+                        text=(args.data / "text/tinystories-calibration.txt").read_text()[:60000], rows=8, length=128
+                    )
                     quantize(source, path, f"{SCHEMES[label]},group={group}", text=text, device="cpu")
             for kv in ("16", "4"):
                 for bits in (4, 3, 2) if label == "nested" else (None,):
@@ -73,7 +75,7 @@ def logits(path: Path, kv: str, bits: int | None, tokens: int) -> str:
         token = out[0, -1].argmax()
     prompts = [ids[0, :n].tolist() for n in (1, 7, 40)]
     said = [c.tokens for c in llm.generate(prompts, Sampling(max_tokens=8))]
-    parts = (prompt, torch.stack(steps), torch.tensor(sum(said, [])))
+    parts = (prompt, torch.stack(steps), torch.tensor([t for tokens in said for t in tokens]))
     return " ".join(hashlib.sha256(p.contiguous().numpy().tobytes()).hexdigest()[:12] for p in parts)
 
 

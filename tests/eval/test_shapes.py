@@ -10,7 +10,7 @@ from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.eval.shapes import SHAPES, RandomWeights
 from crelle.formats.base import bits_per_weight, nbytes
-from crelle.models.loader import build, read_config
+from crelle.models.loader import build, read_spec
 from crelle.quantizers.scheme import parse
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def logits(weights: RandomWeights, tokens: int = 20) -> torch.Tensor:
 def test_a_shape_has_as_many_weights_as_published(name: str) -> None:
     weights = RandomWeights(name, "bcq:bits=3,group=128")
     assert weights.weights() / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
-    assert read_config(weights).layers == SHAPES[name]["num_hidden_layers"]
+    assert read_spec(weights).layers == SHAPES[name]["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("kind", SMALL)

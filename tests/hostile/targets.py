@@ -27,7 +27,7 @@ from crelle.formats.importers.gguf_header import Header
 from crelle.formats.importers.gguf_tokenizer import build_tokenizer
 from crelle.formats.rust import panics_are
 from crelle.formats.source import Weights, open_weights
-from crelle.models.loader import read_config
+from crelle.models.loader import read_spec
 from crelle.quantizers.driver import quantize
 
 DTYPES = {"i32": torch.int32, "i64": torch.int64, "f16": torch.float16, "f32": torch.float32, "i8": torch.int8}
@@ -99,7 +99,7 @@ def gguf_target(tmp: Path) -> Target:
                 raise
             except Exception:  # write_tokenizer makes a sentence of it
                 pass
-        read_config(file)
+        read_spec(file)
 
     seeds = [
         small_gguf(tmp / f"{k}{m}.gguf", kind=k, model=m)
@@ -189,7 +189,7 @@ QWEN = {
 def config_target(_: Path) -> Target:
     def run(config: Any) -> None:
         text = json.dumps(config).encode()
-        read_config(_Config(parse_json(text, "config.json")))  # type: ignore[arg-type]
+        read_spec(_Config(parse_json(text, "config.json")))  # type: ignore[arg-type]
 
     seeds = [TINY, {**TINY, "rope_parameters": LLAMA3_ROPE}, {**TINY, "rope_scaling": {"type": "linear", "factor": 2}}]
     keys = [*LLAMA3_ROPE, *OPT, *QWEN]
@@ -371,7 +371,7 @@ def checkpoint_target(tmp: Path) -> Target:
         (directories[at] / "config.json").write_text(json.dumps(value.get("config")))
         weights = open_weights(directories[at], verify=False)
         read_all(weights)
-        read_config(weights)
+        read_spec(weights)
 
     words = [
         "bcq",

@@ -11,7 +11,7 @@ from torch import Tensor
 from crelle.formats.source import open_weights
 from crelle.kernels.cpu.decoder import LayerParts, LinearParts, Matrix, ModelParts, matrix
 from crelle.kernels.cpu.planes import Cpu
-from crelle.models.llama import Llama
+from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -44,8 +44,8 @@ def error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def take_apart(model: Llama, **changes: Any) -> ModelParts:
-    """What models/llama.py does to get a decoder."""
+def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
+    """What models/fused.py does to get a decoder."""
 
     def part(w: Any) -> Matrix:
         found = matrix(w.weight, w.prepared)
@@ -60,18 +60,18 @@ def take_apart(model: Llama, **changes: Any) -> ModelParts:
 
     layers = [
         LayerParts(
-            q=linear(layer.attention.q_proj),
-            k=linear(layer.attention.k_proj),
-            v=linear(layer.attention.v_proj),
-            o=linear(layer.attention.o_proj),
-            gate=linear(layer.gate),
-            up=linear(layer.up),
-            down=linear(layer.down),
+            q=linear(layer.attention.q),
+            k=linear(layer.attention.k),
+            v=linear(layer.attention.v),
+            o=linear(layer.attention.o),
+            gate=linear(layer.mlp.gate),
+            up=linear(layer.mlp.up),
+            down=linear(layer.mlp.down),
             norm_attention=layer.norm_attention.weight,
             norm_mlp=layer.norm_mlp.weight,
             q_norm=norm(layer.attention.q_norm),
             k_norm=norm(layer.attention.k_norm),
-            window=layer.attention.window,
+            window=layer.spec.attention.window,
         )
         for layer in model.layers
     ]
@@ -83,11 +83,11 @@ def take_apart(model: Llama, **changes: Any) -> ModelParts:
             "heads": c.heads,
             "kv_heads": c.kv_heads,
             "head_size": c.head_size,
-            "norm_eps": c.norm_eps,
-            "frequency": c.rope.frequency,
+            "norm_eps": c.norm.eps,
+            "frequency": c.ropes[0].frequency,
             "embedding": embedding.weight if plain else Cpu().prepare(embedding, torch.float32),
             "layers": layers,
-            "norm": model.norm.weight,
+            "norm": model.output.norm.weight,
             "head": linear(model.head),
             **changes,
         }
@@ -101,7 +101,7 @@ def quantize(source: Path, to: Path, scheme: str, overrides: dict[str, str] | No
     return to
 
 
-def open_model(path: Path, kernel: str | None = None) -> Llama:
+def open_model(path: Path, kernel: str | None = None) -> DecoderModel:
     return build(open_weights(path), torch.device("cpu"), kernel=kernel)
 
 

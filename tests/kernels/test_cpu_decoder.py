@@ -14,7 +14,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.source import open_weights
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.planes import Cpu, Precision
-from crelle.models.llama import Llama
+from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 from crelle.quantizers.scheme import parse
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 OPS = 2e-6  # of a building block against f64
 
 
-def fused(model: Llama, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
+def fused(model: DecoderModel, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
     """Logits of tokens [B, T] from `prompt` on, a step each, into outputs full of NaN."""
     cache, all_logits = model.new_cache(tokens.shape[0]), []
     if prompt:
@@ -56,7 +56,7 @@ def fused(model: Llama, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor
     return torch.stack(all_logits, dim=1)
 
 
-def one_by_one(model: Llama, tokens: Tensor, prompt: int) -> Tensor:
+def one_by_one(model: DecoderModel, tokens: Tensor, prompt: int) -> Tensor:
     """The same through the layers in Python."""
     model.decoder = "not in this test"
     cache = model.new_cache(tokens.shape[0])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.planes import Cpu, Precision
-from crelle.models.llama import Llama
+from crelle.models.decoder import DecoderModel
 
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
@@ -34,18 +34,20 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 CONTEXT = 1300  # three portions of 512
 
 
-def nan_cache(model: Llama, rows: int = 1, capacity: int = CONTEXT, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def nan_cache(
+    model: DecoderModel, rows: int = 1, capacity: int = CONTEXT, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     c = model.c
     return [torch.full((2, rows, c.kv_heads, capacity, c.head_size), float("nan"), dtype=dtype) for _ in model.layers]
 
 
-def in_python(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+def in_python(model: DecoderModel, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Logits [T, V] and the cache, from the layers one by one."""
     model.decoder, cache = "not in this test", model.new_cache()
     return model(tokens[None], cache)[0], [kv[:, 0, :, : len(tokens)] for kv in cache.layers]
 
 
-def check(model: Llama, T: int, tolerance: float, pieces: tuple[int, ...] = ()) -> None:
+def check(model: DecoderModel, T: int, tolerance: float, pieces: tuple[int, ...] = ()) -> None:
     """All logits, the last ones alone, and what the cache holds; the prompt in pieces, the rest of the cache NaN."""
     tokens = some_tokens(T)
     decoder = Decoder(take_apart(model))

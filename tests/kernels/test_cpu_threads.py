@@ -28,7 +28,7 @@ from cpu_models import open_model, quantize, some_tokens, take_apart
 
 from crelle.kernels.cpu import core
 from crelle.kernels.cpu.decoder import Cache, Decoder, Paged
-from crelle.models.llama import Llama
+from crelle.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -38,7 +38,7 @@ SENTINEL = 77  # a value of any dtype that no test writes
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     to = tmp_path_factory.mktemp("threads")
     path = quantize(write_tiny_model(to / "m"), to / "q", "bcq:bits=2,group=24", {"*.q_proj": "rtn:bits=4,group=72"})
     return open_model(path)
@@ -62,11 +62,11 @@ class Guarded:
         ends = [end for buffer, n in self._buffers for end in (buffer[:PAD], buffer[PAD + n :])]
         return sum(int((end != SENTINEL).sum()) for end in ends)
 
-    def blocks(self, model: Llama, capacity: int, dtype: torch.dtype, rows: int = 1) -> list[Tensor]:
+    def blocks(self, model: DecoderModel, capacity: int, dtype: torch.dtype, rows: int = 1) -> list[Tensor]:
         c = model.c
         return [self.new((2, rows, c.kv_heads, capacity, c.head_size), dtype) for _ in range(c.layers)]
 
-    def pages(self, model: Llama, text: str, tokens: int) -> Paged:
+    def pages(self, model: DecoderModel, text: str, tokens: int) -> Paged:
         fmt, c = KVFormat.parse(text), model.c
         count = -(-tokens // fmt.page)
         layers = []
@@ -111,7 +111,7 @@ def together() -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_threads_with_caches_of_their_own(threads: int, model: Llama, together: Callable[..., None]) -> None:
+def test_threads_with_caches_of_their_own(threads: int, model: DecoderModel, together: Callable[..., None]) -> None:
     """Steps, prompts and greedy decoding over caches of all kinds and sizes at once give what each gives alone."""
     core().set_threads(threads)
     decoder, guarded = Decoder(take_apart(model)), Guarded()
@@ -140,7 +140,7 @@ def test_threads_with_caches_of_their_own(threads: int, model: Llama, together: 
         assert guarded.overwritten() == 0
 
 
-def test_timing_and_threads_may_change_meanwhile(model: Llama, together: Callable[..., None]) -> None:
+def test_timing_and_threads_may_change_meanwhile(model: DecoderModel, together: Callable[..., None]) -> None:
     decoder, guarded = Decoder(take_apart(model)), Guarded()
     tokens, kv = some_tokens(1, 20)[0], guarded.blocks(model, 20, torch.float32)
     wanted = sequence(decoder, kv, tokens, 5)
@@ -161,7 +161,9 @@ def test_timing_and_threads_may_change_meanwhile(model: Llama, together: Callabl
 
 
 @pytest.mark.parametrize("what", ["table", "position", "token", "row", "want"])
-def test_arrays_that_change_during_a_call_lead_nowhere(what: str, model: Llama, together: Callable[..., None]) -> None:
+def test_arrays_that_change_during_a_call_lead_nowhere(
+    what: str, model: DecoderModel, together: Callable[..., None]
+) -> None:
     """A call sees a good value or refuses a bad one; it never acts on one that it did not check."""
     decoder, guarded = Decoder(take_apart(model)), Guarded()
     paged = guarded.pages(model, "kv16", 32)
@@ -260,7 +262,7 @@ def test_shared_activations(together: Callable[..., None]) -> None:
     together(prepare, multiply(2), multiply(40))
 
 
-def test_a_cache_of_another_model_is_refused(model: Llama, tmp_path: Path) -> None:
+def test_a_cache_of_another_model_is_refused(model: DecoderModel, tmp_path: Path) -> None:
     other = open_model(write_tiny_model(tmp_path / "m", num_key_value_heads=3))
     kv = Guarded().blocks(other, 8, torch.float32)
     bound = Decoder(take_apart(other))._core.blocks(kv)

@@ -12,9 +12,8 @@ from test_opt import write_random
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
 from crelle.models.cache import KVCache, PagedCache, why_not_fused
-from crelle.models.llama import Llama
+from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load
-from crelle.models.opt import OPT
 
 TOLERANCE = 2e-5  # sums of f32 in another order
 CPU = torch.device("cpu")
@@ -26,7 +25,7 @@ def random_tokens(n: int, batch: int = 1) -> torch.Tensor:
     return torch.randint(259, (batch, n), generator=torch.Generator().manual_seed(1))
 
 
-def in_portions(model: Llama, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def in_portions(model: DecoderModel, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     cache, parts, at = model.new_cache(len(tokens)), [], 0
     for size in sizes:
         parts.append(model(tokens[:, at : at + size], cache))
@@ -35,12 +34,12 @@ def in_portions(model: Llama, tokens: torch.Tensor, sizes: list[int]) -> torch.T
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Path) -> Llama:
+def tiny(tiny_model: Path) -> DecoderModel:
     return load(tiny_model, device="cpu")[0]
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     path = write_tiny_model(tmp_path_factory.mktemp("windowed"), model_type="mistral", sliding_window=7)
     return load(path, device="cpu")[0]
 
@@ -49,7 +48,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 @pytest.mark.parametrize("which", ["tiny", "windowed"])
 @given(sizes=portions)
 def test_any_portions_give_the_logits_of_one_pass(which: str, request: pytest.FixtureRequest, sizes: list[int]) -> None:
-    model: Llama = request.getfixturevalue(which)
+    model: DecoderModel = request.getfixturevalue(which)
     while sum(sizes) > model.c.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
@@ -64,20 +63,20 @@ def test_one_token_at_a_time_gives_the_logits_of_one_pass_beyond_every_growth(tm
     assert torch.allclose(in_portions(model, tokens, [1] * 600), whole, rtol=0, atol=TOLERANCE)
 
 
-def test_last_gives_only_the_last_logits(tiny: Llama) -> None:
+def test_last_gives_only_the_last_logits(tiny: DecoderModel) -> None:
     tokens = random_tokens(20)
     last = tiny(tokens, tiny.new_cache(), last=True)
     assert last.shape == (1, 1, 259)
     assert torch.allclose(last, tiny(tokens, tiny.new_cache())[:, -1:], rtol=0, atol=TOLERANCE)
 
 
-def test_batched_equals_single_rows(tiny: Llama) -> None:
+def test_batched_equals_single_rows(tiny: DecoderModel) -> None:
     tokens, sizes = random_tokens(30, batch=3), [17, 1, 1, 11]
     single = torch.cat([in_portions(tiny, row[None], sizes) for row in tokens])
     assert torch.allclose(in_portions(tiny, tokens, sizes), single, rtol=0, atol=TOLERANCE)
 
 
-def test_later_tokens_do_not_change_earlier_logits(tiny: Llama) -> None:
+def test_later_tokens_do_not_change_earlier_logits(tiny: DecoderModel) -> None:
     tokens = random_tokens(40)
     other = tokens.clone()
     other[:, 25:] = (other[:, 25:] + 1) % 259
@@ -86,7 +85,7 @@ def test_later_tokens_do_not_change_earlier_logits(tiny: Llama) -> None:
     assert not torch.allclose(a[:, 25:], b[:, 25:], rtol=0, atol=0.01)
 
 
-def test_too_many_tokens_are_refused_and_leave_the_cache_as_it_was(tiny: Llama) -> None:
+def test_too_many_tokens_are_refused_and_leave_the_cache_as_it_was(tiny: DecoderModel) -> None:
     tokens = random_tokens(97)
     cache = tiny.new_cache()
     tiny(tokens[:, :90], cache)
@@ -129,11 +128,11 @@ def opt_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opt(opt_path: Path) -> OPT:
+def opt(opt_path: Path) -> DecoderModel:
     return load(opt_path, device="cpu")[0]
 
 
-def test_kv_16_is_the_cache_of_numbers(tiny: Llama) -> None:
+def test_kv_16_is_the_cache_of_numbers(tiny: DecoderModel) -> None:
     assert isinstance(tiny.new_cache(kv=16), KVCache)
     assert isinstance(tiny.new_cache(kv="kv4"), PagedCache)
     with pytest.raises(SchemeError, match="16, 8 or 4"):
@@ -156,7 +155,7 @@ def test_coded_pages_give_nearly_the_logits_of_numbers(which: str, kv: str, requ
 @quick
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 @given(sizes=portions)
-def test_any_portions_give_the_logits_of_one_pass_over_pages(tiny: Llama, kv: str, sizes: list[int]) -> None:
+def test_any_portions_give_the_logits_of_one_pass_over_pages(tiny: DecoderModel, kv: str, sizes: list[int]) -> None:
     while sum(sizes) > tiny.c.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
@@ -189,7 +188,7 @@ def test_centres_are_where_the_keys_are(tiny_model: Path, opt_path: Path) -> Non
     llama.decoder = "its biases are those of before"
     for model, rotated in ((llama, True), (opt, False)):
         for layer in model.layers:  # far from 0, as trained models have them
-            k = layer.attention.k_proj
+            k = layer.attention.k
             k.bias = 4 * torch.randn(k.weight.shape[0], generator=torch.Generator().manual_seed(3))
         cache = model.new_cache()
         model(random_tokens(40) % model.c.vocabulary, cache)
@@ -201,7 +200,7 @@ def test_centres_are_where_the_keys_are(tiny_model: Path, opt_path: Path) -> Non
         assert model.key_centers is model.key_centers
 
 
-def test_coded_pages_run_in_one_call_on_the_cpu_only(tiny: Llama) -> None:
+def test_coded_pages_run_in_one_call_on_the_cpu_only(tiny: DecoderModel) -> None:
     assert why_not_fused(KVFormat(16), "cuda") is None
     assert why_not_fused(KVFormat(4), "cpu") is None
     assert why_not_fused(KVFormat(4), "cuda") == (
@@ -210,7 +209,7 @@ def test_coded_pages_run_in_one_call_on_the_cpu_only(tiny: Llama) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_step_in_one_call_matches_layer_by_layer(tiny: Llama, bits: int) -> None:
+def test_the_step_in_one_call_matches_layer_by_layer(tiny: DecoderModel, bits: int) -> None:
     tokens = random_tokens(30)
     fused, cache = [], tiny.new_cache(kv=bits)
     for part in tokens.split([20, 1, 1, 8], 1):

@@ -20,7 +20,6 @@ from crelle.kernels.cpu.decoder import Decoder
 from crelle.models.batched import Batched, View
 from crelle.models.builder import Builder
 from crelle.models.fused import fuse
-from crelle.models.llama import Llama
 from crelle.models.loader import Model, build, load
 from crelle.quantizers.driver import quantize
 
@@ -109,8 +108,7 @@ def spoiled(checkpoints: Callable[[str, str], Path]) -> Spoiled:
         weight = table.weight.clone()  # what is mapped from the file is everybody's
         weight[SPOILED, 3] = value
         object.__setattr__(table, "weight", weight)
-        if isinstance(model, Llama):
-            model.decoder = fuse(model)
+        model.decoder = fuse(model)
         return model
 
     return get

@@ -16,9 +16,8 @@ from crelle.errors import CapacityError, CrelleError, FormatError, UnsupportedEr
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.source import open_weights
 from crelle.kernels import cpu
-from crelle.models.loader import build, load, never_fused, tied_to
-from crelle.models.opened import OpenLlama, open_model
-from crelle.models.opt import OPT
+from crelle.models.calibration_model import open_model
+from crelle.models.loader import build, load, tied_to
 from crelle.quantizers import driver
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.calibrate import Calibrator
@@ -237,7 +236,6 @@ def test_another_precision_of_nested_planes_shares_all_else(small: Path, tmp_pat
     quantize(small, tmp_path / "q", "bcq-nested:bits=4,group=24,data=false")
     fine, _ = load(tmp_path / "q", device="cpu")
     coarse = fine.at(2)
-    assert isinstance(coarse, OPT)
     assert coarse.embedding.weight is fine.embedding.weight
     tokens = random_tokens(40)
     expected = load(tmp_path / "q", device="cpu", bits=2)[0]
@@ -250,9 +248,9 @@ def test_all_linear_layers_are_listed_in_the_order_in_which_they_run(small: Path
     names = [layer.name.removeprefix("model.decoder.") for layer in model.linears()]
     layer = [*(f"self_attn.{p}_proj" for p in ("q", "k", "v", "out")), "fc1", "fc2"]
     inside = [f"layers.{i}.{n}" for i in range(3) for n in layer]
-    narrow = model.c.words != model.c.width
+    narrow = model.spec.embedding_width != model.spec.width
     assert names == (["project_in", *inside, "project_out", "lm_head"] if narrow else [*inside, "lm_head"])
-    assert model.decoder == never_fused(weights) == "the fused step runs the Llama family, not OPT"
+    assert model.decoder == "the fused step has RMS norms, not layer norms"
     assert tied_to(weights) == "model.decoder.embed_tokens"
 
 
@@ -284,7 +282,7 @@ def test_the_command_line_quantizes_and_runs_it(small: Path, tmp_path: Path, cre
     assert ask("generate", q, "--prompt", "All that", "--max-tokens", 5)["text"] is not None
     seen = ask("explain", q, "--device", "cpu")
     assert {x["name"] for x in seen["layers"]} == {x.name for x in load(q, device="cpu")[0].linears()}
-    assert (seen["fused"], seen["why_not_fused"]) == (False, "the fused step runs the Llama family, not OPT")
+    assert (seen["fused"], seen["why_not_fused"]) == (False, "the fused step has RMS norms, not layer norms")
     made = ask("quantize", small, tmp_path / "g", "--scheme", "gptq:bits=3,group=24", "--calib", tmp_path / "text.txt")
     assert made["scheme"].startswith("gptq:")
 
@@ -325,11 +323,6 @@ def test_calibrated_schemes_beat_rounding(scheme: str, small: Path, tmp_path: Pa
     quantize(small, tmp_path / "rtn", "rtn:bits=3,group=24")
     full, fitted, rounded = (ours(path, tokens, (64,)) for path in (small, tmp_path / "q", tmp_path / "rtn"))
     assert (fitted - full).square().mean() < (rounded - full).square().mean()
-
-
-def test_what_takes_llama_apart_refuses_opt(small: Path) -> None:
-    with pytest.raises(UnsupportedError, match="only models of the Llama family are taken apart here, not 'opt'"):
-        OpenLlama(open_weights(small))
 
 
 # Refusals ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.source import open_weights
+from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import load
-from crelle.models.opened import OpenLlama
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.calibrate import Calibrator, LayerWalk
 from crelle.quantizers.driver import Calibration, quantize
@@ -51,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def first_walk(path: Path) -> LayerWalk:
-    return Calibrator(OpenLlama(open_weights(path)), TOKENS, half=False).begin()
+    return Calibrator(CalibrationModel(open_weights(path)), TOKENS, half=False).begin()
 
 
 def test_folding_leaves_the_function_as_it_was(model: Path) -> None:
@@ -78,7 +78,7 @@ def test_folding_leaves_the_function_as_it_was(model: Path) -> None:
 def test_the_source_is_not_written_to(model: Path) -> None:
     weights = open_weights(model)
     before = {n: weights.read(n).clone() for n in weights.names()}
-    walk = Calibrator(OpenLlama(weights), TOKENS, half=False).begin()
+    walk = Calibrator(CalibrationModel(weights), TOKENS, half=False).begin()
     config = AWQ(bits=3, group=24)
     config.before_layer(walk)
     walk.fit(lambda _, w, stats: config.fit(w, stats))
@@ -150,7 +150,7 @@ def test_clipping_is_never_worse(N: int, K: int, group: int | str, bits: int, sy
 
 
 def quantized(path: Path, to: Path, scheme: str, **options: Any) -> Path:
-    calibration = Calibration(TOKENS, lambda w, device: OpenLlama(w, device), torch.device("cpu"))
+    calibration = Calibration(TOKENS, lambda w, device: CalibrationModel(w, device), torch.device("cpu"))
     quantize(path, to, scheme, calibration=calibration, **options)
     return to
 
@@ -185,12 +185,12 @@ def test_a_resumed_layer_has_its_norms_and_biases(tmp_path: Path) -> None:
     """The next layer must see the same stream whether the first was quantized just now or by an earlier run."""
     path = write_model(tmp_path / "m", "qwen2, multi-head")
     config = AWQ(bits=3, group=24)
-    at_once = Calibrator(OpenLlama(open_weights(path)), TOKENS)
+    at_once = Calibrator(CalibrationModel(open_weights(path)), TOKENS)
     walk = at_once.begin()
     changed = config.before_layer(walk)
     fitted = walk.fit(lambda _, w, stats: config.fit(w, stats))
     walk.end()
-    later = Calibrator(OpenLlama(open_weights(path)), TOKENS)
+    later = Calibrator(CalibrationModel(open_weights(path)), TOKENS)
     later.skip(fitted, changed)
     assert torch.equal(later.streams.here, at_once.streams.here)
 

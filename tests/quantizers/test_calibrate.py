@@ -13,8 +13,8 @@ from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.source import open_weights
+from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
-from crelle.models.opened import OpenLlama
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.stats import Stats, Watch
@@ -29,7 +29,7 @@ def rows(count: int = 6, length: int = 32, seed: int = 0) -> torch.Tensor:
 
 def test_the_open_model_computes_what_the_model_computes(tiny_model: Path) -> None:
     weights, tokens = open_weights(tiny_model), rows()
-    opened = OpenLlama(weights)
+    opened = CalibrationModel(weights)
     x = opened.embed(tokens)
     for i in range(opened.layers):
         x = opened.block(i)(x)
@@ -66,7 +66,7 @@ def test_the_target_undoes_the_error_that_came_in() -> None:
 
 
 def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
-    opened, tokens = OpenLlama(open_weights(tiny_model)), rows()
+    opened, tokens = CalibrationModel(open_weights(tiny_model)), rows()
     calibrator = Calibrator(opened, tokens, batch=4, half=False)
     quantizer = RTN(bits=2, group=24)
     fitted = []
@@ -87,7 +87,7 @@ def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
 
 
 def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> None:
-    walk = Calibrator(OpenLlama(open_weights(tiny_model)), rows(), half=False).begin()
+    walk = Calibrator(CalibrationModel(open_weights(tiny_model)), rows(), half=False).begin()
     o_proj = walk.block.stages()[1][0]
     before = walk.stats(o_proj)
     seen = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.formats.source import open_weights
-from crelle.models.opened import OpenLlama
+from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.feedback import factor
 from crelle.quantizers.gptq import GPTQ
@@ -42,12 +42,12 @@ SETTINGS = (Setting(1, 32), Setting(2, 32), Setting(3, 64), Setting(4, "row"))
 
 
 @pytest.fixture(scope="module")
-def opened(tiny_model: Path) -> OpenLlama:
-    return OpenLlama(open_weights(tiny_model))
+def opened(tiny_model: Path) -> CalibrationModel:
+    return CalibrationModel(open_weights(tiny_model))
 
 
 @pytest.fixture(scope="module")
-def measured(opened: OpenLlama) -> list[Sensitivity]:
+def measured(opened: CalibrationModel) -> list[Sensitivity]:
     return sensitivities(opened, text(4, 40), SETTINGS, half=False)
 
 
@@ -139,7 +139,7 @@ def test_sizes_are_those_of_the_tensors(recipe: RTN, setting: Setting) -> None:
     assert stored_bits(recipe, setting, (N, K)) / (N * K) == pytest.approx(bits_per_weight(fitted))
 
 
-def test_a_plan_s_size_is_that_of_the_model_it_leads_to(opened: OpenLlama, measured: list[Sensitivity]) -> None:
+def test_a_plan_s_size_is_that_of_the_model_it_leads_to(opened: CalibrationModel, measured: list[Sensitivity]) -> None:
     plan = choose(measured, None, 3.3)
     linears = {n: m.weight for i in range(opened.layers) for n, m in opened.block(i).linears().items()}
     assert set(plan.overrides) == set(linears)
@@ -152,7 +152,7 @@ def test_a_plan_s_size_is_that_of_the_model_it_leads_to(opened: OpenLlama, measu
 # Sensitivities
 
 
-def test_what_is_heard_is_what_autograd_says(opened: OpenLlama) -> None:
+def test_what_is_heard_is_what_autograd_says(opened: CalibrationModel) -> None:
     """Against plain autograd through the whole model at once, with the same tokens drawn."""
     tokens = text(3, 17)
     got = {n: h for _, heard in walk_back(opened, tokens, batch=2, seed=5, half=False) for n, h in heard.items()}
@@ -199,19 +199,19 @@ def test_more_bits_lose_less(measured: list[Sensitivity]) -> None:
 
 
 @pytest.mark.parametrize("measure", ["fisher", "residual"])
-def test_rows_of_a_matrix_stand_for_all(opened: OpenLlama, measure: str) -> None:
+def test_rows_of_a_matrix_stand_for_all(opened: CalibrationModel, measure: str) -> None:
     every = sensitivities(opened, text(4, 40), SETTINGS[1:2], measure=measure, half=False)
     some = sensitivities(opened, text(4, 40), SETTINGS[1:2], measure=measure, half=False, weight_rows=48)
     for a, b in zip(every, some, strict=True):
         assert b.losses[SETTINGS[1]] == pytest.approx(a.losses[SETTINGS[1]], rel=0.35)
 
 
-def test_measuring_again_gives_the_same(opened: OpenLlama) -> None:
+def test_measuring_again_gives_the_same(opened: CalibrationModel) -> None:
     first, second = (sensitivities(opened, text(2, 20), SETTINGS[:2], weight_rows=16) for _ in range(2))
     assert first == second
 
 
-def test_the_predicted_increase_is_that_of_the_divergence(opened: OpenLlama) -> None:
+def test_the_predicted_increase_is_that_of_the_divergence(opened: CalibrationModel) -> None:
     """At 8 bits the expansion holds: the sum over matrices is the KL divergence that rounding one of them causes."""
     tokens, setting = text(6, 60), Setting(5, 32)
     module = "model.layers.1.mlp.down_proj"
@@ -249,7 +249,7 @@ def test_candidates_reach_their_target(target: float) -> None:
     assert least <= target
 
 
-def test_no_text_is_a_sentence(opened: OpenLlama) -> None:
+def test_no_text_is_a_sentence(opened: CalibrationModel) -> None:
     with pytest.raises(SchemeError, match="at least one row"):
         sensitivities(opened, text(0, 8), SETTINGS)
 

@@ -14,8 +14,8 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.source import open_weights
+from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
-from crelle.models.opened import OpenLlama
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.rtn import RTN
@@ -83,7 +83,7 @@ def test_what_trains_is_what_is_stored() -> None:
 
 
 def test_a_block_comes_nearer_to_its_target(tiny_model: Path) -> None:
-    opened = OpenLlama(open_weights(tiny_model))
+    opened = CalibrationModel(open_weights(tiny_model))
     tokens = torch.randint(0, 256, (12, 24), generator=torch.Generator().manual_seed(0))
     walk = Calibrator(opened, tokens, half=False).begin()
     uniform = RTN(bits=2, group=24)
@@ -155,7 +155,7 @@ def test_a_training_that_died_goes_on_from_its_state(checkpoint: Path, tiny_mode
 
     def fresh() -> EndToEnd:
         c = Checkpoint(checkpoint)
-        student, teacher = (Network.of(OpenLlama(w)) for w in (c, open_weights(tiny_model)))
+        student, teacher = (Network.of(CalibrationModel(w)) for w in (c, open_weights(tiny_model)))
         coders = []
         for block in student.blocks:
             for name, linear in block.linears().items():

@@ -122,8 +122,8 @@ class _Job:
         from crelle.engine.tokenizer import Tokenizer
         from crelle.eval.text import read_text
         from crelle.formats.source import open_weights
+        from crelle.models.calibration_model import open_model
         from crelle.models.loader import choose_device
-        from crelle.models.opened import open_model
 
         text = read_text(calib)
         if calib is None:

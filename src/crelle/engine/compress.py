@@ -19,8 +19,8 @@ from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.destination import PARTIAL, destination, refuse_existing, refuse_overlap
 from crelle.formats.ownership import STAGE, remove_directory
 from crelle.formats.source import Weights, open_weights
-from crelle.models.loader import build, choose_device, read_config
-from crelle.models.opened import open_model
+from crelle.models.calibration_model import open_model
+from crelle.models.loader import build, choose_device, in_usual_form, read_spec
 from crelle.quantizers import driver
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.driver import Calibration, Report
@@ -75,7 +75,14 @@ def quantize(
         calibration = _calibration(source, text, choose_device(device), progress)
     if isinstance(chosen[0], Auto) and calibration is not None:
         overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
-    options = {"head": head, "overrides": overrides, "resume": resume, "overwrite": overwrite, "progress": progress}
+    options = {
+        "view": in_usual_form,
+        "head": head,
+        "overrides": overrides,
+        "resume": resume,
+        "overwrite": overwrite,
+        "progress": progress,
+    }
     if staged:
         assert isinstance(auto, Auto)
         assert calibration is not None
@@ -88,7 +95,7 @@ def quantize(
 
 def _calibration(source: str | Path, text: Text, device: torch.device, progress: Stage | None) -> Calibration:
     weights = open_weights(source)
-    length = min(text.length, read_config(weights).context)
+    length = min(text.length, read_spec(weights).context)
     rows = rows_of(Tokenizer.of(weights), text.text, length, text.rows, text.seed)
     if text.own:
         own = _own_rows(weights, rows, text.own, length, device, text.seed, progress)
@@ -128,7 +135,7 @@ def _in_two_stages(
     first = driver.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
     weights = open_weights(source)
     device = calibration.device
-    length = min(2 * text.length, read_config(weights).context)
+    length = min(2 * text.length, read_spec(weights).context)
     rows = rows_of(Tokenizer.of(weights), text.text, length)
     own = _own_rows(weights, rows, auto.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
     report = tune(
@@ -192,7 +199,7 @@ def tune_checkpoint(
         raise SchemeError("without a teacher nobody writes text of its own; leave --own out or give --teacher")
     full = None if teacher is None else open_weights(teacher)
     where = choose_device(device)
-    length = min(length, read_config(checkpoint).context)
+    length = min(length, read_spec(checkpoint).context)
     rows = rows_of(Tokenizer.of(checkpoint), text, length)
     if own and full is not None:
         rows = torch.cat([rows, _own_rows(full, rows, own, length, where, training.seed, progress)])

@@ -23,7 +23,6 @@ from crelle.formats.kv import KVFormat
 from crelle.kernels.kv import SLAB
 from crelle.models.batched import page_dtype
 from crelle.models.loader import Model
-from crelle.models.opt import OPTConfig
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -116,12 +115,12 @@ def plan(
 
 def kv_heads(model: Model) -> int:
     """Return the heads that keys and values have."""
-    return model.c.heads if isinstance(model.c, OPTConfig) else model.c.kv_heads
+    return model.spec.kv_heads
 
 
 def page_bytes(model: Model, kv: KVFormat) -> int:
     """Return the bytes of one page, all layers together."""
-    return model.c.layers * kv.page_bytes(kv_heads(model), model.c.head_size, page_dtype(model).itemsize)
+    return len(model.spec.layers) * kv.page_bytes(kv_heads(model), model.c.head_size, page_dtype(model).itemsize)
 
 
 def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:

@@ -35,7 +35,7 @@ class Runner:
         model, c = llm.model, llm.model.c
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv, self.exact = llm, kv, model.device.type == "cpu" if exact is None else exact
-        self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
+        self.layers = [KVPages.new(kv, *sizes) for _ in c.layers]
         self._batched: dict[int | None, Batched] = {}
         self._on_gpu: dict[int | None, CudaBatch | None] = {}
         self._drawn: dict[Sequence, int] = {}  # which row of the tokens last drawn is whose
@@ -110,7 +110,7 @@ class Runner:
 
 def centers(model: Model, kv: KVFormat) -> list[Tensor] | list[None]:
     """Return what each layer's keys are stored relative to."""
-    return model.key_centers if kv.center else [None] * model.c.layers
+    return model.key_centers if kv.center else [None] * len(model.spec.layers)
 
 
 def _for_draws(logits: Tensor, step: Step) -> Tensor:

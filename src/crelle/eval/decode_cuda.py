@@ -153,7 +153,7 @@ def _measure(
         batch=batch,
         context=context,
         tokens=tokens,
-        layers=model.c.layers,
+        layers=len(model.spec.layers),
         kernels=dict(Counter(linear.kernel for linear in model.linears())),
         graph=why is None,
         graph_note=why,

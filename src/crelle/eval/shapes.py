@@ -20,9 +20,8 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.formats.base import QuantTensor, bits_per_weight
-from crelle.models.llama import LlamaConfig
-from crelle.models.loader import read_config
-from crelle.models.opt import OPTConfig
+from crelle.models.loader import architecture
+from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.scheme import Store, parse
 
 _PLAIN = Store("fp16")  # what is not inside a layer
@@ -177,56 +176,8 @@ class RandomWeights:
 
 def _shapes(weights: RandomWeights) -> dict[str, tuple[int, ...]]:
     """Return the model's tensors by the names that the family's code asks for."""
-    c = read_config(weights)
     if weights.config["model_type"].startswith("qwen"):
         raise UnsupportedError(
             f"random weights are made for Llama, Mistral and OPT, not {weights.config['model_type']}"
         )
-    return _opt_shapes(c) if isinstance(c, OPTConfig) else _llama_shapes(c)
-
-
-def _llama_shapes(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocabulary, c.width)}
-    for i in range(c.layers):
-        at = f"model.layers.{i}"
-        shapes |= {
-            f"{at}.input_layernorm.weight": (c.width,),
-            f"{at}.self_attn.q_proj.weight": (q, c.width),
-            f"{at}.self_attn.k_proj.weight": (kv, c.width),
-            f"{at}.self_attn.v_proj.weight": (kv, c.width),
-            f"{at}.self_attn.o_proj.weight": (c.width, q),
-            f"{at}.post_attention_layernorm.weight": (c.width,),
-            f"{at}.mlp.gate_proj.weight": (c.inner, c.width),
-            f"{at}.mlp.up_proj.weight": (c.inner, c.width),
-            f"{at}.mlp.down_proj.weight": (c.width, c.inner),
-        }
-    shapes["model.norm.weight"] = (c.width,)
-    return shapes if c.tied else shapes | {"lm_head.weight": (c.vocabulary, c.width)}
-
-
-def _opt_shapes(c: OPTConfig) -> dict[str, tuple[int, ...]]:
-    at = "model.decoder"
-
-    def linear(module: str, N: int, K: int) -> dict[str, tuple[int, ...]]:
-        return {f"{module}.weight": (N, K)} | ({f"{module}.bias": (N,)} if c.biased else {})
-
-    def norm(module: str) -> dict[str, tuple[int, ...]]:
-        return {f"{module}.weight": (c.width,), f"{module}.bias": (c.width,)} if c.affine else {}
-
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{at}.embed_tokens.weight": (c.vocabulary, c.words),
-        f"{at}.embed_positions.weight": (c.context + 2, c.width),
-    }
-    if c.words != c.width:
-        shapes |= {f"{at}.project_in.weight": (c.width, c.words), f"{at}.project_out.weight": (c.words, c.width)}
-    for i in range(c.layers):
-        layer = f"{at}.layers.{i}"
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= linear(f"{layer}.self_attn.{name}", c.width, c.width)
-        shapes |= norm(f"{layer}.self_attn_layer_norm")
-        shapes |= linear(f"{layer}.fc1", c.inner, c.width) | linear(f"{layer}.fc2", c.width, c.inner)
-        shapes |= norm(f"{layer}.final_layer_norm")
-    if c.last_norm:
-        shapes |= norm(f"{at}.final_layer_norm")
-    return shapes if c.tied else shapes | {"lm_head.weight": (c.vocabulary, c.words)}
+    return tensor_shapes(architecture(weights, ()))

@@ -101,6 +101,6 @@ def _parts(first: float, _: float, begun: float, said: str) -> dict[str, float]:
         "read and build": of("crelle.models.loader.build") - prepare,
         "prepare": prepare,
         "tokenizer": of("crelle.engine.tokenizer.Tokenizer.__init__"),
-        "first step": of("crelle.models.llama.Llama.forward"),
+        "first step": of("crelle.models.decoder.DecoderModel.forward"),
     }
     return parts | {"other": max(0.0, first - sum(parts.values()))}

@@ -21,7 +21,7 @@ CALLS = {  # module: functions in it
     "crelle.models.loader": ("build",),
     "crelle.kernels.ops": ("prepare",),
     "crelle.engine.tokenizer": ("Tokenizer.__init__",),
-    "crelle.models.llama": ("Llama.forward",),
+    "crelle.models.decoder": ("DecoderModel.forward",),
 }
 BEGUN = "begun"  # when this file ran first: monotonic seconds, a clock that all processes of a machine share
 

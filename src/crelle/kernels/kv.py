@@ -70,11 +70,13 @@ def attend(
     starts: Numbers | None = None,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return softmax(q K^T * scale) V [N, H, D], in q's dtype, for q [N, H, D] of the last tokens of each sequence.
 
     H is a multiple of Hkv: head h reads key head h // (H/Hkv). Each token sees itself and those before it, with a
-    `window` only so many. `scale` is 1/sqrt(D) unless told. Sums are in f32.
+    `window` only so many. `scale` is 1/sqrt(D) unless told; `softcap` bounds scores: softcap * tanh(score / softcap).
+    Sums are in f32.
     """
     N, H, D = q.shape
     if pages.head_size != D or H % pages.heads:
@@ -85,12 +87,14 @@ def attend(
     for b, ((begin, end), length) in enumerate(zip(_spans(N, table, starts), _ints(lengths), strict=True)):
         if length < end - begin:
             raise SchemeError(f"sequence {b} has {length} tokens in all, but asks for {end - begin} new ones")
-        parts.append(_attend_one(turned[begin:end], pages, table[b], length, window))
+        parts.append(_attend_one(turned[begin:end], pages, table[b], length, window, softcap))
     y = turn(torch.cat(parts).flatten(1, 2), pages.format)  # [N, H, D]
     return y.to(q.dtype)
 
 
-def _attend_one(q: Tensor, pages: KVPages, row: Tensor, length: int, window: int | None) -> Tensor:
+def _attend_one(
+    q: Tensor, pages: KVPages, row: Tensor, length: int, window: int | None, softcap: float | None
+) -> Tensor:
     """One sequence: q [T, Hkv, R, D], scaled; R query heads for a key head."""
     T, Hkv, R, D = q.shape
     query = torch.arange(length - T, length, device=q.device)  # positions
@@ -103,6 +107,7 @@ def _attend_one(q: Tensor, pages: KVPages, row: Tensor, length: int, window: int
         seen = key <= query[:, None]  # [T, S]
         seen = seen if window is None else seen & (key > query[:, None] - window)
         raw = q @ k.mT  # [Hkv, R*T, S]
+        raw = raw if softcap is None else softcap * torch.tanh(raw / softcap)
         if not bool((raw.sum() + v.sum()).isfinite()):
             raw, v = _poisoned(raw, v, seen.repeat(R, 1))
         score = raw.masked_fill(~seen.repeat(R, 1), -torch.inf)

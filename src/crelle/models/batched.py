@@ -5,8 +5,7 @@
     attention  sequence by sequence, each over its own pages (View)
     head       only for the rows that are wanted: those from which a token is drawn
 
-The layers are the model's own; what is written anew here is the order in which they are called, because positions are
-given token by token and because of `exact`.
+The forward is the model's own (crelle.models.decoder), with positions token by token and, with `exact`, other products.
 
 exact   A token's numbers do not depend, to the last bit, on what else is in the pass: not on other sequences, not on
         how its prompt was cut, not on whether it was drawn here or is run over again after a preemption. Only rows go
@@ -26,32 +25,27 @@ C++     Where a model has the fused step (crelle.models.fused), one call runs al
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from crelle.formats.kv import KVPages
 from crelle.kernels import cpu
 from crelle.kernels import kv as paged
 from crelle.kernels.cpu.decoder import MAX_ROWS, Decoder, Paged
+from crelle.kernels.spec import RopeSpec
+from crelle.models.decoder import PLAIN, Compute, DecoderModel
 from crelle.models.linear import QuantLinear
-from crelle.models.llama import Llama
-from crelle.models.loader import Model
-from crelle.models.opt import ACTIVATIONS, OPT
-from crelle.models.rope import Rope
-from crelle.models.steps import FIRST
+from crelle.models.rope import AngleTable
 
 ROWS = 16  # of a portion of an exact product
 _SERIAL = 16384  # elements that torch leaves to one thread: gelu shares out more, other activations from 32768 on
 _LANES = 64  # a multiple of what torch takes at once of any dtype
-_BLOCK = 1024  # positions by which the table of angles grows
 
 
-def page_dtype(model: Model) -> torch.dtype:
+def page_dtype(model: DecoderModel) -> torch.dtype:
     """Return what pages of 16 bits hold: f16 where the C++ step reads them, else the model's dtype.
 
     A step of many texts reads keys and values once for each of them, so that their bytes are its time.
@@ -86,24 +80,26 @@ class View:
         spans = zip(self.before, pairwise(self.starts), strict=True)
         return [before + i for before, (begin, end) in spans for i in range(end - begin)]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """Store k and v [N, Hkv, D]; return what q [N, H, D] sees."""
         pages = self.layers[layer]
         paged.append(k, v, pages, self.table, self.before, starts=self.starts, center=self.centers[layer])
         table, lengths, starts = self._reads
-        return paged.attend(q, pages, table, lengths, starts=starts, window=window)
+        return paged.attend(q, pages, table, lengths, starts=starts, window=window, softcap=softcap)
 
 
 class Batched:
     """A model that runs over a batch of sequences; it shares all weights with the model it is made of."""
 
-    def __init__(self, model: Model, *, exact: bool | None = None, core: bool = True) -> None:
+    def __init__(self, model: DecoderModel, *, exact: bool | None = None, core: bool = True) -> None:
         """Wrap a model; core: let C++ do all of a step where it can."""
         self.model = model
         self.exact = model.device.type == "cpu" if exact is None else exact
-        self._multiply = exact_product if self.exact else QuantLinear.forward
+        self._compute = BatchInvariant(model.dtype, model.device) if self.exact else PLAIN
         self.decoder: Decoder | None = None  # all of a step in C++
-        if core and isinstance(model, Llama) and isinstance(model.decoder, Decoder) and (self.exact or model.coded):
+        if core and isinstance(model.decoder, Decoder) and (self.exact or model.coded):
             self.decoder = model.decoder
 
     @torch.inference_mode()
@@ -117,8 +113,8 @@ class Batched:
         rows = torch.tensor(wanted, dtype=torch.long, device=device)
         if self.decoder is not None:
             return self._in_core(self.decoder, ids, at, view, wanted)
-        run = self._opt if isinstance(self.model, OPT) else self._llama
-        return run(ids, at, view, rows).float()
+        x = self.model.hidden(ids, at, view, self._compute)
+        return self.model.logits(x[rows], self._compute)
 
     def _in_core(self, decoder: Decoder, ids: Tensor, at: Tensor, view: View, wanted: Sequence[int]) -> Tensor:
         """The same in C++: up to 16 tokens, of whatever sequences, are a call; unless `exact`, so is a portion."""
@@ -149,71 +145,24 @@ class Batched:
                 logits[row[which[j]]] = one
         return logits
 
-    def _llama(self, ids: Tensor, at: Tensor, view: View, wanted: Tensor) -> Tensor:
-        model, multiply = self.model, self._multiply
-        N, H, D = len(ids), model.c.heads, model.c.head_size
-        cos, sin = self._angles.at(at)  # [N, 1, D]
-        x = model.embedding(ids)  # [N, width]
-        for i, layer in enumerate(self._layers):
-            a, h = layer.attention, layer.norm_attention(x)
-            q, k, v = (multiply(p, h).view(N, -1, D) for p in (a.q_proj, a.k_proj, a.v_proj))  # [N, heads, D]
-            if a.q_norm is not None and a.k_norm is not None:
-                q, k = a.q_norm(q), a.k_norm(k)
-            y = view.attend(i, Rope.turn(q, cos, sin), Rope.turn(k, cos, sin), v, a.window)
-            x = x + multiply(a.o_proj, y.reshape(N, H * D))
-            h = layer.norm_mlp(x)
-            x = x + multiply(layer.down, self._activate(F.silu, multiply(layer.gate, h)) * multiply(layer.up, h))
-        return multiply(model.head, model.norm(x[wanted]))  # type: ignore[operator]
 
-    def _opt(self, ids: Tensor, at: Tensor, view: View, wanted: Tensor) -> Tensor:
-        model, multiply = self.model, self._multiply
-        assert isinstance(model, OPT)
-        N, D, begin, finish = len(ids), model.c.head_size, model.begin, model.finish
-        x = model.embedding(ids)  # [N, words]
-        x = x if begin.project_in is None else multiply(begin.project_in, x)
-        x = x + begin.positions(at + FIRST)  # [N, width]
-        for i, layer in enumerate(self._layers):
-            a, h = layer.attention, layer.norm_attention(x) if layer.norm_first else x
-            q, k, v = (multiply(p, h).view(N, -1, D) for p in (a.q_proj, a.k_proj, a.v_proj))
-            x = x + multiply(a.out_proj, view.attend(i, q, k, v).reshape(N, -1))
-            x = x if layer.norm_first else layer.norm_attention(x)
-            h = layer.norm_mlp(x) if layer.norm_first else x
-            x = x + multiply(layer.fc2, self._activate(ACTIVATIONS[model.c.activation], multiply(layer.fc1, h)))
-            x = x if layer.norm_first else layer.norm_mlp(x)
-        x = x[wanted]
-        x = x if finish.norm is None else finish.norm(x)
-        x = x if finish.project_out is None else multiply(finish.project_out, x)
-        return multiply(model.head, x)
+class BatchInvariant(Compute):
+    """A row has the same bits in any batch."""
 
-    def _activate(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return exact_elementwise(f, x) if self.exact else f(x)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._tables: dict[RopeSpec, AngleTable] = {}
+        self._of = dtype, device
 
-    @cached_property
-    def _layers(self) -> list[Any]:
-        return list(self.model.layers)
+    def linear(self, linear: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(linear, QuantLinear)
+        return exact_product(linear, x)
 
-    @cached_property
-    def _angles(self) -> "_Angles":
-        assert not isinstance(self.model, OPT)
-        return _Angles(self.model.c.rope, self.model.dtype, self.model.device)
+    def activate(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return exact_elementwise(f, x)
 
-
-class _Angles:
-    """cos and sin of all positions so far asked for, in whole blocks."""
-
-    def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
-        self._rope, self._dtype, self._device = rope, dtype, device
-        self._table: tuple[Tensor, Tensor] | None = None  # [positions, 1, D] each
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        table = self._table  # once: another thread may put another one in its place, which need not be as long
-        need = int(positions.max()) + 1
-        if table is None or need > len(table[0]):
-            blocks = [torch.arange(at, at + _BLOCK, device=self._device) for at in range(0, need, _BLOCK)]
-            found = [self._rope.angles(block, self._dtype) for block in blocks]
-            table = self._table = torch.cat([cos for cos, _ in found]), torch.cat([sin for _, sin in found])
-        cos, sin = table
-        return cos[positions], sin[positions]
+    def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        table = self._tables.setdefault(rope, AngleTable(rope, *self._of))
+        return table.at(positions)
 
 
 def exact_product(linear: QuantLinear, x: Tensor) -> Tensor:

@@ -28,22 +28,21 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
-from crelle.kernels.cuda.decode import Op
 from crelle.models.companies import Company, companies
-from crelle.models.loader import Model
+from crelle.models.decoder import DecoderModel
 from crelle.models.many_rows import enter, leave, takes_arranged
-from crelle.models.opt import OPT
-from crelle.models.products import STEPPED, Norm, Product
+from crelle.models.products import STEPPED
 from crelle.models.step_buffers import BUCKETS, Buffers, Drawn, Part, bucket_of
+from crelle.models.steps import Step, StepLayer, supports
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.paged import Plan
     from crelle.kernels.cuda.tiles import Arranged
 
-Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, int | None], "Tensor | Arranged"]
+Attend = Callable[[int, StepLayer, Tensor], "Tensor | Arranged"]
 
 
-def why_not(model: Model, kv: KVFormat) -> str | None:
+def why_not(model: DecoderModel, kv: KVFormat) -> str | None:
     """Return why a model with such a cache runs layer by layer on its device, or None where this module runs it."""
     if model.device.type != "cuda":
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
@@ -51,11 +50,11 @@ def why_not(model: Model, kv: KVFormat) -> str | None:
         return f"a whole step needs the CUDA kernels, and this process {reason}"
     from crelle.kernels.cuda import paged
 
-    if reason := paged.supports(kv, model.c.head_size, model.dtype):
+    if reason := paged.supports(kv, model.spec.head_size, model.dtype):
         return f"the paged attention {reason}"
     if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
-    return model.step_lacks()
+    return supports(model.spec, model.dtype)
 
 
 class CudaBatch:
@@ -66,12 +65,12 @@ class CudaBatch:
     """
 
     def __init__(
-        self, model: Model, layers: Sequence[KVPages], centers: Sequence[Tensor | None], *, exact: bool = False
+        self, model: DecoderModel, layers: Sequence[KVPages], centers: Sequence[Tensor | None], *, exact: bool = False
     ) -> None:
         """Share the pages of all layers with others of the same form."""
         self.model, self.pages, self.centers, self.exact = model, layers, centers, exact
         graphed = model.graphed()
-        self.step: Any = model.make_step() if graphed is None else graphed.run  # its weights lie joined, once
+        self.step = Step(model) if graphed is None else graphed.run  # its weights lie joined, once
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
         self._turn = 0
@@ -99,7 +98,7 @@ class CudaBatch:
             whose += chunk
         at = {i: row for row, i in enumerate(whose)}
         order = [at[i] for i, part in enumerate(parts) if part.wanted]
-        rows = torch.cat(found) if found else torch.empty(0, self.model.c.vocabulary, device=self.model.device)
+        rows = torch.cat(found) if found else torch.empty(0, self.model.spec.vocabulary, device=self.model.device)
         return rows if order == list(range(len(whose))) else rows[self._there(order)]
 
     @torch.inference_mode()
@@ -127,57 +126,38 @@ class CudaBatch:
     # --- the layers -------------------------------------------------------------------------------------------------
 
     def through(self, x: Tensor, attend: Attend) -> Tensor:
-        """Return x [N, width] behind all layers; attend(layer, qkv, q_norm, k_norm, window) -> [N, heads * D]."""
-        activation: Op = "RELU" if isinstance(self.model, OPT) else "SILU_MUL"
+        """Return x [N, width] behind all layers; attend(i, layer, qkv) -> [N, heads * D]."""
         more: Tensor | None = None  # to be added to x
-        for i, ((qkv, o, up, down), (norm, norm_mlp)) in enumerate(self._parts):
-            y, x = enter(qkv, x, more, self._norm, norm, self.exact)
-            x, more = leave(o, attend(i, y, *self._heads[i]), x, exact=self.exact)
-            y, x = enter(up, x, more, self._norm, norm_mlp, self.exact)
-            x, more = leave(down, y, x, activation, self.exact)
+        for i, layer in enumerate(self.step.layers):
+            y, x = enter(layer.qkv, x, more, layer.norm, layer.norm_attention, self.exact)
+            x, more = leave(layer.o, attend(i, layer, y), x, exact=self.exact)
+            y, x = enter(layer.up, x, more, layer.norm, layer.norm_mlp, self.exact)
+            x, more = leave(layer.down, y, x, layer.activation, self.exact)
         return x if more is None else x + more
-
-    @property
-    def _norm(self) -> Op:
-        return "LAYER_NORM" if isinstance(self.model, OPT) else "RMS_NORM"
-
-    @cached_property
-    def _parts(self) -> list[tuple[list[Product], list[Norm]]]:
-        """The products and norms of each layer, in the order in which they run."""
-        kinds = (Product, Norm)
-        return [tuple([p for p in layer if isinstance(p, kind)] for kind in kinds) for layer in self.step.layers]  # type: ignore[misc]
-
-    @cached_property
-    def _heads(self) -> list[tuple[Tensor | None, Tensor | None, int | None]]:
-        """What the heads of each layer are normed with, and how far they see."""
-        if isinstance(self.model, OPT):
-            return [(None, None, None)] * self.model.c.layers
-        attentions: list[Any] = [layer.attention for layer in self.model.layers]
-        return [(*(norm and norm.weight for norm in (a.q_norm, a.k_norm)), a.window) for a in attentions]
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return f32 [N, V] for x [N, width]."""
         dtype = torch.float32 if x.shape[0] <= 4 else None  # few rows come as f32, others are made so once
-        y, _ = enter(self.step.head, x, None, self._norm, self.step.norm, self.exact, dtype)
+        y, _ = enter(self.step.head, x, None, self.step.norm_op, self.step.norm, self.exact, dtype)
         return y.float() if out is None else out.copy_(y)
 
-    def append(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, where: "_Where") -> Tensor:
+    def append(self, i: int, layer: StepLayer, qkv: Tensor, where: "_Where") -> Tensor:
         """Store keys and values of qkv [N, (heads + 2 kv_heads) D] in the pages; return q as attention wants it."""
         from crelle.kernels.cuda import paged
 
-        c, pages = self.model.c, self.pages[layer]
-        heads = qkv.view(qkv.shape[0], -1, c.head_size)
-        q, k, v = heads.split([c.heads, pages.heads, pages.heads], 1)  # type: ignore[no-untyped-call]
+        a, pages = layer.spec.attention, self.pages[i]
+        heads = qkv.view(qkv.shape[0], -1, a.head_size)
+        q, k, v = heads.split([a.heads, pages.heads, pages.heads], 1)  # type: ignore[no-untyped-call]
         turned = paged.append(
             *(k, v, pages, where.table, where.position),
             starts=where.starts,
-            center=self.centers[layer],
+            center=self.centers[i],
             q=q,
-            cos=None if isinstance(self.model, OPT) else self.step.cos,
-            sin=None if isinstance(self.model, OPT) else self.step.sin,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=c.norm_eps,
+            cos=layer.cos,
+            sin=layer.sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=layer.eps,
         )
         assert turned is not None
         return turned
@@ -201,7 +181,7 @@ class CudaBatch:
         """How attention shares out the work for so many sequences; with `exact` the same for any number."""
         from crelle.kernels.cuda import paged
 
-        c, pages = self.model.c, self.pages[0]
+        c, pages = self.model.spec, self.pages[0]
         longest, most = self._width * pages.format.page, BUCKETS[-1] if self.exact else rows
         found = paged.plan(pages.format, most, c.heads, pages.heads, c.head_size, longest)
         return replace(found, splits=max(1, min(8, longest // 4096))) if self.exact else found
@@ -223,23 +203,25 @@ class CudaBatch:
             rows = rows.repeat_interleave(numbers.diff(), 0, output_size=starts[-1])
         lengths = positions + 1
         company = companies(
-            [(part.before, len(part.ids)) for part in parts], self.model.c.context
+            [(part.before, len(part.ids)) for part in parts], self.model.spec.context
         )  # as memory.py counts
         calls = [_Call(who, self._there(who.new + who.all, torch.int32).view(2, -1)) for who in company]
-        x = self.step.embed(ids, positions) if isinstance(self.model, OPT) else self.step.embed(ids)
+        x = self.step.embed(ids, positions)
 
-        def attend(layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, window: int | None) -> Tensor:
-            q = self.append(layer, qkv, q_norm, k_norm, where)
+        def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
+            q = self.append(i, layer, qkv, where)
             if self.exact:
-                seen = self.attend(layer, q, rows, lengths, window, self.cut(len(ids)), overlap=False)
+                seen = self.attend(i, q, rows, lengths, layer.window, self.cut(len(ids)), overlap=False)
                 return seen.view(len(ids), -1)
-            each = [self._attend_prompts(layer, q, where.table, some, window) for some in calls]
-            return self._turned_back(layer, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
+            each = [self._attend_prompts(i, q, where.table, some, layer.window) for some in calls]
+            return self._turned_back(i, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
 
         x = self.through(x, attend)
         last = [end - 1 for part, end in zip(parts, starts[1:], strict=True) if part.wanted]
         return (
-            self.logits(x[self._there(last)]) if last else x.new_empty(0, self.model.c.vocabulary, dtype=torch.float32)
+            self.logits(x[self._there(last)])
+            if last
+            else x.new_empty(0, self.model.spec.vocabulary, dtype=torch.float32)
         )
 
     def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, call: "_Call", window: int | None) -> Tensor:
@@ -268,11 +250,11 @@ class CudaBatch:
     def _width(self) -> int:
         """Pages of the longest text."""
         page = self.pages[0].format.page
-        return min(self.pages[0].count, -(-self.model.c.context // page))
+        return min(self.pages[0].count, -(-self.model.spec.context // page))
 
     @cached_property
     def _buffers(self) -> Buffers:
-        return Buffers(BUCKETS[-1], self._width, self.model.c.vocabulary, self.model.device)
+        return Buffers(BUCKETS[-1], self._width, self.model.spec.vocabulary, self.model.device)
 
 
 @cache
@@ -338,18 +320,17 @@ class _Graph:
         batch, buffers = self._batch, self._buffers
         follows = buffers.follows[: self.bucket]
         ids = torch.where(follows < 0, buffers.ids[: self.bucket], buffers.argmax.ids[follows])
-        x = batch.step.embed(ids, self.where.position) if isinstance(batch.model, OPT) else batch.step.embed(ids)
+        x = batch.step.embed(ids, self.where.position)
         return batch.logits(batch.through(x, self._attend), buffers.logits[: self.bucket])
 
-    def _attend(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, window: int | None
-    ) -> "Tensor | Arranged":
+    def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | Arranged":
         from crelle.kernels.cuda.tiles import Arranged
 
         batch, lengths = self._batch, self._buffers.at[1, : self.bucket]
-        q = batch.append(layer, qkv, q_norm, k_norm, self.where)
-        inputs, o = batch.model.c.heads * batch.model.c.head_size, batch._parts[layer][0][1]
-        arranged = takes_arranged(o, self.bucket, inputs, batch.exact) if batch.model.c.head_size == 128 else None
+        q = batch.append(i, layer, qkv, self.where)
+        a = layer.spec.attention
+        fits = a.head_size == 128
+        arranged = takes_arranged(layer.o, self.bucket, a.heads * a.head_size, batch.exact) if fits else None
         options = {"arrived": self._arrived, "arranged": arranged}
-        y = batch.attend(layer, q, self.where.table, lengths, window, self._cut, **options)
+        y = batch.attend(i, q, self.where.table, lengths, layer.window, self._cut, **options)
         return y.view(self.bucket, -1) if arranged is None else Arranged(self.bucket, y.dtype, y, self._flags)

@@ -15,6 +15,8 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.source import Weights
 from crelle.kernels.select import Problem, explain
+from crelle.kernels.spec import NormSpec
+from crelle.models.families.base import Architecture
 from crelle.models.linear import QuantLinear
 from crelle.models.precisions import require
 
@@ -72,10 +74,12 @@ class Builder:
             return stored.at(self.bits or stored.bits).to(self.device)
         return self._once(f"{module}.weight", lambda: stored.to(self.device))
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        """Return a vector, with the offset of a norm's weight added."""
         v = self.weights.read(name)
         self._check(name, tuple(v.shape), (size,))
         self._check_finite(name, v)
+        v = v.float() + offset if offset else v
         return self._once(name, lambda: v.to(self.device, self.dtype))
 
     def once_for(self, w: QuantTensor, name: str, make: Callable[[], Made]) -> Made:
@@ -122,11 +126,23 @@ class Builder:
             return None
         return self.kernel
 
-    def norm(self, module: str, size: int, eps: float, optional: bool = False) -> Any:
-        if optional and f"{module}.weight" not in self.names:
-            return None
-        return RMSNorm(self.vector(f"{module}.weight", size), eps)
+    def norm(self, module: str, size: int, spec: NormSpec) -> Any:
+        if spec.kind == "rms":
+            weight = self.vector(f"{module}.weight", size, spec.offset)
+            return RMSNorm(weight, spec.eps)
+        kinds = ("weight", "bias")
+        weight, bias = (self.vector(f"{module}.{kind}", size) if spec.affine else None for kind in kinds)
+        return LayerNorm(weight, bias, spec.eps)
 
-    def layer_norm(self, module: str, size: int, eps: float, affine: bool = True) -> LayerNorm:
-        weight, bias = (self.vector(f"{module}.{kind}", size) if affine else None for kind in ("weight", "bias"))
-        return LayerNorm(weight, bias, eps)
+    def norm_of(self, arch: Architecture, i: int, slot: str, size: int, spec: NormSpec | None) -> Any:
+        """Build a norm of a layer; None where the spec has none."""
+        return None if spec is None else self.norm(arch.names.of_layer(i, slot), size, spec)
+
+    def linear_of(
+        self, arch: Architecture, i: int, slot: str, N: int, K: int, expert: int | None = None
+    ) -> QuantLinear:
+        """Build a linear of a layer; where the config promises a bias, it must be there."""
+        module = arch.names.of_layer(i, slot, expert)
+        if arch.required_biases and arch.spec.layers[i].attention.bias and f"{module}.bias" not in self.names:
+            raise FormatError(f"{self.weights.path} has no tensor '{module}.bias'")
+        return self.linear(module, N, K)

@@ -14,11 +14,11 @@ from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import kv as paged
 from crelle.kernels.cpu.decoder import Paged
-from crelle.models.rope import Rope
+from crelle.kernels.spec import RopeSpec
+from crelle.models.rope import angles, rotate
 
 if TYPE_CHECKING:
-    from crelle.models.llama import Llama
-    from crelle.models.opt import OPT
+    from crelle.models.decoder import DecoderModel
 
 _STEP = 256  # tokens by which a cache grows
 _SAMPLE = 256  # random tokens from which the centres of keys are found
@@ -63,9 +63,11 @@ class KVCache:
         """Return all layers, as the C++ step takes them."""
         return self.layers
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
-        return attention(q, *self.append(layer, k, v), window)
+        return attention(q, *self.append(layer, k, v), window, softcap)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -109,13 +111,15 @@ class PagedCache:
         """Return all layers, as the C++ step takes them."""
         return Paged(self.layers, self.table, [c for c in self.centers if c is not None])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
         pages, before = self.layers[layer], [self.length] * self.batch
         k, v, flat = k.flatten(0, 1), v.flatten(0, 1), q.flatten(0, 1)  # [B*T, heads, D]
         paged.append(k, v, pages, self.table, before, center=self.centers[layer])
         after = [self.length + q.shape[1]] * self.batch
-        return paged.attend(flat, pages, self.table, after, window=window).view(q.shape)
+        return paged.attend(flat, pages, self.table, after, window=window, softcap=softcap).view(q.shape)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -131,12 +135,27 @@ def _room(have: int, need: int, context: int) -> int | None:
     return min(context, max(2 * have, -(-need // _STEP) * _STEP)) if need > have else None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None) -> Tensor:
     """Return what the last T of S tokens see: q [B, T, H, D], k and v [B, Hkv, S, D] -> [B, T, H, D]."""
     mask, causal = visible(q.shape[1], k.shape[2], window, q.device)
     gqa = q.shape[2] != k.shape[1]
+    if softcap is not None:
+        return _capped(q, k, v, mask, causal, softcap)
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=gqa)
     return y.transpose(1, 2)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softcap: float) -> Tensor:
+    """The same with scores softcap * tanh(score / softcap), which torch's attention does not have."""
+    R = q.shape[2] // k.shape[1]
+    k, v = k.repeat_interleave(R, 1), v.repeat_interleave(R, 1)
+    score = q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5  # [B, H, T, S]
+    score = softcap * torch.tanh(score / softcap)
+    if causal:
+        mask = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        score = score.masked_fill(~mask, -torch.inf)
+    return (score.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
 def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:
@@ -160,7 +179,7 @@ def why_not_fused(kv: KVFormat, device: str) -> str | None:
 
 
 @torch.inference_mode()
-def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
+def key_centers(model: "DecoderModel") -> list[Tensor]:
     """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.
 
     Any vector is right, for softmax does not see it (crelle.formats.kv); a good one leaves less to quantize. Before
@@ -168,22 +187,27 @@ def key_centers(model: "Llama | OPT", rope: Rope | None) -> list[Tensor]:
     keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
     """
-    c, tokens = model.c, min(_SAMPLE, model.c.context)
-    ids = torch.randint(c.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+    spec, tokens = model.spec, min(_SAMPLE, model.spec.context)
+    ids = torch.randint(spec.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache()
     assert isinstance(cache, KVCache)
     model(ids.to(model.device), cache, last=True)
     keys = [kv[0, 0, :, :tokens].transpose(0, 1).float() for kv in cache.layers]  # [T, Hkv, D]
-    first = min(1, tokens - 1)
     for i, k in enumerate(keys):
         if not k.isfinite().all():
             raise FormatError(
                 f"{model.build.weights.path}: the keys of layer {i} are not finite, so that they have no centre for a "
                 "cache of 8 or 4 bits; the checkpoint is damaged, or its activations overflow"
             )
+    return [_center(k, a.rope, spec.context) for k, a in zip(keys, spec.attentions, strict=True)]
+
+
+def _center(k: Tensor, rope: RopeSpec | None, context: int) -> Tensor:
+    """Return the center of keys [T, Hkv, D] at positions 0, 1, …"""
+    first = min(1, len(k) - 1)
     if rope is None:
-        return [k[first:].mean(0) for k in keys]
-    cos, sin = rope.angles(torch.arange(tokens, device=model.device), torch.float32)
-    means = [rope.turn(k, cos, -sin)[first:].mean(0) for k in keys]  # before rope
-    cos, sin = rope.angles(torch.arange(min(_HORIZON, c.context), device=model.device), torch.float32)
-    return [rope.turn(mean, cos.mean(0), sin.mean(0)) for mean in means]
+        return k[first:].mean(0)
+    cos, sin = angles(rope, torch.arange(len(k), device=k.device), torch.float32)
+    mean = rotate(k, cos, -sin)[first:].mean(0)  # before rope
+    cos, sin = angles(rope, torch.arange(min(_HORIZON, context), device=k.device), torch.float32)
+    return rotate(mean, cos.mean(0), sin.mean(0))

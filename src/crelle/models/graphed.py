@@ -6,7 +6,7 @@ its captured graph, waits for the next one.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,16 @@ from crelle.errors import CapacityError, NumericsError
 from crelle.kernels import cuda
 from crelle.models.cache import KVCache
 from crelle.models.products import STEPPED
+from crelle.models.steps import Step, supports
 
 if TYPE_CHECKING:
-    from crelle.models.llama import Llama
-    from crelle.models.opt import OPT
+    from crelle.models.decoder import DecoderModel
 
 MAX_TOKENS = 4  # sequences in a step
 _LEAST = 512  # tokens of the smallest state
 
-Step = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]  # (ids [B], position [B], layers' kv) -> logits f32 [B, V]
 
-
-def why_not(model: "Llama | OPT") -> str | None:
+def why_not(model: "DecoderModel") -> str | None:
     """Return why a model decodes layer by layer on its device, or None when its step can be a graph."""
     if model.device.type != "cuda":
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
@@ -38,10 +36,10 @@ def why_not(model: "Llama | OPT") -> str | None:
         return f"a whole step computes in 16 bits, the model in {str(model.dtype).removeprefix('torch.')}"
     if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
-    return model.step_lacks()
+    return supports(model.spec, model.dtype)
 
 
-def graphed(model: "Llama | OPT") -> "GraphedDecoder | str":
+def graphed(model: "DecoderModel") -> "GraphedDecoder | str":
     """Return the graphs of a model, or the sentence that says why it has none."""
     return why_not(model) or GraphedDecoder(model)
 
@@ -49,9 +47,9 @@ def graphed(model: "Llama | OPT") -> "GraphedDecoder | str":
 class GraphedDecoder:
     """Takes a model's caches over, one state each, and replays its step on them; threads take turns."""
 
-    def __init__(self, model: "Llama | OPT") -> None:
-        self.context = model.c.context
-        self.run = model.make_step()  # the step itself, which others may run on buffers of their own
+    def __init__(self, model: "DecoderModel") -> None:
+        self.context = model.spec.context
+        self.run = Step(model)  # the step itself, which others may run on buffers of their own
         self._model = weakref.ref(model)  # which keeps this object
         self._leased: weakref.WeakKeyDictionary[KVCache, _State] = weakref.WeakKeyDictionary()
         self._free: list[_State] = []

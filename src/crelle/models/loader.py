@@ -11,19 +11,15 @@ from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.files import shown
 from crelle.formats.ownership import CONFIG
 from crelle.formats.source import Weights, open_weights
-from crelle.models import llama, opt
+from crelle.kernels.spec import DecoderSpec
 from crelle.models.builder import Builder
-from crelle.models.llama import Llama, LlamaConfig
-from crelle.models.opt import OPT, OPTConfig
+from crelle.models.decoder import DecoderModel
+from crelle.models.families import families
+from crelle.models.families.base import Architecture, Family
 from crelle.models.precisions import offered
+from crelle.models.tensor_view import as_specified
 
-_LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
-Config = LlamaConfig | OPTConfig
-Model = Llama | OPT
-CONFIGS: dict[str, type[LlamaConfig] | type[OPTConfig]] = {
-    **dict.fromkeys(llama.MODEL_TYPES, LlamaConfig),
-    **dict.fromkeys(opt.MODEL_TYPES, OPTConfig),
-}
+Model = DecoderModel
 
 
 def choose_device(device: str) -> torch.device:
@@ -35,21 +31,43 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def read_config(weights: Weights) -> Config:
-    """Return the model's config in our terms, or say what is wrong with it."""
+def family_of(weights: Weights) -> Family:
+    """Return the family that a model's config names."""
+    kind = weights.config.get("model_type")
+    known = families()
+    if not isinstance(kind, str) or kind not in known:
+        raise UnsupportedError(f"model type {shown(str(kind))} is not one that Crelle runs ({', '.join(known)})")
+    return known[kind]
+
+
+def read_spec(weights: Weights) -> DecoderSpec:
+    """Return what the model's config describes, or say what is wrong with it."""
     where = weights.path / CONFIG if weights.path.is_dir() else weights.path
     try:
-        kind = weights.config.get("model_type")
-        if not isinstance(kind, str) or kind not in CONFIGS:
-            raise UnsupportedError(f"model type {shown(str(kind))} is not one that Crelle runs ({', '.join(CONFIGS)})")
-        return CONFIGS[kind].from_hf(weights.config)
+        return family_of(weights).spec(weights.config)
     except CrelleError as e:
         raise type(e)(f"{where}: {e}") from e
 
 
-def _require_layers(weights: Weights, names: Collection[str], layers: int) -> None:
+def in_usual_form(weights: Weights) -> Weights:
+    """Return weights in which every linear is stored as [N, K] under a name of its own; most are already."""
+    kind = weights.config.get("model_type")
+    family = families().get(kind) if isinstance(kind, str) else None
+    return weights if family is None else as_specified(weights, family)
+
+
+def architecture(weights: Weights, tensors: Collection[str] | None = None) -> Architecture:
+    """Return the spec of a model and the names of its tensors; `tensors`: instead of those that the weights have."""
+    spec, family = read_spec(weights), family_of(weights)
+    return Architecture(spec, family.names(weights.names() if tensors is None else tensors), family.required_biases)
+
+
+def require_layers(weights: Weights, names: Collection[str], arch: Architecture) -> None:
     """Say which layer is missing before any is built."""
-    present = {int(m[1]) for name in names if (m := _LAYER.search(name))}
+    before, after = arch.names.layer.split("{}")
+    number = re.compile(rf"{re.escape(before)}(\d{{1,9}}){re.escape(after)}\.")
+    present = {int(m[1]) for name in names if (m := number.match(name))}
+    layers = len(arch.spec.layers)
     if (missing := next((i for i in range(layers) if i not in present), None)) is not None:
         raise FormatError(
             f"{weights.path}: the model's config says that it has {layers} layers ('num_hidden_layers'), but there is "
@@ -59,15 +77,8 @@ def _require_layers(weights: Weights, names: Collection[str], layers: int) -> No
 
 def tied_to(weights: Weights) -> str | None:
     """Return the embedding that is also the output head's matrix, where the head has none of its own."""
-    config = read_config(weights)
-    if not config.tied:
-        return None
-    return f"{opt.root(weights.names())}.embed_tokens" if isinstance(config, OPTConfig) else "model.embed_tokens"
-
-
-def never_fused(weights: Weights) -> str | None:
-    """Return why no model of this family decodes in the fused C++ step, or None where crelle.models.fused decides."""
-    return opt.NOT_FUSED if isinstance(read_config(weights), OPTConfig) else None
+    arch = architecture(weights)
+    return arch.names.embedding if arch.spec.tied else None
 
 
 def build(
@@ -81,13 +92,12 @@ def build(
 
     `bits` chooses a precision of a nested checkpoint; default: the finest.
     """
-    config = read_config(weights)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
     made: dict[str, Any] | None = {} if offered(weights) else None  # to be shared among precisions, where there are
-    names = frozenset(weights.names())
-    _require_layers(weights, names, config.layers)
-    builder = Builder(weights, names, dtype, device, kernel, bits, made)
-    model = (OPT(builder, config) if isinstance(config, OPTConfig) else Llama(builder, config)).eval()
+    weights = in_usual_form(weights)
+    arch, names = architecture(weights), frozenset(weights.names())
+    require_layers(weights, names, arch)
+    model = DecoderModel(Builder(weights, names, dtype, device, kernel, bits, made), arch).eval()
     if kernel and all(layer.kernel != kernel for layer in model.linears()):
         raise UnsupportedError(f"kernel '{kernel}' has nothing to do in {weights.path}: no matrix there is quantized")
     return model

@@ -62,9 +62,9 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return a checked value of a config; `default` goes before the table's own."""
-    known = SETTINGS[key]
+def setting(config: Mapping[str, Any], key: str, default: Any = None, table: Mapping[str, Setting] = SETTINGS) -> Any:
+    """Return a checked value of a config; `default` goes before the table's own. Families have tables of their own."""
+    known = table[key]
     value = config.get(key)
     if value is None:
         found = known.default if default is None else default

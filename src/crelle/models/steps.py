@@ -1,47 +1,71 @@
-"""The step of each family on CUDA kernels: x [B, width] of one token a sequence, through all layers, to logits.
+"""A decode step on CUDA kernels: x [B, width] of one token a sequence, through all layers, to logits.
 
-    Llama   embed;  { norm·qkv, attention, o + x;  norm·gate·up, silu·down + x };  norm·head
-    OPT     embed + position;  { norm·qkv, attention, out + x;  norm·fc1, relu·fc2 + x };  norm·head
+    embed (+ position);  { norm·qkv, attention, o + x;  norm·gate·up, act·down + x };  norm·head
 
 What stands with a dot is fused: norms and activations are applied while x becomes digits, sums while y is written.
-Heads of 128 numbers leave the attention as digits, and so do products wherever one launch can make both.
+Heads of 128 channels leave the attention as digits, and so do products wherever one launch can make both.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
-from crelle.kernels.cuda.decode import Digits
+from crelle.kernels.cuda.decode import Digits, Op
+from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
 from crelle.models.linear import QuantEmbedding
 from crelle.models.products import Norm, Product
 
-FIRST = 2  # OPT's row of the first position
-
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.attention import Heads
-    from crelle.models.llama import Llama
-    from crelle.models.opt import OPT
+    from crelle.models.decoder import DecoderModel
+
+_NORMS: dict[str, Op] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
+_GATED: dict[str, Op] = {"silu": "SILU_MUL"}
+_PLAIN: dict[str, Op] = {"relu": "RELU"}
+
+
+def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+    """Return what of a spec the step on a GPU lacks, or None."""
+    from crelle.kernels.cuda.attention import supports as attention_supports
+
+    for layer in spec.layers:
+        a, mlp = layer.attention, layer.mlp
+        if layer.placement != "pre" or layer.parallel:
+            return f"the step has norms before attention and feed-forward, not {layer.placement} or parallel ones"
+        if not layer.norm.affine or (a.qk_norm is not None and a.qk_norm.kind != "rms"):
+            return "the step has norms with weights, and RMS norms of heads"
+        if mlp.experts is not None:
+            return "the step has one feed-forward a layer, no experts"
+        if mlp.activation not in (_GATED if mlp.gated else _PLAIN):
+            return f"the step has no {'gated' if mlp.gated else 'plain'} feed-forward with {mlp.activation}"
+        if a.rope is not None and a.rope.channels != a.head_size:
+            return "the step rotates whole heads, not a part of them"
+        if a.softcap is not None or a.scale != a.head_size**-0.5:
+            return "the step scales scores by 1/sqrt(head size), without a cap"
+    if spec.norm is None or spec.embedding_width != spec.width or spec.softcap is not None:
+        return "the step has a norm before the head, an embedding as wide as the layers and no cap of logits"
+    if spec.embedding_scale != 1:
+        return "the step reads the embedding without a scale"
+    return attention_supports(spec.head_size, dtype)
 
 
 class Embed:
-    """Rows of the words' table, of the learned positions added; tables in codes are turned into numbers by torch."""
+    """Token embedding, and the learned positions added; quantized tables are dequantized by torch."""
 
-    def __init__(self, words: QuantEmbedding, positions: QuantEmbedding | None = None) -> None:
-        self.words, self.positions = words, positions
+    def __init__(self, words: QuantEmbedding, positions: QuantEmbedding | None, first: int | None) -> None:
+        self.words, self.positions, self.first = words, positions, first or 0
 
-    def __call__(self, ids: Tensor, position: Tensor | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, position: Tensor) -> Tensor:
         from crelle.kernels.cuda.tokens import embed
 
         table, learned = _plain(self.words), _plain(self.positions)
         if table is not None and (self.positions is None or learned is not None):
-            return embed(ids, table, position if self.positions else None, learned, FIRST)
+            return embed(ids, table, None if self.positions is None else position, learned, self.first)
         x: Tensor = self.words(ids)
-        if self.positions is not None and position is not None:
-            x = x + self.positions(position.long() + FIRST)
-        return x
+        return x if self.positions is None else x + self.positions(position.long() + self.first)
 
 
 def _plain(e: QuantEmbedding | None) -> Tensor | None:
@@ -50,89 +74,92 @@ def _plain(e: QuantEmbedding | None) -> Tensor | None:
     return e.weight.weight
 
 
-class LlamaStep:
-    """RMS norms, rotary positions, gated feed-forward."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepLayer:
+    """A layer as the step runs it: linears that read the same input as one."""
 
-    def __init__(self, model: "Llama") -> None:
-        c, dtype = model.c, model.dtype
-        self.c, self.embed = c, Embed(model.embedding)
+    spec: LayerSpec
+    norm: Op  # how norms are fused into products
+    activation: Op
+    norm_attention: Norm
+    qkv: Product
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos: Tensor | None  # [context, D/2]
+    sin: Tensor | None
+    o: Product
+    norm_mlp: Norm
+    up: Product  # gate and up where gated
+    down: Product
+
+    @property
+    def window(self) -> int | None:
+        return self.spec.attention.window
+
+    @property
+    def eps(self) -> float:
+        """Of the norms of heads."""
+        return self.spec.norm.eps if self.spec.attention.qk_norm is None else self.spec.attention.qk_norm.eps
+
+
+class Step:
+    """The step of any spec that `supports` has nothing to say about."""
+
+    def __init__(self, model: "DecoderModel") -> None:
+        s, dtype = model.spec, model.dtype
+        self.spec = s
+        self.embed = Embed(model.embedding, model.input.positions, s.learned_positions)
+        tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        for rope in s.ropes:
+            turn = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, D/2]
+            tables[rope] = turn.cos().to(model.device), turn.sin().to(model.device)
         self.layers = []
         for layer in cast(Iterable[Any], model.layers):
-            a = layer.attention
+            a, mlp, spec = layer.attention, layer.mlp, cast(LayerSpec, layer.spec)
+            cos, sin = (None, None) if spec.attention.rope is None else tables[spec.attention.rope]
             self.layers.append(
-                (
-                    Norm(layer.norm_attention.weight, None, c.norm_eps),
-                    Product([a.q_proj, a.k_proj, a.v_proj], dtype),
-                    (a.window, *(None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm)), c.norm_eps),
-                    Product([a.o_proj], dtype),
-                    Norm(layer.norm_mlp.weight, None, c.norm_eps),
-                    Product([layer.gate, layer.up], dtype),
-                    Product([layer.down], dtype),
+                StepLayer(
+                    spec=spec,
+                    norm=_NORMS[spec.norm.kind],
+                    activation=(_GATED if spec.mlp.gated else _PLAIN)[spec.mlp.activation],
+                    norm_attention=_norm(layer.norm_attention),
+                    qkv=Product([a.q, a.k, a.v], dtype),
+                    q_norm=None if a.q_norm is None else a.q_norm.weight,
+                    k_norm=None if a.k_norm is None else a.k_norm.weight,
+                    cos=cos,
+                    sin=sin,
+                    o=Product([a.o], dtype),
+                    norm_mlp=_norm(layer.norm_mlp),
+                    up=Product([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
+                    down=Product([mlp.down], dtype),
                 )
             )
-        self.norm, self.head = Norm(model.norm.weight, None, c.norm_eps), Product([model.head], dtype)
-        turn = torch.arange(c.context)[:, None] * c.rope.frequency.cpu()  # [context, D/2]
-        self.cos, self.sin = turn.cos().to(model.device), turn.sin().to(model.device)
+        self.norm, self.head = _norm(model.output.norm), Product([model.head], dtype)
+        assert s.norm is not None
+        self.norm_op = _NORMS[s.norm.kind]
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        from crelle.kernels.cuda.attention import Heads
-
-        x = self.embed(ids)
-        seen: Tensor | Digits = x
-        coming = [(norm, qkv) for norm, qkv, *_ in self.layers[1:]] + [(self.norm, self.head)]
-        for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
-            norm, qkv, how, o, norm_mlp, gate_up, down = layer
-            heads = Heads(self.cos, self.sin, *how)
-            attended = _attended(qkv(seen, "RMS_NORM", norm), cache, position, self.c, heads, o)
-            x, seen = o.normed(attended, norm_mlp, gate_up, residual=x)
-            inner = gate_up.activated(seen, "SILU_MUL", down, "RMS_NORM", norm_mlp)
-            x, seen = down.normed(inner, next_norm, following, "SILU_MUL", residual=x)
-        return self.head(seen, "RMS_NORM", self.norm, dtype=torch.float32)
-
-
-class OPTStep:
-    """Layer norms before, learned positions, biases."""
-
-    def __init__(self, model: "OPT") -> None:
-        c, dtype = model.c, model.dtype
-        self.c, self.embed = c, Embed(model.embedding, model.begin.positions)
-        self.layers = []
-        for layer in cast(Iterable[Any], model.layers):
-            a = layer.attention
-            self.layers.append(
-                (
-                    _layer_norm(layer.norm_attention),
-                    Product([a.q_proj, a.k_proj, a.v_proj], dtype),
-                    Product([a.out_proj], dtype),
-                    _layer_norm(layer.norm_mlp),
-                    Product([layer.fc1], dtype),
-                    Product([layer.fc2], dtype),
-                )
-            )
-        self.norm, self.head = _layer_norm(model.finish.norm), Product([model.head], dtype)
-
-    def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        from crelle.kernels.cuda.attention import PLAIN
-
+        """Return logits f32 [B, V] for ids [B] at positions [B] of a contiguous cache."""
         x = self.embed(ids, position)
         seen: Tensor | Digits = x
-        coming = [(norm, qkv) for norm, qkv, *_ in self.layers[1:]] + [(self.norm, self.head)]
+        coming = [(layer.norm_attention, layer.qkv) for layer in self.layers[1:]] + [(self.norm, self.head)]
         for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
-            norm, qkv, out, norm_mlp, fc1, fc2 = layer
-            attended = _attended(qkv(seen, "LAYER_NORM", norm), cache, position, self.c, PLAIN, out)
-            x, seen = out.normed(attended, norm_mlp, fc1, residual=x)
-            inner = fc1.activated(seen, "RELU", fc2, "LAYER_NORM", norm_mlp)
-            x, seen = fc2.normed(inner, next_norm, following, "RELU", residual=x)
-        return self.head(seen, "LAYER_NORM", self.norm, dtype=torch.float32)
+            attended = _attended(layer.qkv(seen, layer.norm, layer.norm_attention), cache, position, layer)
+            x, seen = layer.o.normed(attended, layer.norm_mlp, layer.up, residual=x)
+            inner = layer.up.activated(seen, layer.activation, layer.down, layer.norm, layer.norm_mlp)
+            x, seen = layer.down.normed(inner, next_norm, following, layer.activation, residual=x)
+        return self.head(seen, self.norm_op, self.norm, dtype=torch.float32)
 
 
-def _attended(qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: Product) -> Tensor | Digits:
-    """What heads see, for the product `out`; as digits straight from the attention where that is possible."""
-    from crelle.kernels.cuda.attention import attend, attend_digits, makes_digits
+def _attended(qkv: Tensor, cache: Tensor, position: Tensor, layer: StepLayer) -> Tensor | Digits:
+    """What heads see, for the product `o`; as digits straight from the attention where that is possible."""
+    from crelle.kernels.cuda.attention import Heads, attend, attend_digits, makes_digits
 
-    fits = out.takes_digits and makes_digits(c.head_size, c.heads)
-    return (attend_digits if fits else attend)(qkv, cache, position, c.heads, c.head_size**-0.5, heads)
+    a = layer.spec.attention
+    heads = Heads(layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps)
+    fits = layer.o.takes_digits and makes_digits(a.head_size, a.heads)
+    return (attend_digits if fits else attend)(qkv, cache, position, a.heads, a.scale, heads)
 
 
-def _layer_norm(norm: object) -> Norm:
-    return Norm(norm.weight, norm.bias, norm.eps)  # type: ignore[attr-defined]
+def _norm(norm: Any) -> Norm:
+    return Norm(norm.weight, getattr(norm, "bias", None), norm.eps)

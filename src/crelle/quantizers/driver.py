@@ -29,7 +29,6 @@ from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.files import read_json, to_json, write_whole
-from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.ownership import STAGE
 from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
@@ -92,6 +91,7 @@ def quantize(
     resume: bool = False,
     overwrite: bool = False,
     stage: bool = False,
+    view: Callable[[Weights], Weights] | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize the model at `source` into a new checkpoint at `out`.
@@ -100,13 +100,14 @@ def quantize(
     `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
     the first pattern that matches counts. `calibration` is for schemes that look at data (gptq, awq, hbcq, …).
     `stage` marks the checkpoint as a stage of a longer run, which may delete it; with `resume` a finished one is taken
-    as it is if it was made from the same.
+    as it is if it was made from the same. `view` gives the tensors their usual form, where a family stores others.
     """
     begun = perf_counter()
     out = destination(out)
     refuse_overlap(out, source)
     default = parse(scheme)
     weights = open_weights(source, encoded=True)
+    weights = weights if view is None else view(weights)
     if weights.path.is_dir():
         check_copied_files(weights.path)
     if isinstance(weights, Checkpoint) and weights.scheme != str(Keep()):
@@ -277,7 +278,8 @@ def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) ->
 def _as_stored(weights: Weights, module: str) -> QuantTensor:
     """Keep a matrix as it is; f32 that a GGUF reader made from fewer bits is kept as f16, other types as f32."""
     name = f"{module}.weight"
-    if isinstance(weights, GGUFFile) and weights.packed(name):
+    packed = getattr(weights, "packed", None)  # of a GGUF file
+    if packed is not None and packed(name):
         return Store("fp16").fit(weights.read(name))
     stored = weights.matrix(module)
     if stored.format != "dense":

@@ -1,7 +1,7 @@
 """A model taken apart for calibration and training: its layers one by one, with the weights in the open.
 
-Quantizers stand below models, so what they need of a model is written down here and `crelle.models.opened` builds it
-from the very layers that are served: only the linears are of another make.
+Quantizers stand below models, so what they need of a model is written down here and `crelle.models.calibration_model`
+builds it from the very layers that are served: only the linears are of another make.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,164 @@
+"""Models for calibration and training: the layers that are served, over linears whose weights can be replaced."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crelle.formats.base import QuantTensor
+from crelle.formats.source import Weights
+from crelle.kernels.spec import RopeSpec
+from crelle.models.builder import Builder
+from crelle.models.cache import attention
+from crelle.models.decoder import Compute, Experts, InputLayer, Layer, OutputLayer, capped
+from crelle.models.families.base import Architecture
+from crelle.models.loader import architecture, in_usual_form
+from crelle.models.rope import angles
+from crelle.quantizers.opened import Block, Fold, OpenLinear
+
+
+class _NoCache:
+    """A whole sequence at a time needs no memory of the one before."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        return attention(q, k.transpose(1, 2), v.transpose(1, 2), window, softcap)
+
+
+class _WholeSequences(Compute):
+    """Angles of positions 0, 1, … are computed once: a recorded CUDA graph cannot make them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[RopeSpec, int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def first(self, rope: RopeSpec, T: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        key = rope, T, device, dtype
+        if key not in self._known:
+            self._known[key] = angles(rope, torch.arange(T, device=device), dtype)
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenBuilder(Builder):
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        # A copy: quantizers change vectors in place, and what a source reads may be its mapped file.
+        return Builder.vector(self, name, size, offset).clone()
+
+    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> Any:
+        weight = (w or self.matrix(module, N, K)).dequantize(torch.float32)
+        bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
+        return OpenLinear(module, weight, bias)
+
+
+class CalibrationBlock(nn.Module):
+    """One layer over whole sequences."""
+
+    def __init__(self, layer: Layer, arch: Architecture, i: int, compute: _WholeSequences) -> None:
+        super().__init__()
+        self.layer, self.spec, self._compute = layer, layer.spec, compute
+        self._name = lambda slot: arch.names.of_layer(i, slot)
+        self._linears = {m.name: m for m in layer.modules() if isinstance(m, OpenLinear)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rope = self.spec.attention.rope
+        cos_sin = None if rope is None else self._compute.first(rope, x.shape[1], x.device, x.dtype)
+        return self.layer(x, cos_sin, _NoCache(), self._compute)  # type: ignore[no-any-return]
+
+    def linears(self) -> dict[str, OpenLinear]:
+        return self._linears
+
+    def stages(self) -> list[tuple[str, ...]]:
+        a, mlp = self.layer.attention, self.layer.mlp
+        attention: list[list[Any]] = [[a.q, a.k, a.v], [a.o]]
+        if isinstance(mlp, Experts):  # every expert sees its own tokens
+            router: list[list[Any]] = [[mlp.router]]
+            stages = router + [[x] for e in mlp.experts for x in (e.gate, e.up, e.down) if x is not None]
+        else:
+            stages = [[x for x in (mlp.gate, mlp.up) if x is not None], [mlp.down]]
+        return [tuple(linear.name for linear in stage) for stage in attention + stages]
+
+    def folds(self) -> list[Fold]:
+        """Scales of inputs that what stands before can take over.
+
+        A layer norm takes none: a fold has no place for its bias, and one that stands behind attention or feed-forward
+        is read by the residual stream too. gelu takes none either, and relu(x / s) = relu(x) / s.
+        """
+        s, name = self.spec, self._name
+        folds = []
+        if s.norm.kind == "rms" and s.placement != "post" and not s.parallel and s.mlp.experts is None:
+            qkv, _, inner, *_ = self.stages()
+            folds = [Fold(f"{name('norm_attention')}.weight", qkv), Fold(f"{name('norm_mlp')}.weight", inner)]
+        if s.mlp.experts is None and (s.mlp.gated or s.mlp.activation == "relu"):
+            folds.append(Fold(f"{name('up')}.weight", (name("down"),)))
+        if s.attention.heads == s.attention.kv_heads:  # otherwise several inputs of o share one row of v
+            folds.append(Fold(f"{name('v')}.weight", (name("o"),)))
+        return folds
+
+    def vectors(self) -> dict[str, Tensor]:
+        slots = ("norm_attention", "norm_mlp", "post_attention_norm", "post_mlp_norm")
+        norms = {self._name(slot): norm for slot in slots if (norm := getattr(self.layer, slot)) is not None}
+        return {
+            f"{name}.{kind}": v
+            for name, norm in norms.items()
+            for kind in ("weight", "bias")
+            if (v := getattr(norm, kind, None)) is not None
+        }
+
+
+class CalibrationModel:
+    """Layers built from a source when they are asked for: at most what the caller keeps is in memory."""
+
+    def __init__(self, weights: Weights, device: torch.device | str = "cpu") -> None:
+        self.weights, self.device = in_usual_form(weights), torch.device(device)
+        self.arch = architecture(self.weights)
+        self._build = _OpenBuilder(self.weights, frozenset(self.weights.names()), torch.float32, self.device, None)
+        self._compute = _WholeSequences()
+
+    @property
+    def layers(self) -> int:
+        return len(self.arch.spec.layers)
+
+    def layer_name(self, i: int) -> str:
+        return self.arch.names.layer.format(i)
+
+    def block(self, i: int) -> Block:
+        return CalibrationBlock(Layer(self._build, self.arch, i), self.arch, i, self._compute).eval()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self._input(F.embedding(tokens, self._embedding), positions, self._compute)  # type: ignore[no-any-return]
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self._output(x, self._compute)  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return capped(F.linear(x, self._head), self.arch.spec.softcap)
+
+    @cached_property
+    def _input(self) -> InputLayer:
+        return InputLayer(self._build, self.arch)
+
+    @cached_property
+    def _output(self) -> OutputLayer:
+        return OutputLayer(self._build, self.arch)
+
+    @cached_property
+    def _embedding(self) -> Tensor:
+        return self._matrix(self.arch.names.embedding)
+
+    @cached_property
+    def _head(self) -> Tensor:
+        return self._embedding if self.arch.spec.tied else self._matrix(self.arch.names.head)
+
+    def _matrix(self, module: str) -> Tensor:
+        s = self.arch.spec
+        return self._build.matrix(module, s.vocabulary, s.embedding_width).dequantize(torch.float32)
+
+
+def open_model(weights: Weights, device: torch.device | str = "cpu") -> CalibrationModel:
+    """Return a model for calibration and training."""
+    return CalibrationModel(weights, device)

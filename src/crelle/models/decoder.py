@@ -1,0 +1,305 @@
+"""The torch forward of any DecoderSpec (crelle.kernels.spec): reference, prompts, calibration, training, any device.
+
+Token shapes are free: x is [B, T, width] for B sequences of the same length with a cache of their own, and [N, width]
+for the tokens of many sequences that share pages; a cache's `attend` knows which (crelle.models.cache, .batched).
+How products, activations and angles are computed is a `Compute`.
+
+Shapes: H heads, Hkv key and value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from threading import RLock
+from typing import Protocol, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crelle.formats.kv import KVFormat
+from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
+from crelle.models.builder import Builder
+from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
+from crelle.models.families.base import Architecture
+from crelle.models.fused import MAX_ROWS, Decoder, fuse
+from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
+from crelle.models.linear import QuantEmbedding, QuantLinear
+from crelle.models.rope import angles, rotate
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+Angles = tuple[Tensor, Tensor] | None  # cos and sin [T, 1, R]
+
+
+class Attend(Protocol):
+    """A cache, as a layer sees it."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Store k and v [..., Hkv, D]; return what q [..., H, D] sees, in q's shape."""
+        ...
+
+
+class Compute:
+    """How a forward computes what more than one kernel can: here plainly, elsewhere batch-invariant."""
+
+    def linear(self, linear: nn.Module, x: Tensor) -> Tensor:
+        return linear(x)  # type: ignore[no-any-return]
+
+    def activate(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return f(x)
+
+    def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return angles(rope, positions, dtype)
+
+
+PLAIN = Compute()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a cache."""
+
+    def __init__(self, build: Builder, arch: Architecture, i: int) -> None:
+        super().__init__()
+        s: AttentionSpec = arch.spec.layers[i].attention
+        self.layer, self.spec, self.width = i, s, arch.spec.width
+        q, kv, width = s.heads * s.head_size, s.kv_heads * s.head_size, arch.spec.width
+        sizes = {"q": (q, width), "k": (kv, width), "v": (kv, width), "o": (width, q)}
+        linears = {slot: build.linear_of(arch, i, slot, *size) for slot, size in sizes.items()}
+        self.q, self.k, self.v, self.o = linears["q"], linears["k"], linears["v"], linears["o"]
+        of_heads = partial(build.norm_of, arch, i, size=s.head_size, spec=s.qk_norm)
+        self.q_norm, self.k_norm = of_heads("q_norm"), of_heads("k_norm")
+
+    def forward(self, x: Tensor, cos_sin: Angles, cache: Attend, compute: Compute = PLAIN) -> Tensor:
+        s, tokens = self.spec, x.shape[:-1]
+        q, k, v = (compute.linear(p, x).view(*tokens, -1, s.head_size) for p in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+        if s.scale != s.head_size**-0.5:  # caches scale by that
+            q = q * (s.scale * s.head_size**0.5)
+        y = cache.attend(self.layer, q, k, v, s.window, s.softcap)
+        return compute.linear(self.o, y.reshape(*tokens, -1))
+
+
+class Mlp(nn.Module):
+    """The feed-forward, gated or plain."""
+
+    def __init__(self, build: Builder, arch: Architecture, i: int, expert: int | None = None) -> None:
+        super().__init__()
+        s, width = arch.spec.layers[i].mlp, arch.spec.width
+        self.activation = ACTIVATIONS[s.activation]
+        self.gate = build.linear_of(arch, i, "gate", s.inner, width, expert) if s.gated else None
+        self.up = build.linear_of(arch, i, "up", s.inner, width, expert)
+        self.down = build.linear_of(arch, i, "down", width, s.inner, expert)
+
+    def forward(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
+        if self.gate is None:
+            inner = compute.activate(self.activation, compute.linear(self.up, x))
+        else:
+            inner = compute.activate(self.activation, compute.linear(self.gate, x)) * compute.linear(self.up, x)
+        return compute.linear(self.down, inner)
+
+
+class Experts(nn.Module):
+    """A router, and feed-forwards of which each token takes the likeliest."""
+
+    def __init__(self, build: Builder, arch: Architecture, i: int, spec: ExpertsSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.router = build.linear_of(arch, i, "router", spec.count, arch.spec.width)
+        self.experts = nn.ModuleList(Mlp(build, arch, i, e) for e in range(spec.count))
+
+    def forward(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])  # [N, width]
+        chance, chosen = compute.linear(self.router, flat).float().softmax(-1).topk(self.spec.top)  # [N, top]
+        if self.spec.normalize:
+            chance = chance / chance.sum(-1, keepdim=True)
+        total = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            rows, place = (chosen == e).nonzero(as_tuple=True)
+            if len(rows):
+                y = expert(flat[rows], compute)
+                total[rows] += chance[rows, place, None].to(y.dtype) * y
+        return total.view_as(x)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward on the residual stream, with norms where the spec places them."""
+
+    def __init__(self, build: Builder, arch: Architecture, i: int) -> None:
+        super().__init__()
+        s: LayerSpec = arch.spec.layers[i]
+        self.spec = s
+        self.attention = Attention(build, arch, i)
+        norm = partial(build.norm_of, arch, i, size=arch.spec.width, spec=s.norm)
+        self.norm_attention = norm("norm_attention")
+        self.norm_mlp = None if s.shared_norm else norm("norm_mlp")
+        sandwich = s.placement == "sandwich"
+        self.post_attention_norm = norm("post_attention_norm") if sandwich else None
+        self.mlp = Mlp(build, arch, i) if s.mlp.experts is None else Experts(build, arch, i, s.mlp.experts)
+        self.post_mlp_norm = norm("post_mlp_norm") if sandwich else None
+
+    def forward(self, x: Tensor, cos_sin: Angles, cache: Attend, compute: Compute = PLAIN) -> Tensor:
+        if self.spec.placement == "post":
+            x = self.norm_attention(x + self.attention(x, cos_sin, cache, compute))
+            return self.norm_mlp(x + self.mlp(x, compute))  # type: ignore[misc,no-any-return]
+        h = self.norm_attention(x)
+        y = self.attention(h, cos_sin, cache, compute)
+        if self.spec.parallel:
+            h = h if self.norm_mlp is None else self.norm_mlp(x)
+            return x + y + self.mlp(h, compute)  # type: ignore[no-any-return]
+        x = x + (y if self.post_attention_norm is None else self.post_attention_norm(y))
+        y = self.mlp(self.norm_mlp(x), compute)  # type: ignore[misc]
+        return x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))  # type: ignore[no-any-return]
+
+
+class InputLayer(nn.Module):
+    """From rows of the embedding to the residual stream: a scale, a projection, learned positions."""
+
+    def __init__(self, build: Builder, arch: Architecture) -> None:
+        super().__init__()
+        s, names = arch.spec, arch.names
+        self.spec = s
+        narrow = s.embedding_width != s.width
+        self.project_in = build.linear(names.project_in, s.width, s.embedding_width) if narrow else None
+        self.positions: QuantEmbedding | None = None
+        if s.learned_positions is not None:
+            table = build.matrix(names.positions, s.context + s.learned_positions, s.width)
+            self.positions = QuantEmbedding(table, build.dtype)
+
+    def forward(self, words: Tensor, positions: Tensor, compute: Compute = PLAIN) -> Tensor:
+        """Return x [..., width] for rows of the embedding [..., words] at positions [T]."""
+        x = words if self.spec.embedding_scale == 1 else words * words.new_tensor(self.spec.embedding_scale)
+        x = x if self.project_in is None else compute.linear(self.project_in, x)
+        if self.positions is not None and self.spec.learned_positions is not None:
+            x = x + self.positions(positions + self.spec.learned_positions)
+        return x
+
+
+class OutputLayer(nn.Module):
+    """From the residual stream to what the head reads: a norm, a projection."""
+
+    def __init__(self, build: Builder, arch: Architecture) -> None:
+        super().__init__()
+        s, names = arch.spec, arch.names
+        self.norm = None if s.norm is None else build.norm(names.norm, s.width, s.norm)
+        narrow = s.embedding_width != s.width
+        self.project_out = build.linear(names.project_out, s.embedding_width, s.width) if narrow else None
+
+    def forward(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
+        x = x if self.norm is None else self.norm(x)
+        return x if self.project_out is None else compute.linear(self.project_out, x)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return logits bounded by a soft cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class DecoderModel(nn.Module):
+    """A decoder that runs."""
+
+    _graphed: GraphedDecoder | str | None = None  # or why there are none
+
+    def __init__(self, build: Builder, arch: Architecture) -> None:
+        super().__init__()
+        s = arch.spec
+        self.arch, self.spec, self.build, self.dtype, self.device = arch, s, build, build.dtype, build.device
+        self.lock = RLock()  # of what is made when it is first asked for, by whichever thread
+        embedding = build.matrix(arch.names.embedding, s.vocabulary, s.embedding_width)
+        self.embedding = QuantEmbedding(embedding, build.dtype)
+        self.input = InputLayer(build, arch)
+        self.layers = nn.ModuleList(Layer(build, arch, i) for i in range(len(s.layers)))
+        self.output = OutputLayer(build, arch)
+        self.head = build.linear(arch.names.head, s.vocabulary, s.embedding_width, embedding if s.tied else None)
+        self.coded = any(linear.weight.format != "dense" for linear in self.linears())
+        self.decoder = fuse(self)  # the whole step for one token in C++, or why there is none
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
+        """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
+        T = tokens.shape[1]
+        # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
+        if isinstance(self.decoder, Decoder) and (self.coded or T == 1):
+            return self._fused(self.decoder, tokens, cache, last)
+        few = T == 1 and tokens.shape[0] <= MAX_TOKENS
+        if few and isinstance(cache, KVCache) and (step := self.graphed()) is not None:
+            return step.step(tokens, cache)
+        cache.grow(T)
+        positions = torch.arange(cache.length, cache.length + T, device=self.device)
+        x = self.hidden(tokens, positions, cache)
+        cache.advance(T)
+        return self.logits(x[:, -1:] if last else x)
+
+    def hidden(self, ids: Tensor, positions: Tensor, cache: Attend, compute: Compute = PLAIN) -> Tensor:
+        """Return x [..., width] behind all layers, for ids [...] at positions [T]."""
+        x = self.input(self.embedding(ids), positions, compute)
+        found = {rope: compute.angles(rope, positions, self.dtype) for rope in self.spec.ropes}
+        for layer, s in zip(self.layers, self.spec.layers, strict=True):
+            x = layer(x, None if s.attention.rope is None else found[s.attention.rope], cache, compute)
+        return x
+
+    def logits(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
+        """Return logits f32 [..., V]."""
+        return capped(compute.linear(self.head, self.output(x, compute)).float(), self.spec.softcap)
+
+    def _fused(self, decoder: Decoder, tokens: Tensor, cache: Cache, last: bool) -> Tensor:
+        """The same in C++: one token of each sequence as one step, longer chunks sequence by sequence."""
+        B, T = tokens.shape
+        cache.grow(T)
+        if T == 1 and B <= MAX_ROWS:
+            position = torch.full((B,), cache.length)
+            logits = decoder.step(tokens[:, 0].contiguous(), position, cache.stored())[:, None]
+        else:
+            chunks = [tokens[b].contiguous() for b in range(B)]
+            at, kv = cache.length, cache.stored()
+            logits = torch.stack([decoder.prefill(t, at, kv, row=b, last=last) for b, t in enumerate(chunks)])
+        cache.advance(T)
+        return logits
+
+    def at(self, bits: int) -> "DecoderModel":
+        """Return the model at another precision of its checkpoint; all that has only one precision is shared."""
+        return DecoderModel(replace(self.build, bits=bits), self.arch).eval()
+
+    def graphed(self) -> GraphedDecoder | None:
+        """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
+        if self._graphed is None:
+            with self.lock:
+                if self._graphed is None:
+                    self._graphed = graphed(self)
+        return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
+
+    @overload
+    def new_cache(self, batch: int = 1) -> KVCache: ...
+    @overload
+    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int) -> Cache: ...
+
+    def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
+        """Return an empty cache for so many sequences; kv: 16 (the model's dtype), or pages of 8 or 4 bits."""
+        s, fmt = self.spec, KVFormat.parse(kv)
+        sizes = (len(s.layers), batch, s.kv_heads, s.head_size, s.context, self.dtype, self.device)
+        if not fmt.coded:
+            return KVCache(*sizes)
+        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
+
+    @cached_property
+    def key_centers(self) -> list[Tensor]:
+        """What keys are stored relative to where a cache asks for it; found when it is first asked for."""
+        with self.lock:
+            return key_centers(self)
+
+    def linears(self) -> list[QuantLinear]:
+        """All linear layers, in the order in which they run."""
+        return [m for m in self.modules() if isinstance(m, QuantLinear)]
+
+    @property
+    def c(self) -> DecoderSpec:
+        return self.spec

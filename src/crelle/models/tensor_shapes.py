@@ -1,0 +1,67 @@
+"""The tensors from which a model of an architecture is loaded, with their shapes."""
+
+from collections.abc import Iterator
+
+from crelle.kernels.spec import NormSpec
+from crelle.models.families.base import Architecture
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return shapes by name, in the order in which the model runs; biases only where the architecture requires them."""
+    return dict(_all(arch))
+
+
+def _all(arch: Architecture) -> Shapes:
+    s, names = arch.spec, arch.names
+    words, narrow = s.embedding_width, s.embedding_width != s.width
+    yield f"{names.embedding}.weight", (s.vocabulary, words)
+    if s.learned_positions is not None:
+        yield f"{names.positions}.weight", (s.context + s.learned_positions, s.width)
+    if narrow:
+        yield f"{names.project_in}.weight", (s.width, words)
+        yield f"{names.project_out}.weight", (words, s.width)
+    for i in range(len(s.layers)):
+        yield from _layer(arch, i)
+    if s.norm is not None:
+        yield from _norm(names.norm, s.width, s.norm)
+    if not s.tied:
+        yield f"{names.head}.weight", (s.vocabulary, words)
+
+
+def _layer(arch: Architecture, i: int) -> Shapes:
+    s, names, width = arch.spec.layers[i], arch.names, arch.spec.width
+    a = s.attention
+
+    def linear(slot: str, N: int, K: int, expert: int | None = None) -> Shapes:
+        module = names.of_layer(i, slot, expert)
+        yield f"{module}.weight", (N, K)
+        if arch.required_biases and a.bias:
+            yield f"{module}.bias", (N,)
+
+    q, kv = a.heads * a.head_size, a.kv_heads * a.head_size
+    yield from _norm(names.of_layer(i, "norm_attention"), width, s.norm)
+    for slot, N, K in (("q", q, width), ("k", kv, width), ("v", kv, width), ("o", width, q)):
+        yield from linear(slot, N, K)
+    for slot in ("q_norm", "k_norm") if a.qk_norm is not None else ():
+        assert a.qk_norm is not None
+        yield from _norm(names.of_layer(i, slot), a.head_size, a.qk_norm)
+    for slot in ("post_attention_norm", "post_mlp_norm") if s.placement == "sandwich" else ():
+        yield from _norm(names.of_layer(i, slot), width, s.norm)
+    if not s.shared_norm:
+        yield from _norm(names.of_layer(i, "norm_mlp"), width, s.norm)
+    experts = [None] if s.mlp.experts is None else list(range(s.mlp.experts.count))
+    if s.mlp.experts is not None:
+        yield from linear("router", s.mlp.experts.count, width)
+    for expert in experts:
+        for slot in ("gate", "up") if s.mlp.gated else ("up",):
+            yield from linear(slot, s.mlp.inner, width, expert)
+        yield from linear("down", width, s.mlp.inner, expert)
+
+
+def _norm(module: str, size: int, spec: NormSpec) -> Shapes:
+    if spec.affine:
+        yield f"{module}.weight", (size,)
+        if spec.kind == "layer":
+            yield f"{module}.bias", (size,)
