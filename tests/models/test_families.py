@@ -24,6 +24,18 @@ from crelle.quantizers.tune import Training
 
 TOKENS = 200
 COMMON = {"vocab_size": 259, "bos_token_id": 256, "eos_token_id": 258}
+GEMMA3 = {
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 6,  # the last of which has no window
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 24,
+    "max_position_embeddings": 256,
+    "sliding_window": 32,
+    "pad_token_id": None,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 256}),
     "gpt2, exact gelu, scores by layer, a head of its own": (
@@ -39,16 +51,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma2": ("Gemma2", {**GEMMA3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3, capped logits, another scale, other ropes": (
+        "Gemma3",
+        {
+            **GEMMA3,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 37,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e5},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
-MAIN = ["gpt2"]  # those that are quantized too
+CLASSES, CONFIGS = {"GPT2": "GPT2LMHeadModel"}, {"Gemma3": "Gemma3TextConfig"}
+MAIN = ["gpt2", "gemma3"]  # those that are quantized too
 
 
 def write_random(to: Path, case: str) -> Path:
     """Save a model of transformers whose every tensor, biases and norms too, is random and matters."""
     family, options = FAMILIES[case]
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel")(
-        getattr(transformers, f"{family}Config")(**{**COMMON, **options})
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(
+        getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**COMMON, **options})
     )
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -116,9 +145,9 @@ TEXT = Text(text="All that glitters is not gold, and many a man his life has sol
     [
         ("rtn:bits=8,group=24", 0.02),
         ("bcq-nested:bits=4,group=24,data=false", 0.5),
-        ("gptq:bits=4,group=24", 0.4),
+        ("gptq:bits=8,group=24", 0.05),
         ("awq:bits=8,group=24", 0.02),
-        ("auto:bits=4.5", 0.5),
+        ("auto:bits=4.5", 0.7),
     ],
 )
 def test_quantized(scheme: str, most: float, path: Path, tmp_path: Path) -> None:
@@ -159,4 +188,4 @@ def test_a_config_of_another_kind_is_refused(path: Path, tmp_path: Path) -> None
 
 
 def test_families_are_found_by_their_files() -> None:
-    assert {"llama", "opt", "gpt2"} <= families().keys()
+    assert {"llama", "opt", "gpt2", "gemma3_text"} <= families().keys()
