@@ -21,7 +21,7 @@ from crelle.eval.smollm2 import smollm2
 from crelle.kernels import cpu
 from crelle.kernels.threads import set_threads
 
-SCHEMES = {"rtn4": "rtn:bits=4", "bcq3": "bcq:bits=3", "nested": "bcq-nested:bits=4", "gptq3": "gptq:bits=3"}
+SCHEMES = {"rtn4": "rtn:bits=4", "bcq3": "bcq:bits=3", "nested": "bcq-nested:bits=4,data=false", "gptq3": "gptq:bits=3"}
 
 
 def main() -> None:

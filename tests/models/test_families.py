@@ -146,7 +146,7 @@ TEXT = Text(text="All that glitters is not gold, and many a man his life has sol
         ("rtn:bits=8,group=24", 0.02),
         ("bcq-nested:bits=4,group=24,data=false", 0.5),
         ("gptq:bits=8,group=24", 0.05),
-        ("awq:bits=8,group=24", 0.02),
+        ("awq:bits=8,group=24", 0.05),
         ("auto:bits=4.5", 0.7),
     ],
 )
