@@ -22,15 +22,9 @@
 // Layouts: crelle/kernels/cuda/layout.py (words, scales), digits.cuh (x).
 #pragma once
 #include "ring.cuh"
+#include "scales.cuh"
 
 namespace crelle {
-
-// What the scale words of a group say about its grid; b is 0 or 1 here, +-1 in the format.
-enum Kind { BCQ, BCQ_SYMMETRIC, UNIFORM, UNIFORM_SYMMETRIC, AFFINE };
-
-__host__ __device__ constexpr int scale_words(Kind kind, int planes) {
-  return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
-}
 
 // c += how often, per row and column, a bit of the plane meets a bit of x, in 256 of each.
 __device__ __forceinline__ void count(int (&c)[4], uint4 plane, uint32 b0, uint32 b1) {

@@ -8,14 +8,16 @@ namespace crelle {
 
 using LetterBox = unsigned long long;  // a barrier in shared memory, used once
 
-__device__ __forceinline__ uint32 cluster_address(const void *mine, int rank) {
+// The address that a place of this block's shared memory has in block `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(uint32 mine, int rank) {
   uint32 theirs = 0;
 #if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(theirs)
-      : "r"(static_cast<uint32>(__cvta_generic_to_shared(mine))), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
 #endif
   return theirs;
+}
+__device__ __forceinline__ uint32 cluster_address(const void *mine, int rank) {
+  return cluster_address(static_cast<uint32>(__cvta_generic_to_shared(mine)), rank);
 }
 
 // One thread sets a box up for so many bytes; then all threads of all blocks call `arrive`, and `meet` before they

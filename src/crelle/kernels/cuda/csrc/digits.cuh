@@ -13,18 +13,12 @@
 // M is 1, 2 or 4: a buffer for three tokens has room for four. A token has L = 4 / M pairs of columns; pair l of token
 // m is columns 2 (L m + l) and the next, and holds digits 8/L l + 2i and the next in instruction i.
 #pragma once
-#include "numbers.cuh"
+#include "warp.cuh"
 
 namespace crelle {
 
 constexpr float LARGEST = 13107;             // what eight digits of base -4 hold on both sides of 0
 constexpr float MOST = 2186, LEAST = -4374;  // what eight digits of base 3 hold, the last of them below 0
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-  return v;
-}
 
 // Of values >= 0 or NaN, whose bits have their order: NaN is above inf.
 __device__ __forceinline__ float warp_max(float v) {

@@ -19,15 +19,9 @@
 // time, and must be converted. For several tokens they halve what is read, but the sum over lanes grows with the
 // tokens.
 #include "lut_table.cuh"
+#include "scales.cuh"
 
 namespace crelle {
-
-// What the scale words of a group say about its grid.
-enum Kind { BCQ, BCQ_SYMMETRIC, UNIFORM, UNIFORM_SYMMETRIC, AFFINE };
-
-__host__ __device__ constexpr int scale_words(Kind kind, int planes) {
-  return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
-}
 
 // 16 bytes that are read once.
 __device__ __forceinline__ uint4 stream(const void *p) {

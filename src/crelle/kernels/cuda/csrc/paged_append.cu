@@ -27,7 +27,7 @@ __device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *fro
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < H::SIZE; i++) squares = fmaf(v[i], v[i], squares);
-    const float scale = rsqrtf(sum_of_warp(squares) / D + eps);
+    const float scale = rsqrtf(warp_sum(squares) / D + eps);
     const auto normed = [&](float x, int i) {
       return number(rounded<T>(__fmul_rn(number(rounded<T>(__fmul_rn(x, scale))), number(weight[i]))));
     };

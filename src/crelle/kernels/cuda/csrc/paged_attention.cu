@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     for (int h = warp; h < G; h += WARPS) {
       const float *its = part + ((size_t)lane * G + h) * (D + 2) + D;
       const float most = lane < gridDim.x ? __ldcg(its) : NOTHING, total = lane < gridDim.x ? __ldcg(its + 1) : 0;
-      const float by = power_of_two(most - largest_of_warp(most)), all = sum_of_warp(by * total);
+      const float by = power_of_two(most - largest_of_warp(most)), all = warp_sum(by * total);
       weights[h * 32 + lane] = all == 0 ? 0 : by / all;
     }
     __syncthreads();

@@ -20,14 +20,9 @@
 // with the zeros.
 #pragma once
 #include "tensorcore.cuh"
+#include "warp.cuh"
 
 namespace crelle {
-
-__device__ __forceinline__ float sum_of_warp(float v) {
-#pragma unroll
-  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-  return v;
-}
 
 template <typename T>
 struct __align__(2 * sizeof(T)) Neighbours {

@@ -2,6 +2,7 @@
 // and all NT tokens of its thread block. WN warps stand side by side along the rows and share x; WK such rows of warps
 // cut K among them and add up in a fixed order. A stage is a block of 256 inputs, of x and of the weights.
 #pragma once
+#include "mma.cuh"
 #include "ring.cuh"
 #include "tiles_weights.cuh"
 
@@ -9,23 +10,6 @@ namespace crelle {
 
 __device__ __forceinline__ void copy_16(uint32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-template <typename X>
-__device__ __forceinline__ void multiply_16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void multiply_16<half>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply_16<bfloat16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Step STEP of half a block, for all tiles and tokens. `x` is the address of the half block's first 64 inputs.
@@ -54,8 +38,8 @@ __device__ __forceinline__ void ampere_step(float (&d)[TILES][NT / 8][4], W (&w)
                    : "memory");
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
-      multiply_16<X>(d[j][c], a[j], b[0], b[1]);
-      if constexpr (NT > 8) multiply_16<X>(d[j][c + 1], a[j], b[2], b[3]);
+      multiply<X>(d[j][c], a[j][0], a[j][1], a[j][2], a[j][3], b[0], b[1]);
+      if constexpr (NT > 8) multiply<X>(d[j][c + 1], a[j][0], a[j][1], a[j][2], a[j][3], b[2], b[3]);
     }
   }
 }

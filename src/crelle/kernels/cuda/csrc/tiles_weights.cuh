@@ -10,16 +10,10 @@
 // cheaper without: 0x6400 | q is the number 1024 + q, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied
 // in.
 #pragma once
+#include "scales.cuh"
 #include "tiles_tables.cuh"
 
 namespace crelle {
-
-// What the scale words of a group say about its grid, as in layout.py.
-enum Kind { BCQ, BCQ_SYMMETRIC, UNIFORM, UNIFORM_SYMMETRIC, AFFINE };
-
-__host__ __device__ constexpr int scale_words(Kind kind, int planes) {
-  return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
-}
 
 // Whether tiles.cu takes x with the inputs of a pair 16 apart; as in layout.py.
 __host__ __device__ constexpr bool far_pairs(Kind kind, int planes) {

@@ -1,5 +1,6 @@
 // How thread blocks share the tiles of a product, and how the shares of a tile come together.
 #pragma once
+#include "cluster.cuh"
 #include "ring.cuh"
 
 namespace crelle {
@@ -50,12 +51,10 @@ __device__ __forceinline__ void cluster_meets() {
 // What a thread block of the cluster has at this place of its shared memory.
 __device__ __forceinline__ float4 remote(uint32 address, int rank) {
   float4 v;
-  asm volatile(
-      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, "
-      "[there];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address), "r"(rank)
-      : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cluster_address(address, rank))
+               : "memory");
   return v;
 }
 

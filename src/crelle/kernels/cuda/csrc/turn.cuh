@@ -1,6 +1,6 @@
 // What attention does to single heads: norms, rotary positions.
 #pragma once
-#include "numbers.cuh"
+#include "warp.cuh"
 
 namespace crelle {
 
@@ -30,9 +30,7 @@ struct Turn {
       squares = fmaf(a[j], a[j], fmaf(b[j], b[j], squares));
     }
     if (weight) {
-#pragma unroll
-      for (int i = 16; i; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
-      const float scale = rsqrtf(squares / D + eps);
+      const float scale = rsqrtf(warp_sum(squares) / D + eps);
 #pragma unroll
       for (int j = 0; j < PAIRS; j++) {
         const int i = lane + 32 * j;
