@@ -22,6 +22,7 @@ from crelle.eval.machine import write_result
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import kv as reference
 from crelle.kernels.cuda import paged
+from crelle.kernels.cuda.graphs import capture
 
 D, HALF, TOLERANCE = 128, torch.float16, 2e-3
 HEADS = ((32, 32), (32, 8))
@@ -32,15 +33,7 @@ TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 
 def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     """Return the median time of a call, all of them being in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+    graph, _ = capture(lambda: [call() for call in calls][-1])
     times = []
     for _ in range(replays + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -22,6 +22,7 @@ from crelle.errors import CrelleError
 from crelle.eval.shapes import RandomWeights
 from crelle.kernels.cuda import build, decode
 from crelle.kernels.cuda.decode import Give, Shape
+from crelle.kernels.cuda.graphs import capture
 from crelle.kernels.cuda.layout import CudaWeight
 from crelle.models.loader import build as build_model
 
@@ -46,11 +47,7 @@ TURNS = 3
 
 def milliseconds(step: Callable[[], Tensor], replays: int = 15) -> float:
     """Median of one step as a graph."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     graph.replay()
     marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()

@@ -16,6 +16,7 @@ import torch
 from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.kernels.cuda import build, decode
 from crelle.kernels.cuda.decode import Shape
+from crelle.kernels.cuda.graphs import capture
 from crelle.kernels.cuda.layout import lay_out
 from crelle.quantizers.scheme import parse
 
@@ -69,14 +70,7 @@ WORKING_SET = 300e6
 
 def replays(calls: list, rounds: int = 9) -> float:  # type: ignore[type-arg]
     """Median microseconds of one call, all of them in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+    graph, _ = capture(lambda: [call() for call in calls][-1], warmup=calls[0])
     graph.replay()
     times = []
     for _ in range(rounds):
