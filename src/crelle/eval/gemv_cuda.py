@@ -196,10 +196,11 @@ def exact(x: Tensor, w: QuantTensor) -> Tensor:
 def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | None, float | None]:
     """Return the microseconds of the product with digits given, and of making the digits; None where they are one."""
     from crelle.kernels.cuda import decode
+    from crelle.kernels.cuda.dispatch import GEMV_ROWS
     from crelle.kernels.cuda.layout import CudaWeight
 
     first: Any = weights[0].data
-    if weights[0].kernel.name != "cuda" or not isinstance(first, CudaWeight) or x.shape[0] > decode.TOKENS:
+    if weights[0].kernel.name != "cuda" or not isinstance(first, CudaWeight) or x.shape[0] > GEMV_ROWS:
         return None, None
     digits = decode.encode(x, first)
 

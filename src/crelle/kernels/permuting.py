@@ -1,4 +1,4 @@
-"""Any kernel, for a matrix whose columns are stored in another order: it gets its inputs in that order."""
+"""Any kernel, for a matrix whose columns are permuted: it gets x with its inputs in the stored order."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor
 from crelle.formats.permuted import PermutedTensor
-from crelle.kernels.select import Kernel, Problem
+from crelle.kernels.base import Encoded, Kernel, Problem
 
 
 class Permuting:
@@ -27,6 +27,13 @@ class Permuting:
         assert isinstance(w, PermutedTensor), w.format
         return w.order.long(), self.kernel.prepare(w.inner, dtype)
 
-    def run(self, x: Tensor, prepared: tuple[Tensor, Any]) -> Tensor:
-        order, inner = prepared
-        return self.kernel.run(x[:, order], inner)
+    def encode(self, x: Tensor, prepared: tuple[Tensor, Any]) -> Encoded:
+        perm, inner = prepared
+        return Encoded(self.kernel.encode(x[:, perm], inner))
+
+    def shares(self, a: tuple[Tensor, Any], b: tuple[Tensor, Any]) -> bool:
+        return (a[0] is b[0] or torch.equal(a[0], b[0])) and self.kernel.shares(a[1], b[1])
+
+    def run(self, x: Tensor | Encoded, prepared: tuple[Tensor, Any]) -> Tensor:
+        perm, inner = prepared
+        return self.kernel.run(x[:, perm] if isinstance(x, Tensor) else x.data, inner)

@@ -6,7 +6,7 @@
                      their pages hold, so that they see what later tokens will see and not numbers that were never
                      stored (`exact`: token by token, as later ones do)
 
-    products         crelle.models.many_rows
+    products         crelle.kernels.cuda.norm_linear
 
 A row's numbers do not depend on what stands in the other rows, but in their last bits on how many there are: each
 bucket has its own order of sums. With a cache of 4 bits that shows: a sum that differs in its last bit may round to
@@ -29,11 +29,11 @@ from torch import Tensor
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
 from crelle.kernels.cuda.decode import Op
+from crelle.kernels.cuda.fused_linear import STEPPED, FusedLinear, Norm
+from crelle.kernels.cuda.norm_linear import enter, leave, takes_arranged
 from crelle.models.companies import Company, companies
 from crelle.models.loader import Model
-from crelle.models.many_rows import enter, leave, takes_arranged
 from crelle.models.opt import OPT
-from crelle.models.products import STEPPED, Norm, Product
 from crelle.models.step_buffers import BUCKETS, Buffers, Drawn, Part, bucket_of
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class CudaBatch:
         return "LAYER_NORM" if isinstance(self.model, OPT) else "RMS_NORM"
 
     @cached_property
-    def _parts(self) -> list[tuple[list[Product], list[Norm]]]:
+    def _parts(self) -> list[tuple[list[FusedLinear], list[Norm]]]:
         """The products and norms of each layer, in the order in which they run."""
-        kinds = (Product, Norm)
+        kinds = (FusedLinear, Norm)
         return [tuple([p for p in layer if isinstance(p, kind)] for kind in kinds) for layer in self.step.layers]  # type: ignore[misc]
 
     @cached_property

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from crelle.errors import CapacityError, NumericsError
 from crelle.kernels import cuda
+from crelle.kernels.cuda.fused_linear import STEPPED
 from crelle.models.cache import KVCache
-from crelle.models.products import STEPPED
 
 if TYPE_CHECKING:
     from crelle.models.llama import Llama

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
 from crelle.kernels.cuda.decode import Digits
+from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.models.linear import QuantEmbedding
-from crelle.models.products import Norm, Product
 
 FIRST = 2  # OPT's row of the first position
 
@@ -62,15 +62,15 @@ class LlamaStep:
             self.layers.append(
                 (
                     Norm(layer.norm_attention.weight, None, c.norm_eps),
-                    Product([a.q_proj, a.k_proj, a.v_proj], dtype),
+                    FusedLinear([a.q_proj, a.k_proj, a.v_proj], dtype),
                     (a.window, *(None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm)), c.norm_eps),
-                    Product([a.o_proj], dtype),
+                    FusedLinear([a.o_proj], dtype),
                     Norm(layer.norm_mlp.weight, None, c.norm_eps),
-                    Product([layer.gate, layer.up], dtype),
-                    Product([layer.down], dtype),
+                    FusedLinear([layer.gate, layer.up], dtype),
+                    FusedLinear([layer.down], dtype),
                 )
             )
-        self.norm, self.head = Norm(model.norm.weight, None, c.norm_eps), Product([model.head], dtype)
+        self.norm, self.head = Norm(model.norm.weight, None, c.norm_eps), FusedLinear([model.head], dtype)
         turn = torch.arange(c.context)[:, None] * c.rope.frequency.cpu()  # [context, D/2]
         self.cos, self.sin = turn.cos().to(model.device), turn.sin().to(model.device)
 
@@ -102,14 +102,14 @@ class OPTStep:
             self.layers.append(
                 (
                     _layer_norm(layer.norm_attention),
-                    Product([a.q_proj, a.k_proj, a.v_proj], dtype),
-                    Product([a.out_proj], dtype),
+                    FusedLinear([a.q_proj, a.k_proj, a.v_proj], dtype),
+                    FusedLinear([a.out_proj], dtype),
                     _layer_norm(layer.norm_mlp),
-                    Product([layer.fc1], dtype),
-                    Product([layer.fc2], dtype),
+                    FusedLinear([layer.fc1], dtype),
+                    FusedLinear([layer.fc2], dtype),
                 )
             )
-        self.norm, self.head = _layer_norm(model.finish.norm), Product([model.head], dtype)
+        self.norm, self.head = _layer_norm(model.finish.norm), FusedLinear([model.head], dtype)
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
         from crelle.kernels.cuda.attention import PLAIN
@@ -126,7 +126,9 @@ class OPTStep:
         return self.head(seen, "LAYER_NORM", self.norm, dtype=torch.float32)
 
 
-def _attended(qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: Product) -> Tensor | Digits:
+def _attended(
+    qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: FusedLinear
+) -> Tensor | Digits:
     """What heads see, for the product `out`; as digits straight from the attention where that is possible."""
     from crelle.kernels.cuda.attention import attend, attend_digits, makes_digits
 

@@ -4,7 +4,7 @@
     y = product(digits, w, bias, residual)
     y, digits = product_digits(digits, w, dtype, "RMS_NORM", gain, eps)        # for the product behind, in one launch
 
-Up to TOKENS rows of x. All launch on the current stream, allocate only through torch, and can be captured in a graph.
+Up to GEMV_ROWS rows of x. All launch on the current stream, allocate only through torch and can be captured in a graph.
 """
 
 import json
@@ -20,7 +20,6 @@ from torch import Tensor
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.layout import BLOCK, ROWS, CudaWeight, Kind
 
-TOKENS = 4
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _ENCODE_WARPS = 8
 _MEASURED_ON = 132  # multiprocessors of the device in tuned.json

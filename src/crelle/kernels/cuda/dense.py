@@ -1,4 +1,4 @@
-"""Launches dense.cu: products with plain 16-bit weights for up to TOKENS tokens, with what comes before and after.
+"""Launches dense.cu: products with plain 16-bit weights for up to GEMV_ROWS tokens, with what comes before and after.
 
 y = product(x, weight, "RMS_NORM", norm=norm, eps=1e-5)                # norm and product in one launch
 y = product(inner, down, "SILU_MUL", residual=y)
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.decode import C_TYPES, TOKENS, Op
+from crelle.kernels.cuda.decode import C_TYPES, Op
+from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.launch import load
 
 _STEP = 32  # inputs that a warp takes at a time
@@ -63,7 +64,7 @@ def product(
     share = -(-K // _STEP // c.warps)
     share += share & 1  # steps of a warp; two are a line of 128 bytes
     row = c.warps * (share + 1) * _STEP * 2  # bytes of shared memory that a token needs
-    together = min(tokens, TOKENS, _ROOM // row)  # where inputs are very long, not all tokens fit at once
+    together = min(tokens, GEMV_ROWS, _ROOM // row)  # where inputs are very long, not all tokens fit at once
     for first in range(0, tokens, together):
         some = slice(first, min(first + together, tokens))
         kernel = load(*product_variant(op, some.stop - first, K, x.dtype, y.dtype, c))

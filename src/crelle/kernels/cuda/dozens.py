@@ -2,8 +2,8 @@
 
     y = product(rows(x, w), w, bias, residual)
 
-Tokens beyond a tile of them take the weights again, so this is for up to MOST. Needs Hopper (or newer): its queues of
-weights. Launches on the current stream, allocates only through torch, and can be captured in a graph.
+Tokens beyond a tile of them take the weights again, so this is for up to SKINNY_ROWS. Needs Hopper or newer for its
+queues of weights. Launches on the current stream, allocates only through torch, and can be captured in a graph.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.decode import C_TYPES
+from crelle.kernels.cuda.dispatch import SKINNY_ROWS
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.layout import BLOCK, ROWS, CudaWeight
 
-MOST = 32  # tokens
 _SHARED = 226 * 1024  # bytes of shared memory of a multiprocessor
 _PIECES = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2))  # tiles of a warp, warps along the rows
 
@@ -87,7 +87,7 @@ def shared_bytes(w: CudaWeight, s: Shape) -> int:
 
 def choose(w: CudaWeight, tokens: int, processors: int | None = None) -> Shape:
     """Return the cut that was fastest on an H200: thread blocks of so many rows that all processors have as many."""
-    at_a_time = min(-(-tokens // 8) * 8, MOST)
+    at_a_time = min(-(-tokens // 8) * 8, SKINNY_ROWS)
     warps = 16 if at_a_time <= 16 else 8  # with 128 or 255 registers a thread: one thread block a multiprocessor
     row_tiles = -(-w.N // ROWS)
 

@@ -4,7 +4,7 @@ planes   tiles.cu with every tile cut along K into the same shares, as many as f
          tokens; up to 256 rows are one launch. Where tiles.py cuts by the work at hand, as fast as can be, this
          leaves processors idle, most of all for a few rows, which would not come here at all: what it costs a whole
          step of a 7B shape is under `exact` in bench/results/h200-serve.json
-dense    torch in portions of ROWS rows, some of them 0: its choice among its kernels follows the shape
+dense    torch in chunks of INVARIANT_DENSE_ROWS rows, some of them 0: its choice among its kernels follows the shape
 """
 
 from dataclasses import replace
@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels.cuda import tiles
+from crelle.kernels.cuda.dispatch import INVARIANT_DENSE_ROWS, INVARIANT_ROWS
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.layout import CudaWeight
 
-ROWS = 64  # of a portion with a dense weight
-TOGETHER = 256  # rows of a launch, at most
 _SIZES = (16, 32, 64, 128, 192, 256)  # tokens of a tile
 _OLD = tiles.OldShape(16, 2, 4, 2, 2)  # before Hopper; its teams share K alike for any number of tokens
 
@@ -26,9 +25,9 @@ _OLD = tiles.OldShape(16, 2, 4, 2, 2)  # before Hopper; its teams share K alike 
 def matmul(x: Tensor, w: CudaWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ W.T (+ bias) for x [M, K]."""
     if isinstance(w, CudaWeight):
-        parts = [product(tiles.arrange(rows, w), w, bias) for rows in x.split(TOGETHER)]  # type: ignore[no-untyped-call]
+        parts = [product(tiles.arrange(rows, w), w, bias) for rows in x.split(INVARIANT_ROWS)]  # type: ignore[no-untyped-call]
     else:
-        parts = [_dense(rows, w, bias) for rows in x.split(ROWS)]  # type: ignore[no-untyped-call]
+        parts = [_dense(rows, w, bias) for rows in x.split(INVARIANT_DENSE_ROWS)]  # type: ignore[no-untyped-call]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -53,9 +52,9 @@ def shape(w: CudaWeight, tokens: int, dtype: torch.dtype, processors: int) -> ti
 
 
 def product(x: tiles.Arranged, w: CudaWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ W.T (+ bias) for at most TOGETHER rows."""
+    """Return x @ W.T (+ bias) for at most INVARIANT_ROWS rows."""
     M, device = x.tokens, x.xs.device
-    assert M <= TOGETHER
+    assert M <= INVARIANT_ROWS
     if torch.cuda.get_device_capability() != (9, 0):
         return tiles.product(x, w, bias, shape=_OLD)
     processors = multiprocessors()
@@ -77,5 +76,5 @@ def product(x: tiles.Arranged, w: CudaWeight, bias: Tensor | None = None) -> Ten
 
 
 def _dense(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    missing = ROWS - x.shape[0]
+    missing = INVARIANT_DENSE_ROWS - x.shape[0]
     return F.linear(F.pad(x, (0, 0, 0, missing)) if missing else x, w, bias)[: x.shape[0]]

@@ -2,6 +2,8 @@
 
     graph, y = capture(step)            # y: what `step` returned while it was recorded; a replay overwrites it
     graph.replay()
+
+Tensors that the graph reads or writes must stay where they are.
 """
 
 import gc

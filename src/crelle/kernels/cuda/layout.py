@@ -17,7 +17,7 @@ from torch import Tensor
 from crelle.formats.base import QuantTensor
 from crelle.kernels.cuda.arranged import ROWS, Arranged, Kind, arranged
 
-__all__ = ["BLOCK", "ROWS", "CudaWeight", "Kind", "join", "lay_out"]
+__all__ = ["BLOCK", "ROWS", "CudaWeight", "Kind", "join", "lay_out", "same_inputs"]
 
 BLOCK = 256  # inputs; two instructions' worth
 
@@ -77,6 +77,15 @@ def join(parts: list[CudaWeight]) -> tuple[CudaWeight, list[CudaWeight]] | None:
     tiles = [w.words.shape[0] for w in parts]
     pieces = zip(parts, torch.split(whole.words, tiles), torch.split(whole.scales, tiles), strict=True)
     return whole, [replace(w, words=words, scales=scales) for w, words, scales in pieces]
+
+
+def same_inputs(a: CudaWeight, b: CudaWeight) -> bool:
+    """Whether x encoded for a, by any kernel, serves b: blocks, groups in half a block, order of inputs, pairs."""
+    if (a.K, a.blocks, max(a.groups, 2), a.far) != (b.K, b.blocks, max(b.groups, 2), b.far):
+        return False
+    if a.order is None or b.order is None:
+        return a.order is b.order
+    return a.order is b.order or torch.equal(a.order, b.order)
 
 
 def _words(a: Arranged) -> Tensor:

@@ -1,7 +1,7 @@
 """The papers' look-up kernel (lut.cu) and its weights: a byte of a plane is looked up instead of multiplied.
 
     w = lay_out(quantized)
-    y = matmul(x, w, bias, residual)                  up to TOKENS rows of x
+    y = matmul(x, w, bias, residual)                  up to dispatch.GEMV_ROWS rows of x
 
 Rows are padded to tiles of 16, inputs to units of 1024: 32 lanes of 32 inputs, of which slice s is lane's s-th byte.
     words   uint8 [tiles, units, P, 4, 32, 16]     unit, plane, slice, lane: the byte of each of 16 rows
@@ -24,7 +24,6 @@ from crelle.kernels.cuda.arranged import ROWS, Arranged, Kind, arranged
 from crelle.kernels.cuda.decode import C_TYPES, columns
 from crelle.kernels.cuda.launch import load, multiprocessors
 
-TOKENS = 4
 UNIT, LANES, SLICES = 1024, 32, 4
 
 Variant = Literal["SHARED", "PRIVATE"]  # tables as in the papers; tables with a bank for each lane
@@ -114,7 +113,7 @@ def matmul(
     out: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """Return x @ W.T (+ bias) (+ residual) as [tokens, N], for x [tokens, K] of fp16 or bf16, tokens <= TOKENS."""
+    """Return x @ W.T (+ bias) (+ residual) as [tokens, N], for x [tokens, K] of fp16 or bf16, tokens <= GEMV_ROWS."""
     x = x.contiguous()
     tokens = x.shape[0]
     variant = variant or "PRIVATE"

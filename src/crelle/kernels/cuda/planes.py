@@ -1,15 +1,13 @@
-"""The CUDA kernels as two Kernels. `cuda`: bit-planes by digits on the binary tensor cores, tiles for many tokens.
+"""The CUDA kernels as two Kernels: `cuda` for bit-plane weights, and `cuda-lut`, the papers' way.
 
-Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a description for tracing, so
+`cuda` runs what dispatch.py says for the number of rows. `cuda-lut` is selected only by name: on an H200 `cuda` was
+faster in every problem that was measured (bench/results/h200-gemv.json has both; docs/kernels/bcq.md says why).
+
+Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a fake implementation, so
 that torch.compile sees through it.
-
-tokens       what runs
-1 … 4        decode.cu: x as 16-bit integers, exact counts; reads each weight byte once
-5 … 32       dozens.cu: weights turned into numbers in registers, for a warp's matrix instructions
-33 and more  tiles.cu: the same for those of a warpgroup
-Before Hopper decode.cu takes up to 8, in two portions, and tiles.cu the rest.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +17,14 @@ from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels import cuda
-from crelle.kernels.cuda.layout import CudaWeight, Kind, lay_out
-from crelle.kernels.select import Problem
+from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
+from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.layout import CudaWeight, Kind, lay_out, same_inputs
 
 if TYPE_CHECKING:
+    from crelle.kernels.cuda.decode import Digits
     from crelle.kernels.cuda.lut import LutWeight
+    from crelle.kernels.cuda.tiles import Arranged
 
 _FORMATS = (BCQTensor.format, UniformTensor.format, AffineTensor.format)
 
@@ -36,14 +37,14 @@ def unsupported(problem: Problem) -> str | None:
         return f"runs on a GPU, the weight is on {problem.device}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16 activations, not {str(problem.dtype).removeprefix('torch.')}"
-    return cuda.available()
+    return takes_floats(problem) or cuda.available()
 
 
 class Cuda:
     """Multiply by bit-plane tensors on a GPU."""
 
     name = "cuda"
-    permutes = True  # the digits are taken in the order of the columns
+    permutes = True  # x is encoded in the order of the columns
 
     def supports(self, problem: Problem) -> str | None:
         return unsupported(problem)
@@ -51,13 +52,21 @@ class Cuda:
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CudaWeight:
         return lay_out(w)
 
-    def run(self, x: Tensor, prepared: CudaWeight) -> Tensor:
+    def encode(self, x: Tensor, prepared: CudaWeight) -> Encoded:
+        return Encoded(_encode(x, prepared))
+
+    def shares(self, a: CudaWeight, b: CudaWeight) -> bool:
+        return same_inputs(a, b)
+
+    def run(self, x: Tensor | Encoded, prepared: CudaWeight) -> Tensor:
         w = prepared
+        if isinstance(x, Encoded):
+            return _multiply(x.data, w)
         return _plane_matmul(x, w.words, w.scales, w.order, w.N, w.K, w.P, w.kind.name, w.groups, w.span)  # type: ignore[no-any-return]
 
 
-class CudaLut:
-    """The same by looking up, as the papers do: beaten by `cuda`, here to be measured and for chips without BMMA."""
+class CudaLut(FloatInput):
+    """The same by table look-up in shared memory, as in the papers: here to be measured, only by name."""
 
     name = "cuda-lut"
     permutes = True
@@ -70,10 +79,42 @@ class CudaLut:
 
         return lut.lay_out(w)
 
-    def run(self, x: Tensor, prepared: "LutWeight") -> Tensor:
-        w = prepared
+    def run(self, x: Tensor | Encoded, prepared: "LutWeight") -> Tensor:
+        x, w = floats(x), prepared
         form = (w.N, w.K, w.P, w.kind.name, w.groups, w.span)
         return _lut_matmul(x, w.words, w.scales, w.tickets, w.order, *form)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Input:
+    """x as the kernel for so many rows takes it."""
+
+    dtype: torch.dtype
+    x: "list[Digits] | Tensor | Arranged"  # of gemv, skinny_gemm, gemm; a Tensor also where there are no rows
+
+
+def _encode(x: Tensor, w: CudaWeight) -> _Input:
+    from crelle.kernels.cuda import decode, dozens, tiles
+
+    x, rows = x.contiguous(), x.shape[0]
+    if rows == 0:
+        return _Input(x.dtype, x)
+    route = dispatch.route(rows)
+    if route == "gemv":
+        return _Input(x.dtype, [decode.encode(part, w) for part in torch.split(x, dispatch.GEMV_ROWS)])
+    return _Input(x.dtype, dozens.rows(x, w) if route == "skinny_gemm" else tiles.arrange(x, w))
+
+
+def _multiply(encoded: _Input, w: CudaWeight) -> Tensor:
+    from crelle.kernels.cuda import decode, dozens, tiles
+
+    x = encoded.x
+    if isinstance(x, list):
+        parts = [decode.product(part, w, encoded.dtype) for part in x]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not isinstance(x, Tensor):
+        return tiles.product(x, w)
+    return dozens.product(x, w) if x.shape[0] else x.new_empty(0, w.N)
 
 
 @torch.library.custom_op("crelle::plane_matmul", mutates_args=())
@@ -90,16 +131,8 @@ def _plane_matmul(
     span: int,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of layout.py."""
-    from crelle.kernels.cuda import decode, tiles
-
     w = CudaWeight(N, K, P, Kind[kind], groups, span, words, scales, order)
-    x = x.contiguous()
-    if x.shape[0] == 0:
-        return x.new_empty(0, N)
-    if x.shape[0] > (decode.TOKENS if tiles.takes_rows(w, x.shape[0]) else 2 * decode.TOKENS):
-        return tiles.matmul(x, w)
-    parts = [decode.product(decode.encode(part, w), w, x.dtype) for part in torch.split(x, decode.TOKENS)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _multiply(_encode(x, w), w)
 
 
 @_plane_matmul.register_fake
@@ -125,7 +158,7 @@ def _lut_matmul(
     from crelle.kernels.cuda import lut
 
     w = lut.LutWeight(N, K, P, Kind[kind], groups, span, words, scales, tickets, order)
-    parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, lut.TOKENS)]
+    parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, dispatch.GEMV_ROWS)]
     return parts[0] if len(parts) == 1 else torch.cat([x.new_empty(0, N), *parts])
 
 

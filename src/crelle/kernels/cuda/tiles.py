@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda import dozens
+from crelle.kernels.cuda import dispatch, dozens
 from crelle.kernels.cuda.decode import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.layout import ROWS, CudaWeight
@@ -139,19 +139,14 @@ def matmul(x: Tensor, w: CudaWeight, bias: Tensor | None = None, out: Tensor | N
     """Return x @ W.T (+ bias) for x [M, K], accumulated in fp32."""
     if x.shape[0] == 0:
         return x.new_empty(0, w.N) if out is None else out
-    if takes_rows(w, x.shape[0]):
+    if dispatch.gemm_route(x.shape[0]) == "skinny_gemm":
         return dozens.product(dozens.rows(x, w), w, bias, None, out)
     return product(arrange(x, w), w, bias, out)
 
 
-def takes_rows(w: CudaWeight, tokens: int) -> bool:
-    """Whether `dozens.product`, which takes rows as they are, is the one for so many tokens."""
-    return tokens <= dozens.MOST and torch.cuda.get_device_capability() >= (9, 0)
-
-
 def variants(w: CudaWeight, tokens: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     """Return the kernels that `matmul` launches for so many tokens."""
-    if takes_rows(w, tokens):
+    if dispatch.gemm_route(tokens) == "skinny_gemm":
         return [dozens.variant(w, dozens.choose(w, tokens), dtype)]
     return [arrange_variant(dtype), product_variant(w, choose(w, tokens, dtype), dtype)]
 

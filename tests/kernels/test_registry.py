@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from crelle.errors import UnsupportedError
-from crelle.kernels import select
-from crelle.kernels.select import Problem
+from crelle.kernels import registry
+from crelle.kernels.base import Problem
 from crelle.quantizers.scheme import parse
 
 PROBLEM = Problem("bcq", 8, 64, 3, 32, "cpu", torch.float32)
@@ -30,54 +30,54 @@ class Fake:
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = (Fake("first", "needs a moon"), Fake("second", None), Fake("third", None))
-    monkeypatch.setattr(select, "kernels", lambda: fakes)
+    monkeypatch.setattr(registry, "kernels", lambda: fakes)
 
 
 @pytest.mark.usefixtures("three")
 def test_first_supporting_kernel_wins() -> None:
-    assert select.select(PROBLEM).name == "second"
+    assert registry.select(PROBLEM).name == "second"
 
 
 @pytest.mark.usefixtures("three")
 def test_named_kernel_is_taken_though_another_is_preferred() -> None:
-    assert select.select(PROBLEM, "third").name == "third"
+    assert registry.select(PROBLEM, "third").name == "third"
 
 
 @pytest.mark.usefixtures("three")
 def test_named_kernel_that_cannot_run_gives_its_reason_and_the_whole_problem() -> None:
     with pytest.raises(UnsupportedError, match=r"'first' cannot multiply bcq 8x64, 3 bits, group 32.*needs a moon"):
-        select.select(PROBLEM, "first")
+        registry.select(PROBLEM, "first")
 
 
 @pytest.mark.usefixtures("three")
 def test_unknown_kernel_lists_the_known_ones() -> None:
     with pytest.raises(UnsupportedError, match=r"no kernel 'fourth'.*first, second, third"):
-        select.select(PROBLEM, "fourth")
+        registry.select(PROBLEM, "fourth")
 
 
 def test_when_none_supports_every_reason_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "kernels", lambda: (Fake("a", "needs a moon"), Fake("b", "needs two moons")))
+    monkeypatch.setattr(registry, "kernels", lambda: (Fake("a", "needs a moon"), Fake("b", "needs two moons")))
     with pytest.raises(UnsupportedError, match=r"a needs a moon; b needs two moons"):
-        select.select(PROBLEM)
+        registry.select(PROBLEM)
 
 
 @pytest.mark.usefixtures("three")
 def test_explain_gives_an_answer_for_every_kernel() -> None:
-    assert select.explain(PROBLEM) == [("first", "needs a moon"), ("second", None), ("third", None)]
+    assert registry.explain(PROBLEM) == [("first", "needs a moon"), ("second", None), ("third", None)]
 
 
 @pytest.mark.parametrize("fmt", ["bcq", "uniform", "dense"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_real_kernels_leave_no_problem_without_an_answer(fmt: str, device: str) -> None:
     problem = Problem(fmt, 33, 71, 3, 71, device, torch.float16)
-    chosen = select.select(problem)
+    chosen = registry.select(problem)
     assert chosen.supports(problem) is None
-    for name, reason in select.explain(problem):
+    for name, reason in registry.explain(problem):
         assert reason is None or reason.strip(), name
 
 
 def test_explain_answers_for_the_kernels_it_is_given() -> None:
-    assert select.explain(PROBLEM, [Fake("mine", "needs a moon")]) == [("mine", "needs a moon")]
+    assert registry.explain(PROBLEM, [Fake("mine", "needs a moon")]) == [("mine", "needs a moon")]
 
 
 @pytest.mark.parametrize("scheme", ["rtn:bits=4,group=24", "bcq:bits=3,group=row", "bf16"])
@@ -92,10 +92,10 @@ def test_a_problem_says_all_about_its_weight(scheme: str) -> None:
 @pytest.mark.parametrize("fmt", ["bcq", "uniform", "dense"])
 def test_every_kernel_can_be_insisted_on_where_it_says_it_can_run(fmt: str) -> None:
     problem = Problem(fmt, 32, 64, 4, 32, "cpu", torch.float32)
-    for name, reason in select.explain(problem):
+    for name, reason in registry.explain(problem):
         if reason is None:
-            assert select.select(problem, name).name == name
+            assert registry.select(problem, name).name == name
         else:
             with pytest.raises(UnsupportedError, match=name):
-                select.select(problem, name)
-    assert len({name for name, _ in select.explain(problem)}) == len(select.kernels())
+                registry.select(problem, name)
+    assert len({name for name, _ in registry.explain(problem)}) == len(registry.kernels())

@@ -1,21 +1,22 @@
 """The linears of a decode step on a GPU: those that read the same input as one launch, with what comes before fused in.
 
-    y = Product([q, k, v])(x, "RMS_NORM", norm)      norm, digits and three matrices: two launches
+    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, digits and three matrices: two launches
 
-The matrices of a product are laid out behind one another and every QuantLinear gets its part of that memory back, so
+The matrices of a product are laid out behind one another and every layer gets its part of that memory back, so
 the layers that run a prompt and the step that runs a token share one copy.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from crelle.kernels.base import Prepared
+from crelle.kernels.cuda import dense
 from crelle.kernels.cuda.decode import Digits, Op, encode, gives, parts, product, product_digits
 from crelle.kernels.cuda.layout import CudaWeight, join
-from crelle.models.linear import QuantLinear
 
 STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
 
@@ -29,13 +30,20 @@ class Norm:
     eps: float
 
 
-class Product:
-    """Some linears of the same input as one."""
+class LinearLayer(Protocol):
+    """A layer y = x @ W.T + bias, as far as it is used here: the prepared weight may be replaced by a view."""
 
-    def __init__(self, linears: Sequence[QuantLinear], dtype: torch.dtype) -> None:
+    prepared: Prepared
+    bias: Tensor | None
+
+
+class FusedLinear:
+    """Some linear layers of the same input as one."""
+
+    def __init__(self, linears: Sequence[LinearLayer], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.weights = _joined(linears)
-        sizes = [linear.problem.N for linear in linears]
+        sizes = [linear.prepared.problem.N for linear in linears]
         self.bias = _cat_biases(linears, sizes, dtype)
         apart = len(self.weights) > 1 and self.bias is not None
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
@@ -63,7 +71,7 @@ class Product:
         return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
 
     def activated(
-        self, x: Tensor | Digits, then: Op, following: "Product", op: Op = "PLAIN", norm: Norm | None = None
+        self, x: Tensor | Digits, then: Op, following: "FusedLinear", op: Op = "PLAIN", norm: Norm | None = None
     ) -> Tensor | Digits:
         """Return what `following` takes: then(y) as digits where one launch makes them, y otherwise."""
         w = self._giving(then, following)
@@ -76,7 +84,7 @@ class Product:
         self,
         x: Tensor | Digits,
         then: Norm,
-        following: "Product",
+        following: "FusedLinear",
         op: Op = "PLAIN",
         norm: Norm | None = None,
         residual: Tensor | None = None,
@@ -92,7 +100,7 @@ class Product:
         assert numbers is not None
         return numbers, made
 
-    def _giving(self, then: Op, following: "Product") -> CudaWeight | None:
+    def _giving(self, then: Op, following: "FusedLinear") -> CudaWeight | None:
         """The matrix, where its product can leave as digits of then(y)."""
         w = self.weights[0]
         one = len(self.weights) == 1 and following.takes_digits
@@ -108,8 +116,6 @@ class Product:
         residual: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        from crelle.kernels.cuda import dense
-
         if isinstance(w, CudaWeight):
             digits, bias, fold = self._digits(x, w, op, norm, bias)
             return product(digits, w, dtype, bias, residual, chained=True, fold=fold)
@@ -132,7 +138,7 @@ class Product:
         return x, *self._folded[1:]
 
 
-def _joined(linears: Sequence[QuantLinear]) -> list[CudaWeight | Tensor]:
+def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | Tensor]:
     """Return the matrices as one where their layouts allow it, and let the linears point into it."""
     data = [linear.prepared.data for linear in linears]
     if len(data) == 1:
@@ -154,7 +160,7 @@ def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
     return None
 
 
-def _cat_biases(linears: Sequence[QuantLinear], sizes: list[int], dtype: torch.dtype) -> Tensor | None:
+def _cat_biases(linears: Sequence[LinearLayer], sizes: list[int], dtype: torch.dtype) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     some = next(linear.bias for linear in linears if linear.bias is not None)

@@ -1,35 +1,29 @@
-"""A step's products for many rows on a GPU, and what stands between them: what Product does for a few.
+"""A step's products for many rows on a GPU, and what stands between them: what FusedLinear does for a few.
 
     y, x = enter(qkv, x, more, "RMS_NORM", norm)     # x + more, normed, times W
     x, more = leave(o, a, x)                         # a times W, still to be added to x: `enter` does that on its way
 
-    rows     what runs (weights in planes; dense ones beyond 4 rows: torch)
-    1 … 4    decode.cu, norms and activations fused into it
-    5 … 32   dozens.cu, behind one launch that adds, norms or activates (rows.cu); before Hopper up to 8 decode.cu twice
-    33 …     tiles.cu, behind one that also arranges
+    what runs (dispatch.py)    norms and activations
+    gemv                       fused into its prologue
+    skinny_gemm                one launch before it that adds, norms or activates (rows.cu)
+    gemm                       the same launch, which also packs x
 
 With `exact` a row has the same bits whatever the number of rows: the products are those of even.py.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crelle.kernels.cuda import dense, dispatch, dozens, even, rows, tiles
 from crelle.kernels.cuda.decode import Op
+from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.layout import BLOCK, CudaWeight
-from crelle.models.products import Norm, Product
-
-if TYPE_CHECKING:
-    from crelle.kernels.cuda.tiles import Arranged
-
-_FUSED = 4  # rows that decode.cu takes
-_TWICE = 2 * _FUSED  # rows up to which it is faster than tiles.cu
+from crelle.kernels.cuda.tiles import Arranged
 
 
 def enter(
-    product: Product,
+    product: FusedLinear,
     x: Tensor,
     more: Tensor | None,
     op: Op,
@@ -45,7 +39,7 @@ def enter(
 
 
 def leave(
-    product: Product, h: "Tensor | Arranged", x: Tensor, op: Op = "PLAIN", exact: bool = False
+    product: FusedLinear, h: Tensor | Arranged, x: Tensor, op: Op = "PLAIN", exact: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return x and what is to be added to it: op(h) @ W.T + bias, or x with it added and None."""
     if not isinstance(h, Tensor):
@@ -56,7 +50,7 @@ def leave(
 
 
 def multiply(
-    product: Product,
+    product: FusedLinear,
     x: Tensor,
     op: Op = "PLAIN",
     norm: Norm | None = None,
@@ -65,11 +59,9 @@ def multiply(
     exact: bool = False,
 ) -> Tensor:
     """Return op(x) @ W.T + bias + residual for any number of rows."""
-    from crelle.kernels.cuda import dense
-
     rows = x.shape[0]
     if not exact and _few(product, rows):
-        portions = [slice(at, at + _FUSED) for at in range(0, rows, _FUSED)]
+        portions = [slice(at, at + dispatch.GEMV_ROWS) for at in range(0, rows, dispatch.GEMV_ROWS)]
         y = [product(x[s], op, norm, None if residual is None else residual[s], dtype) for s in portions]
         return y[0] if len(y) == 1 else torch.cat(y)
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
@@ -81,8 +73,6 @@ def multiply(
 
 def _many(h: Tensor, w: CudaWeight | Tensor, bias: Tensor | None, residual: Tensor | None, exact: bool) -> Tensor:
     """Return h @ W.T + bias + residual."""
-    from crelle.kernels.cuda import even, tiles
-
     if exact:
         y = even.matmul(h, w, bias)
     elif isinstance(w, CudaWeight):
@@ -94,32 +84,24 @@ def _many(h: Tensor, w: CudaWeight | Tensor, bias: Tensor | None, residual: Tens
     return y if residual is None else y + residual
 
 
-def takes_arranged(product: Product, rows: int, K: int, exact: bool) -> CudaWeight | None:
+def takes_arranged(product: FusedLinear, rows: int, K: int, exact: bool) -> CudaWeight | None:
     """Return the weight for which `leave` may be given [rows, K] as tiles.py arranges it, by who makes it, or None."""
-    from crelle.kernels.cuda import even, tiles
-
     w = product.weights[0]
     if len(product.weights) > 1 or not isinstance(w, CudaWeight) or w.order is not None or w.blocks * BLOCK != K:
         return None
-    if rows % 8 or (not exact and (_few(product, rows) or tiles.takes_rows(w, rows))):
+    if rows % 8 or (not exact and dispatch.route(rows) != "gemm"):
         return None
-    return w if not exact or rows <= even.TOGETHER else None
+    return w if not exact or rows <= dispatch.INVARIANT_ROWS else None
 
 
-def _few(product: Product, rows: int) -> bool:
-    """Whether so many rows are for the kernels that take up to 4."""
-    from crelle.kernels.cuda import tiles
-
-    w = product.weights[0]
-    if rows <= _FUSED or not isinstance(w, CudaWeight):
-        return rows <= _FUSED
-    return rows <= _TWICE and not tiles.takes_rows(w, rows)
+def _few(product: FusedLinear, rows: int) -> bool:
+    """Whether so many rows take the fused GEMV, in chunks of GEMV_ROWS."""
+    planes = isinstance(product.weights[0], CudaWeight)
+    return (dispatch.route(rows) if planes else dispatch.dense_route(rows)) == "gemv"
 
 
-def _arranges(product: Product, x: Tensor, op: Op, exact: bool) -> bool:
+def _arranges(product: FusedLinear, x: Tensor, op: Op, exact: bool) -> bool:
     """Whether rows.cu makes x ready for the product; with `exact` that must not depend on the number of rows."""
-    from crelle.kernels.cuda import rows
-
     w = product.weights[0]
     if len(product.weights) > 1 or not isinstance(w, CudaWeight) or (not exact and _few(product, x.shape[0])):
         return False
@@ -127,19 +109,17 @@ def _arranges(product: Product, x: Tensor, op: Op, exact: bool) -> bool:
 
 
 def _arranged(
-    product: Product, x: Tensor, more: Tensor | None, op: Op, norm: Norm | None, exact: bool
+    product: FusedLinear, x: Tensor, more: Tensor | None, op: Op, norm: Norm | None, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    from crelle.kernels.cuda import dozens, even, rows, tiles
-
     w = product.weights[0]
     assert isinstance(w, CudaWeight)
-    if exact and x.shape[0] > even.TOGETHER:
-        split = [slice(at, at + even.TOGETHER) for at in range(0, x.shape[0], even.TOGETHER)]
+    if exact and x.shape[0] > dispatch.INVARIANT_ROWS:
+        split = [slice(at, at + dispatch.INVARIANT_ROWS) for at in range(0, x.shape[0], dispatch.INVARIANT_ROWS)]
         parts = [_arranged(product, x[s], None if more is None else more[s], op, norm, exact) for s in split]
         products, sums = zip(*parts, strict=True)
         return torch.cat(products), torch.cat(sums)
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-    if not exact and tiles.takes_rows(w, x.shape[0]):
+    if not exact and dispatch.gemm_route(x.shape[0]) == "skinny_gemm":
         plain = op == "PLAIN" and more is None
         ready, total = (dozens.rows(x, w), x) if plain else rows.in_order(x, w, op, scale, shift, eps, more)
         return dozens.product(ready, w, product.bias), total
@@ -147,9 +127,7 @@ def _arranged(
     return _product(xs, product, exact), total
 
 
-def _product(xs: "Arranged", product: Product, exact: bool) -> Tensor:
-    from crelle.kernels.cuda import even, tiles
-
+def _product(xs: Arranged, product: FusedLinear, exact: bool) -> Tensor:
     w = product.weights[0]
     assert isinstance(w, CudaWeight)
     return (even.product if exact else tiles.product)(xs, w, product.bias)
