@@ -98,7 +98,7 @@ class FloatInput:
 
 def floats(x: Tensor | Encoded) -> Tensor:
     """Return x itself, encoded by FloatInput or not."""
-    return x if isinstance(x, Tensor) else x.data  # type: ignore[no-any-return]
+    return x if isinstance(x, Tensor) else x.data
 
 
 def takes_floats(problem: Problem) -> str | None:

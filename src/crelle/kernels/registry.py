@@ -10,8 +10,8 @@ from functools import cache
 from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.planes import Cpu
-from crelle.kernels.cuda.planes import Cuda, CudaLut
-from crelle.kernels.permuting import Permuting
+from crelle.kernels.cuda.kernel import Cuda, CudaLut
+from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference
 
 
@@ -22,7 +22,7 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:
-    return Permuting(kernel) if problem.permuted and not getattr(kernel, "permutes", False) else kernel
+    return PermutedKernel(kernel) if problem.permuted and not getattr(kernel, "permutes", False) else kernel
 
 
 def explain(problem: Problem, among: Sequence[Kernel] | None = None) -> list[tuple[str, str | None]]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from crelle.formats.kv import KVPages
 from crelle.kernels import cpu
-from crelle.kernels import kv as paged
+from crelle.kernels import reference_attention as paged
 from crelle.kernels.cpu.decoder import MAX_ROWS, Decoder, Paged
 from crelle.models.linear import QuantLinear
 from crelle.models.llama import Llama

@@ -28,19 +28,19 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
-from crelle.kernels.cuda.decode import Op
+from crelle.kernels.cuda.bmma_gemv import Prologue
 from crelle.kernels.cuda.fused_linear import STEPPED, FusedLinear, Norm
-from crelle.kernels.cuda.norm_linear import enter, leave, takes_arranged
+from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear, takes_packed
 from crelle.models.companies import Company, companies
 from crelle.models.loader import Model
 from crelle.models.opt import OPT
 from crelle.models.step_buffers import BUCKETS, Buffers, Drawn, Part, bucket_of
 
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.paged import Plan
-    from crelle.kernels.cuda.tiles import Arranged
+    from crelle.kernels.cuda.gemm import PackedX
+    from crelle.kernels.cuda.paged_attention import PagedTileConfig
 
-Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, int | None], "Tensor | Arranged"]
+Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, int | None], "Tensor | PackedX"]
 
 
 def why_not(model: Model, kv: KVFormat) -> str | None:
@@ -49,9 +49,9 @@ def why_not(model: Model, kv: KVFormat) -> str | None:
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
     if reason := cuda.available():
         return f"a whole step needs the CUDA kernels, and this process {reason}"
-    from crelle.kernels.cuda import paged
+    from crelle.kernels.cuda import paged_attention
 
-    if reason := paged.supports(kv, model.c.head_size, model.dtype):
+    if reason := paged_attention.supports(kv, model.c.head_size, model.dtype):
         return f"the paged attention {reason}"
     if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
@@ -128,17 +128,17 @@ class CudaBatch:
 
     def through(self, x: Tensor, attend: Attend) -> Tensor:
         """Return x [N, width] behind all layers; attend(layer, qkv, q_norm, k_norm, window) -> [N, heads * D]."""
-        activation: Op = "RELU" if isinstance(self.model, OPT) else "SILU_MUL"
+        activation: Prologue = "RELU" if isinstance(self.model, OPT) else "SILU_MUL"
         more: Tensor | None = None  # to be added to x
         for i, ((qkv, o, up, down), (norm, norm_mlp)) in enumerate(self._parts):
-            y, x = enter(qkv, x, more, self._norm, norm, self.exact)
-            x, more = leave(o, attend(i, y, *self._heads[i]), x, exact=self.exact)
-            y, x = enter(up, x, more, self._norm, norm_mlp, self.exact)
-            x, more = leave(down, y, x, activation, self.exact)
+            y, x = norm_linear(qkv, x, more, self._norm, norm, self.exact)
+            x, more = linear_residual(o, attend(i, y, *self._heads[i]), x, batch_invariant=self.exact)
+            y, x = norm_linear(up, x, more, self._norm, norm_mlp, self.exact)
+            x, more = linear_residual(down, y, x, activation, self.exact)
         return x if more is None else x + more
 
     @property
-    def _norm(self) -> Op:
+    def _norm(self) -> Prologue:
         return "LAYER_NORM" if isinstance(self.model, OPT) else "RMS_NORM"
 
     @cached_property
@@ -158,17 +158,17 @@ class CudaBatch:
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return f32 [N, V] for x [N, width]."""
         dtype = torch.float32 if x.shape[0] <= 4 else None  # few rows come as f32, others are made so once
-        y, _ = enter(self.step.head, x, None, self._norm, self.step.norm, self.exact, dtype)
+        y, _ = norm_linear(self.step.head, x, None, self._norm, self.step.norm, self.exact, dtype)
         return y.float() if out is None else out.copy_(y)
 
     def append(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, where: "_Where") -> Tensor:
         """Store keys and values of qkv [N, (heads + 2 kv_heads) D] in the pages; return q as attention wants it."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         c, pages = self.model.c, self.pages[layer]
         heads = qkv.view(qkv.shape[0], -1, c.head_size)
         q, k, v = heads.split([c.heads, pages.heads, pages.heads], 1)  # type: ignore[no-untyped-call]
-        turned = paged.append(
+        turned = paged_attention.append(
             *(k, v, pages, where.table, where.position),
             starts=where.starts,
             center=self.centers[layer],
@@ -183,27 +183,34 @@ class CudaBatch:
         return turned
 
     def attend(
-        self, layer: int, q: Tensor, table: Tensor, lengths: Tensor, window: int | None, cut: "Plan", **options: Any
+        self,
+        layer: int,
+        q: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        window: int | None,
+        cut: "PagedTileConfig",
+        **options: Any,
     ) -> Tensor:
         """Return what one token of each sequence sees, [B, heads, D], for q [B, heads, D] of `append`."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
-        return paged.attend(
+        return paged_attention.attend(
             *(q, self.pages[layer], table, lengths),
             window=window,
-            turned=True,
+            rotated=True,
             dtype=self.model.dtype,
-            cut=cut,
+            config=cut,
             **options,
         )
 
-    def cut(self, rows: int) -> "Plan":
+    def cut(self, rows: int) -> "PagedTileConfig":
         """How attention shares out the work for so many sequences; with `exact` the same for any number."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         c, pages = self.model.c, self.pages[0]
         longest, most = self._width * pages.format.page, BUCKETS[-1] if self.exact else rows
-        found = paged.plan(pages.format, most, c.heads, pages.heads, c.head_size, longest)
+        found = paged_attention.tile_config(pages.format, most, c.heads, pages.heads, c.head_size, longest)
         return replace(found, splits=max(1, min(8, longest // 4096))) if self.exact else found
 
     # --- prompts ----------------------------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class CudaBatch:
         def attend(layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, window: int | None) -> Tensor:
             q = self.append(layer, qkv, q_norm, k_norm, where)
             if self.exact:
-                seen = self.attend(layer, q, rows, lengths, window, self.cut(len(ids)), overlap=False)
+                seen = self.attend(layer, q, rows, lengths, window, self.cut(len(ids)), pdl=False)
                 return seen.view(len(ids), -1)
             each = [self._attend_prompts(layer, q, where.table, some, window) for some in calls]
             return self._turned_back(layer, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
@@ -244,10 +251,10 @@ class CudaBatch:
 
     def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, call: "_Call", window: int | None) -> Tensor:
         """Some prompts' tokens of q [N, H, D], as they are stored; each sees itself and those before it in its text."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         who = call.who
-        k, v = paged.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
+        k, v = paged_attention.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
         seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
             *(q[who.rows], k, v, call.new, call.all, who.longest_new, who.longest),
             *(0.0, True, False),
@@ -257,10 +264,10 @@ class CudaBatch:
 
     def _turned_back(self, layer: int, y: Tensor) -> Tensor:
         """H undoes itself."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         pages = self.pages[layer]
-        back = paged.append(None, None, pages, None, None, q=y) if pages.format.rotate else y
+        back = paged_attention.append(None, None, pages, None, None, q=y) if pages.format.rotate else y
         assert back is not None
         return back.to(self.model.dtype)
 
@@ -343,13 +350,13 @@ class _Graph:
 
     def _attend(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, window: int | None
-    ) -> "Tensor | Arranged":
-        from crelle.kernels.cuda.tiles import Arranged
+    ) -> "Tensor | PackedX":
+        from crelle.kernels.cuda.gemm import PackedX
 
         batch, lengths = self._batch, self._buffers.at[1, : self.bucket]
         q = batch.append(layer, qkv, q_norm, k_norm, self.where)
         inputs, o = batch.model.c.heads * batch.model.c.head_size, batch._parts[layer][0][1]
-        arranged = takes_arranged(o, self.bucket, inputs, batch.exact) if batch.model.c.head_size == 128 else None
-        options = {"arrived": self._arrived, "arranged": arranged}
+        arranged = takes_packed(o, self.bucket, inputs, batch.exact) if batch.model.c.head_size == 128 else None
+        options = {"semaphores": self._arrived, "packed_for": arranged}
         y = batch.attend(layer, q, self.where.table, lengths, window, self._cut, **options)
-        return y.view(self.bucket, -1) if arranged is None else Arranged(self.bucket, y.dtype, y, self._flags)
+        return y.view(self.bucket, -1) if arranged is None else PackedX(self.bucket, y.dtype, y, self._flags)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels import kv as paged
+from crelle.kernels import reference_attention as paged
 from crelle.kernels.cpu.decoder import Paged
 from crelle.models.rope import Rope
 
@@ -72,7 +72,7 @@ class KVCache:
 
 
 class PagedCache:
-    """The same in pages of any KVFormat, through crelle.kernels.kv: page i of sequence b is page i*B + b."""
+    """The same in pages of any KVFormat (reference_attention): page i of sequence b is page i*B + b."""
 
     def __init__(
         self,

@@ -196,7 +196,7 @@ class Llama(Decoding):
 
     def step_lacks(self) -> str | None:
         """What of this model the step on a GPU does not have, if anything."""
-        from crelle.kernels.cuda.attention import supports
+        from crelle.kernels.cuda.decode_attention import supports
 
         return supports(self.c.head_size, self.dtype)
 

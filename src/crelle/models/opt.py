@@ -207,7 +207,7 @@ class OPT(Decoding):
 
     def step_lacks(self) -> str | None:
         """What of this model the step on a GPU does not have, if anything."""
-        from crelle.kernels.cuda.attention import supports
+        from crelle.kernels.cuda.decode_attention import supports
 
         if not self.c.norm_first or self.c.words != self.c.width or not self.c.affine or not self.c.last_norm:
             return "the step has OPT's norms before its layers, with weights, and words as wide as the layers"

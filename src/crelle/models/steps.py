@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
-from crelle.kernels.cuda.decode import Digits
+from crelle.kernels.cuda.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.models.linear import QuantEmbedding
 
 FIRST = 2  # OPT's row of the first position
 
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.attention import Heads
+    from crelle.kernels.cuda.decode_attention import RopeNormArgs
     from crelle.models.llama import Llama
     from crelle.models.opt import OPT
 
@@ -33,7 +33,7 @@ class Embed:
         self.words, self.positions = words, positions
 
     def __call__(self, ids: Tensor, position: Tensor | None = None) -> Tensor:
-        from crelle.kernels.cuda.tokens import embed
+        from crelle.kernels.cuda.embed_argmax import embed
 
         table, learned = _plain(self.words), _plain(self.positions)
         if table is not None and (self.positions is None or learned is not None):
@@ -75,14 +75,14 @@ class LlamaStep:
         self.cos, self.sin = turn.cos().to(model.device), turn.sin().to(model.device)
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        from crelle.kernels.cuda.attention import Heads
+        from crelle.kernels.cuda.decode_attention import RopeNormArgs
 
         x = self.embed(ids)
-        seen: Tensor | Digits = x
+        seen: Tensor | BitSerialX = x
         coming = [(norm, qkv) for norm, qkv, *_ in self.layers[1:]] + [(self.norm, self.head)]
         for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
             norm, qkv, how, o, norm_mlp, gate_up, down = layer
-            heads = Heads(self.cos, self.sin, *how)
+            heads = RopeNormArgs(self.cos, self.sin, *how)
             attended = _attended(qkv(seen, "RMS_NORM", norm), cache, position, self.c, heads, o)
             x, seen = o.normed(attended, norm_mlp, gate_up, residual=x)
             inner = gate_up.activated(seen, "SILU_MUL", down, "RMS_NORM", norm_mlp)
@@ -112,10 +112,10 @@ class OPTStep:
         self.norm, self.head = _layer_norm(model.finish.norm), FusedLinear([model.head], dtype)
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        from crelle.kernels.cuda.attention import PLAIN
+        from crelle.kernels.cuda.decode_attention import PLAIN
 
         x = self.embed(ids, position)
-        seen: Tensor | Digits = x
+        seen: Tensor | BitSerialX = x
         coming = [(norm, qkv) for norm, qkv, *_ in self.layers[1:]] + [(self.norm, self.head)]
         for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
             norm, qkv, out, norm_mlp, fc1, fc2 = layer
@@ -127,13 +127,13 @@ class OPTStep:
 
 
 def _attended(
-    qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "Heads", out: FusedLinear
-) -> Tensor | Digits:
+    qkv: Tensor, cache: Tensor, position: Tensor, c: Any, heads: "RopeNormArgs", out: FusedLinear
+) -> Tensor | BitSerialX:
     """What heads see, for the product `out`; as digits straight from the attention where that is possible."""
-    from crelle.kernels.cuda.attention import attend, attend_digits, makes_digits
+    from crelle.kernels.cuda.decode_attention import attend, attend_encode, can_encode
 
-    fits = out.takes_digits and makes_digits(c.head_size, c.heads)
-    return (attend_digits if fits else attend)(qkv, cache, position, c.heads, c.head_size**-0.5, heads)
+    fits = out.takes_bitserial and can_encode(c.head_size, c.heads)
+    return (attend_encode if fits else attend)(qkv, cache, position, c.heads, c.head_size**-0.5, heads)
 
 
 def _layer_norm(norm: object) -> Norm:

@@ -6,12 +6,12 @@
     9 … 32      skinny_gemm             gemm                     torch
     33 …        gemm                    gemm                     torch
 
-    gemv          decode.cu: bit-serial x on the binary tensor cores; reads each weight byte once
-    skinny_gemm   dozens.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
-    gemm          tiles.cu: the same for the warpgroup-wide mma (sm_90), or the warp-wide one before it; x packed
+    gemv          bmma_gemv.cu: bit-serial x on the binary tensor cores; reads each weight byte once
+    skinny_gemm   skinny_gemm.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
+    gemm          gemm.cu: the same for the warpgroup-wide mma (sm_90), or the warp-wide one before it; x packed
 
-Batch-invariant products (even.py) ignore the table: a row's bits must not depend on the number of rows, so all of them
-take `gemm` with a fixed split-K, or dense weights torch in chunks of a fixed number of rows.
+Batch-invariant products (batch_invariant.py) ignore the table: a row's bits must not depend on the number of rows, so
+all of them take `gemm` with a fixed split-K; dense weights take torch in chunks of a fixed number of rows.
 """
 
 from typing import Literal

@@ -1,6 +1,6 @@
 """The linears of a decode step on a GPU: those that read the same input as one launch, with what comes before fused in.
 
-    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, digits and three matrices: two launches
+    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, encode and three matrices: two launches
 
 The matrices of a product are laid out behind one another and every layer gets its part of that memory back, so
 the layers that run a prompt and the step that runs a token share one copy.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from crelle.kernels.base import Prepared
 from crelle.kernels.cuda import dense
-from crelle.kernels.cuda.decode import Digits, Op, encode, gives, parts, product, product_digits
-from crelle.kernels.cuda.layout import CudaWeight, join
+from crelle.kernels.cuda.bmma_gemv import BitSerialX, Prologue, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.weight_layout import CudaWeight, join
 
 STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
 
@@ -50,20 +50,20 @@ class FusedLinear:
         self._folded: tuple[Norm, Tensor, Tensor] | None = None
 
     @property
-    def takes_digits(self) -> bool:
-        """Whether all is one matrix in planes, which can be given its input as digits that another kernel made."""
+    def takes_bitserial(self) -> bool:
+        """Whether all is one bit-plane weight, which can take x as another kernel's epilogue encoded it."""
         w = self.weights[0]
-        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.order is None and parts(w) == 1
+        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.perm is None and parts(w) == 1
 
     def __call__(
         self,
-        x: Tensor | Digits,
-        op: Op = "PLAIN",
+        x: Tensor | BitSerialX,
+        op: Prologue = "PLAIN",
         norm: Norm | None = None,
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return op(x) @ W.T + bias + residual as [tokens, N of all]; digits have been through op already."""
+        """Return op(x) @ W.T + bias + residual as [tokens, N of all]; BitSerialX has been through op already."""
         if len(self.weights) == 1:
             return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
         assert residual is None, "only single matrices write back to the residual stream"
@@ -71,46 +71,51 @@ class FusedLinear:
         return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
 
     def activated(
-        self, x: Tensor | Digits, then: Op, following: "FusedLinear", op: Op = "PLAIN", norm: Norm | None = None
-    ) -> Tensor | Digits:
-        """Return what `following` takes: then(y) as digits where one launch makes them, y otherwise."""
+        self,
+        x: Tensor | BitSerialX,
+        then: Prologue,
+        following: "FusedLinear",
+        op: Prologue = "PLAIN",
+        norm: Norm | None = None,
+    ) -> Tensor | BitSerialX:
+        """Return what `following` takes: then(y) encoded where the epilogue can do that, y otherwise."""
         w = self._giving(then, following)
         if w is None:
             return self(x, op, norm)
         digits, bias, fold = self._digits(x, w, op, norm, self.bias)
-        return product_digits(digits, w, self.dtype, then, bias=bias, fold=fold)[1]
+        return product_encode(digits, w, self.dtype, then, bias=bias, fold=fold)[1]
 
     def normed(
         self,
-        x: Tensor | Digits,
+        x: Tensor | BitSerialX,
         then: Norm,
         following: "FusedLinear",
-        op: Op = "PLAIN",
+        op: Prologue = "PLAIN",
         norm: Norm | None = None,
         residual: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Digits]:
-        """Return y, and what `following` takes: then(y) as digits where one launch makes both, y again otherwise."""
-        kind: Op = "RMS_NORM" if then.bias is None else "LAYER_NORM"
+    ) -> tuple[Tensor, Tensor | BitSerialX]:
+        """Return y, and what `following` takes: then(y) encoded where the epilogue can do that, y again otherwise."""
+        kind: Prologue = "RMS_NORM" if then.bias is None else "LAYER_NORM"
         w = self._giving(kind, following)
         if w is None or then.weight is None:
             y = self(x, op, norm, residual)
             return y, y
         digits, bias, fold = self._digits(x, w, op, norm, self.bias)
-        numbers, made = product_digits(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
+        numbers, made = product_encode(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
         assert numbers is not None
         return numbers, made
 
-    def _giving(self, then: Op, following: "FusedLinear") -> CudaWeight | None:
-        """The matrix, where its product can leave as digits of then(y)."""
+    def _encoding_weight(self, then: Prologue, following: "FusedLinear") -> CudaWeight | None:
+        """The weight, where its epilogue can encode then(y)."""
         w = self.weights[0]
-        one = len(self.weights) == 1 and following.takes_digits
-        return w if one and isinstance(w, CudaWeight) and gives(w, then, self.dtype) else None
+        one = len(self.weights) == 1 and following.takes_bitserial
+        return w if one and isinstance(w, CudaWeight) and epilogue_encodes(w, then, self.dtype) else None
 
     def _multiply(
         self,
-        x: Tensor | Digits,
+        x: Tensor | BitSerialX,
         w: CudaWeight | Tensor,
-        op: Op,
+        op: Prologue,
         norm: Norm | None,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -118,17 +123,17 @@ class FusedLinear:
     ) -> Tensor:
         if isinstance(w, CudaWeight):
             digits, bias, fold = self._digits(x, w, op, norm, bias)
-            return product(digits, w, dtype, bias, residual, chained=True, fold=fold)
+            return product(digits, w, dtype, bias, residual, in_graph=True, fold=fold)
         assert isinstance(x, Tensor), "digits are for planes"
         scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
         return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
 
     def _digits(
-        self, x: Tensor | Digits, w: CudaWeight, op: Op, norm: Norm | None, bias: Tensor | None
-    ) -> tuple[Digits, Tensor | None, Tensor | None]:
-        """Return op(x) as digits, with the bias and the `fold` that the product is to take."""
+        self, x: Tensor | BitSerialX, w: CudaWeight, op: Prologue, norm: Norm | None, bias: Tensor | None
+    ) -> tuple[BitSerialX, Tensor | None, Tensor | None]:
+        """Return op(x) encoded, with the bias and the `fold` that the product is to take."""
         scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-        if not isinstance(x, Digits):
+        if not isinstance(x, BitSerialX):
             return encode(x, w, op, scale, shift, eps), bias, None
         if x.moments is None or norm is None or scale is None or shift is None:
             return x, bias, None

@@ -1,6 +1,6 @@
 // The 16-bit tensor core instruction of a warp, m16n8k16.
 #pragma once
-#include "numbers.cuh"
+#include "types.cuh"
 
 namespace crelle {
 

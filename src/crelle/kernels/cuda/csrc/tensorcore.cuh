@@ -8,7 +8,7 @@ namespace crelle {
 // Two numbers as the instruction takes them: the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32 pair(float first, float second) {
-  const T v[2] = {rounded<T>(first), rounded<T>(second)};
+  const T v[2] = {from_float<T>(first), from_float<T>(second)};
   return *reinterpret_cast<const uint32 *>(v);
 }
 
@@ -17,7 +17,7 @@ template <typename T>
 __device__ __forceinline__ void open(float (&v)[8], uint4 from) {
   const T *p = reinterpret_cast<const T *>(&from);
 #pragma unroll
-  for (int i = 0; i < 8; i++) v[i] = number(p[i]);
+  for (int i = 0; i < 8; i++) v[i] = to_float(p[i]);
 }
 template <typename T>
 __device__ __forceinline__ uint4 closed(const float (&v)[8]) {
@@ -50,9 +50,9 @@ __device__ __forceinline__ uint32 transposed(uint32 matrix) {
   return to;
 }
 
-// `previous_is_done` behind reads that were asked for: a loop that is never repeated (`positive` is), which the
+// `grid_dependency_wait` behind reads that were asked for: a loop that is never repeated (`positive` is), which the
 // assembler does not move them into. Otherwise it waits first and asks then.
-__device__ __forceinline__ void previous_is_done_meanwhile(int positive) {
+__device__ __forceinline__ void grid_dependency_wait_late(int positive) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n .reg .pred p;\n again: griddepcontrol.wait;\n setp.lt.s32 p, %0, 0;\n @p bra again;\n}" ::"r"(positive)

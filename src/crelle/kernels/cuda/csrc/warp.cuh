@@ -1,6 +1,6 @@
 // Reductions over the 32 lanes of a warp; every lane gets the result.
 #pragma once
-#include "numbers.cuh"
+#include "types.cuh"
 
 namespace crelle {
 
