@@ -2,8 +2,8 @@
 
     python bench/attention_cuda.py OUT.json
 
-Each format is filled by our own append, pages in no order, and checked against kernels/kv.py before it is timed: graph
-replays over more pages than L2 holds, the median of 15.
+Each format is filled by our own append, pages in no order, and checked against kernels/reference_attention.py before
+it is timed: graph replays over more pages than L2 holds, the median of 15.
 """
 
 import sys
@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from crelle.eval.cuda_timer import gpu
 from crelle.eval.machine import write_result
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels import kv as reference
-from crelle.kernels.cuda import paged
+from crelle.kernels import reference_attention as reference
+from crelle.kernels.cuda import paged_attention
+from crelle.kernels.cuda.graphs import capture
 
 D, HALF, TOLERANCE = 128, torch.float16, 2e-3
 HEADS = ((32, 32), (32, 8))
@@ -32,15 +33,7 @@ TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 
 def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     """Return the median time of a call, all of them being in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+    graph, _ = capture(lambda: [call() for call in calls][-1])
     times = []
     for _ in range(replays + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -59,7 +52,7 @@ def filled(fmt: KVFormat, batch: int, length: int, heads: int) -> tuple[KVPages,
     table = torch.randperm(batch * each, device="cuda").view(batch, each).int()
     for b in range(batch):
         k, v = (torch.randn(length, heads, D, dtype=HALF, device="cuda") for _ in range(2))
-        paged.append(k, v, pages, table[b : b + 1], torch.zeros(1, dtype=torch.int32, device="cuda"))
+        paged_attention.append(k, v, pages, table[b : b + 1], torch.zeros(1, dtype=torch.int32, device="cuda"))
     return pages, table
 
 
@@ -73,21 +66,21 @@ def ours(fmt: KVFormat, batch: int, length: int, heads: int, kv_heads: int) -> d
     sets = [first, *(filled(fmt, batch, length, kv_heads) for _ in range(copies(nbytes) - 1))]
     q = torch.randn(batch, heads, D, dtype=HALF, device="cuda")
     lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-    cut = paged.plan(fmt, batch, heads, kv_heads, D, length)
-    arrived = torch.zeros(batch * heads, dtype=torch.int32, device="cuda")
-    turned = paged.append(None, None, first[0], None, None, q=q)
-    assert turned is not None
+    config = paged_attention.tile_config(fmt, batch, heads, kv_heads, D, length)
+    semaphores = torch.zeros(batch * heads, dtype=torch.int32, device="cuda")
+    rotated = paged_attention.append(None, None, first[0], None, None, q=q)
+    assert rotated is not None
     out = torch.full((batch, heads, D), torch.nan, dtype=HALF, device="cuda")
-    options: dict[str, Any] = {"turned": True, "cut": cut, "arrived": arrived, "out": out}
-    paged.attend(turned, *first, lengths, **options)
+    options: dict[str, Any] = {"rotated": True, "config": config, "semaphores": semaphores, "out": out}
+    paged_attention.attend(rotated, *first, lengths, **options)
     errors = []
     for b in {0, batch // 2, batch - 1}:
         wanted = reference.attend(q[b : b + 1].float(), first[0], first[1][b : b + 1], [length])[0]
         errors.append(float((out[b].float() - wanted).norm() / wanted.norm()))
     if not max(errors) < TOLERANCE:
         raise SystemExit(f"{fmt} {batch} x {length}, {heads}/{kv_heads}: error {max(errors)}; nothing is timed")
-    us = microseconds([lambda a=a: paged.attend(turned, *a, lengths, **options) for a in sets])
-    return {"us": us, "bytes": nbytes, "tb_per_s": nbytes / us / 1e6, "error": max(errors), "plan": str(cut)}
+    us = microseconds([lambda a=a: paged_attention.attend(rotated, *a, lengths, **options) for a in sets])
+    return {"us": us, "bytes": nbytes, "tb_per_s": nbytes / us / 1e6, "error": max(errors), "plan": str(config)}
 
 
 def theirs(batch: int, length: int, heads: int, kv_heads: int) -> dict[str, float]:

@@ -21,9 +21,9 @@ from crelle.eval.machine import write_result
 from crelle.eval.serve import serve
 from crelle.eval.serve_models import forget, random_llm
 from crelle.eval.traffic import read_trace
-from crelle.kernels.cuda import build, tiles
-from crelle.kernels.cuda.layout import CudaWeight
-from crelle.models.products import Product
+from crelle.kernels.cuda import gemm, jit
+from crelle.kernels.cuda.fused_linear import FusedLinear
+from crelle.kernels.cuda.weight_layout import CudaWeight
 
 SHAPE = "llama2-7b"
 PAIRS = (("fp16", 16), ("rtn:bits=4,group=128", 4), ("bcq:bits=3,group=128", 4))
@@ -35,10 +35,10 @@ def compile_for(llm: LLM, tokens: int) -> None:
     """Compile what products of up to so many rows need, side by side: not in the middle of a run."""
     graphed = llm.model.graphed()
     assert graphed is not None
-    products = [p for p in graphed.run.layers[0] if isinstance(p, Product)]
+    products = [p for p in graphed.run.layers[0] if isinstance(p, FusedLinear)]
     planes = [w for p in products for w in p.weights if isinstance(w, CudaWeight)]
-    wanted = {v for w in planes for n in range(5, tokens + 1) for v in tiles.variants(w, n, llm.model.dtype)}
-    build.compile_all(sorted(wanted))
+    wanted = {v for w in planes for n in range(5, tokens + 1) for v in gemm.variants(w, n, llm.model.dtype)}
+    jit.compile_all(sorted(wanted))
 
 
 def main(to: Path, trace: Path, rate: float = 40.0, seconds: float = 20.0) -> None:

@@ -1,11 +1,11 @@
-"""Find the fastest cuts of the decode kernel inside a model, where other kernels overlap with it, and print them.
+"""Autotune the GEMV's tile configs inside a model's step, where other kernels overlap with it (PDL), and print them.
 
     python bench/tune_chain.py SHAPE BITS [LAYERS]          e.g. opt-175b 3 2
 
-The products of a few layers of that shape, with random weights, take turns: each takes the cut with which a whole step
-is fastest, until a turn changes nothing. The lines go into kernels/cuda/tuned.json as they are. Nothing is checked
-here: `crelle bench decode` refuses to time a model whose tokens are wrong. bench/tune_cuda.py does the same for single
-products.
+The products of a few layers of that shape, with random weights, take turns: each takes the tile config with which a
+whole step is fastest, until a turn changes nothing. The lines go into kernels/cuda/autotune.json as they are. Nothing
+is checked here: `crelle bench decode` refuses to time a model whose tokens are wrong. bench/tune_cuda.py does the same
+for single products.
 """
 
 import json
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from crelle.errors import CrelleError
 from crelle.eval.shapes import RandomWeights
-from crelle.kernels.cuda import build, decode
-from crelle.kernels.cuda.decode import Give, Shape
-from crelle.kernels.cuda.layout import CudaWeight
+from crelle.kernels.cuda import bmma_gemv, jit
+from crelle.kernels.cuda.bmma_gemv import EpilogueOut, GemvTileConfig
+from crelle.kernels.cuda.graphs import capture
+from crelle.kernels.cuda.weight_layout import CudaWeight
 from crelle.models.loader import build as build_model
 
-Problem = tuple[int, int, Give]  # N, K, what the product gives
+Problem = tuple[int, int, EpilogueOut]  # N, K, epilogue
 
-# (tiles, warps, run, stages); GATED takes rows in pairs
+# (tiles, warps, run, stages); SILU_MUL_ENCODE takes rows in pairs
 PIECES = [
     *((1, 8, 1, stages) for stages in (2, 3, 4, 6)),
     *((1, 8, 2, stages) for stages in (2, 3)),
@@ -46,11 +47,7 @@ TURNS = 3
 
 def milliseconds(step: Callable[[], Tensor], replays: int = 15) -> float:
     """Median of one step as a graph."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     graph.replay()
     marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
@@ -61,11 +58,11 @@ def milliseconds(step: Callable[[], Tensor], replays: int = 15) -> float:
     return float(sorted(a.elapsed_time(b) for a, b in pairwise(marks))[replays // 2])
 
 
-class Cuts:
-    """Stands where decode.choose stood: notes which problems a step has, and gives them the cut that is tried."""
+class ConfigOverride:
+    """Replaces bmma_gemv.choose: notes which problems a step has, and gives them the tile config that is tried."""
 
     def __init__(self) -> None:
-        self.usual, self.chosen = decode.choose, dict[Problem, Shape]()
+        self.usual, self.chosen = bmma_gemv.choose, dict[Problem, GemvTileConfig]()
         self.weights: dict[Problem, CudaWeight] = {}
 
     def __call__(
@@ -73,28 +70,32 @@ class Cuts:
         w: CudaWeight,
         tokens: int,
         processors: int | None = None,
-        chained: bool = False,
-        give: Give = "NUMBERS",
-    ) -> Shape:
-        if not chained:
+        in_graph: bool = False,
+        epilogue: EpilogueOut = "STORE",
+    ) -> GemvTileConfig:
+        if not in_graph:
             return self.usual(w, tokens, processors)
-        self.weights[w.N, w.K, give] = w
-        return self.chosen.get((w.N, w.K, give)) or self.usual(w, tokens, processors, chained, give)
+        self.weights[w.N, w.K, epilogue] = w
+        return self.chosen.get((w.N, w.K, epilogue)) or self.usual(w, tokens, processors, in_graph, epilogue)
 
-    def candidates(self, problem: Problem) -> list[Shape]:
-        """All cuts whose thread blocks fit a multiprocessor at once."""
+    def candidates(self, problem: Problem) -> list[GemvTileConfig]:
+        """All tile configs whose thread blocks fit a multiprocessor at once."""
         w, found = self.weights[problem], []
-        policies = (0,) if problem[2] == "NUMBERS" else POLICIES
+        policies = (0,) if problem[2] == "STORE" else POLICIES
         for (tiles, warps, run, stages), blocks, policy in product(PIECES, BLOCKS, policies):
-            cut = Shape(tiles, warps, run, stages, 1, 32, blocks, policy)
-            at_once, shared = 1 if blocks == 999 else blocks, warps * decode._ring(w, cut) + 8192
-            if at_once * warps <= 32 and at_once * shared <= SHARED and not (problem[2] == "GATED" and tiles % 2):
-                found.append(cut)
+            config = GemvTileConfig(tiles, warps, run, stages, 1, 32, blocks, policy)
+            at_once, shared = 1 if blocks == 999 else blocks, warps * bmma_gemv._pipeline_bytes(w, config) + 8192
+            if (
+                at_once * warps <= 32
+                and at_once * shared <= SHARED
+                and not (problem[2] == "SILU_MUL_ENCODE" and tiles % 2)
+            ):
+                found.append(config)
         return found
 
 
 @torch.inference_mode()
-def tune(shape: str, bits: int, layers: int) -> dict[Problem, Shape]:
+def tune(shape: str, bits: int, layers: int) -> dict[Problem, GemvTileConfig]:
     device = torch.device("cuda")
     model = build_model(RandomWeights(shape, f"bcq:bits={bits},group=128", device, layers=layers), device)
     run, c = model.make_step(), model.c
@@ -104,46 +105,46 @@ def tune(shape: str, bits: int, layers: int) -> dict[Problem, Shape]:
     def step() -> Tensor:
         return run(ids, position, kv)
 
-    decode.choose = cuts = Cuts()
+    bmma_gemv.choose = configs = ConfigOverride()
     try:
         best = milliseconds(step)
-        problems = list(cuts.weights)
+        problems = list(configs.weights)
         variants = {
-            decode.decode_variant(cuts.weights[p], 1, cut, torch.float16, p[2], divided)
+            bmma_gemv.gemv_variant(configs.weights[p], 1, config, torch.float16, p[2], divided)
             for p in problems
-            for cut in cuts.candidates(p)
+            for config in configs.candidates(p)
             for divided in (False, True)
         }
-        build.compile_all(sorted(variants))
+        jit.compile_all(sorted(variants))
         for _ in range(TURNS):
-            before = dict(cuts.chosen)
+            before = dict(configs.chosen)
             for problem in problems:
-                for cut in cuts.candidates(problem):
-                    kept, cuts.chosen[problem] = cuts.chosen.get(problem), cut
+                for config in configs.candidates(problem):
+                    kept, configs.chosen[problem] = configs.chosen.get(problem), config
                     try:
                         now = milliseconds(step)
                     except CrelleError as e:  # more shared memory than there is
-                        print(f"{problem} {astuple(cut)}: {e}", file=sys.stderr)
+                        print(f"{problem} {astuple(config)}: {e}", file=sys.stderr)
                         now = best
                     if now < best:
                         best = now
                     elif kept:
-                        cuts.chosen[problem] = kept
+                        configs.chosen[problem] = kept
                     else:
-                        del cuts.chosen[problem]
-                print(f"{problem} {cuts.chosen.get(problem)}: {best:.3f} ms a step", file=sys.stderr, flush=True)
-            if cuts.chosen == before:
+                        del configs.chosen[problem]
+                print(f"{problem} {configs.chosen.get(problem)}: {best:.3f} ms a step", file=sys.stderr, flush=True)
+            if configs.chosen == before:
                 break
     finally:
-        decode.choose = cuts.usual
-    return cuts.chosen
+        bmma_gemv.choose = configs.usual
+    return configs.chosen
 
 
 def main() -> None:
     shape, bits = sys.argv[1], int(sys.argv[2])
-    for (N, K, give), cut in tune(shape, bits, int(sys.argv[3]) if len(sys.argv) > 3 else 8).items():
-        problem = {"codes": False, "P": bits, "N": N, "K": K, "M": 1, "chained": True, "give": give}
-        print(json.dumps({**problem, "cut": list(astuple(cut))}))
+    for (N, K, epilogue), config in tune(shape, bits, int(sys.argv[3]) if len(sys.argv) > 3 else 8).items():
+        problem = {"codes": False, "P": bits, "N": N, "K": K, "M": 1, "in_graph": True, "epilogue": epilogue}
+        print(json.dumps({**problem, "config": list(astuple(config))}))
 
 
 if __name__ == "__main__":

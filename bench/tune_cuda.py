@@ -1,8 +1,9 @@
-"""Find the fastest cut of the decode kernel for common problems on this GPU and write kernels/cuda/tuned.json.
+"""Autotune the GEMV's tile config for common problems on this GPU and write kernels/cuda/autotune.json.
 
     python bench/tune_cuda.py OUT.json [SECONDS]
 
-Every cut is checked against f64 first; each problem's cuts are timed by graph replays over more weights than L2 holds.
+Every config is checked against f64 first; each problem's configs are timed by graph replays over more
+weights than L2 holds.
 """
 
 import json
@@ -14,9 +15,10 @@ from time import perf_counter
 import torch
 
 from crelle.eval.random_matrices import random_generator, random_matrix
-from crelle.kernels.cuda import build, decode
-from crelle.kernels.cuda.decode import Shape
-from crelle.kernels.cuda.layout import lay_out
+from crelle.kernels.cuda import bmma_gemv, jit
+from crelle.kernels.cuda.bmma_gemv import GemvTileConfig
+from crelle.kernels.cuda.graphs import capture
+from crelle.kernels.cuda.weight_layout import lay_out
 from crelle.quantizers.scheme import parse
 
 PROBLEMS = [
@@ -35,33 +37,33 @@ PROBLEMS = [
         for p in (2, 4)
     ),
 ]
-CUTS = [
-    Shape(1, 16, 1, 2, 1, 32, 2),
-    Shape(1, 16, 1, 4, 1, 32, 2),
-    Shape(1, 8, 1, 4, 1, 32, 4),
-    Shape(1, 8, 1, 2, 1, 32, 4),
-    Shape(1, 8, 2, 2, 1, 32, 4),
-    Shape(1, 8, 1, 4, 1, 32, 999),
-    Shape(2, 8, 1, 4, 1, 32, 4),
-    Shape(2, 8, 1, 2, 1, 32, 4),
-    Shape(2, 8, 2, 2, 1, 24, 3),
-    Shape(2, 8, 1, 4, 1, 32, 999),
-    Shape(1, 4, 1, 4, 1, 32, 999),
-    Shape(1, 4, 2, 2, 1, 32, 8),
-    Shape(2, 4, 1, 4, 1, 32, 8),
-    Shape(1, 16, 1, 2, 1, 32, 999),
-    Shape(1, 8, 3, 2, 1, 24, 999),
+CONFIGS = [
+    GemvTileConfig(1, 16, 1, 2, 1, 32, 2),
+    GemvTileConfig(1, 16, 1, 4, 1, 32, 2),
+    GemvTileConfig(1, 8, 1, 4, 1, 32, 4),
+    GemvTileConfig(1, 8, 1, 2, 1, 32, 4),
+    GemvTileConfig(1, 8, 2, 2, 1, 32, 4),
+    GemvTileConfig(1, 8, 1, 4, 1, 32, 999),
+    GemvTileConfig(2, 8, 1, 4, 1, 32, 4),
+    GemvTileConfig(2, 8, 1, 2, 1, 32, 4),
+    GemvTileConfig(2, 8, 2, 2, 1, 24, 3),
+    GemvTileConfig(2, 8, 1, 4, 1, 32, 999),
+    GemvTileConfig(1, 4, 1, 4, 1, 32, 999),
+    GemvTileConfig(1, 4, 2, 2, 1, 32, 8),
+    GemvTileConfig(2, 4, 1, 4, 1, 32, 8),
+    GemvTileConfig(1, 16, 1, 2, 1, 32, 999),
+    GemvTileConfig(1, 8, 3, 2, 1, 24, 999),
 ]
 MANY = [
-    Shape(1, 8, 1, 4, 1, 16, 2),
-    Shape(1, 8, 1, 2, 1, 24, 3),
-    Shape(2, 4, 1, 4, 1, 16, 4),
-    Shape(2, 8, 1, 3, 1, 16, 2),
-    Shape(1, 16, 1, 2, 1, 16, 1),
-    Shape(1, 16, 1, 2, 1, 32, 2),
-    Shape(2, 16, 1, 2, 1, 16, 1),
-    Shape(2, 8, 1, 2, 1, 24, 3),
-    Shape(2, 8, 1, 4, 1, 24, 3),
+    GemvTileConfig(1, 8, 1, 4, 1, 16, 2),
+    GemvTileConfig(1, 8, 1, 2, 1, 24, 3),
+    GemvTileConfig(2, 4, 1, 4, 1, 16, 4),
+    GemvTileConfig(2, 8, 1, 3, 1, 16, 2),
+    GemvTileConfig(1, 16, 1, 2, 1, 16, 1),
+    GemvTileConfig(1, 16, 1, 2, 1, 32, 2),
+    GemvTileConfig(2, 16, 1, 2, 1, 16, 1),
+    GemvTileConfig(2, 8, 1, 2, 1, 24, 3),
+    GemvTileConfig(2, 8, 1, 4, 1, 24, 3),
 ]
 SCHEMES = {"b": "bcq:bits={},group=128", "u": "rtn:bits={},group=128"}
 WORKING_SET = 300e6
@@ -69,14 +71,7 @@ WORKING_SET = 300e6
 
 def replays(calls: list, rounds: int = 9) -> float:  # type: ignore[type-arg]
     """Median microseconds of one call, all of them in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+    graph, _ = capture(lambda: [call() for call in calls][-1], warmup=calls[0])
     graph.replay()
     times = []
     for _ in range(rounds):
@@ -100,11 +95,11 @@ def main() -> None:
         for s in SCHEMES
     }
     wanted = {
-        decode.decode_variant(small[s][p], M, cut, torch.float16)
+        bmma_gemv.gemv_variant(small[s][p], M, config, torch.float16)
         for s, p, _, _, M in PROBLEMS
-        for cut in (CUTS if M == 1 else MANY)
+        for config in (CONFIGS if M == 1 else MANY)
     }
-    build.compile_all(sorted(wanted))
+    jit.compile_all(sorted(wanted))
     for s, P, N, K, M in PROBLEMS:
         if perf_counter() - begun > limit:
             break
@@ -117,22 +112,22 @@ def main() -> None:
         x = torch.randn(M, K, device="cuda", dtype=torch.float16)
         rows = torch.randint(0, N, (128,), device="cuda")
         oracle = x.double() @ plain.rows(rows).dequantize(torch.float64).T
-        digits, found = decode.encode(x, w), []
-        for cut in CUTS if M == 1 else MANY:
-            if cut.warps * decode._ring(w, cut) > 200 * 1024:
+        digits, found = bmma_gemv.encode(x, w), []
+        for config in CONFIGS if M == 1 else MANY:
+            if config.warps * bmma_gemv._pipeline_bytes(w, config) > 200 * 1024:
                 continue
             y = torch.full((M, N), torch.nan, device="cuda", dtype=torch.float16)
-            decode.product(digits, w, torch.float16, out=y, shape=cut)
+            bmma_gemv.product(digits, w, torch.float16, out=y, config=config)
             error = ((y[:, rows].double() - oracle).norm() / oracle.norm()).item()
             if not error < 1e-3:
-                print(f"{s}{P} {N}x{K} M={M} {cut}: error {error:.2g}, not timed", file=sys.stderr)
+                print(f"{s}{P} {N}x{K} M={M} {config}: error {error:.2g}, not timed", file=sys.stderr)
                 continue
-            calls = [lambda c=c: decode.product(digits, c, torch.float16, out=y, shape=cut) for c in copies]  # noqa: B023
-            found.append((replays(calls), cut))
+            calls = [lambda c=c: bmma_gemv.product(digits, c, torch.float16, out=y, config=config) for c in copies]  # noqa: B023
+            found.append((replays(calls), config))
         found.sort(key=lambda f: f[0])
-        us, cut = found[0]
-        problem = {"codes": s == "u", "P": P, "N": N, "K": K, "M": M, "chained": False}
-        best.append({**problem, "cut": list(astuple(cut)), "us": round(us, 2)})
+        us, config = found[0]
+        problem = {"codes": s == "u", "P": P, "N": N, "K": K, "M": M, "in_graph": False}
+        best.append({**problem, "config": list(astuple(config)), "us": round(us, 2)})
         line = " ".join(f"{astuple(c)}:{t:.2f}" for t, c in found[:4])
         print(f"{s}{P} {N}x{K} M={M} {w.nbytes / us / 1e3:.0f} GB/s  {line}", flush=True)
         out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "best": best}, indent=1) + "\n")

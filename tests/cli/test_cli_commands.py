@@ -227,23 +227,23 @@ def test_doctor_says_what_runs_without_the_extension(monkeypatch: pytest.MonkeyP
 
 
 def test_doctor_compiles_a_cuda_kernel_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crelle.kernels.cuda import build
+    from crelle.kernels.cuda import jit
 
     def check() -> dict[str, str]:
         (found,) = [c for c in succeed("doctor", "--json").json["checks"] if c["what"] == "CUDA kernels"]
         return found  # type: ignore[no-any-return]
 
     monkeypatch.setenv("CRELLE_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "_memory", {})
+    monkeypatch.setattr(jit, "_memory", {})
     first, second = check(), check()
     assert first["state"] == second["state"] == "ok"
     assert re.match(r"NVRTC \d+\.\d+ compiled one for sm_\w+ in \d+\.\d\d s", first["detail"])
     assert "in the cache" in second["detail"]
 
-    monkeypatch.setattr(build, "_memory", {})
-    monkeypatch.setattr(build, "CSRC", tmp_path)
+    monkeypatch.setattr(jit, "_memory", {})
+    monkeypatch.setattr(jit, "CSRC", tmp_path)
     assert check()["state"] == "problem"
-    monkeypatch.setattr(build, "missing", lambda: "pip install 'crelle[cuda]'")
+    monkeypatch.setattr(jit, "missing", lambda: "pip install 'crelle[cuda]'")
     assert check() == {"what": "CUDA kernels", "state": "absent", "detail": "pip install 'crelle[cuda]'"}
 
 

@@ -13,8 +13,8 @@ from crelle.eval.energy import Energy
 from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.kernels import ops
+from crelle.kernels.base import Kernel
 from crelle.kernels.reference import matmul_fp64
-from crelle.kernels.select import Kernel
 from crelle.quantizers.scheme import parse
 
 CEILING, BASELINE = Ceiling(4000.0, "a guess"), gemv_cuda.Baseline(10.0, None)

@@ -12,8 +12,9 @@ from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.dense import DenseTensor
 from crelle.formats.permuted import PermutedTensor
 from crelle.kernels import ops
+from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64
-from crelle.kernels.select import Problem, explain, select
+from crelle.kernels.registry import explain, select
 from crelle.quantizers.scheme import parse
 
 quick = settings(deadline=None, max_examples=40)

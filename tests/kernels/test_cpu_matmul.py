@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.kernels.base import Problem
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.planes import Cpu, CpuWeight, Precision
 from crelle.kernels.reference import matmul_fp64
-from crelle.kernels.select import Problem
 
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.kv import KVFormat, KVPages, dequantize, quantize
-from crelle.kernels import kv, ops
+from crelle.kernels import ops
+from crelle.kernels import reference_attention as kv
 from crelle.kernels.cpu import available
 
 if (reason := available()) is not None:

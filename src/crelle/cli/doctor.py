@@ -93,14 +93,14 @@ def _cuda_kernels() -> dict[str, Any]:
     import torch
 
     from crelle.errors import CrelleError
-    from crelle.kernels.cuda import build
+    from crelle.kernels.cuda import jit
 
     what, kernel = "CUDA kernels", ("probe.cu", "crelle::probe<__half>")
-    if reason := build.missing():
+    if reason := jit.missing():
         return _check(what, "absent", reason)
     try:
-        built = build.compile(*kernel, None if torch.cuda.is_available() else "sm_90a")
-        took = f"{build.version()} compiled one for {built.arch} in {built.seconds:.2f} s"
+        built = jit.compile(*kernel, None if torch.cuda.is_available() else "sm_90a")
+        took = f"{jit.version()} compiled one for {built.arch} in {built.seconds:.2f} s"
         if built.cached:
             took = f"one for {built.arch} is in the cache ({took})"
         return _check(what, "ok", f"{took}; it ran here" if _ran(kernel) else took)

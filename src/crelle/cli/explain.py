@@ -60,7 +60,8 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     import torch
 
     from crelle.formats.source import open_weights
-    from crelle.kernels.select import Problem, explain, select
+    from crelle.kernels.base import Problem
+    from crelle.kernels.registry import explain, select
     from crelle.models.loader import choose_device
     from crelle.models.precisions import at_precision
 

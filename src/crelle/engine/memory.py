@@ -20,7 +20,7 @@ from torch import Tensor
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv import KVFormat
-from crelle.kernels.kv import SLAB
+from crelle.kernels.reference_attention import SLAB
 from crelle.models.batched import page_dtype
 from crelle.models.loader import Model
 

@@ -5,8 +5,8 @@
     2. time     all sequences at full length, over more pages than the caches hold; on a GPU by graph replays
     3. beside   torch's scaled_dot_product_attention over plain keys and values, every backend that takes the problem
 
-The kernels are those of the device: CUDA's paged ones, else the readable ones of crelle.kernels.kv. (On a CPU the C++
-step attends inside of a whole step; `crelle bench serve --batch` times that.)
+The kernels are those of the device: CUDA's paged ones, else those of crelle.kernels.reference_attention. (On a CPU
+the C++ step attends inside of a whole step; `crelle bench serve --batch` times that.)
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from torch import Tensor
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.eval.cuda_timer import Replay, clone, copies
 from crelle.formats.kv import KVFormat, KVPages, turn
-from crelle.kernels import kv as plain
+from crelle.kernels import reference_attention as plain
 
 TOLERANCE = 2e-3  # of the largest output, in f16; sums in another order and the rounding of the result
 CHECKED = 8  # sequences that are compared with f64
@@ -68,7 +68,7 @@ class Kernels(Protocol):
 
 
 class Readable:
-    """crelle.kernels.kv."""
+    """crelle.kernels.reference_attention."""
 
     name = "reference"
 
@@ -83,14 +83,14 @@ class Readable:
 
 
 class Cuda:
-    """crelle.kernels.cuda.paged."""
+    """crelle.kernels.cuda.paged_attention."""
 
     name = "cuda-paged"
 
     def __init__(self) -> None:
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
-        self._paged = paged
+        self._paged = paged_attention
 
     def append(self, k: Tensor, v: Tensor, pages: KVPages, table: Tensor, position: Tensor) -> None:
         self._paged.append(k, v, pages, table, position)
@@ -102,7 +102,7 @@ class Cuda:
         return turned
 
     def attend(self, q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._paged.attend(q, pages, table, lengths, turned=True, dtype=dtype)
+        return self._paged.attend(q, pages, table, lengths, rotated=True, dtype=dtype)
 
 
 def measure(

@@ -18,8 +18,9 @@ from crelle.errors import SchemeError, UnsupportedError
 from crelle.eval.peers import gemv_peer
 from crelle.formats.base import QuantTensor
 from crelle.kernels import cpu, ops
+from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64
-from crelle.kernels.select import Problem, select
+from crelle.kernels.registry import select
 from crelle.kernels.threads import set_threads
 from crelle.quantizers.scheme import parse
 

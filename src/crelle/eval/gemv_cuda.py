@@ -195,22 +195,23 @@ def exact(x: Tensor, w: QuantTensor) -> Tensor:
 
 def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | None, float | None]:
     """Return the microseconds of the product with digits given, and of making the digits; None where they are one."""
-    from crelle.kernels.cuda import decode
-    from crelle.kernels.cuda.layout import CudaWeight
+    from crelle.kernels.cuda import bmma_gemv
+    from crelle.kernels.cuda.dispatch import GEMV_ROWS
+    from crelle.kernels.cuda.weight_layout import CudaWeight
 
     first: Any = weights[0].data
-    if weights[0].kernel.name != "cuda" or not isinstance(first, CudaWeight) or x.shape[0] > decode.TOKENS:
+    if weights[0].kernel.name != "cuda" or not isinstance(first, CudaWeight) or x.shape[0] > GEMV_ROWS:
         return None, None
-    digits = decode.encode(x, first)
+    digits = bmma_gemv.encode(x, first)
 
     def product(w: CudaWeight) -> Callable[[], Tensor]:
-        return lambda: decode.product(digits, w, x.dtype)
+        return lambda: bmma_gemv.product(digits, w, x.dtype)
 
     out = torch.full((x.shape[0], first.N), torch.nan, dtype=x.dtype, device=x.device)
-    y = decode.product(digits, first, x.dtype, out=out)
+    y = bmma_gemv.product(digits, first, x.dtype, out=out)
     if not torch.equal(y, ops.matmul(x, weights[0])):
         raise UnsupportedError(f"{what}: the product of given digits differs from the whole product; it is not timed")
     alone = Replay([product(p.data) for p in weights])
     alone.check(y, what)
-    encode = Replay([lambda: decode.encode(x, first).bits] * _ENCODES)
+    encode = Replay([lambda: bmma_gemv.encode(x, first).bits] * _ENCODES)
     return alone.microseconds(), encode.microseconds()

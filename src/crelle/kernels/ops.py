@@ -1,23 +1,21 @@
-"""The only door to the kernels: `prepare` a weight once, then `matmul` with it."""
+"""The only door to the kernels: `prepare` a weight once, then `matmul` with it.
 
-from dataclasses import dataclass
-from typing import Any
+y = matmul(x, w)
+encoded = encode(x, q)                                      # once, where several weights read the same input
+y = [matmul(encoded, w) for w in (q, k, v)]                 # the same bits as matmul(x, w) of each
+"""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.kernels.select import Kernel, Problem, select
+from crelle.kernels.base import Encoded, Prepared, Problem
+from crelle.kernels.registry import select
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A weight in the layout of the kernel that was chosen for it."""
-
-    problem: Problem
-    kernel: Kernel
-    data: Any
+__all__ = ["Encoded", "Prepared", "encode", "matmul", "prepare", "shares"]
 
 
 def prepare(w: QuantTensor, dtype: torch.dtype, kernel: str | None = None) -> Prepared:
@@ -27,9 +25,34 @@ def prepare(w: QuantTensor, dtype: torch.dtype, kernel: str | None = None) -> Pr
     return Prepared(problem, chosen, chosen.prepare(w, dtype))
 
 
-def matmul(x: Tensor, w: Prepared) -> Tensor:
+def encode(x: Tensor, w: Prepared) -> Encoded:
+    """Return x [..., K] in the form that w's kernel multiplies, for w and every weight that `shares` it."""
+    _check(x.shape[-1], w)
+    encoded = w.kernel.encode(x.reshape(-1, w.problem.K), w.data)
+    return replace(encoded, weight=w, lead=tuple(x.shape[:-1]))
+
+
+def shares(a: Prepared, b: Prepared) -> bool:
+    """Whether an input encoded for a serves b: the same kernel, inputs, groups of inputs and order of inputs."""
+    if a is b:
+        return True
+    p, q = a.problem, b.problem
+    alike = (p.K, p.device, p.dtype, p.activation, p.permuted) == (q.K, q.device, q.dtype, q.activation, q.permuted)
+    return alike and a.kernel.name == b.kernel.name and b.kernel.shares(a.data, b.data)
+
+
+def matmul(x: Tensor | Encoded, w: Prepared) -> Tensor:
     """Return x [..., K] @ W.T as [..., N], in x.dtype, accumulated at least in f32."""
-    if x.shape[-1] != w.problem.K:
-        raise UnsupportedError(f"x has {x.shape[-1]} inputs, the weight takes {w.problem.K}")
+    if isinstance(x, Encoded):
+        if x.weight is None or not shares(x.weight, w):
+            whose = "no weight" if x.weight is None else f"{x.weight.problem} by kernel '{x.weight.kernel.name}'"
+            raise UnsupportedError(f"x was encoded for {whose}, which does not serve {w.problem}: encode it again")
+        return w.kernel.run(x, w.data).reshape(*x.lead, w.problem.N)
+    _check(x.shape[-1], w)
     y = w.kernel.run(x.reshape(-1, w.problem.K), w.data)  # [M, N]
     return y.reshape(*x.shape[:-1], w.problem.N)
+
+
+def _check(K: int, w: Prepared) -> None:
+    if w.problem.K != K:
+        raise UnsupportedError(f"x has {K} inputs, the weight takes {w.problem.K}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.kernels.select import Problem
+from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 
 _SLAB = 1 << 22  # weights that `reference` holds as numbers at one time
 
@@ -21,19 +21,21 @@ def matmul_fp64(x: Tensor, w: QuantTensor) -> Tensor:
     return x.double() @ w.dequantize(torch.float64).T
 
 
-class Dense:
+class Dense(FloatInput):
     """Multiply by a plain matrix."""
 
     name: ClassVar[str] = "dense"
 
     def supports(self, problem: Problem) -> str | None:
-        return None if problem.format == "dense" else f"takes plain matrices only, not '{problem.format}'"
+        if problem.format != "dense":
+            return f"takes plain matrices only, not '{problem.format}'"
+        return takes_floats(problem)
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> Tensor:
         return w.dequantize(dtype)
 
-    def run(self, x: Tensor, prepared: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, prepared)
+    def run(self, x: Tensor | Encoded, prepared: Tensor) -> Tensor:
+        return torch.nn.functional.linear(floats(x), prepared)
 
 
 class Dequantized(Dense):
@@ -42,21 +44,22 @@ class Dequantized(Dense):
     name: ClassVar[str] = "dequantized"
 
     def supports(self, problem: Problem) -> str | None:
-        return None if problem.format != "dense" else "has nothing to dequantize in a plain matrix"
+        return takes_floats(problem) if problem.format != "dense" else "has nothing to dequantize in a plain matrix"
 
 
-class Reference:
+class Reference(FloatInput):
     """Dequantize a slab of rows, multiply, forget it, take the next."""
 
     name: ClassVar[str] = "reference"
 
     def supports(self, problem: Problem) -> str | None:
-        return None
+        return takes_floats(problem)
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> QuantTensor:
         return w
 
-    def run(self, x: Tensor, prepared: QuantTensor) -> Tensor:
+    def run(self, x: Tensor | Encoded, prepared: QuantTensor) -> Tensor:
+        x = floats(x)
         N, K = prepared.shape
         step = max(1, _SLAB // K)
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from crelle.formats.kv import KVPages
 from crelle.kernels import cpu
-from crelle.kernels import kv as paged
+from crelle.kernels import reference_attention as paged
 from crelle.kernels.cpu.decoder import MAX_ROWS, Decoder, Paged
 from crelle.kernels.spec import RopeSpec
 from crelle.models.decoder import PLAIN, Compute, DecoderModel

@@ -6,7 +6,7 @@
                      their pages hold, so that they see what later tokens will see and not numbers that were never
                      stored (`exact`: token by token, as later ones do)
 
-    products         crelle.models.many_rows
+    products         crelle.kernels.cuda.norm_linear
 
 A row's numbers do not depend on what stands in the other rows, but in their last bits on how many there are: each
 bucket has its own order of sums. With a cache of 4 bits that shows: a sum that differs in its last bit may round to
@@ -28,18 +28,18 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
+from crelle.kernels.cuda.fused_linear import STEPPED
+from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear, takes_packed
 from crelle.models.companies import Company, companies
 from crelle.models.decoder import DecoderModel
-from crelle.models.many_rows import enter, leave, takes_arranged
-from crelle.models.products import STEPPED
 from crelle.models.step_buffers import BUCKETS, Buffers, Drawn, Part, bucket_of
 from crelle.models.steps import Step, StepLayer, supports
 
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.paged import Plan
-    from crelle.kernels.cuda.tiles import Arranged
+    from crelle.kernels.cuda.gemm import PackedX
+    from crelle.kernels.cuda.paged_attention import PagedTileConfig
 
-Attend = Callable[[int, StepLayer, Tensor], "Tensor | Arranged"]
+Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
 
 
 def why_not(model: DecoderModel, kv: KVFormat) -> str | None:
@@ -48,9 +48,9 @@ def why_not(model: DecoderModel, kv: KVFormat) -> str | None:
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
     if reason := cuda.available():
         return f"a whole step needs the CUDA kernels, and this process {reason}"
-    from crelle.kernels.cuda import paged
+    from crelle.kernels.cuda import paged_attention
 
-    if reason := paged.supports(kv, model.spec.head_size, model.dtype):
+    if reason := paged_attention.supports(kv, model.spec.head_size, model.dtype):
         return f"the paged attention {reason}"
     if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
@@ -129,26 +129,26 @@ class CudaBatch:
         """Return x [N, width] behind all layers; attend(i, layer, qkv) -> [N, heads * D]."""
         more: Tensor | None = None  # to be added to x
         for i, layer in enumerate(self.step.layers):
-            y, x = enter(layer.qkv, x, more, layer.norm, layer.norm_attention, self.exact)
-            x, more = leave(layer.o, attend(i, layer, y), x, exact=self.exact)
-            y, x = enter(layer.up, x, more, layer.norm, layer.norm_mlp, self.exact)
-            x, more = leave(layer.down, y, x, layer.activation, self.exact)
+            y, x = norm_linear(layer.qkv, x, more, layer.norm, layer.norm_attention, self.exact)
+            x, more = linear_residual(layer.o, attend(i, layer, y), x, batch_invariant=self.exact)
+            y, x = norm_linear(layer.up, x, more, layer.norm, layer.norm_mlp, self.exact)
+            x, more = linear_residual(layer.down, y, x, layer.activation, self.exact)
         return x if more is None else x + more
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return f32 [N, V] for x [N, width]."""
         dtype = torch.float32 if x.shape[0] <= 4 else None  # few rows come as f32, others are made so once
-        y, _ = enter(self.step.head, x, None, self.step.norm_op, self.step.norm, self.exact, dtype)
+        y, _ = norm_linear(self.step.head, x, None, self.step.norm_op, self.step.norm, self.exact, dtype)
         return y.float() if out is None else out.copy_(y)
 
     def append(self, i: int, layer: StepLayer, qkv: Tensor, where: "_Where") -> Tensor:
         """Store keys and values of qkv [N, (heads + 2 kv_heads) D] in the pages; return q as attention wants it."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         a, pages = layer.spec.attention, self.pages[i]
         heads = qkv.view(qkv.shape[0], -1, a.head_size)
         q, k, v = heads.split([a.heads, pages.heads, pages.heads], 1)  # type: ignore[no-untyped-call]
-        turned = paged.append(
+        turned = paged_attention.append(
             *(k, v, pages, where.table, where.position),
             starts=where.starts,
             center=self.centers[i],
@@ -163,27 +163,34 @@ class CudaBatch:
         return turned
 
     def attend(
-        self, layer: int, q: Tensor, table: Tensor, lengths: Tensor, window: int | None, cut: "Plan", **options: Any
+        self,
+        layer: int,
+        q: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        window: int | None,
+        cut: "PagedTileConfig",
+        **options: Any,
     ) -> Tensor:
         """Return what one token of each sequence sees, [B, heads, D], for q [B, heads, D] of `append`."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
-        return paged.attend(
+        return paged_attention.attend(
             *(q, self.pages[layer], table, lengths),
             window=window,
-            turned=True,
+            rotated=True,
             dtype=self.model.dtype,
-            cut=cut,
+            config=cut,
             **options,
         )
 
-    def cut(self, rows: int) -> "Plan":
+    def cut(self, rows: int) -> "PagedTileConfig":
         """How attention shares out the work for so many sequences; with `exact` the same for any number."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         c, pages = self.model.spec, self.pages[0]
         longest, most = self._width * pages.format.page, BUCKETS[-1] if self.exact else rows
-        found = paged.plan(pages.format, most, c.heads, pages.heads, c.head_size, longest)
+        found = paged_attention.tile_config(pages.format, most, c.heads, pages.heads, c.head_size, longest)
         return replace(found, splits=max(1, min(8, longest // 4096))) if self.exact else found
 
     # --- prompts ----------------------------------------------------------------------------------------------------
@@ -211,7 +218,7 @@ class CudaBatch:
         def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
             q = self.append(i, layer, qkv, where)
             if self.exact:
-                seen = self.attend(i, q, rows, lengths, layer.window, self.cut(len(ids)), overlap=False)
+                seen = self.attend(i, q, rows, lengths, layer.window, self.cut(len(ids)), pdl=False)
                 return seen.view(len(ids), -1)
             each = [self._attend_prompts(i, q, where.table, some, layer.window) for some in calls]
             return self._turned_back(i, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
@@ -226,10 +233,10 @@ class CudaBatch:
 
     def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, call: "_Call", window: int | None) -> Tensor:
         """Some prompts' tokens of q [N, H, D], as they are stored; each sees itself and those before it in its text."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         who = call.who
-        k, v = paged.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
+        k, v = paged_attention.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
         seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
             *(q[who.rows], k, v, call.new, call.all, who.longest_new, who.longest),
             *(0.0, True, False),
@@ -239,10 +246,10 @@ class CudaBatch:
 
     def _turned_back(self, layer: int, y: Tensor) -> Tensor:
         """H undoes itself."""
-        from crelle.kernels.cuda import paged
+        from crelle.kernels.cuda import paged_attention
 
         pages = self.pages[layer]
-        back = paged.append(None, None, pages, None, None, q=y) if pages.format.rotate else y
+        back = paged_attention.append(None, None, pages, None, None, q=y) if pages.format.rotate else y
         assert back is not None
         return back.to(self.model.dtype)
 
@@ -323,14 +330,14 @@ class _Graph:
         x = batch.step.embed(ids, self.where.position)
         return batch.logits(batch.through(x, self._attend), buffers.logits[: self.bucket])
 
-    def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | Arranged":
-        from crelle.kernels.cuda.tiles import Arranged
+    def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | PackedX":
+        from crelle.kernels.cuda.gemm import PackedX
 
         batch, lengths = self._batch, self._buffers.at[1, : self.bucket]
         q = batch.append(i, layer, qkv, self.where)
         a = layer.spec.attention
         fits = a.head_size == 128
-        arranged = takes_arranged(layer.o, self.bucket, a.heads * a.head_size, batch.exact) if fits else None
-        options = {"arrived": self._arrived, "arranged": arranged}
+        arranged = takes_packed(layer.o, self.bucket, a.heads * a.head_size, batch.exact) if fits else None
+        options = {"semaphores": self._arrived, "packed_for": arranged}
         y = batch.attend(i, q, self.where.table, lengths, layer.window, self._cut, **options)
-        return y.view(self.bucket, -1) if arranged is None else Arranged(self.bucket, y.dtype, y, self._flags)
+        return y.view(self.bucket, -1) if arranged is None else PackedX(self.bucket, y.dtype, y, self._flags)

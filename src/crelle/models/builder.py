@@ -14,7 +14,8 @@ from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.source import Weights
-from crelle.kernels.select import Problem, explain
+from crelle.kernels.base import Problem
+from crelle.kernels.registry import explain
 from crelle.kernels.spec import NormSpec
 from crelle.models.families.base import Architecture
 from crelle.models.linear import QuantLinear

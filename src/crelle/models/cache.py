@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels import kv as paged
+from crelle.kernels import reference_attention as paged
 from crelle.kernels.cpu.decoder import Paged
 from crelle.kernels.spec import RopeSpec
 from crelle.models.rope import angles, rotate
@@ -74,7 +74,7 @@ class KVCache:
 
 
 class PagedCache:
-    """The same in pages of any KVFormat, through crelle.kernels.kv: page i of sequence b is page i*B + b."""
+    """The same in pages of any KVFormat (reference_attention): page i of sequence b is page i*B + b."""
 
     def __init__(
         self,

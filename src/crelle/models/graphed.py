@@ -15,8 +15,8 @@ from torch import Tensor
 
 from crelle.errors import CapacityError, NumericsError
 from crelle.kernels import cuda
+from crelle.kernels.cuda.fused_linear import STEPPED
 from crelle.models.cache import KVCache
-from crelle.models.products import STEPPED
 from crelle.models.steps import Step, supports
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class _State:
     """The buffers of some sequences and the graphs on them."""
 
     def __init__(self, step: Step, cache: KVCache, capacity: int) -> None:
-        from crelle.kernels.cuda.tokens import State
+        from crelle.kernels.cuda.embed_argmax import State
 
         like = cache.layers[0]
         _, B, heads, _, size = like.shape
@@ -165,10 +165,10 @@ class _State:
         return self._graphs[greedy]
 
     def _run(self, greedy: bool) -> None:
-        from crelle.kernels.cuda import tokens
+        from crelle.kernels.cuda import embed_argmax
 
         logits = self._step(self.at.ids, self.at.position, self.kv)
         if greedy:
-            tokens.greedy(logits, self.at)
+            embed_argmax.greedy(logits, self.at)
         else:
             self.logits = logits

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from crelle.formats.base import QuantTensor
 from crelle.kernels import ops
-from crelle.kernels.select import Problem
+from crelle.kernels.base import Problem
 
 
 class QuantEmbedding(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.tokens import Argmax
+from crelle.kernels.cuda.embed_argmax import Argmax
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 DRAWS = 1024  # tokens that `CudaBatch.draw` can take at a time

@@ -3,7 +3,7 @@
     embed (+ position);  { norm·qkv, attention, o + x;  norm·gate·up, act·down + x };  norm·head
 
 What stands with a dot is fused: norms and activations are applied while x becomes digits, sums while y is written.
-Heads of 128 channels leave the attention as digits, and so do products wherever one launch can make both.
+RopeNormArgs of 128 channels leave the attention as digits, and so do products wherever one launch can make both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
-from crelle.kernels.cuda.decode import Digits, Op
+from crelle.kernels.cuda.bmma_gemv import BitSerialX, Prologue
+from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
 from crelle.models.linear import QuantEmbedding
-from crelle.models.products import Norm, Product
 
 if TYPE_CHECKING:
     from crelle.models.decoder import DecoderModel
 
-_NORMS: dict[str, Op] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
-_GATED: dict[str, Op] = {"silu": "SILU_MUL"}
-_PLAIN: dict[str, Op] = {"relu": "RELU"}
+_NORMS: dict[str, Prologue] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
+_GATED: dict[str, Prologue] = {"silu": "SILU_MUL"}
+_PLAIN: dict[str, Prologue] = {"relu": "RELU"}
 
 
 def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
     """Return what of a spec the step on a GPU lacks, or None."""
-    from crelle.kernels.cuda.attention import supports as attention_supports
+    from crelle.kernels.cuda.decode_attention import supports as attention_supports
 
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
@@ -59,7 +59,7 @@ class Embed:
         self.words, self.positions, self.first = words, positions, first or 0
 
     def __call__(self, ids: Tensor, position: Tensor) -> Tensor:
-        from crelle.kernels.cuda.tokens import embed
+        from crelle.kernels.cuda.embed_argmax import embed
 
         table, learned = _plain(self.words), _plain(self.positions)
         if table is not None and (self.positions is None or learned is not None):
@@ -79,18 +79,18 @@ class StepLayer:
     """A layer as the step runs it: linears that read the same input as one."""
 
     spec: LayerSpec
-    norm: Op  # how norms are fused into products
-    activation: Op
+    norm: Prologue  # how norms are fused into products
+    activation: Prologue
     norm_attention: Norm
-    qkv: Product
+    qkv: FusedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
     cos: Tensor | None  # [context, D/2]
     sin: Tensor | None
-    o: Product
+    o: FusedLinear
     norm_mlp: Norm
-    up: Product  # gate and up where gated
-    down: Product
+    up: FusedLinear  # gate and up where gated
+    down: FusedLinear
 
     @property
     def window(self) -> int | None:
@@ -123,25 +123,25 @@ class Step:
                     norm=_NORMS[spec.norm.kind],
                     activation=(_GATED if spec.mlp.gated else _PLAIN)[spec.mlp.activation],
                     norm_attention=_norm(layer.norm_attention),
-                    qkv=Product([a.q, a.k, a.v], dtype),
+                    qkv=FusedLinear([a.q, a.k, a.v], dtype),
                     q_norm=None if a.q_norm is None else a.q_norm.weight,
                     k_norm=None if a.k_norm is None else a.k_norm.weight,
                     cos=cos,
                     sin=sin,
-                    o=Product([a.o], dtype),
+                    o=FusedLinear([a.o], dtype),
                     norm_mlp=_norm(layer.norm_mlp),
-                    up=Product([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
-                    down=Product([mlp.down], dtype),
+                    up=FusedLinear([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
+                    down=FusedLinear([mlp.down], dtype),
                 )
             )
-        self.norm, self.head = _norm(model.output.norm), Product([model.head], dtype)
+        self.norm, self.head = _norm(model.output.norm), FusedLinear([model.head], dtype)
         assert s.norm is not None
         self.norm_op = _NORMS[s.norm.kind]
 
     def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
         """Return logits f32 [B, V] for ids [B] at positions [B] of a contiguous cache."""
         x = self.embed(ids, position)
-        seen: Tensor | Digits = x
+        seen: Tensor | BitSerialX = x
         coming = [(layer.norm_attention, layer.qkv) for layer in self.layers[1:]] + [(self.norm, self.head)]
         for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
             attended = _attended(layer.qkv(seen, layer.norm, layer.norm_attention), cache, position, layer)
@@ -151,14 +151,14 @@ class Step:
         return self.head(seen, self.norm_op, self.norm, dtype=torch.float32)
 
 
-def _attended(qkv: Tensor, cache: Tensor, position: Tensor, layer: StepLayer) -> Tensor | Digits:
+def _attended(qkv: Tensor, cache: Tensor, position: Tensor, layer: StepLayer) -> Tensor | BitSerialX:
     """What heads see, for the product `o`; as digits straight from the attention where that is possible."""
-    from crelle.kernels.cuda.attention import Heads, attend, attend_digits, makes_digits
+    from crelle.kernels.cuda.decode_attention import RopeNormArgs, attend, attend_encode, can_encode
 
     a = layer.spec.attention
-    heads = Heads(layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps)
-    fits = layer.o.takes_digits and makes_digits(a.head_size, a.heads)
-    return (attend_digits if fits else attend)(qkv, cache, position, a.heads, a.scale, heads)
+    heads = RopeNormArgs(layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps)
+    fits = layer.o.takes_bitserial and can_encode(a.head_size, a.heads)
+    return (attend_encode if fits else attend)(qkv, cache, position, a.heads, a.scale, heads)
 
 
 def _norm(norm: Any) -> Norm:

@@ -20,7 +20,7 @@ from crelle.formats.permuted import PermutedTensor
 from crelle.formats.source import open_weights
 from crelle.kernels import ops
 from crelle.kernels.reference import matmul_fp64
-from crelle.kernels.select import kernels
+from crelle.kernels.registry import kernels
 
 quick = settings(deadline=None, max_examples=50)
 BITS = [2, 3, 4, 8]

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import build, dense
-from crelle.kernels.cuda.decode import Op
+from crelle.kernels.cuda import dense, jit
+from crelle.kernels.cuda.bmma_gemv import Prologue
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-CASES: list[tuple[int, int, int, Op, torch.dtype, torch.dtype]] = [  # tokens, N, K, before, dtype of x, of y
+CASES: list[tuple[int, int, int, Prologue, torch.dtype, torch.dtype]] = [  # tokens, N, K, before, dtype of x, of y
     (1, 4096, 4096, "RMS_NORM", torch.float16, torch.float16),
     (4, 1000, 1000, "SILU_MUL", torch.bfloat16, torch.float32),
     (3, 77, 501, "LAYER_NORM", torch.float16, torch.float16),  # rows that are not aligned
@@ -25,16 +25,16 @@ CASES: list[tuple[int, int, int, Op, torch.dtype, torch.dtype]] = [  # tokens, N
 ]
 
 
-@pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
+@pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("K", [4096, 501])
 def test_dense_compiles(arch: str, K: int) -> None:
     kernels = [dense.product_variant("RMS_NORM", 2, K, torch.float16, torch.float32)]
     kernels.append(dense.apply_variant("LAYER_NORM", K, torch.bfloat16))
-    assert all(built.cubin for built in build.compile_all(kernels, arch))
+    assert all(built.cubin for built in jit.compile_all(kernels, arch))
 
 
-def _applied(x: Tensor, op: Op, norm: Tensor, shift: Tensor, eps: float) -> Tensor:
+def _applied(x: Tensor, op: Prologue, norm: Tensor, shift: Tensor, eps: float) -> Tensor:
     x = x.double()
     if op == "RMS_NORM":
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * norm.double()
@@ -53,7 +53,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 @gpu
 @pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
 @pytest.mark.parametrize(("tokens", "N", "K", "op", "dtype", "out"), CASES)
-def test_dense_matches_oracle(tokens: int, N: int, K: int, op: Op, dtype: torch.dtype, out: torch.dtype) -> None:
+def test_dense_matches_oracle(tokens: int, N: int, K: int, op: Prologue, dtype: torch.dtype, out: torch.dtype) -> None:
     torch.manual_seed(N)
     x = (torch.randn(tokens, K * (2 if op == "SILU_MUL" else 1), device="cuda") + 0.3).to(dtype)
     w = (torch.randn(N, K, device="cuda") / 30).to(dtype)

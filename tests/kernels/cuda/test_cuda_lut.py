@@ -8,24 +8,24 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.bcq import BCQTensor
 from crelle.formats.permuted import PermutedTensor
-from crelle.kernels.cuda import build, lut
-from crelle.kernels.cuda.layout import Kind
-from crelle.kernels.cuda.lut import LutWeight, Shape, Variant
+from crelle.kernels.cuda import jit, lut
+from crelle.kernels.cuda.lut import LutTileConfig, LutWeight, Variant
+from crelle.kernels.cuda.weight_layout import ScaleKind
 
 ROW = 10**6
 
 CASES = [  # kind, planes, group, type of the scales
-    (Kind.BCQ, 3, 128, torch.float16),
-    (Kind.BCQ, 1, 8, torch.float16),
-    (Kind.BCQ_SYMMETRIC, 2, 64, torch.bfloat16),
-    (Kind.BCQ, 8, 1024, torch.float16),
-    (Kind.UNIFORM, 4, 24, torch.float16),
-    (Kind.UNIFORM, 3, 512, torch.float16),
-    (Kind.UNIFORM_SYMMETRIC, 8, 256, torch.float16),
-    (Kind.AFFINE, 2, 40, torch.float16),
-    (Kind.AFFINE, 3, ROW, torch.float16),
-    (Kind.AFFINE, 4, 96, torch.float32),
-    (Kind.UNIFORM, 2, 2048, torch.float16),
+    (ScaleKind.BCQ, 3, 128, torch.float16),
+    (ScaleKind.BCQ, 1, 8, torch.float16),
+    (ScaleKind.BCQ_SYMMETRIC, 2, 64, torch.bfloat16),
+    (ScaleKind.BCQ, 8, 1024, torch.float16),
+    (ScaleKind.UNIFORM, 4, 24, torch.float16),
+    (ScaleKind.UNIFORM, 3, 512, torch.float16),
+    (ScaleKind.UNIFORM_SYMMETRIC, 8, 256, torch.float16),
+    (ScaleKind.AFFINE, 2, 40, torch.float16),
+    (ScaleKind.AFFINE, 3, ROW, torch.float16),
+    (ScaleKind.AFFINE, 4, 96, torch.float32),
+    (ScaleKind.UNIFORM, 2, 2048, torch.float16),
 ]
 SHAPES = [(100, 576), (17, 301), (33, 2504)]
 
@@ -44,29 +44,31 @@ def looked_up(x: Tensor, w: LutWeight) -> Tensor:
     """What lut.cu computes, in fp64: tables of 256 signed sums, one look-up for a byte, scales per lane."""
     M, lanes = x.shape[0], torch.arange(32)
     padded = torch.zeros(M, w.units * lut.UNIT, dtype=torch.float64)
-    if w.order is None:
+    if w.perm is None:
         padded[:, : w.K] = x
     else:
-        padded[:, w.order >= 0] = x[:, w.order[w.order >= 0].long()].double()
+        padded[:, w.perm >= 0] = x[:, w.perm[w.perm >= 0].long()].double()
     inputs = padded.view(M, w.units, 32, 4, 8).transpose(2, 3)  # token, unit, slice, lane, input
     signs = (torch.arange(256)[:, None] >> torch.arange(8) & 1).double() * 2 - 1
     tables = inputs @ signs.T  # [M, units, 4, 32, 256]
-    tables = tables[:, None].expand(M, w.tickets.numel() * 16, w.units, 4, 32, 256)
+    tables = tables[:, None].expand(M, w.semaphores.numel() * 16, w.units, 4, 32, 256)
     sums = [
         tables.gather(-1, plane.long()[None, ..., None].expand(M, *plane.shape, 1))[..., 0].sum(-2)
         for plane in bytes_of(w)
     ]  # per plane [M, rows, units, lanes]
     everything = inputs.sum((-1, -3))[:, None]  # [M, 1, units, lanes]
-    scales = w.scales.double().repeat_interleave(w.span, dim=1)[:, : w.units]  # [tiles, units, words, groups, 16]
+    scales = w.scales.double().repeat_interleave(w.blocks_per_scale, dim=1)[
+        :, : w.units
+    ]  # [tiles, units, words, groups, 16]
     scales = scales[..., lanes * w.groups // 32, :].permute(2, 0, 4, 1, 3).flatten(1, 2)  # [words, rows, units, lanes]
     P, top = w.P, (1 << w.P) - 1
-    if w.kind in (Kind.BCQ, Kind.BCQ_SYMMETRIC):
+    if w.kind in (ScaleKind.BCQ, ScaleKind.BCQ_SYMMETRIC):
         y = sum(scales[p] * sums[p] for p in range(P))
-        y = y + scales[P] * everything if w.kind is Kind.BCQ else y
+        y = y + scales[P] * everything if w.kind is ScaleKind.BCQ else y
     else:
         code = (sum(2 ** (P - 1 - p) * sums[p] for p in range(P)) + top * everything) / 2
-        zero = scales[1] if w.kind is Kind.UNIFORM else 2 ** (P - 1)
-        low = scales[1] if w.kind is Kind.AFFINE else -zero * scales[0]
+        zero = scales[1] if w.kind is ScaleKind.UNIFORM else 2 ** (P - 1)
+        low = scales[1] if w.kind is ScaleKind.AFFINE else -zero * scales[0]
         y = scales[0] * code + low * everything
     assert isinstance(y, Tensor)
     return y.sum((-1, -2))[:, : w.N]
@@ -74,7 +76,9 @@ def looked_up(x: Tensor, w: LutWeight) -> Tensor:
 
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 @pytest.mark.parametrize(("kind", "P", "group", "scales"), CASES)
-def test_table_algorithm_matches_oracle(kind: Kind, P: int, group: int, scales: torch.dtype, N: int, K: int) -> None:
+def test_table_algorithm_matches_oracle(
+    kind: ScaleKind, P: int, group: int, scales: torch.dtype, N: int, K: int
+) -> None:
     w = random_weight(kind, P, N, K, group, scales)
     laid = lut.lay_out(w)
     x = torch.randn(2, K, dtype=torch.float64)
@@ -84,7 +88,7 @@ def test_table_algorithm_matches_oracle(kind: Kind, P: int, group: int, scales: 
 
 @pytest.mark.parametrize("K", [1024, 2048, 2504])
 def test_layout_keeps_every_bit(K: int) -> None:
-    w = random_weight(Kind.BCQ, 3, 37, K, 128, torch.float16)
+    w = random_weight(ScaleKind.BCQ, 3, 37, K, 128, torch.float16)
     assert isinstance(w, BCQTensor)
     back = bytes_of(lut.lay_out(w)).transpose(-1, -2).flatten(2)  # [P, rows, bytes]
     assert torch.equal(back[:, :37, : K // 8], w.planes)
@@ -94,14 +98,14 @@ def test_layout_keeps_every_bit(K: int) -> None:
 
 @pytest.mark.parametrize("group", [128, 40])
 def test_permuted_inputs_match_oracle(group: int) -> None:
-    inner = random_weight(Kind.AFFINE, 3, 20, 1200, group, torch.float16)
+    inner = random_weight(ScaleKind.AFFINE, 3, 20, 1200, group, torch.float16)
     w = PermutedTensor(inner, torch.randperm(1200).to(torch.int32))
     x = torch.randn(2, 1200, dtype=torch.float64)
     assert relative(looked_up(x, lut.lay_out(w)), x @ w.dequantize(torch.float64).T) < 1e-12
 
 
 def test_layout_costs_no_more_than_its_format() -> None:
-    w = random_weight(Kind.BCQ, 3, 64, 4096, 128, torch.float16)
+    w = random_weight(ScaleKind.BCQ, 3, 64, 4096, 128, torch.float16)
     assert lut.lay_out(w).nbytes == sum(t.numel() * t.element_size() for t in w.tensors().values())
 
 
@@ -123,7 +127,7 @@ def test_chosen_shapes_fit_a_multiprocessor(N: int, K: int, room: int, variant: 
         N,
         K,
         3,
-        Kind.BCQ,
+        ScaleKind.BCQ,
         8,
         1,
         torch.empty(tiles, units, 3, 4, 32, 16, dtype=torch.uint8, device="meta"),
@@ -138,15 +142,15 @@ def test_chosen_shapes_fit_a_multiprocessor(N: int, K: int, room: int, variant: 
 # The kernel ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
-@pytest.mark.parametrize("arch", build.ARCHITECTURES)
+@pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
+@pytest.mark.parametrize("arch", jit.ARCHITECTURES)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_compiles_for_each_architecture(arch: str, tokens: int) -> None:
-    w = lut.lay_out(random_weight(Kind.BCQ, 2, 16, 1024, 128, torch.float16))
+    w = lut.lay_out(random_weight(ScaleKind.BCQ, 2, 16, 1024, 128, torch.float16))
     room = {"sm_80": 162, "sm_89": 98}.get(arch, 226) * 1024
     for variant in lut.VARIANTS:
-        shape = lut.choose(w, tokens, variant, processors=132, room=room)
-        assert build.compile(*lut.lut_variant(w, tokens, variant, shape, torch.float16), arch).cubin[:4] == b"\x7fELF"
+        config = lut.choose(w, tokens, variant, processors=132, room=room)
+        assert jit.compile(*lut.lut_variant(w, tokens, variant, config, torch.float16), arch).cubin[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
@@ -154,7 +158,7 @@ def test_compiles_for_each_architecture(arch: str, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "P", "group", "scales"), CASES)
 def test_matmul_matches_oracle(
-    kind: Kind, P: int, group: int, scales: torch.dtype, dtype: torch.dtype, variant: Variant
+    kind: ScaleKind, P: int, group: int, scales: torch.dtype, dtype: torch.dtype, variant: Variant
 ) -> None:
     for (N, K), tokens in zip([*SHAPES, (64, 1024)], (1, 3, 4, 2), strict=True):
         w = random_weight(kind, P, N, K, group, scales, "cuda")
@@ -172,21 +176,21 @@ def test_matmul_matches_oracle(
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 def test_every_cut_and_table_matches_oracle(tokens: int, slices: int, table: torch.dtype) -> None:
-    w = random_weight(Kind.BCQ, 2, 100, 2504, 128, torch.float16, "cuda")
+    w = random_weight(ScaleKind.BCQ, 2, 100, 2504, 128, torch.float16, "cuda")
     laid = lut.lay_out(w)
     x = torch.randn(tokens, 2504, device="cuda", dtype=torch.float16)
     for row_blocks in (1, 3, 7):
-        shape = Shape(slices, 16, 1, row_blocks, 1, table)
-        if lut.table_bytes(shape, tokens, "PRIVATE") > 226 * 1024:
+        config = LutTileConfig(slices, 16, 1, row_blocks, 1, table)
+        if lut.table_bytes(config, tokens, "PRIVATE") > 226 * 1024:
             pytest.skip("more tables than shared memory holds")
-        y = lut.matmul(x, laid, shape=shape)
+        y = lut.matmul(x, laid, config=config)
         assert relative(y, x.double() @ w.dequantize(torch.float64).T) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
 def test_half_tables_hold_inputs_of_any_size(size: float) -> None:
-    w = random_weight(Kind.UNIFORM, 3, 64, 1024, 128, torch.float16, "cuda")
+    w = random_weight(ScaleKind.UNIFORM, 3, 64, 1024, 128, torch.float16, "cuda")
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16) * size
     y = lut.matmul(x, lut.lay_out(w))
     assert relative(y, x.double() @ w.dequantize(torch.float64).T) < TOLERANCE[torch.bfloat16]
@@ -196,8 +200,8 @@ def test_half_tables_hold_inputs_of_any_size(size: float) -> None:
 @pytest.mark.parametrize("variant", ["SHARED", "PRIVATE"])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_matmul_rerun_is_bitwise_equal(tokens: int, variant: Variant) -> None:
-    laid = lut.lay_out(random_weight(Kind.BCQ, 3, 1000, 4096, 128, torch.float16, "cuda"))
+    laid = lut.lay_out(random_weight(ScaleKind.BCQ, 3, 1000, 4096, 128, torch.float16, "cuda"))
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.float16)
     first = lut.matmul(x, laid, variant=variant)
     assert all(torch.equal(lut.matmul(x, laid, variant=variant), first) for _ in range(20))
-    assert not laid.tickets.any()
+    assert not laid.semaphores.any()

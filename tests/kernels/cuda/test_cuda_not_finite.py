@@ -7,20 +7,28 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda, ops
-from crelle.kernels.cuda import attention, decode, dense, paged, rows, tiles, tokens
-from crelle.kernels.cuda.layout import Kind, lay_out
+from crelle.kernels.cuda import (
+    bmma_gemv,
+    decode_attention,
+    dense,
+    embed_argmax,
+    gemm,
+    paged_attention,
+    residual_norm_pack,
+)
+from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
 HALF, BF16 = torch.float16, torch.bfloat16
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 FORMS = [
-    (Kind.BCQ, 3, 128),
-    (Kind.BCQ, 2, 64),
-    (Kind.UNIFORM, 4, 128),
-    (Kind.AFFINE, 2, 40),
-    (Kind.BCQ_SYMMETRIC, 5, 32),
+    (ScaleKind.BCQ, 3, 128),
+    (ScaleKind.BCQ, 2, 64),
+    (ScaleKind.UNIFORM, 4, 128),
+    (ScaleKind.AFFINE, 2, 40),
+    (ScaleKind.BCQ_SYMMETRIC, 5, 32),
 ]
-OPS: list[decode.Op] = ["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"]
+OPS: list[bmma_gemv.Prologue] = ["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"]
 
 
 def spoilt(y: Tensor, clean: Tensor, row: int) -> None:
@@ -40,11 +48,11 @@ def with_bad(x: Tensor, row: int, at: int, value: float) -> Tensor:
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("kernel", ["cuda", "cuda-lut"])
 @pytest.mark.parametrize(("kind", "P", "group"), FORMS)
-def test_products(kind: Kind, P: int, group: int, kernel: str, value: str) -> None:
+def test_products(kind: ScaleKind, P: int, group: int, kernel: str, value: str) -> None:
     torch.manual_seed(P)
     for dtype in (HALF, BF16):
         w = ops.prepare(random_weight(kind, P, 200, 1000, group, device="cuda"), dtype, kernel)
-        for M in (1, 2, 3, 4, 5, 8, 16, 31, 40, 130, 300):  # decode.cu, dozens.cu, tiles.cu
+        for M in (1, 2, 3, 4, 5, 8, 16, 31, 40, 130, 300):  # bmma_gemv.cu, skinny_gemm.cu, gemm.cu
             x = torch.randn(M, 1000, device="cuda", dtype=dtype)
             for row, at in ((0, 0), (M - 1, 999), (M // 2, 517)):
                 spoilt(ops.matmul(with_bad(x, row, at, BAD[value]), w), ops.matmul(x, w), row)
@@ -52,31 +60,31 @@ def test_products(kind: Kind, P: int, group: int, kernel: str, value: str) -> No
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("op", OPS)
-def test_operations_before_a_product(op: decode.Op, value: str) -> None:
+def test_operations_before_a_product(op: bmma_gemv.Prologue, value: str) -> None:
     if (op, value) == ("RELU", "-inf"):
         return  # max(-inf, 0) is 0
     K, wide = 1024, 2048 if op == "SILU_MUL" else 1024
-    w = lay_out(random_weight(Kind.BCQ, 3, 64, K, 128, device="cuda"))
+    w = lay_out(random_weight(ScaleKind.BCQ, 3, 64, K, 128, device="cuda"))
     plain = torch.randn(64, K, device="cuda", dtype=HALF)
     norm, shift = torch.randn(2, K, device="cuda", dtype=HALF)
-    more = (norm if "NORM" in op else None, shift if op == "LAYER_NORM" else None, 1e-5)
+    norms = (norm if "NORM" in op else None, shift if op == "LAYER_NORM" else None, 1e-5)
     for M in (1, 2, 4):
         x = torch.randn(M, wide, device="cuda", dtype=HALF)
         bad = with_bad(x, M - 1, 700, BAD[value])
-        coded = [decode.product(decode.encode(v, w, op, *more), w, HALF) for v in (bad, x)]
+        coded = [bmma_gemv.product(bmma_gemv.encode(v, w, op, *norms), w, HALF) for v in (bad, x)]
         spoilt(*coded, M - 1)
-        spoilt(dense.product(bad, plain, op, *more), dense.product(x, plain, op, *more), M - 1)
+        spoilt(dense.product(bad, plain, op, *norms), dense.product(x, plain, op, *norms), M - 1)
     x = torch.randn(40, wide, device="cuda", dtype=HALF)
     bad = with_bad(x, 17, 700, BAD[value])
     some = None if op == "SILU_MUL" else torch.randn(40, K, device="cuda", dtype=HALF)
-    packed = [tiles.product(rows.between(v, w, op, *more, more=some)[0], w) for v in (bad, x)]
+    packed = [gemm.product(residual_norm_pack.add_norm_pack(v, w, op, *norms, addend=some)[0], w) for v in (bad, x)]
     spoilt(*packed, 17)
 
 
 @pytest.mark.parametrize("part", ["scale", "zero"])
 def test_scales_of_a_weight(part: str) -> None:
     for value in BAD.values():
-        w = random_weight(Kind.BCQ, 3, 64, 512, 128, device="cuda")
+        w = random_weight(ScaleKind.BCQ, 3, 64, 512, 128, device="cuda")
         scales = w.tensors()["alpha" if part == "scale" else "z"]
         scales[..., 5, 2] = value
         for dtype in (HALF, BF16):
@@ -96,8 +104,8 @@ def test_attention(value: str, which: str) -> None:
     qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device="cuda", dtype=HALF)
     cache = torch.randn(2, B, kv_heads, capacity, D, device="cuda", dtype=HALF)
     position = torch.tensor([150, 77, 20], dtype=torch.int32, device="cuda")
-    clean = attention.attend(qkv, cache.clone(), position, heads, D**-0.5)
-    found = attention.attend(with_bad(qkv, 1, at, BAD[value]), cache.clone(), position, heads, D**-0.5)
+    clean = decode_attention.attend(qkv, cache.clone(), position, heads, D**-0.5)
+    found = decode_attention.attend(with_bad(qkv, 1, at, BAD[value]), cache.clone(), position, heads, D**-0.5)
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
     if which == "v" or value == "nan":  # a score of -inf is a weight of 0
         head = found[1].view(heads, D)[3 if which == "q" else 2]
@@ -117,8 +125,8 @@ def test_pages(value: str, which: str, fmt: str) -> None:
 
     def seen(k: Tensor, v: Tensor) -> Tensor:
         pages = KVPages.new(kv, B * 3, 2, D, HALF, "cuda")
-        paged.append(k, v, pages, table, torch.zeros(B, dtype=torch.int32, device="cuda"))
-        return paged.attend(q, pages, table, lengths)
+        paged_attention.append(k, v, pages, table, torch.zeros(B, dtype=torch.int32, device="cuda"))
+        return paged_attention.attend(q, pages, table, lengths)
 
     clean, bad = seen(k, v), {"k": k.clone(), "v": v.clone()}
     bad[which][length + 7, 1, 3] = BAD[value]  # of the second sequence
@@ -133,7 +141,13 @@ def test_the_likeliest_token_of_bad_logits_is_not_a_token(dtype: torch.dtype) ->
     logits = torch.randn(5, 32001, device="cuda", dtype=dtype)
     logits[1, 77], logits[2, 32000], logits[3] = float("nan"), float("inf"), float("-inf")
     logits[4, 5], logits[4, 6] = float("-inf"), 30
-    best, argmax = logits.argmax(-1).tolist(), tokens.Argmax(8, torch.device("cuda"))
+    best, argmax = logits.argmax(-1).tolist(), embed_argmax.Argmax(8, torch.device("cuda"))
     for _ in range(2):
-        assert argmax(logits).tolist() == [best[0], tokens.NOT_FINITE, tokens.NOT_FINITE, tokens.NOT_FINITE, 6]
+        assert argmax(logits).tolist() == [
+            best[0],
+            embed_argmax.NOT_FINITE,
+            embed_argmax.NOT_FINITE,
+            embed_argmax.NOT_FINITE,
+            6,
+        ]
         assert argmax.ids[:5].tolist() == best  # what the next step may look up

@@ -15,8 +15,8 @@ from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
-from crelle.kernels.select import Problem
 
 Precision = Literal["exact", "int8"]
 
@@ -29,7 +29,7 @@ class CpuWeight:
     precision: Precision
 
 
-class Cpu:
+class Cpu(FloatInput):
     """Multiply by bit-plane tensors with the C++ kernels."""
 
     def __init__(self, precision: Precision = "exact") -> None:
@@ -43,7 +43,7 @@ class Cpu:
             return f"runs on the CPU, the weight is on {problem.device}"
         if problem.group != problem.K and problem.group % 8:
             return f"needs a group that is a multiple of 8 or the whole row, got {problem.group}"
-        return available()
+        return takes_floats(problem) or available()
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CpuWeight:
         if isinstance(w, AffineTensor):
@@ -59,7 +59,8 @@ class Cpu:
             raise UnsupportedError(f"kernel 'cpu' cannot lay out the format '{w.format}'")
         return CpuWeight(data, self.precision)
 
-    def run(self, x: Tensor, prepared: CpuWeight) -> Tensor:
+    def run(self, x: Tensor | Encoded, prepared: CpuWeight) -> Tensor:
+        x = floats(x)
         y = torch.empty(x.shape[0], prepared.data.shape[0], dtype=torch.float32)  # [M, N]
         core().matmul(_numpy(x.detach().float()), prepared.data, y.numpy(), prepared.precision)
         return y.to(x.dtype)

@@ -1,4 +1,4 @@
-"""CUDA kernels (`csrc/`), compiled at run time for the device at hand: `build` compiles, `launch` runs.
+"""CUDA kernels (`csrc/`), compiled at run time for the device at hand: `jit` compiles, `launch` runs.
 
 Optional, and nothing here is imported before somebody asks: without a device, or without the packages of
 `pip install 'crelle[cuda]'`, `available` says so in a sentence and other kernels do the work.
@@ -13,14 +13,14 @@ def available() -> str | None:
     import torch
 
     from crelle.errors import UnsupportedError
-    from crelle.kernels.cuda import build
+    from crelle.kernels.cuda import jit
 
     if not torch.cuda.is_available():
         return "sees no CUDA device"
-    if reason := build.missing():
+    if reason := jit.missing():
         return reason
     try:
-        build.architecture()
+        jit.architecture()
     except UnsupportedError as e:
         return str(e)
     return None

@@ -1,4 +1,4 @@
-"""Launches dense.cu: products with plain 16-bit weights for up to TOKENS tokens, with what comes before and after.
+"""Launches dense.cu: GEMV with plain 16-bit weights for up to GEMV_ROWS tokens, with a prologue and an epilogue.
 
 y = product(x, weight, "RMS_NORM", norm=norm, eps=1e-5)                # norm and product in one launch
 y = product(inner, down, "SILU_MUL", residual=y)
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.decode import C_TYPES, TOKENS, Op
+from crelle.kernels.cuda.bmma_gemv import C_TYPES, Prologue
+from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.launch import load
 
 _STEP = 32  # inputs that a warp takes at a time
@@ -19,31 +20,31 @@ _APPLY_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How dense.cu cuts a product; its template parameters."""
+class DenseTileConfig:
+    """Tile config of dense.cu; its template parameters."""
 
     warps: int  # that share the inputs of 16 rows
     depth: int  # reads under way in a warp
-    resident: int  # warps that a multiprocessor should hold
+    occupancy: int  # warps that a multiprocessor should hold
 
 
-def choose(K: int) -> Cut:
-    """Return the cut that was fastest on an H200."""
-    return Cut(8, 8, 16) if K % 8 == 0 else Cut(8, 2, 16)
+def choose(K: int) -> DenseTileConfig:
+    """Return the tile config that was fastest on an H200."""
+    return DenseTileConfig(8, 8, 16) if K % 8 == 0 else DenseTileConfig(8, 2, 16)
 
 
 def product_variant(
-    op: Op, tokens: int, K: int, dtype: torch.dtype, out_dtype: torch.dtype, cut: Cut | None = None
+    op: Prologue, tokens: int, K: int, dtype: torch.dtype, out_dtype: torch.dtype, config: DenseTileConfig | None = None
 ) -> tuple[str, str]:
-    c = cut or choose(K)
-    numbers = f"crelle::{op}, {tokens}, {c.warps}, {c.depth}, {c.resident}, {_aligned(K)}"
-    return "dense.cu", f"crelle::product<{numbers}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
+    c = config or choose(K)
+    numbers = f"crelle::{op}, {tokens}, {c.warps}, {c.depth}, {c.occupancy}, {_aligned(K)}"
+    return "dense.cu", f"crelle::dense_gemv<{numbers}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
 
 
 def product(
     x: Tensor,
     weight: Tensor,
-    op: Op = "PLAIN",
+    op: Prologue = "PLAIN",
     norm: Tensor | None = None,
     shift: Tensor | None = None,
     eps: float = 0.0,
@@ -51,7 +52,7 @@ def product(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    cut: Cut | None = None,
+    config: DenseTileConfig | None = None,
 ) -> Tensor:
     """Return op(x) @ weight.T (+ bias) (+ residual) as [tokens, N], in `dtype` (that of x by default).
 
@@ -59,11 +60,11 @@ def product(
     """
     tokens, (N, K) = x.shape[0], weight.shape
     y = torch.empty(tokens, N, dtype=dtype or x.dtype, device=x.device) if out is None else out
-    c = cut or choose(K)
+    c = config or choose(K)
     share = -(-K // _STEP // c.warps)
     share += share & 1  # steps of a warp; two are a line of 128 bytes
     row = c.warps * (share + 1) * _STEP * 2  # bytes of shared memory that a token needs
-    together = min(tokens, TOKENS, _ROOM // row)  # where inputs are very long, not all tokens fit at once
+    together = min(tokens, GEMV_ROWS, _ROOM // row)  # where inputs are very long, not all tokens fit at once
     for first in range(0, tokens, together):
         some = slice(first, min(first + together, tokens))
         kernel = load(*product_variant(op, some.stop - first, K, x.dtype, y.dtype, c))
@@ -82,18 +83,18 @@ def product(
             share,
             float(eps),
             shared=(some.stop - first) * row,
-            overlap=True,
+            pdl=True,
         )
     return y
 
 
-def apply_variant(op: Op, K: int, dtype: torch.dtype) -> tuple[str, str]:
+def apply_variant(op: Prologue, K: int, dtype: torch.dtype) -> tuple[str, str]:
     return "dense.cu", f"crelle::apply<crelle::{op}, {_APPLY_WARPS}, {_aligned(K)}, {C_TYPES[dtype]}>"
 
 
 def apply(
     x: Tensor,
-    op: Op,
+    op: Prologue,
     norm: Tensor | None = None,
     shift: Tensor | None = None,
     eps: float = 0.0,
@@ -104,7 +105,7 @@ def apply(
     y = torch.empty(tokens, K, dtype=x.dtype, device=x.device) if out is None else out
     kernel = load(*apply_variant(op, K, x.dtype))
     grid = (-(-K // (8 * 32 * _APPLY_WARPS)), tokens, 1)
-    kernel(grid, 32 * _APPLY_WARPS, x, norm, shift, y, K, float(eps), overlap=True)
+    kernel(grid, 32 * _APPLY_WARPS, x, norm, shift, y, K, float(eps), pdl=True)
     return y
 
 

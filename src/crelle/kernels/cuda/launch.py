@@ -1,6 +1,6 @@
 """Load a compiled kernel into torch's context and launch it on torch's current stream.
 
-    kernel = load("decode.cu", "crelle::decode<3, 8, 2>")
+    kernel = load("bmma_gemv.cu", "crelle::bmma_gemv<3, 8, 2>")
     kernel((blocks, 1, 1), 256, weight, x, y, N, K, shared=4096)
 
 Arguments go to the kernel's parameters in order, and must have the size that the compiled kernel says:
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CrelleError, UnsupportedError
-from crelle.kernels.cuda import build
+from crelle.kernels.cuda import jit
 
 _FREE_SHARED = 48 * 1024  # shared memory a block, static and dynamic, that needs no permission
 _FORMATS = {(int, 4): "i", (int, 8): "q", (bool, 1): "?", (bool, 4): "i", (float, 4): "f", (float, 8): "d"}
@@ -57,7 +57,7 @@ def attributes(kernel: "Kernel") -> dict[str, int]:
 
 @cache
 def _load(file: str, expression: str, device: int) -> "Kernel":
-    return Kernel(build.compile(file, expression, build.architecture(torch.cuda.get_device_capability(device))), device)
+    return Kernel(jit.compile(file, expression, jit.architecture(torch.cuda.get_device_capability(device))), device)
 
 
 @cache
@@ -68,7 +68,7 @@ def _multiprocessors(device: int) -> int:
 class Kernel:
     """One function on one device. Call it to launch it."""
 
-    def __init__(self, built: build.Built, device: int) -> None:
+    def __init__(self, built: jit.CompiledKernel, device: int) -> None:
         from cuda.bindings import driver
 
         self.built = built
@@ -98,7 +98,7 @@ class Kernel:
         block: int,
         *args: Any,
         shared: int = 0,
-        overlap: bool = False,
+        pdl: bool = False,
         cluster: int = 1,
         policy: int = 0,
     ) -> None:
@@ -112,7 +112,7 @@ class Kernel:
         sm_90 ignore it and run one after the other.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        key = (grid, block, shared, overlap, cluster, policy, stream)
+        key = (grid, block, shared, pdl, cluster, policy, stream)
         config = self._configs.get(key) or self._configure(*key)
         types = tuple([len(a) if type(a) is bytes else type(a) for a in args])
         packer = self._packers.get(types) or self._pack_for(types, args)
@@ -137,7 +137,7 @@ class Kernel:
     # --- what happens once ------------------------------------------------------------------------------------------
 
     def _configure(
-        self, grid: tuple[int, int, int], block: int, shared: int, overlap: bool, cluster: int, policy: int, stream: int
+        self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, cluster: int, policy: int, stream: int
     ) -> Any:
         driver = self._driver
         if shared > self._shared:
@@ -150,7 +150,7 @@ class Kernel:
         config.sharedMemBytes = shared
         config.hStream = driver.CUstream(stream)
         which, attributes = driver.CUlaunchAttributeID, []
-        if overlap and self._overlaps:
+        if pdl and self._overlaps:
             early = driver.CUlaunchAttribute()
             early.id = which.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -171,7 +171,7 @@ class Kernel:
         config.numAttrs = len(attributes)
         if len(self._configs) >= 4096:  # many different grids: forget rather than grow
             self._configs.clear()
-        self._configs[grid, block, shared, overlap, cluster, policy, stream] = config
+        self._configs[grid, block, shared, pdl, cluster, policy, stream] = config
         return config
 
     def _parameter_sizes(self) -> list[int]:

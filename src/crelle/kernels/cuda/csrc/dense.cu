@@ -7,8 +7,8 @@
 // instruction's columns, so that four cost what one costs. DEPTH such reads are under way, in registers, from before
 // the previous kernel is done until the end.
 //
-// `f` is an operation of the model (`Op`, as in bits.cu). Every thread block applies it to all of x, which costs less
-// than a launch for one token; `apply` is that launch, for more work than that.
+// `f` is an operation of the model (`Prologue`, as in encode.cu). Every thread block applies it to all of x, which
+// costs less than a launch for one token; `apply` is that launch, for more work than that.
 #include "tensorcore.cuh"
 
 namespace crelle {
@@ -60,14 +60,14 @@ struct Norm {
   float mean, scale;
 };
 
-template <Op OP>
+template <Prologue OP>
 __device__ __forceinline__ Norm norm_of(float2 sums, int K, float eps) {
   const float mean = OP == LAYER_NORM ? sums.x / K : 0;
   return {mean, rsqrtf(relu(sums.y / K - mean * mean) + eps)};
 }
 
 // f of 8 inputs from k on; x: the token's row, which SILU_MUL reads in a second place; v: what stands at k.
-template <Op OP, bool ALIGNED, typename T>
+template <Prologue OP, bool ALIGNED, typename T>
 __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm n, const T *norm, const T *shift) {
   if constexpr (OP == PLAIN) return v;
   float f[8], g[8];
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
     if (norm) {
       open<T>(g, eight<ALIGNED>(norm, k, K));
 #pragma unroll
-      for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? number(rounded<T>(f[i])) : f[i]) * g[i];
+      for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? to_float(from_float<T>(f[i])) : f[i]) * g[i];
     }
     if (OP == LAYER_NORM && shift) {
       open<T>(g, eight<ALIGNED>(shift, k, K));
@@ -105,10 +105,10 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
 // x [M, K] (SILU_MUL: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
 // may be the residual; ahead: so many numbers of a row are brought near before they are asked for. Shared: WARPS * M *
 // (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
-template <Op OP, int M, int WARPS, int DEPTH, int RESIDENT, bool ALIGNED, typename T, typename Y>
-__global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
-    product(const T *x, const T *__restrict__ weight, const T *__restrict__ norm, const T *__restrict__ shift,
-            const T *__restrict__ bias, const T *residual, Y *y, int N, int K, int share, float eps) {
+template <Prologue OP, int M, int WARPS, int DEPTH, int OCCUPANCY, bool ALIGNED, typename T, typename Y>
+__global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
+    dense_gemv(const T *x, const T *__restrict__ weight, const T *__restrict__ norm, const T *__restrict__ shift,
+               const T *__restrict__ bias, const T *residual, Y *y, int N, int K, int share, float eps) {
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
   const int tile = blockIdx.x * 16, begin = warp * share * 32, stride = share * 32 + 32;
@@ -116,10 +116,10 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   const int have = min(steps, max(0, (K - begin - 8 * t + 31) / 32));  // steps in which this lane's inputs exist
   const T *low = weight + (size_t)min(tile + g, N - 1) * K, *high = weight + (size_t)min(tile + g + 8, N - 1) * K;
   T *mine = reinterpret_cast<T *>(shared) + warp * M * stride;
-  next_may_start();
+  launch_dependents();
 
   uint4 a[DEPTH][2] = {};
-  const auto ask = [&](uint4(&slot)[2], int step) {
+  const auto issue_load = [&](uint4(&slot)[2], int step) {
     const int k = begin + 8 * t + step * 32;
     if constexpr (ALIGNED) {
       take_if(step < have, slot[0], low + k), take_if(step < have, slot[1], high + k);
@@ -128,15 +128,15 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     }
   };
 #pragma unroll
-  for (int s = 0; s < DEPTH; s++) ask(a[s], s);
-  previous_is_done_meanwhile(K);
+  for (int s = 0; s < DEPTH; s++) issue_load(a[s], s);
+  grid_dependency_wait_late(K);
 
   // --- f(x), as far as this warp needs it
   float extra = 0;  // what the thread adds to the number that it will write
   const int n = tile + threadIdx.x % 16, token = threadIdx.x / 16;
   const bool writes = token < M && n < N;
-  if (writes && bias) extra = number(bias[n]);
-  if (writes && residual) extra += number(residual[(size_t)token * N + n]);
+  if (writes && bias) extra = to_float(bias[n]);
+  if (writes && residual) extra += to_float(residual[(size_t)token * N + n]);
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   __shared__ float2 sums[M][WARPS];
   constexpr int WIDE = OP == SILU_MUL ? 2 : 1;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
       if (g < M) b = *reinterpret_cast<const uint4 *>(mine + g * stride + (i + j) * 32 + 8 * t);
       multiply<T>(d[0], a[j][0].x, a[j][1].x, a[j][0].y, a[j][1].y, b.x, b.y);
       multiply<T>(d[1], a[j][0].z, a[j][1].z, a[j][0].w, a[j][1].w, b.z, b.w);
-      ask(a[j], i + j + DEPTH);
+      issue_load(a[j], i + j + DEPTH);
     }
   }
 
@@ -198,19 +198,19 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += partial[w][token][threadIdx.x % 16];
-    y[(size_t)token * N + n] = rounded<Y>(sum + extra);
+    y[(size_t)token * N + n] = from_float<Y>(sum + extra);
   }
 }
 
 // y [M, K] = f(x): grid (ceil(K / (8 * 32 * WARPS)), M); every thread block repeats the sums that norms need.
-template <Op OP, int WARPS, bool ALIGNED, typename T>
+template <Prologue OP, int WARPS, bool ALIGNED, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     apply(const T *x, const T *__restrict__ norm, const T *__restrict__ shift, T *y, int K, float eps) {
   const T *row = x + (size_t)blockIdx.y * K * (OP == SILU_MUL ? 2 : 1);
   const int k = (blockIdx.x * WARPS * 32 + threadIdx.x) * 8;
   y += (size_t)blockIdx.y * K;
-  next_may_start();
-  previous_is_done();
+  launch_dependents();
+  grid_dependency_wait();
 
   const uint4 v = eight<ALIGNED>(row, k, K);
   Norm norms{};

@@ -7,7 +7,7 @@
 // walks over many rows with them. Lane l of a warp takes inputs 8l ... of each slice for 16 rows at a time: 16 bytes of
 // weights for 16 reads of its own table. Lanes that own inputs rather than rows are what makes tables free of bank
 // conflicts possible (PRIVATE); the price is one sum over the lanes per 16 rows, a shuffle and an addition a row, which
-// SLICES and P share. Weights are asked for AHEAD planes early, the first ones before the tables are built and before
+// SLICES and P share. Weights are asked for STAGES planes early, the first ones before the tables are built and before
 // the previous kernel is done.
 //
 // The thread blocks of some rows each leave partial sums, and the last one to finish adds them up in order: which one
@@ -19,15 +19,9 @@
 // time, and must be converted. For several tokens they halve what is read, but the sum over lanes grows with the
 // tokens.
 #include "lut_table.cuh"
+#include "scales.cuh"
 
 namespace crelle {
-
-// What the scale words of a group say about its grid.
-enum Kind { BCQ, BCQ_SYMMETRIC, UNIFORM, UNIFORM_SYMMETRIC, AFFINE };
-
-__host__ __device__ constexpr int scale_words(Kind kind, int planes) {
-  return kind == BCQ ? planes + 1 : kind == BCQ_SYMMETRIC ? planes : kind == UNIFORM_SYMMETRIC ? 1 : 2;
-}
 
 // 16 bytes that are read once.
 __device__ __forceinline__ uint4 stream(const void *p) {
@@ -58,7 +52,7 @@ struct Scales {
       return __uint_as_float(w);
     } else {
       const unsigned short h = r % 2 ? w >> 16 : w & 0xffff;
-      return number(*reinterpret_cast<const S *>(&h));
+      return to_float(*reinterpret_cast<const S *>(&h));
     }
   }
 };
@@ -88,47 +82,47 @@ __device__ __forceinline__ void sum_lanes(float (&v)[16 * M], int lane) {
 }
 
 // words [tiles, units, planes, 4, 32, uint4], scales [tiles, sets, scale words, GROUPS, 16]; order, bias [N] and
-// residual [tokens, N] may be null; partial [splits, M, 16 tiles] and tickets [gridDim.x] are room to work in, tickets
-// 0 before and after; y [tokens, N]. Grid (any number of row blocks, splits = 4 units / SLICES).
-template <int P, Kind KIND, int GROUPS, int M, Placement PLACE, int SLICES, int WARPS, int RESIDENT, int AHEAD,
+// residual [tokens, N] may be null; partial [splits, M, 16 tiles] and semaphores [gridDim.x] are room to work in,
+// semaphores 0 before and after; y [tokens, N]. Grid (any number of row blocks, splits = 4 units / SLICES).
+template <int P, ScaleKind KIND, int GROUPS, int M, Placement PLACE, int SLICES, int WARPS, int OCCUPANCY, int STAGES,
           typename T, typename S, typename X>
-__global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-    lut(const char *__restrict__ words, const char *__restrict__ scales, const X *x, const int *__restrict__ order,
-        const X *__restrict__ bias, const X *residual, float *partial, int *tickets, X *y, int N, int K, int tokens,
-        int units, int planes, int span) {
+__global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
+    lut(const char *__restrict__ words, const char *__restrict__ scales, const X *x, const int *__restrict__ perm,
+        const X *__restrict__ bias, const X *residual, float *partial, int *semaphores, X *y, int N, int K, int tokens,
+        int units, int planes, int blocks_per_scale) {
   using Table = Tables<T, M, PLACE, SLICES>;
   constexpr bool CODES = KIND == UNIFORM || KIND == UNIFORM_SYMMETRIC || KIND == AFFINE;
-  constexpr int SW = scale_words(KIND, P), SCALE_STEP = GROUPS * 16 * sizeof(S);
+  constexpr int SW = scales_per_group(KIND, P), SCALE_STEP = GROUPS * 16 * sizeof(S);
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), upper = lane >> 4;
-  const int tiles = (N + 15) / 16, sets = (units + span - 1) / span;
+  const int tiles = (N + 15) / 16, sets = (units + blocks_per_scale - 1) / blocks_per_scale;
   const int unit = blockIdx.y * SLICES / 4, slice = blockIdx.y * SLICES % 4;
   const int begin = (int)((long long)tiles * blockIdx.x / gridDim.x);
   const int end = (int)((long long)tiles * (blockIdx.x + 1) / gridDim.x);
 
-  next_may_start();
+  launch_dependents();
   const size_t tile_bytes = (size_t)units * planes * 2048, tile_scales = (size_t)sets * GROUPS * SW * 16 * sizeof(S);
   const int eight = 8 * sizeof(S), other = upper ? -eight : eight;
   const char *at = words + (size_t)(begin + warp) * tile_bytes + unit * (planes * 2048) + slice * 512 + lane * 16;
   const char *scale = scales + (size_t)(begin + warp) * tile_scales + upper * eight +
-                      (unit / span * SW * GROUPS + lane * GROUPS / 32) * (16 * (int)sizeof(S));
-  // Weights and alphas under way: each is asked for as soon as the one that was AHEAD planes before it is used up.
-  uint4 next[AHEAD][SLICES];
-  Scales<S> alpha[AHEAD];
+                      (unit / blocks_per_scale * SW * GROUPS + lane * GROUPS / 32) * (16 * (int)sizeof(S));
+  // Weights and alphas under way: each is asked for as soon as the one that was STAGES planes before it is used up.
+  uint4 next[STAGES][SLICES];
+  Scales<S> alpha[STAGES];
   if (begin + warp < end) {
 #pragma unroll
-    for (int p = 0; p < AHEAD; p++) {
+    for (int p = 0; p < STAGES; p++) {
 #pragma unroll
       for (int s = 0; s < SLICES; s++) next[p][s] = stream(at + (p * 4 + s) * 512);
       if constexpr (!CODES) alpha[p].load(scale + p * SCALE_STEP, other);
     }
   }
-  previous_is_done();
+  grid_dependency_wait();
 
   Table tables(shared, lane);
   float undo[M];
   float *staged = reinterpret_cast<float *>(shared + Table::BYTES);
-  stage<M, SLICES, WARPS>(staged, x, order, tokens, K, unit * 1024 + slice * 8);
+  stage<M, SLICES, WARPS>(staged, x, perm, tokens, K, unit * 1024 + slice * 8);
   __syncthreads();
   build<T, M, PLACE, SLICES, WARPS>(tables, staged + lane, warp, undo);
   __syncthreads();
@@ -155,15 +149,15 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
       typename Table::E found[16];
 #pragma unroll
       for (int s = 0; s < SLICES; s++) {
-        const uint4 now = next[p % AHEAD][s];
+        const uint4 now = next[p % STAGES][s];
         uint32 where[16];
 #pragma unroll
         for (int r = 0; r < 16; r++)
           where[r] = tables.at(r < 4 ? now.x : r < 8 ? now.y : r < 12 ? now.z : now.w, r % 4);
-        if (p + AHEAD < P)
-          next[p % AHEAD][s] = stream(at + ((p + AHEAD) * 4 + s) * 512);
+        if (p + STAGES < P)
+          next[p % STAGES][s] = stream(at + ((p + STAGES) * 4 + s) * 512);
         else if (more)
-          next[p % AHEAD][s] = stream(next_at + (p % AHEAD * 4 + s) * 512);
+          next[p % STAGES][s] = stream(next_at + (p % STAGES * 4 + s) * 512);
 #pragma unroll
         for (int r = 0; r < 16; r++) {
           const typename Table::E e = tables.look_up(s, where[r]);
@@ -177,7 +171,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
       for (int r = 0; r < 16; r++) {
         float f[M];
         found[r].get(f);
-        const float a = CODES ? 0 : alpha[p % AHEAD][r];
+        const float a = CODES ? 0 : alpha[p % STAGES][r];
 #pragma unroll
         for (int m = 0; m < M; m++) {
           float &sum = sums[r * M + m];
@@ -185,10 +179,10 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
         }
       }
       if constexpr (!CODES) {
-        if (p + AHEAD < P)
-          alpha[p % AHEAD].load(scale + (p + AHEAD) * SCALE_STEP, other);
+        if (p + STAGES < P)
+          alpha[p % STAGES].load(scale + (p + STAGES) * SCALE_STEP, other);
         else if (more)
-          alpha[p % AHEAD].load(next_scale + p % AHEAD * SCALE_STEP, other);
+          alpha[p % STAGES].load(next_scale + p % STAGES * SCALE_STEP, other);
       }
     }
 #pragma unroll
@@ -221,9 +215,9 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    is_last = atomicAdd(tickets + blockIdx.x, 1) == (int)gridDim.y - 1;
+    is_last = atomicAdd(semaphores + blockIdx.x, 1) == (int)gridDim.y - 1;
     if (is_last) {
-      tickets[blockIdx.x] = 0;
+      semaphores[blockIdx.x] = 0;
       __threadfence();
     }
   }
@@ -238,9 +232,9 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     float sum = 0;
 #pragma unroll 8
     for (int k = 0; k < (int)gridDim.y; k++) sum += __ldcg(from + (size_t)k * M * 16 * tiles);
-    if (bias) sum += number(bias[n]);
-    if (residual) sum += number(residual[(size_t)m * N + n]);
-    y[(size_t)m * N + n] = rounded<X>(sum);
+    if (bias) sum += to_float(bias[n]);
+    if (residual) sum += to_float(residual[(size_t)m * N + n]);
+    y[(size_t)m * N + n] = from_float<X>(sum);
   }
 }
 

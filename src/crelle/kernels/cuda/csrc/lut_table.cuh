@@ -9,7 +9,7 @@
 // only ever reads its own bank(s), whatever its byte is, without copying anything. With 256 bytes from one entry to the
 // next, the address is the weight's byte beside the lane's place: one byte permutation makes it from a word of weights.
 #pragma once
-#include "numbers.cuh"
+#include "types.cuh"
 
 namespace crelle {
 
@@ -127,16 +127,16 @@ struct Tables {
 
 // The inputs that the tables of a thread block are of, as floats: token m's input j of lane l in slice s at
 // ((m * SLICES + s) * 8 + j) * PITCH + l; the pitch keeps both the stores and the loads free of bank conflicts.
-// x [tokens, K]; `order` says which input stands where, -1 for none, or is null; `first` is lane 0's first.
+// x [tokens, K]; `perm` says which input stands where, -1 for none, or is null; `first` is lane 0's first.
 constexpr int PITCH = 33;
 
 template <int M, int SLICES, int WARPS, typename X>
-__device__ __forceinline__ void stage(float *to, const X *x, const int *order, int tokens, int K, int first) {
+__device__ __forceinline__ void stage(float *to, const X *x, const int *perm, int tokens, int K, int first) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < M * SLICES * 256; i += WARPS * 32) {
     const int m = i / (SLICES * 256), lane = i % (SLICES * 256) / (SLICES * 8), j = i % (SLICES * 8);
-    const int at = first + lane * 32 + j, k = order ? order[at] : at;
-    to[(m * SLICES * 8 + j) * PITCH + lane] = m < tokens && 0 <= k && k < K ? number(x[(size_t)m * K + k]) : 0;
+    const int at = first + lane * 32 + j, k = perm ? perm[at] : at;
+    to[(m * SLICES * 8 + j) * PITCH + lane] = m < tokens && 0 <= k && k < K ? to_float(x[(size_t)m * K + k]) : 0;
   }
 }
 

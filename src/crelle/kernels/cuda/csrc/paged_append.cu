@@ -4,7 +4,7 @@
 // A warp takes one head of one token, a lane two channels next to each other of each 64. What formats/kv.py computes is
 // computed in the same steps with the same roundings (division, not a product with the inverse; nothing contracted), so
 // codes and words are the same bits. A norm and a rotation round to T where the model's own layers do.
-#include "octet.cuh"
+#include "append_8lane.cuh"
 
 namespace crelle {
 
@@ -21,22 +21,22 @@ __device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *fro
     other[2 * p] = other[2 * p + 1] = 0;
     if (!cos || !H::has(p, lane)) continue;
     const Neighbours<T> two = *reinterpret_cast<const Neighbours<T> *>(from + (i < D / 2 ? i + D / 2 : i - D / 2));
-    other[2 * p] = number(two.first), other[2 * p + 1] = number(two.second);
+    other[2 * p] = to_float(two.first), other[2 * p + 1] = to_float(two.second);
   }
   if (weight) {
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < H::SIZE; i++) squares = fmaf(v[i], v[i], squares);
-    const float scale = rsqrtf(sum_of_warp(squares) / D + eps);
-    const auto normed = [&](float x, int i) {
-      return number(rounded<T>(__fmul_rn(number(rounded<T>(__fmul_rn(x, scale))), number(weight[i]))));
+    const float scale = rsqrtf(warp_sum(squares) / D + eps);
+    const auto apply_norm = [&](float x, int i) {
+      return to_float(from_float<T>(__fmul_rn(to_float(from_float<T>(__fmul_rn(x, scale))), to_float(weight[i]))));
     };
 #pragma unroll
     for (int j = 0; j < H::SIZE; j++) {
       const int i = H::channel(j / 2, lane) + j % 2;
       if (!H::has(j / 2, lane)) continue;
-      v[j] = normed(v[j], i);
-      if (cos) other[j] = normed(other[j], i < D / 2 ? i + D / 2 : i - D / 2);
+      v[j] = apply_norm(v[j], i);
+      if (cos) other[j] = apply_norm(other[j], i < D / 2 ? i + D / 2 : i - D / 2);
     }
   }
   if (cos) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *fro
       for (int j = 0; j < 2; j++) {
         const float along = __fmul_rn(v[2 * p + j], j ? c.second : c.first);
         const float across = __fmul_rn(other[2 * p + j], j ? s.second : s.first);
-        v[2 * p + j] = number(rounded<T>(i < D / 2 ? __fsub_rn(along, across) : __fadd_rn(along, across)));
+        v[2 * p + j] = to_float(from_float<T>(i < D / 2 ? __fsub_rn(along, across) : __fadd_rn(along, across)));
       }
     }
   }
@@ -143,14 +143,14 @@ template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
 __global__ void __launch_bounds__(256)
     paged_append(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
                  const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
-                 const T *k_norm, const float *center, E *turned, unsigned char *codes, unsigned short *words, int B,
+                 const T *k_norm, const float *center, E *rotated, unsigned char *codes, unsigned short *words, int B,
                  int max_pages, int pages, int page, int context, int heads, int kv_heads, int stored, float eps) {
   constexpr bool CODED = BITS < 16;
   constexpr int GROUP = CODED ? D / C : D, ROW = D * BITS / 8;
   using H = Head<D>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = blockIdx.x, r = blockIdx.y * 8 + warp;
-  next_may_start();
-  previous_is_done();
+  launch_dependents();
+  grid_dependency_wait();
   if (r >= heads + 2 * stored) return;
 
   const Token token(position, starts, B, n, lane);
@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(256)
   float x[H::SIZE];
   if (r < heads) {
     prepared<D, T>(x, q + (size_t)n * q_apart + r * D, q_norm, eps, c, s, lane);
-    if (ROTATE) H::turn(x, lane);
-    H::store(x, turned + ((size_t)n * heads + r) * D, lane);
+    if (ROTATE) H::hadamard(x, lane);
+    H::store(x, rotated + ((size_t)n * heads + r) * D, lane);
     return;
   }
   const int kind = r - heads >= stored, head = r - heads - kind * stored;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(256)
       for (int i = 0; i < H::SIZE; i++)
         if (H::has(i / 2, lane)) x[i] = __fsub_rn(x[i], __ldg(center + head * D + H::channel(i / 2, lane) + i % 2));
     }
-    if (ROTATE) H::turn(x, lane);
+    if (ROTATE) H::hadamard(x, lane);
     float low[H::PAIRS], high[H::PAIRS];
     bool broken[H::PAIRS];
     ranges<D, GROUP>(x, low, high, broken, lane);
@@ -213,17 +213,17 @@ __global__ void __launch_bounds__(256)
 // stored over 32), 8 warps.
 template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
 __global__ void __launch_bounds__(256)
-    paged_append_octets(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
-                        const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
-                        const T *k_norm, const float *center, E *turned, unsigned char *codes, unsigned short *words,
-                        int B, int max_pages, int pages, int page, int context, int heads, int kv_heads, int stored,
-                        float eps) {
-  using O = Octet<D>;
+    paged_append_8lane(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
+                       const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
+                       const T *k_norm, const float *center, E *rotated, unsigned char *codes, unsigned short *words,
+                       int B, int max_pages, int pages, int page, int context, int heads, int kv_heads, int stored,
+                       float eps) {
+  using O = HeadIn8Lanes<D>;
   static_assert(O::FITS);
   const int lane = threadIdx.x & 31, j = lane % 8, n = blockIdx.x, last = heads + 2 * stored - 1;
   const int asked = blockIdx.y * 32 + threadIdx.x / 8, r = min(asked, last);
-  next_may_start();
-  previous_is_done();
+  launch_dependents();
+  grid_dependency_wait();
 
   const Token token(position, starts, B, n, lane);
   if (token.before < 0 || (cos && token.at >= context)) return;  // all of the block
@@ -233,16 +233,17 @@ __global__ void __launch_bounds__(256)
                               : v + (size_t)n * v_apart + head * D;
   float x[O::SIZE];
   O::load(x, from, j);
-  if (q_norm || k_norm) O::template normed<T>(x, kind < 0 ? q_norm : kind == 0 ? k_norm : nullptr, eps, j);
-  if (cos && kind < 1) O::template rotated<T>(x, cos + (size_t)token.at * (D / 2), sin + (size_t)token.at * (D / 2), j);
+  if (q_norm || k_norm) O::template apply_norm<T>(x, kind < 0 ? q_norm : kind == 0 ? k_norm : nullptr, eps, j);
+  if (cos && kind < 1)
+    O::template apply_rope<T>(x, cos + (size_t)token.at * (D / 2), sin + (size_t)token.at * (D / 2), j);
   if (BITS < 16 && kind == 0 && center) {
     float c[O::SIZE];
     O::load(c, center + head * D, j);
 #pragma unroll
     for (int i = 0; i < O::SIZE; i++) x[i] = __fsub_rn(x[i], c[i]);
   }
-  if (ROTATE) O::turn(x, j);
-  if (kind < 0 && asked <= last) O::store(x, turned + ((size_t)n * heads + head) * D, j);
+  if (ROTATE) O::hadamard(x, j);
+  if (kind < 0 && asked <= last) O::store(x, rotated + ((size_t)n * heads + head) * D, j);
   if (!__any_sync(~0u, kind >= 0)) return;
   const int place = token.at / page;
   const int found = kind >= 0 && place < max_pages ? __ldcg(table + (size_t)token.b * max_pages + place) : -1;
@@ -264,8 +265,8 @@ __global__ void __launch_bounds__(256)
                int B, int max_pages, int page, int kv_heads, int total) {
   constexpr int RUNS = D / 8, GROUP = BITS < 16 ? D / C : D, ZERO_BITS = BITS == 4 ? 6 : 8;
   const int i = blockIdx.x * 256 + threadIdx.x, n = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
-  next_may_start();
-  previous_is_done();
+  launch_dependents();
+  grid_dependency_wait();
   if (n >= total) return;
   int b = 0;
   for (int end = B; end - b > 1;) {  // starts[b] <= n < starts[end]

@@ -1,8 +1,8 @@
 // Attention of one token per sequence over pages of 16, 8 or 4 bits (formats/kv.py), read as they are.
 //
-// As in attention.cu, tokens and channels go along the tensor instruction's 16 rows and query heads along its 8
-// columns. Codes enter the products as they are (pages.cuh); scale and zero of a token and group of channels do not
-// touch a code. Each pair of head h and group c has a column of its own, with q set to 0 outside of the group:
+// As in decode_attention.cu, tokens and channels go along the tensor instruction's 16 rows and query heads along its 8
+// columns. Codes enter the products as they are (kv_fragments.cuh); scale and zero of a token and group of channels do
+// not touch a code. Each pair of head h and group c has a column of its own, with q set to 0 outside of the group:
 //
 //   S [token, (h, c)] = sum over channels of c of q code              score(h) = sum over c of scale (S - zero sum(q))
 //   O [channel, (h, c)] += code (p scale)      z [(h, c)] += zero (p scale)      out(h) = O - z in the channels of c
@@ -25,9 +25,9 @@
 // 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99), two blocks a text (61); values as
 // 1024 + code, 5 instructions a word instead of 7 (the tensor cores cut sums off: error 4e-3 over 1024 tokens, 1e-2
 // over 8192).
-#include "page_source.cuh"
-#include "scores.cuh"
-#include "units.cuh"
+#include "kv_loader.cuh"
+#include "softmax.cuh"
+#include "x_layout.cuh"
 
 namespace crelle {
 
@@ -47,20 +47,20 @@ struct __align__(4 * WORDS) Vector {
 
 // q [B, heads, D], turned where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
 // lengths [B]: tokens of each sequence, this one among them; 0: nobody, out is 0. A token sees the last `window`. out
-// [B, heads, D], or where there is a `padded`, B rounded up to 8, as `arrange` (tiles.cu) lays it out: D = 128, heads
-// even. parts [sets, splits, G, D + 2], arrived [sets] (zeros): where there are splits, at most 32 of them. Grid
-// (splits, kv_heads * chunks of G query heads, B). E: the numbers of pages and q; T: those of out. RESIDENT: warps for
+// [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
+// even. parts [sets, splits, G, D + 2], semaphores [sets] (zeros): where there are splits, at most 32 of them. Grid
+// (splits, kv_heads * chunks of G query heads, B). E: the numbers of pages and q; T: those of out. OCCUPANCY: warps for
 // which the registers of a multiprocessor shall suffice.
-template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int RESIDENT, bool ROTATE, typename E,
+template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int OCCUPANCY, bool ROTATE, typename E,
           typename T>
-__global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
+__global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
-                 float *parts, int *arrived, int max_pages, int heads, int kv_heads, int page, int window, int padded,
-                 bool far, float scale) {
+                 float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
+                 int padded, bool stride16, float scale) {
   using P = Pages<D, BITS, C>;
   using Shape = Columns<D, BITS, C, G>;
   constexpr int STEPS = P::STEPS, TILES = Shape::TILES, PACK = Shape::PACK, EACH = PACK == 1 ? 2 : 1;
-  constexpr int STAGE = U * P::TILE, OWN = STAGES * STAGE, AHEAD = 32 / U, PITCH = D + 4;
+  constexpr int STAGE = U * P::TILE, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U, PITCH = D + 4;
   static_assert(Shape::fits() && D % 16 == 0 && G <= 8);
   static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
   extern __shared__ __align__(128) char shared[];
@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   const int b = blockIdx.z, group = heads / kv_heads, chunks = (group + G - 1) / G;
   const int kv = blockIdx.y / chunks, head = kv * group + blockIdx.y % chunks * G;
   const int count = min(G, kv * group + group - head);
-  next_may_start();
+  launch_dependents();
 
   // --- what this warp reads: pieces warp, warp + WARPS … of the block's share
-  const Source<D, BITS, C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv, lane);
+  const KVLoader<D, BITS, C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv, lane);
   const bool plain = gridDim.x == 1 && window >= max_pages * page;  // then the table need not wait for the length
   const int guessed = (warp + lane / U * WARPS) * U + lane % U;
   const int length = __ldcg(lengths + b);
@@ -91,28 +91,28 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     return i + lane / U < mine && tile * 16 < end ? source.row(tile) : 0;
   };
   uint32 rows = 0, rows_next = !plain ? rows_of(0) : lane / U < mine && guessed * 16 < end ? guess : 0;
-  const auto ask = [&](int i, int stage) {
-    if (i % AHEAD == 0) rows = rows_next, rows_next = rows_of(i + AHEAD);
+  const auto issue_load = [&](int i, int stage) {
+    if (i % ROWS_AHEAD == 0) rows = rows_next, rows_next = rows_of(i + ROWS_AHEAD);
     if (i < mine) {
       const uint32 to = queue_at + stage * STAGE;
       const int left = end - tile_of(i) * 16;
       if (left >= 16 * U) {
 #pragma unroll
-        for (int u = 0; u < U; u++) source.ask(to + u * P::TILE, __shfl_sync(~0u, rows, i % AHEAD * U + u));
+        for (int u = 0; u < U; u++) source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u));
       } else {
 #pragma unroll 1
         for (int u = 0; u < U; u++)
-          source.ask(to + u * P::TILE, __shfl_sync(~0u, rows, i % AHEAD * U + u), left - 16 * u);
+          source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u), left - 16 * u);
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   // The last token was stored by the kernel before; all others, table and lengths were there when that one began.
   const bool early = mine > STAGES && (tile_of(STAGES - 1) + U) * 16 < end;
-  if (!early) previous_is_done();
+  if (!early) grid_dependency_wait();
 #pragma unroll
-  for (int s = 0; s < STAGES; s++) ask(s, s);
-  if (early) previous_is_done();
+  for (int s = 0; s < STAGES; s++) issue_load(s, s);
+  if (early) grid_dependency_wait();
 
   // --- q as the right side of the products: column g is head g / PACK and one of PACK groups
   uint32 query[STEPS][2];
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
         for (int i = 0; i < 2; i++) {
           const int j = P::key_place(k, i);
           const bool in = !P::CODED || (channel + j) / Shape::GROUP == n * PACK + g % PACK;
-          v[i] = number(rounded<E>((in ? number(run.numbers[j]) : 0.f) * P::key_factor(k)));
+          v[i] = to_float(from_float<E>((in ? to_float(run.numbers[j]) : 0.f) * P::key_factor(k)));
           sums_of[n][P::key_factor(k) != 1] += v[i];
         }
         if (BITS == 16)
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
 
   float top[EACH], sum[EACH], o[STEPS][4], z[TILES][2];
 #pragma unroll
-  for (int e = 0; e < EACH; e++) top[e] = NOTHING, sum[e] = 0;
+  for (int e = 0; e < EACH; e++) top[e] = MASKED, sum[e] = 0;
 #pragma unroll
   for (int n = 0; n < TILES; n++) z[n][0] = z[n][1] = 0;
 #pragma unroll
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
         for (int r = 0; r < 2; r++) {
           const int token = from + 16 * u + 8 * r + g;
 #pragma unroll
-          for (int e = 0; e < EACH; e++) p[u][r][e] = first <= token && token < end ? p[u][r][e] : NOTHING;
+          for (int e = 0; e < EACH; e++) p[u][r][e] = first <= token && token < end ? p[u][r][e] : MASKED;
         }
       }
     }
@@ -256,14 +256,14 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
       float most = p[0][0][e];
 #pragma unroll
       for (int u = 0; u < U; u++) most = fmaxf(most, fmaxf(p[u][0][e], p[u][1][e]));
-      const float now = fmaxf(top[e], largest_of_rows(most));
+      const float now = fmaxf(top[e], max_of_rows(most));
       same = same && now == top[e];
-      factor[e] = power_of_two(top[e] - now), top[e] = now;
+      factor[e] = exp2_approx(top[e] - now), top[e] = now;
       float more = 0;
 #pragma unroll
       for (int u = 0; u < U; u++) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) more += p[u][r][e] = power_of_two(p[u][r][e] - (now - RAISED));
+        for (int r = 0; r < 2; r++) more += p[u][r][e] = exp2_approx(p[u][r][e] - (now - RAISED));
       }
       sum[e] = fmaf(sum[e], factor[e], more);
     }
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
       }
     }
     __syncwarp();
-    ask(i + STAGES, at);
+    issue_load(i + STAGES, at);
   }
 
   // --- this warp's part, in place of its tiles
@@ -367,12 +367,12 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   float *part = parts + ((size_t)set * gridDim.x + blockIdx.x) * G * (D + 2);
   if (threadIdx.x < G * WARPS) {  // what the part of each warp counts
     const int h = threadIdx.x / WARPS, mine = threadIdx.x % WARPS;
-    float most = NOTHING, total = 0;
+    float most = MASKED, total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) most = fmaxf(most, tops[w][h]);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) total = fmaf(power_of_two(tops[w][h] - most), sums[w][h], total);
-    const float by = power_of_two(tops[mine][h] - most);
+    for (int w = 0; w < WARPS; w++) total = fmaf(exp2_approx(tops[w][h] - most), sums[w][h], total);
+    const float by = exp2_approx(tops[mine][h] - most);
     if (gridDim.x == 1)
       counts[mine][h] = total == 0 ? 0 : by / total;
     else
@@ -394,8 +394,8 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      last = atomicAdd(arrived + set, 1) == gridDim.x - 1;
-      if (last) arrived[set] = 0;
+      last = atomicAdd(semaphores + set, 1) == gridDim.x - 1;
+      if (last) semaphores[set] = 0;
     }
     __syncthreads();
     if (!last) return;
@@ -404,8 +404,8 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
     float *weights = reinterpret_cast<float *>(shared);  // [G, 32]: what the part of each block counts
     for (int h = warp; h < G; h += WARPS) {
       const float *its = part + ((size_t)lane * G + h) * (D + 2) + D;
-      const float most = lane < gridDim.x ? __ldcg(its) : NOTHING, total = lane < gridDim.x ? __ldcg(its + 1) : 0;
-      const float by = power_of_two(most - largest_of_warp(most)), all = sum_of_warp(by * total);
+      const float most = lane < gridDim.x ? __ldcg(its) : MASKED, total = lane < gridDim.x ? __ldcg(its + 1) : 0;
+      const float by = exp2_approx(most - largest_of_warp(most)), all = warp_sum(by * total);
       weights[h * 32 + lane] = all == 0 ? 0 : by / all;
     }
     __syncthreads();
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
   for (int h = warp; h < count; h += WARPS) {
     float v[Head<D>::SIZE];
     Head<D>::load(v, all + h * D, lane);
-    if (ROTATE) Head<D>::turn(v, lane);
+    if (ROTATE) Head<D>::hadamard(v, lane);
     if constexpr (D == 128) {
       if (padded) {
         Head<D>::store(v, all + h * D, lane);
@@ -441,7 +441,7 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
         if (lane < 16) {  // a head is half a block
           T unit[8];
 #pragma unroll
-          for (int p = 0; p < 8; p++) unit[p] = rounded<T>(all[h * D + input_at(lane, p, far)]);
+          for (int p = 0; p < 8; p++) unit[p] = from_float<T>(all[h * D + input_at(lane, p, stride16)]);
           const size_t line = ((size_t)(head + h) * 2 + lane / 8) * padded + b;
           reinterpret_cast<uint4 *>(out)[line * 8 + (lane ^ b) % 8] = *reinterpret_cast<const uint4 *>(unit);
         }

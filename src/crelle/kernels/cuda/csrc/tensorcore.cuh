@@ -1,36 +1,14 @@
-// The 16-bit tensor core instruction, and matrices of 8 x 8 numbers from shared memory in the order that it wants.
+// What goes with the tensor core instruction (mma.cuh): pairs of numbers, and matrices of 8 x 8 numbers from shared
+// memory in the order that it wants.
 #pragma once
-#include "numbers.cuh"
+#include "mma.cuh"
 
 namespace crelle {
-
-// d [16, 8] += a [16, 16] b [16, 8], summed in f32. With g = lane / 4, t = lane % 4, a lane holds
-//   d  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
-//   a  pairs of columns: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)      b  pairs of rows: (2t, g), (2t + 8, g)
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
-                                         uint32 b1);
-template <>
-__device__ __forceinline__ void multiply<half>(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
-                                               uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply<bfloat16>(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
-                                                   uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // Two numbers as the instruction takes them: the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32 pair(float first, float second) {
-  const T v[2] = {rounded<T>(first), rounded<T>(second)};
+  const T v[2] = {from_float<T>(first), from_float<T>(second)};
   return *reinterpret_cast<const uint32 *>(v);
 }
 
@@ -39,7 +17,7 @@ template <typename T>
 __device__ __forceinline__ void open(float (&v)[8], uint4 from) {
   const T *p = reinterpret_cast<const T *>(&from);
 #pragma unroll
-  for (int i = 0; i < 8; i++) v[i] = number(p[i]);
+  for (int i = 0; i < 8; i++) v[i] = to_float(p[i]);
 }
 template <typename T>
 __device__ __forceinline__ uint4 closed(const float (&v)[8]) {
@@ -72,9 +50,9 @@ __device__ __forceinline__ uint32 transposed(uint32 matrix) {
   return to;
 }
 
-// `previous_is_done` behind reads that were asked for: a loop that is never repeated (`positive` is), which the
+// `grid_dependency_wait` behind reads that were asked for: a loop that is never repeated (`positive` is), which the
 // assembler does not move them into. Otherwise it waits first and asks then.
-__device__ __forceinline__ void previous_is_done_meanwhile(int positive) {
+__device__ __forceinline__ void grid_dependency_wait_late(int positive) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n .reg .pred p;\n again: griddepcontrol.wait;\n setp.lt.s32 p, %0, 0;\n @p bra again;\n}" ::"r"(positive)

@@ -1,0 +1,240 @@
+// y [M, N] = x [M, K] W.T for up to 4 tokens, W in bit-planes: bmma_block.cuh says how 16 rows and 256 inputs are
+// multiplied.
+//
+// A warp takes TILES * 16 rows and a share of the blocks of 256 inputs, which it asks for STAGES ahead; weights are
+// asked for before the previous kernel is done. The warps of a thread block share the rows and add up in a fixed order.
+// Layouts: crelle/kernels/cuda/weight_layout.py (words, scales), bitserial.cuh (x).
+//
+// What comes out may leave as digits, so that the next product follows without a launch between them (`EpilogueOut`).
+// The 128 numbers that share a scale are made by a cluster of thread blocks, which send them to their first one.
+//
+// A norm between two products is one factor, and a mean to subtract, for all inputs alike, so it can wait until the
+// sums are made: the first product gives digits of y * gain and, per 128 of them, the sums of y and of its squares
+// (`moments`); the second one makes of its own sums
+//   (sum - mean * fold) / deviation + bias,     fold = W gain: null for an RMS norm, which has no mean
+#include "bmma_block.cuh"
+#include "dsmem.cuh"
+#include "bitserial.cuh"
+#include "tensorcore.cuh"
+
+namespace crelle {
+
+// STORE: y. NORM_ENCODE: y, and its digits times `gain`. SILU_MUL_ENCODE: W is gate, then up, a thread block takes the
+// same rows of both, and only silu(gate) * up leaves, as digits. RELU_ENCODE: only max(y, 0) leaves, as digits.
+enum EpilogueOut { STORE, NORM_ENCODE, SILU_MUL_ENCODE, RELU_ENCODE };
+
+// words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / blocks_per_scale), 8, SCALES]; bits and xscale
+// as in bitserial.cuh, moments [2 blocks, M] where x is still to be DIVIDED by its deviation; bias, gain and fold [N],
+// residual and y [tokens, N] may be null. A thread block takes TILES tiles at a time and every gridDim.x-th such set;
+// its warps share the blocks of 256 inputs, consecutive ones each, and fetch RUN of them at a time (1 where more planes
+// are stored than used, or scales shared). The grid should fit the device at once: then the kernels behind this one
+// start, and fetch their own weights, early. HALVES: of a block of x that are fetched at a time. OCCUPANCY: warps that
+// a multiprocessor can hold, which bounds the registers. What the previous kernel writes is not __restrict__: reads of
+// such pointers may be moved to before the wait.
+template <int P, ScaleKind KIND, int GROUPS, int M, int TILES, int WARPS, int RUN, int STAGES, int HALVES,
+          int OCCUPANCY, EpilogueOut EPILOGUE, bool DIVIDED, typename S, typename Y>
+__global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
+    bmma_gemv(const char *__restrict__ words, const char *__restrict__ scales, const uint32 *bits, const float *xscale,
+              const float2 *moments, const float *__restrict__ fold, const Y *__restrict__ bias, const Y *residual,
+              Y *y, const Y *__restrict__ gain, uint32 *out_bits, float *out_scale, float2 *out_moments, int N,
+              int tokens, int K, int blocks, int planes, int blocks_per_scale, float eps) {
+  using B = Block<P, KIND, GROUPS, M, HALVES, S>;
+  using Queue = Pipeline<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES), TILES>;
+  static_assert(M <= WARPS, "a warp makes a token's digits");
+  constexpr bool DIGITS = EPILOGUE != STORE;
+  constexpr bool TWO = EPILOGUE == SILU_MUL_ENCODE;  // rows of an output
+  constexpr int OWN = TWO ? TILES / 2 : TILES;       // tiles of outputs in a set
+  constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;      // thread blocks that make 128 outputs
+  constexpr int OUTPUTS = (OWN * M * 16 + WARPS * 32 - 1) / (WARPS * 32);
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float partial[2][WARPS][TILES][M][16];
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int last = (N - 1) / 16, sets = TWO ? N / 32 / OWN : last / TILES + 1;
+  const int begin = warp * blocks / WARPS, end = (warp + 1) * blocks / WARPS;
+
+  launch_dependents();
+  // What the first block of a cluster gets, a page for each of its sets: outputs (times gain, and as they are).
+  struct Page {
+    float2 outputs[M][DIGITS ? 128 : 1];
+    Mbarrier mbarrier;
+  } *pages = reinterpret_cast<Page *>(shared + WARPS * Queue::SIZE);
+  if constexpr (DIGITS) {
+    if (blockIdx.x % CLUSTER == 0 && blockIdx.x + threadIdx.x * gridDim.x < sets)
+      init_mbarrier(&pages[threadIdx.x].mbarrier, tokens * 128 * sizeof(float2));
+    cluster_arrive();
+  }
+  Queue queue(shared + warp * Queue::SIZE, lane);
+  const auto tile_of = [&](int set, int j) {
+    return TWO ? set * OWN + j % OWN + j / OWN * (N / 32) : min(set * TILES + j, last);
+  };
+  struct {
+    int set, block, tile;
+  } wanted = {static_cast<int>(blockIdx.x), begin, 0};  // what to ask for next: run by run, its tiles in turn
+  const auto issue_load = [&](int stage) {
+    if (wanted.set >= sets || begin == end) {
+      queue.issue_nothing();
+      return;
+    }
+    const int b = wanted.block, n = tile_of(wanted.set, wanted.tile), run = RUN == 1 ? 1 : min(RUN, end - b);
+    const int group =
+        GROUPS > 1 ? n * blocks + b : n * ((blocks + blocks_per_scale - 1) / blocks_per_scale) + b / blocks_per_scale;
+    queue.issue_load(stage, words + (size_t)(n * blocks + b) * (planes * 512), run * B::PLANE_BYTES,
+                     scales + (size_t)group * B::SCALE_BYTES, run * B::SCALE_BYTES);
+    if (TILES == 1 || ++wanted.tile == TILES) {
+      wanted.tile = 0, wanted.block += RUN;
+      if (wanted.block >= end) wanted.block = begin, wanted.set += gridDim.x;
+    }
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES; s++) issue_load(s);
+
+  // What else no kernel writes, of a thread's outputs; `place_of` is a row of W, or -1.
+  const int m = threadIdx.x / 16 % M;  // their token
+  const auto place_of = [&](int set, int k) {
+    const int i = threadIdx.x + k % OUTPUTS * WARPS * 32, j = i / (M * 16);
+    const int n = (set * OWN + j) * 16 + i % 16;
+    return i >= OWN * M * 16 || n >= (TWO ? N / 2 : N) || m >= tokens ? -1 : n + k / OUTPUTS * (N / 2);
+  };
+  constexpr int SUMS = OUTPUTS * (TWO ? 2 : 1);
+  float shift[SUMS], folds[SUMS], gains[OUTPUTS];
+  const auto fetch = [&](int set) {
+#pragma unroll
+    for (int k = 0; k < SUMS; k++) {
+      const int n = place_of(set, k);
+      shift[k] = bias && n >= 0 ? to_float(bias[n]) : 0;
+      folds[k] = DIVIDED && fold && n >= 0 ? fold[n] : 0;
+      if (EPILOGUE == NORM_ENCODE) gains[k] = n >= 0 ? to_float(gain[n]) : 0;
+    }
+  };
+  fetch(blockIdx.x);
+  if constexpr (DIGITS) cluster_wait();
+  grid_dependency_wait_late(N);
+
+  using Inputs = typename B::Inputs;
+  constexpr int STEP = B::STEP;
+  const int token = B::token(lane);
+  const bool first = B::first(lane);
+  const float place = B::place(lane);
+  Inputs next(bits, xscale, min(2 * begin, 2 * blocks - STEP), lane);  // one step ahead
+  constexpr int LANES = M == 1 ? 32 : 16;                              // that share a token's moments
+  const bool writes = warp * 32 < OWN * M * 16;
+  float2 moment = make_float2(0, 0);
+  if (DIVIDED && writes) {
+    int i = lane % LANES;
+    if (i < 2 * blocks) moment = moments[i * M + m];
+#pragma unroll 1
+    for (i += LANES; i < 2 * blocks; i += LANES) {
+      const float2 some = moments[i * M + m];
+      moment.x += some.x, moment.y += some.y;
+    }
+  }
+  int taken = 0, round = 0;  // pieces taken from the queue, sets
+
+  // The first block of a cluster turns what all have sent into digits, a warp for each token.
+  const auto encode_outputs = [&](int round) {
+    if constexpr (DIGITS) {
+      if (blockIdx.x % CLUSTER || warp >= tokens || round < 0) return;
+      const int half = (blockIdx.x + round * gridDim.x) / CLUSTER;
+      wait_mbarrier(&pages[round].mbarrier);
+      float v[4], sum = 0, squares = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 one = pages[round].outputs[warp][lane + 32 * i];
+        v[i] = one.x, sum += one.y, squares = fmaf(one.y, one.y, squares);
+      }
+      write_bitserial<1, M>(v, out_bits, out_scale, half, warp, lane);
+      if constexpr (EPILOGUE == NORM_ENCODE) {
+        sum = warp_sum(sum), squares = warp_sum(squares);
+        if (lane == 0) out_moments[half * M + warp] = make_float2(sum, squares);
+      }
+    }
+  };
+
+#pragma unroll 1
+  for (int set = blockIdx.x; set < sets; set += gridDim.x, round++) {
+    const int page = round & 1;
+    float2 sums[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; j++) sums[j] = make_float2(0, 0);
+    Y more[OUTPUTS];  // what is added to the outputs of this thread, fetched while the products are made
+#pragma unroll
+    for (int k = 0; k < OUTPUTS; k++) {
+      const int n = TWO ? -1 : place_of(set, k);
+      more[k] = from_float<Y>(0);
+      if (residual && n >= 0) more[k] = residual[(size_t)m * N + n];
+    }
+#pragma unroll 1
+    for (int b = begin; b < end; b += RUN) {
+      const int run = RUN == 1 ? 1 : min(RUN, end - b);
+      const char *piece[TILES];
+#pragma unroll
+      for (int j = 0; j < TILES; j++) piece[j] = queue.wait((taken + j) % STAGES, (taken + j) / STAGES);
+#pragma unroll
+      for (int r = 0; r < RUN; r++) {
+        if (r == run) break;
+        uint32 scale[TILES][B::SCALES];
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+          take(scale[j], reinterpret_cast<const uint32 *>(piece[j] + run * B::PLANE_BYTES + r * B::SCALE_BYTES) +
+                             B::scales_at(lane));
+#pragma unroll
+        for (int h = 0; h < 2; h += STEP) {
+          const Inputs x = next;
+          const int half = 2 * (b + r) + h + STEP;
+          next = Inputs(bits, xscale, half < 2 * end ? half : 2 * begin, lane);  // always: a condition costs copies
+#pragma unroll
+          for (int j = 0; j < TILES; j++) B::multiply(sums[j], piece[j] + r * B::PLANE_BYTES, scale[j], x, h, lane);
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < TILES; j++) issue_load((taken + j) % STAGES);
+      taken += TILES;
+    }
+
+    // The warps' sums, in order. Two pages, so that one barrier is enough: nobody is two sets ahead.
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+      float a = sums[j].x * place, c = sums[j].y * place;
+#pragma unroll
+      for (int i = 1; i < B::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), c += __shfl_xor_sync(~0u, c, i);
+      if (first) partial[page][warp][j][token][lane >> 2] = a, partial[page][warp][j][token][(lane >> 2) + 8] = c;
+    }
+    float factor = 1, mean = 0;
+    if (DIVIDED && writes) {
+      float2 all = moment;
+#pragma unroll
+      for (int i = LANES / 2; i; i /= 2)
+        all.x += __shfl_xor_sync(~0u, all.x, i), all.y += __shfl_xor_sync(~0u, all.y, i);
+      mean = fold ? all.x / K : 0;
+      factor = rsqrtf(all.y / K - mean * mean + eps);
+    }
+    __syncthreads();
+    const auto total = [&](int i, int k) {
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += (&partial[page][w][0][0][0])[i];
+      return DIVIDED ? fmaf(fmaf(-mean, folds[k], sum), factor, shift[k]) : sum + shift[k];
+    };
+#pragma unroll
+    for (int k = 0; k < OUTPUTS; k++) {
+      const int i = threadIdx.x + k * WARPS * 32, n = place_of(set, k);
+      if (n < 0) continue;
+      float v = total(i, k) + to_float(more[k]);
+      if constexpr (TWO) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
+      if constexpr (EPILOGUE == RELU_ENCODE) v = relu(v);
+      if constexpr (!DIGITS || EPILOGUE == NORM_ENCODE) {
+        const Y out = from_float<Y>(v);
+        y[(size_t)m * N + n] = out, v = to_float(out);
+      }
+      if constexpr (DIGITS)
+        dsmem_store(&pages[round].outputs[m][n % 128], make_float2(EPILOGUE == NORM_ENCODE ? v * gains[k] : v, v),
+                    &pages[round].mbarrier, 0);
+    }
+    encode_outputs(round - 1);  // by now the others have sent theirs, too
+    fetch(min(set + static_cast<int>(gridDim.x), sets));
+  }
+  encode_outputs(round - 1);
+}
+
+}  // namespace crelle

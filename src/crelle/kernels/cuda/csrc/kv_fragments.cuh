@@ -1,0 +1,227 @@
+// Pages of keys and values as formats/kv.py lays them out, seen from a warp: the rotation H, the words with scale and
+// zero, and 16 tokens of codes as the tensor cores' fragments.
+//
+// 16 tokens of a head lie in one run of memory, and in the same order in shared memory, but for the 8 pieces of 16
+// bytes in each line of 128: piece i of line l is at i ^ (some of l), so that 8 tokens of a column (piece u of each)
+// fill the 32 banks once. Pieces next to each other stay in one line: a copy of two that share a sector of 32 bytes
+// into two lines asks for that sector twice (seen on an H200: half the speed). `ldmatrix` takes a column as a matrix of
+// 16-bit numbers, whatever it holds. With g = lane / 4, t = lane % 4 a lane gets
+//
+//   keys    (as they lie)    token g, bytes 4t … 4t+3                8 channels of 4 bits, 4 of 8, 2 of 16
+//   values  (transposed)     tokens 2t and 2t+1, bytes 2g and 2g+1   4 channels of 4 bits, 2 of 8, 1 of 16
+//
+// so values come with two tokens of a channel in one register, as a product over tokens wants them. Which channel is
+// which row of the product is free: q is laid out to match (`key_place`), and the result is read so (`channel`).
+//
+// Codes become f16 without arithmetic: bits put below the exponent of 1024 are 1024 + code, above 4 zeros below that
+// of 64 they are 64 + code. Keys take the fewest instructions: a word of 8 codes is 1 shift and 4 masks, with 16 times
+// the code in every other pair, whose q is divided by 16. Values are added up over thousands of tokens and so have the
+// small offset: 3 shifts and 4 masks; those of 8 bits become code - 128, or sums would lose digits. The offsets leave
+// with the zeros.
+#pragma once
+#include "tensorcore.cuh"
+#include "warp.cuh"
+
+namespace crelle {
+
+template <typename T>
+struct __align__(2 * sizeof(T)) Neighbours {
+  T first, second;
+};
+
+// A head of D channels in a warp: v[2 p] and v[2 p + 1] are channels 64 p + 2 lane and the next one; 0 behind the last.
+template <int D>
+struct Head {
+  static constexpr int PAIRS = (D + 63) / 64, SIZE = 2 * PAIRS, BLOCK = D & -D;
+
+  static __device__ constexpr float norm() {  // 1/sqrt(BLOCK)
+    double even = 1;
+    int n = BLOCK;
+    while (n >= 4) even /= 2, n /= 4;
+    return static_cast<float>(n == 2 ? even * 0.70710678118654752440 : even);
+  }
+  static __device__ __forceinline__ int channel(int pair, int lane) { return 64 * pair + 2 * lane; }
+  static __device__ __forceinline__ bool has(int pair, int lane) { return D % 64 == 0 || channel(pair, lane) < D; }
+
+  // v = H v, by the same sums and differences in the same order as formats/kv.py: the same bits.
+  static __device__ __forceinline__ void hadamard(float (&v)[SIZE], int lane) {
+#pragma unroll
+    for (int step = 1; step < BLOCK; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < SIZE; i++) {
+        if (step > 1 && step < 64) {
+          const float other = __shfl_xor_sync(~0u, v[i], step / 2 & 31);
+          v[i] = lane & step / 2 ? __fsub_rn(other, v[i]) : __fadd_rn(v[i], other);
+        } else if (!(i & (step == 1 ? 1 : step / 32))) {
+          const int apart = step == 1 ? 1 : step / 32, k = i + apart < SIZE ? i + apart : i;  // it always is
+          const float a = v[i], b = v[k];
+          v[i] = __fadd_rn(a, b), v[k] = __fsub_rn(a, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) v[i] = __fmul_rn(v[i], norm());
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void load(float (&v)[SIZE], const T *from, int lane) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++) {
+      v[2 * p] = v[2 * p + 1] = 0;
+      if (!has(p, lane)) continue;
+      const Neighbours<T> two = *reinterpret_cast<const Neighbours<T> *>(from + channel(p, lane));
+      v[2 * p] = to_float(two.first), v[2 * p + 1] = to_float(two.second);
+    }
+  }
+  template <typename T>
+  static __device__ __forceinline__ void store(const float (&v)[SIZE], T *to, int lane) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++)
+      if (has(p, lane))
+        *reinterpret_cast<Neighbours<T> *>(to + channel(p, lane)) = {from_float<T>(v[2 * p]),
+                                                                     from_float<T>(v[2 * p + 1])};
+  }
+};
+
+// How many query heads of a key head may share a read where a head has C groups: each group and head has a column of
+// the product, and the groups of 16 bytes of codes must be among the same 8 columns.
+template <int D, int BITS, int C, int G>
+struct Columns {
+  static constexpr bool CODED = BITS < 16;
+  static constexpr int WIDE = 128 / BITS;                                       // channels in 16 bytes
+  static constexpr int PACK = !CODED || G > 4 ? 1 : G > 2 ? 2 : G > 1 ? 4 : 8;  // groups of a head in 8 columns
+  static constexpr int TILES = CODED ? (C + PACK - 1) / PACK : 1;               // of 8 columns
+  static constexpr int GROUP = CODED ? D / C : D;
+
+  static __device__ constexpr int tile_of_channel(int channel) {
+    return (channel < D ? channel : D - 1) / GROUP / PACK;
+  }
+  static __device__ constexpr bool fits() {
+    for (int u = 0; u * WIDE < D; u++)
+      if (tile_of_channel(u * WIDE) != tile_of_channel(u * WIDE + WIDE - 1)) return false;
+    return true;
+  }
+};
+
+template <int D, int BITS, int C>
+struct Pages {
+  static constexpr bool CODED = BITS < 16;
+  static constexpr int ROW = D * BITS / 8;                      // bytes of a token
+  static constexpr int UNITS = (ROW + 15) / 16;                 // columns of 16 bytes
+  static constexpr int STEPS = (UNITS * 128 / BITS + 15) / 16;  // products of 16 channels
+  static constexpr int WIDE = 128 / BITS, RUN = WIDE / 4;       // channels in 16 bytes; those of a lane, of keys
+  static constexpr int PIECE = ROW % 16 ? 8 : 16;               // bytes of a copy
+  static constexpr int CODES = UNITS * 256, WORDS = CODED ? 32 * C : 0;  // bytes of 16 tokens in shared memory
+  static constexpr int TILE = (2 * (CODES + WORDS) + 127) / 128 * 128;   // codes of keys, values; words of keys, values
+  static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 4 ? 64 : -128;
+
+  static __device__ __forceinline__ constexpr int swapped(int line) {
+    constexpr int EVEN = UNITS & -UNITS;  // tokens 8 / EVEN apart would meet
+    return EVEN <= 8 ? line % EVEN : line / (EVEN / 8) % 8;
+  }
+  static __device__ __forceinline__ int place(int piece) {
+    return piece / 8 * 128 + (piece % 8 ^ swapped(piece / 8)) * 16;
+  }
+  static __device__ __forceinline__ int place(int unit, int token) { return place(token * UNITS + unit); }
+  // place(lane + 32 j) from place(lane): 32 pieces are 4 lines.
+  static __device__ __forceinline__ int place_behind(int place_of_lane, int j) {
+    return (place_of_lane ^ swapped(4 * j) * 16) + 512 * j;
+  }
+
+  // Which of a lane's RUN channels of keys make register k, low and high half, and what their q is multiplied with.
+  static __device__ constexpr int key_place(int k, int half) { return BITS == 4 ? k + 4 * half : 2 * k + half; }
+  static __device__ constexpr float key_factor(int k) { return BITS == 4 && k % 2 ? 0.0625f : 1; }
+
+  // The channel of rows g (half 0) and g + 8 (half 1) of a step's result.
+  static __device__ __forceinline__ int channel(int step, int g, int half) {
+    if (BITS == 4) return step / 2 * 32 + 4 * g + step % 2 * 2 + half;
+    if (BITS == 8) return step * 16 + 2 * g + half;
+    return step * 16 + g + 8 * half;
+  }
+  static __device__ constexpr int channel_of_step(int step) {
+    return BITS == 4 ? step / 2 * 32 : step * 16;
+  }  // the first
+
+  // Columns `unit` and `unit + 1` (where there is one): tokens 0-7 and 8-15 of the first, then of the second.
+  static __device__ __forceinline__ const char *rows(const char *codes, int unit, int lane) {
+    if constexpr (UNITS > 1 && (UNITS & -UNITS) == UNITS)  // the same, from one place for all units
+      return codes + (place(lane / 16, lane % 16) ^ unit % 8 * 16) + unit / 8 * 128;
+    const int second = unit + lane / 16;
+    return codes + place(UNITS % 2 && second >= UNITS ? UNITS - 1 : second, lane % 16);
+  }
+
+  static __device__ __forceinline__ uint32 masked(uint32 v, uint32 mask, uint32 exponent) {
+    uint32 to;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(v), "r"(mask), "r"(exponent));  // v & mask | exponent
+    return to;
+  }
+
+  // 1024 + code to code - 128, for two.
+  static __device__ __forceinline__ uint32 centred(uint32 v) {
+    const half2 to = __hsub2(*reinterpret_cast<half2 *>(&v), __float2half2_rn(1152));
+    return *reinterpret_cast<const uint32 *>(&to);
+  }
+
+  // The fragments [16 tokens, 16 channels] of keys that a column (8 bits: one, 4: two) or two columns (16: one) hold.
+  // r: what tokens 0-7, 8-15 have in it, then in the next one.
+  static __device__ __forceinline__ void keys(uint32 (&a)[2][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
+    if constexpr (BITS == 4) {
+      const uint32 r[2] = {r0, r1};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32 low = r[i], high = low >> 8;
+        a[0][i] = masked(low, 0x000f000f, 0x64006400), a[0][i + 2] = masked(low, 0x00f000f0, 0x64006400);
+        a[1][i] = masked(high, 0x000f000f, 0x64006400), a[1][i + 2] = masked(high, 0x00f000f0, 0x64006400);
+      }
+    } else if constexpr (BITS == 8) {
+      a[0][0] = __byte_perm(r0, 0x64646464, 0x4140), a[0][1] = __byte_perm(r1, 0x64646464, 0x4140);
+      a[0][2] = __byte_perm(r0, 0x64646464, 0x4342), a[0][3] = __byte_perm(r1, 0x64646464, 0x4342);
+    } else {
+      a[0][0] = r0, a[0][1] = r1, a[0][2] = r2, a[0][3] = r3;
+    }
+  }
+  // The same of values, [16 channels, 16 tokens].
+  static __device__ __forceinline__ void values(uint32 (&a)[2][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
+    if constexpr (BITS == 4) {
+      const uint32 r[2] = {r0, r1};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        a[0][2 * i] = masked(r[i] << 4, 0x00f000f0, 0x54005400);
+        a[0][2 * i + 1] = masked(r[i], 0x00f000f0, 0x54005400);
+        a[1][2 * i] = masked(r[i] >> 4, 0x00f000f0, 0x54005400);
+        a[1][2 * i + 1] = masked(r[i] >> 8, 0x00f000f0, 0x54005400);
+      }
+    } else if constexpr (BITS == 8) {
+      a[0][0] = centred(__byte_perm(r0, 0x64646464, 0x4240)), a[0][1] = centred(__byte_perm(r0, 0x64646464, 0x4341));
+      a[0][2] = centred(__byte_perm(r1, 0x64646464, 0x4240)), a[0][3] = centred(__byte_perm(r1, 0x64646464, 0x4341));
+    } else {
+      a[0][0] = r0, a[0][1] = r2, a[0][2] = r1, a[0][3] = r3;
+    }
+  }
+
+  // Neighbours words: their scales, and OFFSET + zero of each.
+  static __device__ __forceinline__ void open(uint32 words, uint32 &scales, uint32 &zeros) {
+    scales = words >> 1 & (BITS == 4 ? 0x7fe07fe0 : 0x7f807f80);
+    zeros = BITS == 4 ? masked(words << 2, 0x00fc00fc, 0x54005400) : centred(masked(words, 0x00ff00ff, 0x64006400));
+  }
+};
+
+__device__ __forceinline__ float2 both(uint32 halves) { return __half22float2(*reinterpret_cast<half2 *>(&halves)); }
+
+// One group's range becomes its word; `safe` and `shift` take a number to its code.
+template <int BITS>
+__device__ __forceinline__ int word_of(float low, float high, bool broken, float &safe, float &shift) {
+  constexpr int ZERO_BITS = BITS == 4 ? 6 : 8, KEPT = ZERO_BITS - 1, STEPS = (1 << BITS) - 1;
+  constexpr float FINE = 1 << (ZERO_BITS - BITS);
+  int half_bits = __half_as_ushort(__float2half_rn(__fdiv_rn(__fsub_rn(high, low), STEPS)));
+  half_bits = min((half_bits + (1 << KEPT) - 1) >> KEPT << KEPT, 0x7fff & -(1 << KEPT));
+  if (broken) half_bits = 0x7e00;  // not a number
+  const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(half_bits)));
+  safe = scale > 0 ? scale : 1.f;
+  const float zero = rintf(__fmul_rn(__fdiv_rn(-low, safe), FINE));
+  const int z = broken ? 0 : static_cast<int>(fminf(fmaxf(zero, 0.f), (1 << ZERO_BITS) - 1));  // not a number: 0
+  shift = z / FINE;
+  return half_bits << 1 | z;
+}
+
+}  // namespace crelle

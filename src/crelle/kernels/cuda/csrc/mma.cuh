@@ -1,0 +1,30 @@
+// The 16-bit tensor core instruction of a warp, m16n8k16.
+#pragma once
+#include "types.cuh"
+
+namespace crelle {
+
+// d [16, 8] += a [16, 16] b [16, 8], summed in f32. With g = lane / 4, t = lane % 4, a lane holds
+//   d  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+//   a  pairs of columns: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)      b  pairs of rows: (2t, g), (2t + 8, g)
+template <typename T>
+__device__ __forceinline__ void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                         uint32 b1);
+template <>
+__device__ __forceinline__ void multiply<half>(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                               uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<bfloat16>(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                                   uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+}  // namespace crelle

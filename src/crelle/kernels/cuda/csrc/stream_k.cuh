@@ -1,0 +1,63 @@
+// How thread blocks share the tiles of a product, and how the shares of a tile come together.
+#pragma once
+#include "dsmem.cuh"
+#include "pipeline.cuh"
+
+namespace crelle {
+
+#if __CUDA_ARCH__ == 900
+// The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
+// or all) are done as they are, the others are cut.
+struct TileScheduler {
+  int tile, first, count;  // the current piece: `count` blocks from `first` on
+  int at, end, next, tiles, blocks;
+
+  __device__ __forceinline__ static int share(int index, int rest, int blocks) {
+    return (long long)rest * blocks * index / gridDim.x;
+  }
+  __device__ __forceinline__ TileScheduler(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
+    const int rest = tiles - whole;
+    at = share(blockIdx.x, rest, blocks), end = share(blockIdx.x + 1, rest, blocks), next = rest + blockIdx.x;
+    advance();
+  }
+  // One of `shares` of a tile: neighbouring thread blocks have the same one.
+  __device__ __forceinline__ TileScheduler(int split_k, int blocks) : tiles(0), blocks(blocks), next(0) {
+    const int tile = blockIdx.x / split_k, share = blockIdx.x % split_k;
+    at = tile * blocks + share * blocks / split_k, end = tile * blocks + (share + 1) * blocks / split_k;
+    advance();
+  }
+  template <int SPLIT_K>
+  __device__ __forceinline__ static TileScheduler of(int tiles, int whole, int blocks) {
+    if constexpr (SPLIT_K > 1)
+      return TileScheduler(SPLIT_K, blocks);
+    else
+      return TileScheduler(tiles, whole, blocks);
+  }
+  __device__ __forceinline__ void advance() {
+    if (at < end) {
+      tile = at / blocks, first = at % blocks, count = min(blocks - first, end - at);
+      at += count;
+    } else {
+      tile = next, first = 0, count = next < tiles ? blocks : 0;
+      next += gridDim.x;
+    }
+  }
+};
+
+// Threads that have left count as there.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What a thread block of the cluster has at this place of its shared memory.
+__device__ __forceinline__ float4 dsmem_load(uint32 address, int rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cluster_address(address, rank))
+               : "memory");
+  return v;
+}
+
+#endif
+
+}  // namespace crelle

@@ -1,0 +1,175 @@
+"""Launches decode_attention.cu: one new token per sequence is appended to the cache and attends to all before it.
+
+    y = attend(qkv, cache, position, heads, scale, cos, sin)
+
+`position` lies on the device, so that a captured launch serves every later token. It is read early, together with the
+earlier tokens' keys and values: they must not be written by a kernel that overlaps with the following ones
+(launch.py), other than the ends of a step that embed_argmax.py launches.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.bmma_gemv import C_TYPES, BitSerialX, columns
+from crelle.kernels.cuda.launch import load, multiprocessors
+
+_ROWS = 16  # positions that a warp takes at a time
+_HEADS = 8  # query heads that share a read, at most
+_FOREVER = 2**31 - 1  # a window that nothing falls out of
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTileConfig:
+    """Tile config of decode_attention.cu; its template parameters."""
+
+    group: int  # query heads of a thread block
+    chunks: int  # such groups of a key/value head
+    splits: int  # thread blocks that share the positions
+    stages: int  # tiles under way in a warp
+    warps: int  # that share the positions of a thread block
+
+
+def supports(head_size: int, dtype: torch.dtype) -> str | None:
+    """Return None, or why heads like these cannot attend here."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"attends in float16 and bfloat16, not in {dtype}"
+    if head_size % 8 or not 8 <= head_size <= 256:
+        return f"takes heads of 8, 16, … 256 numbers, not of {head_size}"
+    return None
+
+
+def tile_config(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    capacity: int,
+    processors: int | None = None,
+    narrow: bool = False,
+) -> AttentionTileConfig:
+    """Fill a good half of the device: one thread block has enough reads under way, and splits cost time at the end.
+
+    `narrow`: where twice as many splits still fit, they take half the warps each. That leaves room on a multiprocessor
+    for the products in planes that overlap with this kernel; beside dense ones it was only measured wide.
+    """
+    chunks = -(-heads // kv_heads // _HEADS)
+    group = -(-heads // kv_heads // chunks)
+    warps = 8 if head_size <= 128 else 4
+    blocks, most, splits = batch * kv_heads * chunks, processors or multiprocessors(), 1
+    while splits < 8 and 2 * splits * blocks <= 0.8 * most and splits * warps * _ROWS < capacity:
+        splits *= 2
+    if narrow and warps == 8 and 1 < splits < 8 and 2 * splits * blocks <= most:
+        splits, warps = 2 * splits, 4
+    return AttentionTileConfig(group, chunks, splits, min(2, -(-capacity // (splits * warps * _ROWS))), warps)
+
+
+def attend_variant(
+    p: AttentionTileConfig, head_size: int, dtype: torch.dtype, cluster: bool = True, bitserial: int = 0
+) -> tuple[str, str]:
+    """`cluster`: splits are added in distributed shared memory (sm_90); `bitserial`: DIGITS of decode_attention.cu."""
+    numbers = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}, {bitserial}"
+    return "decode_attention.cu", f"crelle::decode_attention<{numbers}, {C_TYPES[dtype]}>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeNormArgs:
+    """Rope, qk-norm and sliding window of the heads; all optional."""
+
+    cos: Tensor | None = None  # f32 [context, D/2], where heads are rotated
+    sin: Tensor | None = None
+    window: int | None = None  # how many positions a token sees, its own among them
+    q_norm: Tensor | None = None  # [D], where heads are normed before they are rotated
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+PLAIN = RopeNormArgs()
+
+
+def attend(
+    qkv: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    how: RopeNormArgs = PLAIN,
+    out: Tensor | None = None,
+    config: AttentionTileConfig | None = None,
+    cluster: bool | None = None,
+) -> Tensor:
+    """Store k and v of each sequence at its position; return what its queries see up to there, [B, heads * D].
+
+    qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position i32 [B].
+    """
+    y = torch.empty(len(qkv), heads * cache.shape[-1], dtype=qkv.dtype, device=qkv.device) if out is None else out
+    _launch(qkv, cache, position, heads, scale, how, (y, None), 0, config, cluster)
+    return y
+
+
+def can_encode(head_size: int, heads: int) -> bool:
+    """Whether the epilogue can encode the heads for a GEMV: a head must be half a block."""
+    return head_size == 128 and heads % 2 == 0
+
+
+def attend_encode(
+    qkv: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    how: RopeNormArgs = PLAIN,
+    config: AttentionTileConfig | None = None,
+    cluster: bool | None = None,
+) -> BitSerialX:
+    """The same, bit-serial, for weights with groups of at least 128 inputs and no permutation."""
+    B = len(qkv)
+    made = BitSerialX.empty(B, heads, 1, qkv.device)
+    _launch(qkv, cache, position, heads, scale, how, (made.bits, made.scale), columns(B), config, cluster)
+    return made
+
+
+def _launch(
+    qkv: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    how: RopeNormArgs,
+    out: tuple[Tensor, Tensor | None],
+    bitserial: int,
+    config: AttentionTileConfig | None,
+    cluster: bool | None,
+) -> None:
+    _, B, kv_heads, capacity, D = cache.shape
+    p = config or tile_config(B, heads, kv_heads, D, capacity, narrow=bitserial > 0)
+    together = torch.cuda.get_device_capability(qkv.device) >= (9, 0) if cluster is None else cluster
+    parts = semaphores = None
+    if p.splits > 1 and not together:
+        sets = B * kv_heads * p.chunks
+        parts = torch.empty(sets * p.splits * p.group * (D + 2), device=qkv.device)
+        semaphores = torch.zeros(sets, dtype=torch.int32, device=qkv.device)
+    kernel = load(*attend_variant(p, D, qkv.dtype, together, bitserial))
+    kernel(
+        (p.splits, kv_heads * p.chunks, B),
+        32 * p.warps,
+        qkv,
+        cache,
+        position,
+        how.cos,
+        how.sin,
+        how.q_norm,
+        how.k_norm,
+        *out,
+        parts,
+        semaphores,
+        heads,
+        kv_heads,
+        capacity,
+        how.window or _FOREVER,
+        float(scale),
+        float(how.eps),
+        shared=p.warps * p.stages * 2 * _ROWS * (-(-D // 16) * 16 + 8) * 2,
+        pdl=True,
+    )

@@ -1,0 +1,51 @@
+"""Which kernel multiplies how many rows of x: one table, for bit-plane weights and for dense ones.
+
+    rows        Hopper and newer        before Hopper            dense weights
+    1 … 4       gemv                    gemv                     gemv (dense.cu)
+    5 … 8       skinny_gemm             gemv, twice              torch
+    9 … 32      skinny_gemm             gemm                     torch
+    33 …        gemm                    gemm                     torch
+
+    gemv          bmma_gemv.cu: bit-serial x on the binary tensor cores; reads each weight byte once
+    skinny_gemm   skinny_gemm.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
+    gemm          gemm.cu: the same for the warpgroup-wide mma (sm_90), or the warp-wide one before it; x packed
+
+Batch-invariant products (batch_invariant.py) ignore the table: a row's bits must not depend on the number of rows, so
+all of them take `gemm` with a fixed split-K; dense weights take torch in chunks of a fixed number of rows.
+"""
+
+from typing import Literal
+
+import torch
+
+GEMV_ROWS = 4  # of one launch
+SKINNY_ROWS = 32
+INVARIANT_ROWS = 256  # of one batch-invariant launch
+INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
+
+Route = Literal["gemv", "skinny_gemm", "gemm", "torch"]
+
+_END = 1 << 62
+_HOPPER: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (SKINNY_ROWS, "skinny_gemm"), (_END, "gemm"))
+_AMPERE: tuple[tuple[int, Route], ...] = ((2 * GEMV_ROWS, "gemv"), (_END, "gemm"))
+_DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
+
+
+def route(rows: int, capability: tuple[int, int] | None = None) -> Route:
+    """Return what multiplies so many rows by a bit-plane weight on a device (the current one unless given)."""
+    table = _HOPPER if (capability or torch.cuda.get_device_capability()) >= (9, 0) else _AMPERE
+    return _first(table, rows)
+
+
+def gemm_route(rows: int, capability: tuple[int, int] | None = None) -> Route:
+    """Return the same among the kernels that multiply x as 16-bit floats: `gemv` left out."""
+    return "skinny_gemm" if route(max(rows, 2 * GEMV_ROWS + 1), capability) == "skinny_gemm" else "gemm"
+
+
+def dense_route(rows: int) -> Route:
+    """Return what multiplies so many rows by a dense weight."""
+    return _first(_DENSE, rows)
+
+
+def _first(table: tuple[tuple[int, Route], ...], rows: int) -> Route:
+    return next(kernel for up_to, kernel in table if rows <= up_to)

@@ -1,0 +1,173 @@
+"""The linears of a decode step on a GPU: those that read the same input as one launch, with what comes before fused in.
+
+    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, encode and three matrices: two launches
+
+The matrices of a product are laid out behind one another and every layer gets its part of that memory back, so
+the layers that run a prompt and the step that runs a token share one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.base import Prepared
+from crelle.kernels.cuda import dense
+from crelle.kernels.cuda.bmma_gemv import BitSerialX, Prologue, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.weight_layout import CudaWeight, join
+
+STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """Scale and shift of a norm; a shift means a layer norm, none an RMS norm."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+class LinearLayer(Protocol):
+    """A layer y = x @ W.T + bias, as far as it is used here: the prepared weight may be replaced by a view."""
+
+    prepared: Prepared
+    bias: Tensor | None
+
+
+class FusedLinear:
+    """Some linear layers of the same input as one."""
+
+    def __init__(self, linears: Sequence[LinearLayer], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.weights = _joined(linears)
+        sizes = [linear.prepared.problem.N for linear in linears]
+        self.bias = _cat_biases(linears, sizes, dtype)
+        apart = len(self.weights) > 1 and self.bias is not None
+        self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
+        self._folded: tuple[Norm, Tensor, Tensor] | None = None
+
+    @property
+    def takes_bitserial(self) -> bool:
+        """Whether all is one bit-plane weight, which can take x as another kernel's epilogue encoded it."""
+        w = self.weights[0]
+        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.perm is None and parts(w) == 1
+
+    def __call__(
+        self,
+        x: Tensor | BitSerialX,
+        op: Prologue = "PLAIN",
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return op(x) @ W.T + bias + residual as [tokens, N of all]; BitSerialX has been through op already."""
+        if len(self.weights) == 1:
+            return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
+        assert residual is None, "only single matrices write back to the residual stream"
+        pairs = zip(self.weights, self._biases, strict=True)
+        return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+
+    def activated(
+        self,
+        x: Tensor | BitSerialX,
+        then: Prologue,
+        following: "FusedLinear",
+        op: Prologue = "PLAIN",
+        norm: Norm | None = None,
+    ) -> Tensor | BitSerialX:
+        """Return what `following` takes: then(y) encoded where the epilogue can do that, y otherwise."""
+        w = self._giving(then, following)
+        if w is None:
+            return self(x, op, norm)
+        digits, bias, fold = self._digits(x, w, op, norm, self.bias)
+        return product_encode(digits, w, self.dtype, then, bias=bias, fold=fold)[1]
+
+    def normed(
+        self,
+        x: Tensor | BitSerialX,
+        then: Norm,
+        following: "FusedLinear",
+        op: Prologue = "PLAIN",
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | BitSerialX]:
+        """Return y, and what `following` takes: then(y) encoded where the epilogue can do that, y again otherwise."""
+        kind: Prologue = "RMS_NORM" if then.bias is None else "LAYER_NORM"
+        w = self._giving(kind, following)
+        if w is None or then.weight is None:
+            y = self(x, op, norm, residual)
+            return y, y
+        digits, bias, fold = self._digits(x, w, op, norm, self.bias)
+        numbers, made = product_encode(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
+        assert numbers is not None
+        return numbers, made
+
+    def _encoding_weight(self, then: Prologue, following: "FusedLinear") -> CudaWeight | None:
+        """The weight, where its epilogue can encode then(y)."""
+        w = self.weights[0]
+        one = len(self.weights) == 1 and following.takes_bitserial
+        return w if one and isinstance(w, CudaWeight) and epilogue_encodes(w, then, self.dtype) else None
+
+    def _multiply(
+        self,
+        x: Tensor | BitSerialX,
+        w: CudaWeight | Tensor,
+        op: Prologue,
+        norm: Norm | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if isinstance(w, CudaWeight):
+            digits, bias, fold = self._digits(x, w, op, norm, bias)
+            return product(digits, w, dtype, bias, residual, in_graph=True, fold=fold)
+        assert isinstance(x, Tensor), "digits are for planes"
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
+
+    def _digits(
+        self, x: Tensor | BitSerialX, w: CudaWeight, op: Prologue, norm: Norm | None, bias: Tensor | None
+    ) -> tuple[BitSerialX, Tensor | None, Tensor | None]:
+        """Return op(x) encoded, with the bias and the `fold` that the product is to take."""
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        if not isinstance(x, BitSerialX):
+            return encode(x, w, op, scale, shift, eps), bias, None
+        if x.moments is None or norm is None or scale is None or shift is None:
+            return x, bias, None
+        if self._folded is None or self._folded[0] is not norm:  # a layer norm's part that is the same for all tokens
+            gain, added = (product(encode(v[None], w), w, torch.float32)[0] for v in (scale, shift))
+            self._folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
+        return x, *self._folded[1:]
+
+
+def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | Tensor]:
+    """Return the matrices as one where their layouts allow it, and let the linears point into it."""
+    data = [linear.prepared.data for linear in linears]
+    if len(data) == 1:
+        return data
+    joined = _whole(data)
+    if joined is None:
+        return data
+    for linear, part in zip(linears, joined[1], strict=True):
+        linear.prepared = replace(linear.prepared, data=part)
+    return [joined[0]]
+
+
+def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
+    if all(isinstance(w, CudaWeight) for w in data):
+        return join(data)
+    if all(isinstance(w, Tensor) for w in data):
+        whole = torch.cat(data)
+        return whole, torch.split(whole, [w.shape[0] for w in data])
+    return None
+
+
+def _cat_biases(linears: Sequence[LinearLayer], sizes: list[int], dtype: torch.dtype) -> Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    some = next(linear.bias for linear in linears if linear.bias is not None)
+    zeros = [torch.zeros(n, dtype=dtype, device=some.device) for n in sizes]
+    return torch.cat([z if x.bias is None else x.bias for z, x in zip(zeros, linears, strict=True)])

@@ -1,0 +1,145 @@
+"""Every kernel that CI compiles for every architecture: each template with each value of its parameters at least once.
+
+All combinations would be tens of thousands; a kernel that compiles for each value of each parameter has not yet been
+seen to fail for a combination of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import get_args
+
+import torch
+
+from crelle.formats.affine import AffineTensor
+from crelle.formats.base import QuantTensor
+from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.kernels.cuda import (
+    bmma_gemv,
+    decode_attention,
+    dense,
+    embed_argmax,
+    gemm,
+    lut,
+    paged_attention,
+    residual_norm_pack,
+    skinny_gemm,
+    weight_layout,
+)
+from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind
+
+HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+K = 2048
+GROUPS = (32, 64, 128, 256)  # 8, 4, 2 and 1 in a block
+_OPS = get_args(bmma_gemv.Prologue)
+
+Instantiation = tuple[str, str]  # file, expression
+
+
+def instantiations(arch: str) -> list[Instantiation]:
+    """Return (file, expression) of all of them for an architecture, e.g. sm_90a, in order."""
+    capability = int(arch[3]), int(arch[4])
+    return sorted(
+        {
+            *_decode(capability),
+            *_tiles(capability),
+            *_dozens(capability),
+            *_lut(),
+            *_attention_dense_embed(),
+            *paged_attention.variants(),
+            *residual_norm_pack.variants(),
+        }
+    )
+
+
+def _weight(kind: ScaleKind, P: int, group: int = 128, scales: torch.dtype = HALF) -> QuantTensor:
+    """A matrix of zeros, for its form."""
+    C = K // group
+    planes = torch.zeros(P, 16, K // 8, dtype=torch.uint8)
+    scale = torch.zeros(16, C, dtype=scales)
+    if kind is ScaleKind.AFFINE:
+        return AffineTensor(planes, K, group, scale, scale)
+    if kind is ScaleKind.UNIFORM or kind is ScaleKind.UNIFORM_SYMMETRIC:
+        zero = torch.zeros(16, -(-C * P // 8), dtype=torch.uint8)
+        return UniformTensor(planes, K, group, scale, zero if kind is ScaleKind.UNIFORM else None)
+    return BCQTensor(planes, K, group, torch.zeros(P, 16, C, dtype=scales), scale if kind is ScaleKind.BCQ else None)
+
+
+def _weights() -> Iterator[tuple[QuantTensor, torch.dtype]]:
+    """Weights of all kinds, plane counts, groups and types of scales, each with a type of x."""
+    for i, kind in enumerate(ScaleKind):
+        for P in range(1, 9):
+            yield _weight(kind, P, GROUPS[(i + P) % 4]), HALF
+    for scales in (BF16, F32):
+        yield _weight(ScaleKind.BCQ, 3, scales=scales), BF16
+        yield _weight(ScaleKind.AFFINE, 2, scales=scales), HALF
+
+
+def _decode(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    for i, (w, dtype) in enumerate(_weights()):
+        laid = weight_layout.lay_out(w)
+        tall, count = replace(laid, N=(4096, 49152)[i % 2]), (1, 2, 4)[i % 3]
+        yield bmma_gemv.gemv_variant(tall, count, bmma_gemv.choose(tall, count, processors=132), dtype)
+    epilogues = bmma_gemv.EPILOGUES if capability >= (9, 0) else ("STORE",)  # an encoding epilogue needs clusters
+    for P, kind, count, config, epilogue in bmma_gemv.autotuned_configs():
+        divided = epilogue in ("SILU_MUL_ENCODE", "RELU_ENCODE")  # they come behind a norm
+        if epilogue in epilogues:
+            yield bmma_gemv.gemv_variant(
+                weight_layout.lay_out(_weight(kind, P)), count, config, HALF, epilogue, divided
+            )
+    for i, epilogue in enumerate(epilogues):
+        for P in (2, 3, 4):
+            laid = replace(weight_layout.lay_out(_weight(ScaleKind.BCQ, P)), N=(4096, 22016)[i % 2])
+            count, dtype = (1, 1, 2, 4)[(i + P) % 4], (HALF, BF16)[P % 2]
+            config = bmma_gemv.choose(laid, count, processors=132, in_graph=True, epilogue=epilogue)
+            for divided in (False, True):
+                yield bmma_gemv.gemv_variant(laid, count, config, dtype, epilogue, divided)
+    for op in _OPS:
+        for parts, count, dtype in ((1, 1, HALF), (2, 2, BF16), (4, 4, HALF)):
+            yield bmma_gemv.encode_variant(op, parts, count, dtype)
+
+
+def _tiles(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    for i, (w, dtype) in enumerate(islice(_weights(), 1, None, 2)):
+        laid: CudaWeight = replace(weight_layout.lay_out(w), N=4096)
+        count = (33, 72, 144, 256, 1024)[i % 5] if capability == (9, 0) else (8, 16, 64, 256, 1024)[i % 5]
+        old = capability != (9, 0)
+        config = gemm._choose_sm80(laid, count, 99 * 1024) if old else gemm.choose(laid, count, dtype, 132, (9, 0))
+        yield gemm.product_variant(laid, config, dtype)
+    for dtype in (HALF, BF16):
+        yield gemm.pack_variant(dtype)
+
+
+def _dozens(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    for dtype in (HALF, BF16):
+        yield skinny_gemm.permute_variant(dtype)
+    if capability < (9, 0):
+        return  # not there: its pipeline needs the bulk copies of Hopper, and gemm.cu does the work
+    for i, (w, dtype) in enumerate(islice(_weights(), 0, None, 3)):
+        laid: CudaWeight = replace(weight_layout.lay_out(w), N=(4096, 8192, 11008)[i % 3])
+        yield skinny_gemm.variant(laid, skinny_gemm.choose(laid, (8, 16, 24, 32)[i % 4], 132), dtype)
+
+
+def _lut() -> Iterator[Instantiation]:
+    for i, (w, dtype) in enumerate(islice(_weights(), 0, None, 2)):
+        laid = lut.lay_out(w)
+        count, variant = (1, 2, 4)[i % 3], lut.VARIANTS[i % 2]
+        yield lut.lut_variant(laid, count, variant, lut.choose(laid, count, variant, 132, 220 * 1024), dtype)
+
+
+def _attention_dense_embed() -> Iterator[Instantiation]:
+    for size in (64, 80, 96, 128, 256):
+        for heads, kv_heads in ((32, 32), (32, 8)):
+            for cluster in (True, False):
+                plan = decode_attention.tile_config(1, heads, kv_heads, size, 2048, processors=132)
+                yield decode_attention.attend_variant(plan, size, HALF if cluster else BF16, cluster)
+                narrow = decode_attention.tile_config(1, heads, kv_heads, size, 2048, processors=132, narrow=True)
+                for digits in (1, 2, 4) if size == 128 else ():
+                    yield decode_attention.attend_variant(narrow, size, HALF, cluster, digits)
+    for op in _OPS:
+        for count in range(1, 5):
+            yield dense.product_variant(op, count, K, HALF if count % 2 else BF16, F32 if count > 2 else HALF)
+    for dtype in (HALF, BF16):
+        yield embed_argmax.embed_variant(dtype)
+        yield embed_argmax.greedy_variant(dtype)
+    yield embed_argmax.greedy_variant(F32)

@@ -1,0 +1,167 @@
+"""The CUDA kernels as two Kernels: `cuda` for bit-plane weights, and `cuda-lut`, the papers' way.
+
+`cuda` runs what dispatch.py says for the number of rows. `cuda-lut` is selected only by name: on an H200 `cuda` was
+faster in every problem that was measured (bench/results/h200-gemv.json has both; docs/kernels/bcq.md says why).
+
+Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a fake implementation, so
+that torch.compile sees through it.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from crelle.formats.affine import AffineTensor
+from crelle.formats.base import QuantTensor
+from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.kernels import cuda
+from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
+from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out, same_inputs
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.bmma_gemv import BitSerialX
+    from crelle.kernels.cuda.gemm import PackedX
+    from crelle.kernels.cuda.lut import LutWeight
+
+_FORMATS = (BCQTensor.format, UniformTensor.format, AffineTensor.format)
+
+
+def unsupported(problem: Problem) -> str | None:
+    """What no kernel on planes can do here."""
+    if problem.format not in _FORMATS:
+        return f"takes the formats 'bcq', 'uniform' and 'affine', not '{problem.format}'"
+    if problem.device != "cuda":
+        return f"runs on a GPU, the weight is on {problem.device}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16 activations, not {str(problem.dtype).removeprefix('torch.')}"
+    return takes_floats(problem) or cuda.available()
+
+
+class Cuda:
+    """Multiply by bit-plane tensors on a GPU."""
+
+    name = "cuda"
+    permutes = True  # x is encoded in the order of the columns
+
+    def supports(self, problem: Problem) -> str | None:
+        return unsupported(problem)
+
+    def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CudaWeight:
+        return lay_out(w)
+
+    def encode(self, x: Tensor, prepared: CudaWeight) -> Encoded:
+        return Encoded(_encode(x, prepared))
+
+    def shares(self, a: CudaWeight, b: CudaWeight) -> bool:
+        return same_inputs(a, b)
+
+    def run(self, x: Tensor | Encoded, prepared: CudaWeight) -> Tensor:
+        w = prepared
+        if isinstance(x, Encoded):
+            return _multiply(x.data, w)
+        return _plane_matmul(x, w.words, w.scales, w.perm, w.N, w.K, w.P, w.kind.name, w.groups, w.blocks_per_scale)  # type: ignore[no-any-return]
+
+
+class CudaLut(FloatInput):
+    """The same by table look-up in shared memory, as in the papers: here to be measured, only by name."""
+
+    name = "cuda-lut"
+    permutes = True
+
+    def supports(self, problem: Problem) -> str | None:
+        return unsupported(problem)
+
+    def prepare(self, w: QuantTensor, dtype: torch.dtype) -> "LutWeight":
+        from crelle.kernels.cuda import lut
+
+        return lut.lay_out(w)
+
+    def run(self, x: Tensor | Encoded, prepared: "LutWeight") -> Tensor:
+        x, w = floats(x), prepared
+        form = (w.N, w.K, w.P, w.kind.name, w.groups, w.blocks_per_scale)
+        return _lut_matmul(x, w.words, w.scales, w.semaphores, w.perm, *form)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Input:
+    """x as the kernel for so many rows takes it."""
+
+    dtype: torch.dtype
+    x: "list[BitSerialX] | Tensor | PackedX"  # of gemv, skinny_gemm, gemm; a Tensor also where there are no rows
+
+
+def _encode(x: Tensor, w: CudaWeight) -> _Input:
+    from crelle.kernels.cuda import bmma_gemv, gemm, skinny_gemm
+
+    x, rows = x.contiguous(), x.shape[0]
+    if rows == 0:
+        return _Input(x.dtype, x)
+    route = dispatch.route(rows)
+    if route == "gemv":
+        return _Input(x.dtype, [bmma_gemv.encode(part, w) for part in torch.split(x, dispatch.GEMV_ROWS)])
+    return _Input(x.dtype, skinny_gemm.permuted_rows(x, w) if route == "skinny_gemm" else gemm.pack(x, w))
+
+
+def _multiply(encoded: _Input, w: CudaWeight) -> Tensor:
+    from crelle.kernels.cuda import bmma_gemv, gemm, skinny_gemm
+
+    x = encoded.x
+    if isinstance(x, list):
+        parts = [bmma_gemv.product(part, w, encoded.dtype) for part in x]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not isinstance(x, Tensor):
+        return gemm.product(x, w)
+    return skinny_gemm.product(x, w) if x.shape[0] else x.new_empty(0, w.N)
+
+
+@torch.library.custom_op("crelle::plane_matmul", mutates_args=())
+def _plane_matmul(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    perm: Tensor | None,
+    N: int,
+    K: int,
+    P: int,
+    kind: str,
+    groups: int,
+    blocks_per_scale: int,
+) -> Tensor:
+    """Return x [M, K] @ W.T for a weight in the layout of weight_layout.py."""
+    w = CudaWeight(N, K, P, ScaleKind[kind], groups, blocks_per_scale, words, scales, perm)
+    return _multiply(_encode(x, w), w)
+
+
+@_plane_matmul.register_fake
+def _(x: Tensor, words: Tensor, scales: Tensor, perm: Tensor | None, N: int, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], N)
+
+
+@torch.library.custom_op("crelle::lut_matmul", mutates_args=())
+def _lut_matmul(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    semaphores: Tensor,
+    perm: Tensor | None,
+    N: int,
+    K: int,
+    P: int,
+    kind: str,
+    groups: int,
+    blocks_per_scale: int,
+) -> Tensor:
+    """Return x [M, K] @ W.T for a weight in the layout of lut.py; `semaphores` are zeros before and after."""
+    from crelle.kernels.cuda import lut
+
+    w = lut.LutWeight(N, K, P, ScaleKind[kind], groups, blocks_per_scale, words, scales, semaphores, perm)
+    parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, dispatch.GEMV_ROWS)]
+    return parts[0] if len(parts) == 1 else torch.cat([x.new_empty(0, N), *parts])
+
+
+@_lut_matmul.register_fake
+def _(x: Tensor, words: Tensor, scales: Tensor, semaphores: Tensor, perm: Tensor | None, N: int, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], N)

@@ -1,0 +1,105 @@
+"""Launches residual_norm_pack.cu: fused residual add, norm or activation, and packing for the next GEMM.
+
+    xs, x = add_norm_pack(x, w, "RMS_NORM", norm=norm, eps=eps, addend=y)      # x += y; norm; packed for gemm.product
+    xs, _ = add_norm_pack(inner, down, "SILU_MUL")
+
+What `dense.apply` and `gemm.pack` do, and the sum before them, in one launch instead of three.
+"""
+
+from collections.abc import Iterator
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.bmma_gemv import C_TYPES, Prologue
+from crelle.kernels.cuda.gemm import PackedX
+from crelle.kernels.cuda.launch import load
+from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
+
+_WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 256 inputs for each of them
+_TIMES = 8  # pieces of 8 inputs that a thread has, at most
+
+
+def supports(w: CudaWeight, K: int) -> str | None:
+    """Return None, or why x [M, K] cannot be made ready for a weight."""
+    if K % 8:
+        return f"takes rows of a multiple of 8 numbers, not of {K}"
+    if (most := BLOCK * _WARPS[True] * _TIMES) < BLOCK * w.blocks:
+        return f"takes rows of up to {most} numbers, not of {K}"
+    return None
+
+
+def variant(op: Prologue, dtype: torch.dtype, inputs: int, whole: bool) -> tuple[str, str]:
+    """`whole`: a thread block has all inputs of a row."""
+    warps = _WARPS[whole]
+    times = -(-inputs // (BLOCK * warps)) if whole else 1
+    return "residual_norm_pack.cu", f"crelle::add_norm_pack<crelle::{op}, {warps}, {times}, {C_TYPES[dtype]}>"
+
+
+def variants() -> Iterator[tuple[str, str]]:
+    """Return what CI compiles."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for op in get_args(Prologue):
+            yield variant(op, dtype, 4096, "NORM" in op)
+            yield variant(op, dtype, 8192, True)
+
+
+def add_norm_pack(
+    x: Tensor,
+    w: CudaWeight,
+    op: Prologue = "PLAIN",
+    norm: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    addend: Tensor | None = None,
+) -> tuple[PackedX, Tensor]:
+    """Return op(x + addend) packed for w, and x + addend, for x [M, K] (SILU_MUL: [M, 2K])."""
+    to = PackedX.empty(x.shape[0], w, x)
+    return to, _launch(x, w, op, norm, shift, eps, addend, to.xs, to.semaphores, 0)
+
+
+def add_norm_permute(
+    x: Tensor,
+    w: CudaWeight,
+    op: Prologue = "PLAIN",
+    norm: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    addend: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same as rows for skinny_gemm: [M, K], or [M, 256 blocks] permuted where w's inputs are."""
+    pitch = x.shape[1] // (2 if op == "SILU_MUL" else 1) if w.perm is None else BLOCK * w.blocks
+    rows = torch.empty(x.shape[0], pitch, dtype=x.dtype, device=x.device)
+    return rows, _launch(x, w, op, norm, shift, eps, addend, rows, None, pitch)
+
+
+def _launch(
+    x: Tensor,
+    w: CudaWeight,
+    op: Prologue,
+    norm: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    addend: Tensor | None,
+    xs: Tensor,
+    semaphores: Tensor | None,
+    pitch: int,
+) -> Tensor:
+    """Fill xs; return x + addend."""
+    M, K = x.shape[0], x.shape[1] // (2 if op == "SILU_MUL" else 1)
+    assert supports(w, K) is None
+    assert x.is_contiguous()
+    assert addend is None or (addend.is_contiguous() and op != "SILU_MUL")
+    inputs, whole = BLOCK * w.blocks, w.perm is not None or "NORM" in op
+    part = inputs if whole else min(inputs, BLOCK * _WARPS[False])
+    total = x if addend is None else torch.empty_like(x)
+    load(*variant(op, x.dtype, inputs, whole))(
+        (-(-inputs // part), -(-M // 8) * 8, 1),
+        32 * _WARPS[whole],
+        *(x, addend, norm, shift, w.perm, None if addend is None else total, xs, semaphores),
+        *(0 if semaphores is None else semaphores.numel(), M, K, w.blocks, part, pitch, w.stride16, float(eps)),
+        shared=2 * part,
+        pdl=True,
+    )
+    return total

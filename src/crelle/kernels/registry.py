@@ -1,0 +1,46 @@
+"""Which kernel multiplies by a given weight, and why not the others.
+
+`kernels` lists them in order of preference; the first that supports the problem is selected. A kernel that another one
+always beats stands behind it, and so is selected only by name: `cuda-lut` behind `cuda`, `cpu-int8` behind `cpu`.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from crelle.errors import UnsupportedError
+from crelle.kernels.base import Kernel, Problem
+from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cuda.kernel import Cuda, CudaLut
+from crelle.kernels.permuted_kernel import PermutedKernel
+from crelle.kernels.reference import Dense, Dequantized, Reference
+
+
+@cache
+def kernels() -> tuple[Kernel, ...]:
+    """All kernels of this installation, most preferred first."""
+    return (Dense(), Cuda(), CudaLut(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
+
+
+def _for(problem: Problem, kernel: Kernel) -> Kernel:
+    return PermutedKernel(kernel) if problem.permuted and not getattr(kernel, "permutes", False) else kernel
+
+
+def explain(problem: Problem, among: Sequence[Kernel] | None = None) -> list[tuple[str, str | None]]:
+    """Return (kernel, reason) for every kernel: None for those that could run it."""
+    return [(k.name, k.supports(problem)) for k in (kernels() if among is None else among)]
+
+
+def select(problem: Problem, name: str | None = None) -> Kernel:
+    """Return the kernel called `name`, or the most preferred one; an error lists every reason."""
+    if name is not None:
+        named = {k.name: k for k in kernels()}
+        if name not in named:
+            raise UnsupportedError(f"there is no kernel '{name}' here; choose one of: {', '.join(named)}")
+        if reason := named[name].supports(problem):
+            raise UnsupportedError(f"kernel '{name}' cannot multiply {problem}: it {reason}")
+        return _for(problem, named[name])
+    for kernel in kernels():
+        if kernel.supports(problem) is None:
+            return _for(problem, kernel)
+    reasons = "; ".join(f"{who} {why}" for who, why in explain(problem))
+    raise UnsupportedError(f"no kernel can multiply {problem}: {reasons}")

@@ -1,0 +1,130 @@
+"""One token's attention against fp64: every head size, group, split and window; positions differ between sequences."""
+
+import pytest
+import torch
+from plane_weights import random_weight
+from torch import Tensor
+
+from crelle.kernels import cuda
+from crelle.kernels.cuda import bmma_gemv, decode_attention, jit, weight_layout
+
+gpu = pytest.mark.gpu
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+CASES = [  # head size, heads, key/value heads, batch, capacity, window, dtype, rotated, normed, by cluster
+    (128, 32, 32, 1, 256, None, torch.float16, True, False, True),
+    (128, 32, 32, 1, 256, None, torch.float16, True, False, False),
+    (128, 32, 8, 4, 2048, None, torch.float16, True, True, True),
+    (128, 32, 8, 3, 300, 100, torch.bfloat16, True, False, True),
+    (128, 96, 96, 2, 400, None, torch.float16, False, False, True),
+    (64, 9, 3, 2, 777, None, torch.float16, True, False, True),
+    (80, 4, 4, 1, 512, None, torch.bfloat16, False, False, True),
+    (96, 28, 4, 4, 511, 40, torch.float16, True, True, True),
+    (256, 16, 1, 2, 600, None, torch.float16, True, False, True),  # 16 query heads: two chunks of 8
+    (72, 6, 2, 3, 300, 17, torch.float16, True, True, False),
+    (8, 2, 2, 2, 30, None, torch.float16, True, False, True),
+]
+
+
+@pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("head_size", [72, 128])
+def test_attention_compiles(arch: str, head_size: int) -> None:
+    plan = decode_attention.tile_config(1, 32, 8, head_size, 4096, processors=132)
+    built = jit.compile(*decode_attention.attend_variant(plan, head_size, torch.float16, arch == "sm_90a"), arch)
+    assert built.cubin
+
+
+def test_plan_splits_until_half_of_the_device_is_busy() -> None:
+    assert decode_attention.tile_config(1, 32, 32, 128, 4096, processors=132).splits == 2
+    few, many = (
+        decode_attention.tile_config(1, heads, heads, 128, 4096, processors=132, narrow=True) for heads in (32, 40)
+    )
+    assert (few.splits, few.warps) == (4, 4)  # on all of it, with half the warps each
+    assert (many.splits, many.warps) == (2, 8)
+    assert decode_attention.tile_config(4, 32, 32, 128, 4096, processors=132).splits == 1
+    assert decode_attention.tile_config(1, 32, 8, 128, 4096, processors=132).splits == 8
+    assert decode_attention.tile_config(1, 32, 32, 128, 16, processors=132).splits == 1  # nothing to share
+
+
+def test_attention_says_what_it_does_not_take() -> None:
+    assert decode_attention.supports(128, torch.float16) is None
+    assert "not of 12" in str(decode_attention.supports(12, torch.float16))
+    assert "float32" in str(decode_attention.supports(64, torch.float32))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+@gpu
+@pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("turn", range(5))
+def test_attention_matches_oracle(case: tuple[object, ...], turn: int) -> None:
+    D, heads, kv_heads, B, capacity, window, dtype, rotated, normed, cluster = case
+    torch.manual_seed(turn)
+    dev, nan, eps = "cuda", float("nan"), 1e-6
+    corners = [0, 1, 17, min(255, capacity - 2), capacity - 1, 15, 16]
+    at = [corners[(turn + b) % len(corners)] for b in range(B)]
+    position = torch.tensor(at, dtype=torch.int32, device=dev)
+    qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device=dev).to(dtype)
+    cache = torch.randn(2, B, kv_heads, capacity, D, device=dev).to(dtype)
+    for b in range(B):
+        cache[:, b, :, at[b] :] = nan  # must not be read
+    angle = torch.arange(capacity, device=dev).float()[:, None] * 10000 ** (-torch.arange(0, D, 2, device=dev) / D)
+    cos, sin = (angle.cos(), angle.sin()) if rotated else (None, None)
+    weights = [(1 + 0.2 * torch.randn(D, device=dev)).to(dtype) if normed else None for _ in range(2)]
+
+    how = decode_attention.RopeNormArgs(cos, sin, window, *weights, eps)
+    outs, caches = [], []
+    for _ in range(3):
+        mine, out = cache.clone(), torch.full((B, heads * D), nan, dtype=dtype, device=dev)
+        torch.cuda.synchronize()
+        decode_attention.attend(qkv, mine, position, heads, D**-0.5, how, out, cluster=cluster)
+        outs.append(out)
+        caches.append(mine)
+    assert all(torch.equal(outs[0], again) for again in outs[1:])
+
+    for b, p in enumerate(at):
+        q, k, v = qkv[b].split([heads * D, kv_heads * D, kv_heads * D])
+        q, k = q.view(heads, D).double(), k.view(kv_heads, D).double()
+        if normed:
+            q, k = _normed(q, weights[0], eps), _normed(k, weights[1], eps)
+        if rotated:
+            c, s = cos[p].double(), sin[p].double()
+            q, k = (
+                torch.cat([x[:, : D // 2] * c - x[:, D // 2 :] * s, x[:, D // 2 :] * c + x[:, : D // 2] * s], -1)
+                for x in (q, k)
+            )
+        keys, values = caches[0][:, b]
+        assert _error(keys[:, p], k) < TOLERANCE[dtype]
+        assert torch.equal(values[:, p], v.view(kv_heads, D))
+        assert torch.equal(caches[0][:, b, :, :p], cache[:, b, :, :p])  # the rest is untouched
+        assert caches[0][:, b, :, p + 1 :].isnan().all()
+        first = 0 if window is None else max(0, p + 1 - window)
+        seen = [x[:, first : p + 1].double().repeat_interleave(heads // kv_heads, 0) for x in (keys, values)]
+        share = torch.einsum("hd,hsd->hs", q * D**-0.5, seen[0]).softmax(-1)
+        assert _error(outs[0][b].view(heads, D), torch.einsum("hs,hsd->hd", share, seen[1])) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (4, 4)], ids=str)
+@pytest.mark.parametrize("B", [1, 2, 3, 4])
+@pytest.mark.parametrize("cluster", [True, False])
+def test_heads_leave_as_the_digits_that_they_would_become(heads: tuple[int, int], B: int, cluster: bool) -> None:
+    torch.manual_seed(B)
+    (H, kv), dev, capacity = heads, "cuda", 700
+    position = torch.tensor([0, 255, 699, 31][:B], dtype=torch.int32, device=dev)
+    qkv = torch.randn(B, (H + 2 * kv) * 128, device=dev).half()
+    cache = torch.randn(2, B, kv, capacity, 128, device=dev).half()
+    w = weight_layout.lay_out(random_weight(weight_layout.ScaleKind.BCQ, 3, 48, H * 128, 128, device=dev))
+    config = decode_attention.tile_config(B, H, kv, 128, capacity, narrow=True)  # other splits sum in another order
+    plain = decode_attention.attend(qkv, cache.clone(), position, H, 0.09, config=config, cluster=cluster)
+    digits = decode_attention.attend_encode(qkv, cache.clone(), position, H, 0.09, config=config, cluster=cluster)
+    wanted = bmma_gemv.product(bmma_gemv.encode(plain, w), w, torch.float32)
+    assert torch.equal(bmma_gemv.product(digits, w, torch.float32), wanted)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())

@@ -1,0 +1,76 @@
+"""The ends of a decode step: rows of embeddings exactly as torch gathers them, the same tokens as torch.argmax."""
+
+import pytest
+import torch
+
+from crelle.kernels import cuda
+from crelle.kernels.cuda import embed_argmax, jit
+
+gpu = pytest.mark.gpu
+needs_device = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
+SIZES = [(1, 32000, 4096), (4, 50272, 72), (3, 77, 20), (2, 9000, 6152)]  # batch, vocabulary, width
+
+
+@pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_tokens_compile(arch: str) -> None:
+    kernels = [embed_argmax.embed_variant(torch.bfloat16), embed_argmax.greedy_variant(torch.float32)]
+    assert all(built.cubin for built in jit.compile_all(kernels, arch))
+
+
+@gpu
+@needs_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("B", "V", "width"), SIZES)
+def test_embed_equals_torch(B: int, V: int, width: int, dtype: torch.dtype) -> None:
+    table, learned = torch.randn(V, width, device="cuda").to(dtype), torch.randn(60, width, device="cuda").to(dtype)
+    ids = torch.randint(0, V, (B,), device="cuda")
+    position = torch.randint(0, 50, (B,), device="cuda", dtype=torch.int32)
+    assert torch.equal(embed_argmax.embed(ids, table), table[ids])
+    wanted = table[ids] + learned[position.long() + 2]
+    assert torch.equal(embed_argmax.embed(ids, table, position, learned), wanted)
+
+
+@gpu
+@needs_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("B", "V", "width"), SIZES)
+def test_greedy_equals_argmax_and_counts(B: int, V: int, width: int, dtype: torch.dtype) -> None:
+    state = embed_argmax.State.new(B, 3, "cuda")
+    state.position.fill_(17)
+    rows = torch.randn(4, B, V, device="cuda")
+    rows[1] = rows[1].round()  # equals: the first counts
+    rows[1, 0, :5], rows[1, 0, 5:] = -0.0, 0.0
+    rows[2, B - 1, [11, 60]] = float("nan")
+    rows[3, 0] = float("-inf")
+    rows = rows.to(dtype)
+    for logits in rows:
+        embed_argmax.greedy(logits, state)
+        assert torch.equal(state.ids, logits.argmax(-1))
+    wanted = rows[:3].argmax(-1).T
+    wanted[B - 1, 2] = embed_argmax.NOT_FINITE
+    assert torch.equal(state.made, wanted)  # the fourth has no room
+    assert state.position.tolist() == [21] * B
+    assert state.step.tolist() == [4]
+
+
+@gpu
+@needs_device
+def test_step_is_replayed_without_the_host() -> None:
+    state = embed_argmax.State.new(2, 5, "cuda")
+    table = torch.randn(50, 64, device="cuda", dtype=torch.float16)
+    head = torch.randn(50, 64, device="cuda", dtype=torch.float16)
+    embed_argmax.greedy(embed_argmax.embed(state.ids, table) @ head.T, state)  # loads the kernels
+    for t in (state.ids, state.position, state.step, state.made):
+        t.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        embed_argmax.greedy(embed_argmax.embed(state.ids, table) @ head.T, state)
+    for _ in range(5):
+        graph.replay()
+    ids, wanted = torch.zeros(2, dtype=torch.int64, device="cuda"), []
+    for _ in range(5):
+        ids = (table[ids] @ head.T).argmax(-1)
+        wanted.append(ids)
+    assert torch.equal(state.made, torch.stack(wanted, 1))
+    assert state.position.tolist() == [5, 5]

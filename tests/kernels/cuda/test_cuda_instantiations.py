@@ -1,0 +1,128 @@
+"""Our own kernels: every variant compiles for every architecture, with its matrix instruction and without spills."""
+
+import re
+from pathlib import Path
+
+import pytest
+from disassembly import disassemble
+
+from crelle.kernels import cuda
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.instantiations import instantiations
+
+pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
+
+LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
+MATRIX = re.compile(r"\b[BIHQ]G?MMA\b")
+MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu"}
+
+
+@pytest.mark.parametrize(
+    ("line", "local", "matrix"),
+    [
+        ("/*0010*/   LDL.64 R2, [R1] ;", True, False),
+        ("/*0010*/   @P0 STL [R1+0x8], R4 ;", True, False),
+        ("/*0010*/   LDG.E.128 R4, [R2.64] ;", False, False),
+        ("/*0010*/   IMMA.16832.S8.S8 R8, R4.ROW, R6.COL, R8 ;", False, True),
+        ("/*0010*/   BMMA.168256.AND.POPC R8, R4, R6, R8 ;", False, True),
+        ("/*0010*/   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;", False, True),
+    ],
+)
+def test_the_markers_tell_instructions_apart(line: str, local: bool, matrix: bool) -> None:
+    assert (bool(LOCAL_MEMORY.search(line)), bool(MATRIX.search(line))) == (local, matrix)
+
+
+SPILLS = """
+namespace test {
+__global__ void spills(const int* at, int* y) {
+  int room[64];
+  for (int i = 0; i < 64; i++) room[at[i]] = i;
+  for (int i = 0; i < 64; i++) y[i] = room[at[i + 64]];
+}
+}
+"""
+
+
+def test_local_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spills.cu").write_text(SPILLS)
+    monkeypatch.setattr(jit, "CSRC", tmp_path)
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "cache"))
+    if (code := disassemble(jit.compile("spills.cu", "test::spills", "sm_90a").cubin)) is None:
+        pytest.skip("no disassembler")
+    assert LOCAL_MEMORY.search(code)
+
+
+def spills_allowed(file: str, expression: str, arch: str) -> int:
+    """How many instructions may go to local memory: a few, around the loop, in what was measured to be fastest so."""
+    planes = re.match(r"crelle::bmma_gemv<(\d)", expression)
+    if planes:
+        return 80 if int(planes[1]) > 4 else 8 if arch == "sm_90a" else 40
+    return 24 if file in ("dense.cu", "lut.cu", "gemm.cu") else 0
+
+
+@pytest.mark.parametrize("arch", jit.ARCHITECTURES)
+def test_every_variant_compiles_and_stays_in_registers(arch: str) -> None:
+    """Each for each architecture; the instructions are looked at where there is a disassembler."""
+    wrong = []
+    for built in jit.compile_all(instantiations(arch), arch):
+        assert built.cubin
+        if (code := disassemble(built.cubin)) is None:
+            continue
+        if len(LOCAL_MEMORY.findall(code)) > spills_allowed(built.file, built.expression, arch):
+            wrong.append(f"{built.file} {built.expression}: local memory")
+        if built.file in MATRIX_FILES and "pack_x" not in built.expression and not MATRIX.search(code):
+            wrong.append(f"{built.file} {built.expression}: no matrix instruction")
+    assert not wrong, f"{arch}: " + "; ".join(wrong)
+
+
+def loads_in_flight(code: str) -> int:
+    """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
+
+    A warp issues in order: a load has come back when an instruction that takes its register has been issued.
+    """
+    waiting: set[int] = set()
+    most = 0
+    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code):
+        kind, *_ = line.split()
+        registers = [int(r) for r in re.findall(r"\bR(\d+)\b", line)]
+        if kind.startswith("LDS"):
+            width = 4 if ".128" in kind else 2 if ".64" in kind else 1
+            waiting -= set(registers[1:])
+            waiting |= set(range(registers[0], registers[0] + width))
+        elif kind.startswith("UBLKCP"):
+            most = max(most, len(waiting))
+        else:
+            wide = 4 if "MMA" in kind else 1
+            waiting -= {r + i for r in registers for i in range(wide)}
+    return most
+
+
+@pytest.mark.parametrize(
+    ("instructions", "count"),
+    [
+        ("LDS.64 R4, [R2] ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 2),
+        ("LDS R4, [R2] ; @P0 IADD3 R5, R4, R1, RZ ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("LDS.128 R4, [R2] ; HMMA.16816.F32 R8, R4, R12, R8 ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("UBLKCP.S.G [UR6], [UR8], UR10 ; LDS R4, [R2] ;", 0),
+    ],
+)
+def test_loads_in_flight_are_found(instructions: str, count: int) -> None:
+    code = "\n".join(f"/*{16 * i:04x}*/ {line.strip()} ;" for i, line in enumerate(instructions.split(";")[:-1]))
+    assert loads_in_flight(code) == count
+
+
+def test_no_piece_is_overwritten_while_it_is_read() -> None:
+    """A load can wait long behind others, and the copy engine waits for nobody (one tile a warp, one place each)."""
+    one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<")
+    wrong = []
+    for built in jit.compile_all([v for v in instantiations("sm_90a") if one_tile.search(v[1])], "sm_90a"):
+        if (code := disassemble(built.cubin)) is None:
+            pytest.skip("no disassembler")
+        if count := loads_in_flight(code):
+            wrong.append(f"{built.expression}: {count}")
+    assert not wrong, "; ".join(wrong)
+
+
+def test_every_source_lies_in_the_package() -> None:
+    assert jit.CSRC.parent == Path(cuda.__file__).parent
+    assert {file for file, _ in instantiations("sm_90a")} <= {p.name for p in jit.CSRC.glob("*.cu")}
