@@ -7,7 +7,7 @@ import torch
 
 from crelle.errors import CapacityError
 from crelle.eval.shapes import RandomWeights
-from crelle.models.graphed import GraphedDecoder, why_not
+from crelle.kernels.cuda.step_graphs import GraphedDecoder, why_not
 from crelle.models.loader import Model, build
 
 LLAMA = {

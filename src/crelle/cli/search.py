@@ -132,7 +132,7 @@ class _Job:
         self.device = choose_device(device)
         self.tokenizer = Tokenizer.of(weights)
         self.model = open_model(weights, self.device)
-        self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.c.context), rows)
+        self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.spec.context), rows)
 
     def front(
         self, settings: "list[Setting]", recipe: str, per: str
@@ -163,7 +163,7 @@ class _Job:
         from crelle.eval.planned import dequantized, open_perplexity, smallest_meeting
         from crelle.eval.text import read_text
 
-        rows = rows_of(self.tokenizer, read_text(text), min(context, self.model.c.context))[:windows]
+        rows = rows_of(self.tokenizer, read_text(text), min(context, self.model.spec.context))[:windows]
         full = open_perplexity(self.model, rows, self.device)
         err.print(f"perplexity of the model as it is: {full:.3f}", highlight=False)
 

@@ -28,7 +28,7 @@ from crelle.eval.energy import Energy, per_call
 from crelle.eval.shapes import RandomWeights
 from crelle.formats.base import nbytes
 from crelle.formats.source import Weights
-from crelle.models.graphed import MAX_TOKENS, why_not
+from crelle.kernels.cuda.step_graphs import MAX_ROWS, why_not
 from crelle.models.linear import QuantLinear
 from crelle.models.loader import Model, build
 
@@ -204,8 +204,8 @@ def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
 
 def decoder_of(model: Model, batch: int) -> tuple[Decoder, str | None]:
     """Return what decodes, and why it is not a graph if it is none."""
-    if batch > MAX_TOKENS:
-        return Stepwise(model), f"a step takes up to {MAX_TOKENS} sequences, not {batch}"
+    if batch > MAX_ROWS:
+        return Stepwise(model), f"a step takes up to {MAX_ROWS} sequences, not {batch}"
     if found := model.graphed():
         return found, None
     return Stepwise(model), why_not(model) or "the model offers none"

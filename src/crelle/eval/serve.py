@@ -24,7 +24,7 @@ from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.eval.decode_cuda import TOLERANCE
 from crelle.eval.load_report import Call, LoadReport, Percentiles
 from crelle.eval.traffic import Prompts, Wish
-from crelle.models.step_buffers import BUCKETS, bucket_of
+from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
 
 POINTS = 240  # of a curve over time
 Progress = Callable[[float, int, int], None]  # seconds so far, requests answered, requests failed

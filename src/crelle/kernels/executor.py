@@ -6,11 +6,14 @@ An executor is made for one model and the pages of all its layers. Before that, 
 says what it cannot run. A chunk is one token of a sequence (decode), or several of its prompt (chunked prefill).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from crelle.kernels.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +38,18 @@ class Executor(Protocol):
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Store the keys and values of all chunks; return logits f32 [wanted chunks, V], in their order."""
         ...
+
+
+class DecoderModules(Protocol):
+    """A model as executors read it: its spec, and modules in the spec's slots (crelle.models.decoder has them)."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Any
+    input: Any  # project_in, positions
+    layers: Any  # of attention (q, k, v, o, q_norm, k_norm), mlp (gate, up, down) and norms
+    output: Any  # norm, project_out
+    head: Any
+
+    def linears(self) -> Iterable[Any]: ...

@@ -129,8 +129,7 @@ class Builder:
 
     def norm(self, module: str, size: int, spec: NormSpec) -> Any:
         if spec.kind == "rms":
-            weight = self.vector(f"{module}.weight", size, spec.offset)
-            return RMSNorm(weight, spec.eps)
+            return RMSNorm(self.vector(f"{module}.weight", size, spec.offset), spec.eps)
         kinds = ("weight", "bias")
         weight, bias = (self.vector(f"{module}.{kind}", size) if spec.affine else None for kind in kinds)
         return LayerNorm(weight, bias, spec.eps)

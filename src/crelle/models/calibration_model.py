@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from crelle.formats.base import QuantTensor
 from crelle.formats.source import Weights
-from crelle.kernels.spec import RopeSpec
+from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.builder import Builder
 from crelle.models.cache import attention
 from crelle.models.decoder import Compute, Experts, InputLayer, Layer, OutputLayer, capped
@@ -60,13 +60,16 @@ class CalibrationBlock(nn.Module):
     def __init__(self, layer: Layer, arch: Architecture, i: int, compute: _WholeSequences) -> None:
         super().__init__()
         self.layer, self.spec, self._compute = layer, layer.spec, compute
-        self._name = lambda slot: arch.names.of_layer(i, slot)
+        self._arch, self._index = arch, i
         self._linears = {m.name: m for m in layer.modules() if isinstance(m, OpenLinear)}
 
     def forward(self, x: Tensor) -> Tensor:
         rope = self.spec.attention.rope
         cos_sin = None if rope is None else self._compute.first(rope, x.shape[1], x.device, x.dtype)
         return self.layer(x, cos_sin, _NoCache(), self._compute)  # type: ignore[no-any-return]
+
+    def _name(self, slot: str) -> str:
+        return self._arch.names.of_layer(self._index, slot)
 
     def linears(self) -> dict[str, OpenLinear]:
         return self._linears
@@ -117,6 +120,10 @@ class CalibrationModel:
         self.arch = architecture(self.weights)
         self._build = _OpenBuilder(self.weights, frozenset(self.weights.names()), torch.float32, self.device, None)
         self._compute = _WholeSequences()
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self.arch.spec
 
     @property
     def layers(self) -> int:

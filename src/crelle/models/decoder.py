@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from threading import RLock
-from typing import Protocol, overload
+from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,11 @@ from crelle.models.builder import Builder
 from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
 from crelle.models.families.base import Architecture
 from crelle.models.fused import MAX_ROWS, Decoder, fuse
-from crelle.models.graphed import MAX_TOKENS, GraphedDecoder, graphed
 from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.rope import angles, rotate
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.step_graphs import GraphedDecoder
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -207,7 +209,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 class DecoderModel(nn.Module):
     """A decoder that runs."""
 
-    _graphed: GraphedDecoder | str | None = None  # or why there are none
+    _graphed: "GraphedDecoder | str | None" = None  # or why there are none
 
     def __init__(self, build: Builder, arch: Architecture) -> None:
         super().__init__()
@@ -230,8 +232,7 @@ class DecoderModel(nn.Module):
         # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
         if isinstance(self.decoder, Decoder) and (self.coded or T == 1):
             return self._fused(self.decoder, tokens, cache, last)
-        few = T == 1 and tokens.shape[0] <= MAX_TOKENS
-        if few and isinstance(cache, KVCache) and (step := self.graphed()) is not None:
+        if T == 1 and isinstance(cache, KVCache) and (step := self.graphed()) and len(tokens) <= step.max_rows:
             return step.step(tokens, cache)
         cache.grow(T)
         positions = torch.arange(cache.length, cache.length + T, device=self.device)
@@ -245,7 +246,7 @@ class DecoderModel(nn.Module):
         found = {rope: compute.angles(rope, positions, self.dtype) for rope in self.spec.ropes}
         for layer, s in zip(self.layers, self.spec.layers, strict=True):
             x = layer(x, None if s.attention.rope is None else found[s.attention.rope], cache, compute)
-        return x
+        return x  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
         """Return logits f32 [..., V]."""
@@ -269,13 +270,17 @@ class DecoderModel(nn.Module):
         """Return the model at another precision of its checkpoint; all that has only one precision is shared."""
         return DecoderModel(replace(self.build, bits=bits), self.arch).eval()
 
-    def graphed(self) -> GraphedDecoder | None:
+    def graphed(self) -> "GraphedDecoder | None":
         """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
+        if self.device.type != "cuda":
+            return None
         if self._graphed is None:
+            from crelle.kernels.cuda.step_graphs import graphed
+
             with self.lock:
                 if self._graphed is None:
                     self._graphed = graphed(self)
-        return self._graphed if isinstance(self._graphed, GraphedDecoder) else None
+        return None if isinstance(self._graphed, str) else self._graphed
 
     @overload
     def new_cache(self, batch: int = 1) -> KVCache: ...

@@ -5,7 +5,7 @@ weights and the same cache that crelle.models.decoder uses.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -123,15 +123,15 @@ def _weight(norm: object) -> Tensor:
 
 
 def _layer(layer: "Layer") -> LayerParts:
-    a = layer.attention
+    a, mlp = layer.attention, cast(Any, layer.mlp)
     return LayerParts(
         q=_linear(a.q),
         k=_linear(a.k),
         v=_linear(a.v),
         o=_linear(a.o),
-        gate=_linear(layer.mlp.gate),
-        up=_linear(layer.mlp.up),
-        down=_linear(layer.mlp.down),
+        gate=_linear(mlp.gate),
+        up=_linear(mlp.up),
+        down=_linear(mlp.down),
         norm_attention=_weight(layer.norm_attention),
         norm_mlp=_weight(layer.norm_mlp),
         q_norm=None if a.q_norm is None else _weight(a.q_norm),

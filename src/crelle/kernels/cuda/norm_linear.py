@@ -50,6 +50,23 @@ def linear_residual(
     return linear(product, h, op, residual=x, batch_invariant=batch_invariant), None
 
 
+def linear_norm(
+    product: FusedLinear,
+    h: Tensor | PackedX,
+    norm: Norm,
+    op: Prologue = "PLAIN",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Return norm(op(h) @ W.T + bias), an RMS norm: what a sandwich norm leaves to be added to x."""
+    if not isinstance(h, Tensor):
+        y = _gemm(h, product, batch_invariant)
+    elif _packs(product, h, op, batch_invariant):
+        y = _packed(product, h, None, op, None, batch_invariant)[0]
+    else:
+        y = linear(product, h, op, batch_invariant=batch_invariant)
+    return dense.apply(y, "RMS_NORM", norm.weight, None, norm.eps)
+
+
 def linear(
     product: FusedLinear,
     x: Tensor,

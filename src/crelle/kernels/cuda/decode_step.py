@@ -8,7 +8,7 @@ RopeNormArgs of 128 channels leave the attention as digits, and so do products w
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,25 +16,24 @@ from torch import Tensor
 from crelle.formats.dense import DenseTensor
 from crelle.kernels.cuda.bmma_gemv import BitSerialX, Prologue
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
+from crelle.kernels.executor import DecoderModules
 from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
-from crelle.models.linear import QuantEmbedding
-
-if TYPE_CHECKING:
-    from crelle.models.decoder import DecoderModel
 
 _NORMS: dict[str, Prologue] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 _GATED: dict[str, Prologue] = {"silu": "SILU_MUL"}
 _PLAIN: dict[str, Prologue] = {"relu": "RELU"}
 
 
-def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
-    """Return what of a spec the step on a GPU lacks, or None."""
+def lacks(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+    """Return what of a spec these kernels lack, or None."""
     from crelle.kernels.cuda.decode_attention import supports as attention_supports
 
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
-        if layer.placement != "pre" or layer.parallel:
+        if layer.placement == "post" or layer.parallel:
             return f"the step has norms before attention and feed-forward, not {layer.placement} or parallel ones"
+        if layer.placement == "sandwich" and layer.norm.kind != "rms":
+            return "the step has RMS norms behind attention and feed-forward, not layer norms"
         if not layer.norm.affine or (a.qk_norm is not None and a.qk_norm.kind != "rms"):
             return "the step has norms with weights, and RMS norms of heads"
         if mlp.experts is not None:
@@ -47,28 +46,35 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
             return "the step scales scores by 1/sqrt(head size), without a cap"
     if spec.norm is None or spec.embedding_width != spec.width or spec.softcap is not None:
         return "the step has a norm before the head, an embedding as wide as the layers and no cap of logits"
-    if spec.embedding_scale != 1:
-        return "the step reads the embedding without a scale"
     return attention_supports(spec.head_size, dtype)
+
+
+def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+    """Return the same for a step over a contiguous cache, whose epilogues add to x without a norm between."""
+    if any(layer.placement == "sandwich" for layer in spec.layers):
+        return "the step over a contiguous cache has no norms behind attention and feed-forward"
+    return lacks(spec, dtype)
 
 
 class Embed:
     """Token embedding, and the learned positions added; quantized tables are dequantized by torch."""
 
-    def __init__(self, words: QuantEmbedding, positions: QuantEmbedding | None, first: int | None) -> None:
-        self.words, self.positions, self.first = words, positions, first or 0
+    def __init__(self, words: Any, positions: Any, spec: DecoderSpec) -> None:
+        self.words, self.positions = words, positions
+        self.first, self.scale = spec.learned_positions or 0, spec.embedding_scale
 
     def __call__(self, ids: Tensor, position: Tensor) -> Tensor:
         from crelle.kernels.cuda.embed_argmax import embed
 
         table, learned = _plain(self.words), _plain(self.positions)
-        if table is not None and (self.positions is None or learned is not None):
+        if self.scale == 1 and table is not None and (self.positions is None or learned is not None):
             return embed(ids, table, None if self.positions is None else position, learned, self.first)
         x: Tensor = self.words(ids)
+        x = x if self.scale == 1 else x * self.scale
         return x if self.positions is None else x + self.positions(position.long() + self.first)
 
 
-def _plain(e: QuantEmbedding | None) -> Tensor | None:
+def _plain(e: Any) -> Tensor | None:
     if e is None or not isinstance(e.weight, DenseTensor) or e.weight.weight.dtype != e.dtype:
         return None
     return e.weight.weight
@@ -88,7 +94,9 @@ class StepLayer:
     cos: Tensor | None  # [context, D/2]
     sin: Tensor | None
     o: FusedLinear
+    post_attention_norm: Norm | None  # sandwich only
     norm_mlp: Norm
+    post_mlp_norm: Norm | None
     up: FusedLinear  # gate and up where gated
     down: FusedLinear
 
@@ -105,10 +113,10 @@ class StepLayer:
 class Step:
     """The step of any spec that `supports` has nothing to say about."""
 
-    def __init__(self, model: "DecoderModel") -> None:
+    def __init__(self, model: DecoderModules) -> None:
         s, dtype = model.spec, model.dtype
         self.spec = s
-        self.embed = Embed(model.embedding, model.input.positions, s.learned_positions)
+        self.embed = Embed(model.embedding, model.input.positions, s)
         tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for rope in s.ropes:
             turn = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, D/2]
@@ -129,7 +137,9 @@ class Step:
                     cos=cos,
                     sin=sin,
                     o=FusedLinear([a.o], dtype),
+                    post_attention_norm=_optional(layer.post_attention_norm),
                     norm_mlp=_norm(layer.norm_mlp),
+                    post_mlp_norm=_optional(layer.post_mlp_norm),
                     up=FusedLinear([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
                     down=FusedLinear([mlp.down], dtype),
                 )
@@ -152,7 +162,7 @@ class Step:
 
 
 def _attended(qkv: Tensor, cache: Tensor, position: Tensor, layer: StepLayer) -> Tensor | BitSerialX:
-    """What heads see, for the product `o`; as digits straight from the attention where that is possible."""
+    """What heads see, for the product `o`; bit-serial where the attention's epilogue can encode them."""
     from crelle.kernels.cuda.decode_attention import RopeNormArgs, attend, attend_encode, can_encode
 
     a = layer.spec.attention
@@ -163,3 +173,7 @@ def _attended(qkv: Tensor, cache: Tensor, position: Tensor, layer: StepLayer) ->
 
 def _norm(norm: Any) -> Norm:
     return Norm(norm.weight, getattr(norm, "bias", None), norm.eps)
+
+
+def _optional(norm: Any) -> Norm | None:
+    return None if norm is None else _norm(norm)

@@ -1,8 +1,8 @@
-"""Which prompts attend in one call on a GPU, and where the tokens of each stand in it.
+"""Packs prefills into varlen attention calls.
 
-    companies([(0, 100), (3000, 24), (0, 900)], most=4096)      (tokens before, new tokens) of each prompt, in order
+    pack_prefills([(0, 100), (3000, 24), (0, 900)], most=4096)      (tokens before, new tokens) of each prompt, in order
 
-A call reads the keys and values of all tokens that its prompts have, as numbers; `most` bounds them.
+A call reads the keys and values of all tokens that its prompts have, dequantized; `most` bounds them.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """Prompts that attend in one call."""
+class VarlenBatch:
+    """Prompts that attend in one call; `new` and `all` are its cu_seqlens of queries and of keys."""
 
     prompts: slice
     rows: slice  # their new tokens among those of all prompts
@@ -28,9 +28,9 @@ class Company:
         return max(end - begin for begin, end in pairwise(self.all))
 
 
-def companies(lengths: Sequence[tuple[int, int]], most: int) -> list[Company]:
-    """Share out prompts in order, so that those of a call have at most `most` tokens, or it is only one."""
-    found, at, row = list[Company](), 0, 0
+def pack_prefills(lengths: Sequence[tuple[int, int]], most: int) -> list[VarlenBatch]:
+    """Group prompts in order; a group has at most `most` tokens, or one prompt."""
+    found, at, row = list[VarlenBatch](), 0, 0
     while at < len(lengths):
         new, all_ = [0], [0]
         for before, more in lengths[at:]:
@@ -38,7 +38,7 @@ def companies(lengths: Sequence[tuple[int, int]], most: int) -> list[Company]:
                 break
             new.append(new[-1] + more)
             all_.append(all_[-1] + before + more)
-        some = Company(slice(at, at + len(new) - 1), slice(row, row + new[-1]), new, all_)
+        some = VarlenBatch(slice(at, at + len(new) - 1), slice(row, row + new[-1]), new, all_)
         found.append(some)
         at, row = some.prompts.stop, some.rows.stop
     return found

@@ -1,15 +1,15 @@
-"""What the graphs of batched_cuda.py read and write, on the device and on the host: who runs, and what was drawn."""
+"""What the graphs of executor.py read and write, on the device and on the host: token ids, positions, page tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.embed_argmax import Argmax
+from crelle.kernels.executor import Chunk
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
-DRAWS = 1024  # tokens that `CudaBatch.draw` can take at a time
+MAX_SAMPLES = 1024  # tokens that `CudaExecutor.sample` can take at a time
 
 
 def bucket_of(rows: int) -> int:
@@ -17,18 +17,7 @@ def bucket_of(rows: int) -> int:
     return next((b for b in BUCKETS if b >= rows), BUCKETS[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one sequence has in a pass: `ids` behind the `before` tokens that are in its pages."""
-
-    ids: Sequence[int]
-    before: int
-    pages: Sequence[int]
-    wanted: bool  # whether the logits of its last token are
-    follows: int = -1  # 0 …: its one id is this row of what `draw` found last, which the host need not know yet
-
-
-class Drawn:
+class PendingTokens:
     """Tokens on their way to the host; below 0 where logits were not finite."""
 
     def __init__(self, found: Tensor, to: Tensor) -> None:
@@ -43,7 +32,7 @@ class Drawn:
         return self._tokens.tolist()
 
 
-class Buffers:
+class GraphInputs:
     """What the graphs of all buckets read, on the device and as it is filled on the host."""
 
     def __init__(self, rows: int, width: int, vocabulary: int, device: torch.device) -> None:
@@ -51,32 +40,32 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype).pin_memory()
 
         self.ids, self._ids = both(rows, dtype=torch.int64)
-        self.follows, self._follows = both(rows, dtype=torch.int64)
-        self.argmax = Argmax(DRAWS, device)
+        self.token_source, self._token_source = both(rows, dtype=torch.int64)
+        self.argmax = Argmax(MAX_SAMPLES, device)
         self.logits = torch.empty(rows, vocabulary, device=device)  # of the graph that ran last
-        self.told = torch.zeros(2, DRAWS, dtype=torch.int64).pin_memory()  # two steps may be under way
+        self.sampled = torch.zeros(2, MAX_SAMPLES, dtype=torch.int64).pin_memory()  # two steps may be under way
         self.at, self._at = both(2, rows, dtype=torch.int32)  # position; length: one more, or 0
         self.table, self._table = both(rows, width, dtype=torch.int32)
         self._rows: list[Sequence[int]] = [()] * rows  # what the host's table holds
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fill(self, parts: Sequence[Part], bucket: int) -> None:
-        """Copy what a step is about to the device; rows behind the parts, up to the bucket, are nobody."""
+    def fill(self, chunks: Sequence[Chunk], bucket: int) -> None:
+        """Copy a step's inputs to the device; rows behind the chunks, up to the bucket, are padding (position -1)."""
         self._copied.synchronize()  # the host's side is free
-        n = len(parts)
+        n = len(chunks)
         ids, at, table = self._ids.numpy(), self._at.numpy(), self._table.numpy()
-        ids[:n], ids[n:bucket] = [part.ids[0] for part in parts], 0
-        self._follows.numpy()[:n] = [part.follows for part in parts]
-        self._follows.numpy()[n:bucket] = -1
-        before = [part.before for part in parts]
+        ids[:n], ids[n:bucket] = [c.ids[0] for c in chunks], 0
+        self._token_source.numpy()[:n] = [c.token_source for c in chunks]
+        self._token_source.numpy()[n:bucket] = -1
+        before = [c.start for c in chunks]
         at[0, :n], at[0, n:bucket], at[1, n:bucket] = before, -1, 0
         at[1, :n] = at[0, :n] + 1
-        for i, part in enumerate(parts):
-            if part.pages != self._rows[i]:
-                table[i, : len(part.pages)] = part.pages
-                self._rows[i] = list(part.pages)
+        for i, c in enumerate(chunks):
+            if c.pages != self._rows[i]:
+                table[i, : len(c.pages)] = c.pages
+                self._rows[i] = list(c.pages)
         self.ids[:bucket].copy_(self._ids[:bucket], non_blocking=True)
-        self.follows[:bucket].copy_(self._follows[:bucket], non_blocking=True)
+        self.token_source[:bucket].copy_(self._token_source[:bucket], non_blocking=True)
         self.at.copy_(self._at, non_blocking=True)
         self.table[:n].copy_(self._table[:n], non_blocking=True)
         self._copied.record()

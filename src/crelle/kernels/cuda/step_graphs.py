@@ -8,25 +8,32 @@ its captured graph, waits for the next one.
 import weakref
 from collections.abc import Callable
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, NumericsError
 from crelle.kernels import cuda
+from crelle.kernels.cuda.decode_step import Step, supports
 from crelle.kernels.cuda.fused_linear import STEPPED
-from crelle.models.cache import KVCache
-from crelle.models.steps import Step, supports
+from crelle.kernels.cuda.graphs import capture
+from crelle.kernels.executor import DecoderModules
 
-if TYPE_CHECKING:
-    from crelle.models.decoder import DecoderModel
-
-MAX_TOKENS = 4  # sequences in a step
+MAX_ROWS = 4  # sequences of a step
 _LEAST = 512  # tokens of the smallest state
 
 
-def why_not(model: "DecoderModel") -> str | None:
+class ContiguousCache(Protocol):
+    """Keys and values [2, B, Hkv, capacity, D] of each layer; crelle.models.cache has such."""
+
+    layers: list[Tensor]
+    length: int
+
+    def advance(self, tokens: int) -> None: ...
+
+
+def why_not(model: DecoderModules) -> str | None:
     """Return why a model decodes layer by layer on its device, or None when its step can be a graph."""
     if model.device.type != "cuda":
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
@@ -39,7 +46,7 @@ def why_not(model: "DecoderModel") -> str | None:
     return supports(model.spec, model.dtype)
 
 
-def graphed(model: "DecoderModel") -> "GraphedDecoder | str":
+def graphed(model: DecoderModules) -> "GraphedDecoder | str":
     """Return the graphs of a model, or the sentence that says why it has none."""
     return why_not(model) or GraphedDecoder(model)
 
@@ -47,16 +54,16 @@ def graphed(model: "DecoderModel") -> "GraphedDecoder | str":
 class GraphedDecoder:
     """Takes a model's caches over, one state each, and replays its step on them; threads take turns."""
 
-    def __init__(self, model: "DecoderModel") -> None:
-        self.context = model.spec.context
+    def __init__(self, model: DecoderModules) -> None:
+        self.context, self.max_rows = model.spec.context, MAX_ROWS
         self.run = Step(model)  # the step itself, which others may run on buffers of their own
-        self._model = weakref.ref(model)  # which keeps this object
-        self._leased: weakref.WeakKeyDictionary[KVCache, _State] = weakref.WeakKeyDictionary()
+        self._model: Any = weakref.ref(model)  # which keeps this object
+        self._leased: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
         self._free: list[_State] = []
         self._lock = RLock()  # held from the copy into a state's buffers to the copy out of them
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    def step(self, tokens: Tensor, cache: ContiguousCache) -> Tensor:
         """Return logits f32 [B, 1, V] for one more token [B, 1] of each sequence in the cache."""
         with self._lock:
             state = self._state(cache, cache.length + 1)
@@ -66,7 +73,7 @@ class GraphedDecoder:
 
     @torch.inference_mode()
     def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor:
-        """Return the `tokens` most likely ids [B, tokens] after a prompt [B, T], without a look from the host between.
+        """Return the `tokens` most likely ids [B, tokens] after a prompt [B, T], without synchronizing between them.
 
         `replayed` is called after every replay was enqueued, for those who time them.
         """
@@ -87,7 +94,7 @@ class GraphedDecoder:
             raise NumericsError("the model's logits are not finite (NaN): the checkpoint or a kernel is broken")
         return made
 
-    def _state(self, cache: KVCache, need: int) -> "_State":
+    def _state(self, cache: ContiguousCache, need: int) -> "_State":
         """Return the state that holds the cache, with room for `need` tokens; move the cache there if it is not."""
         if need > self.context:
             raise CapacityError(f"{need} tokens do not fit the model's context of {self.context}")
@@ -102,7 +109,7 @@ class GraphedDecoder:
         weakref.finalize(cache, self._free.append, state)
         return state
 
-    def _take(self, cache: KVCache, need: int) -> "_State":
+    def _take(self, cache: ContiguousCache, need: int) -> "_State":
         B = cache.layers[0].shape[1]
         for i, state in enumerate(self._free):
             if state.at.ids.shape[0] == B and state.capacity >= need:
@@ -114,7 +121,7 @@ class GraphedDecoder:
 class _State:
     """The buffers of some sequences and the graphs on them."""
 
-    def __init__(self, step: Step, cache: KVCache, capacity: int) -> None:
+    def __init__(self, step: Step, cache: ContiguousCache, capacity: int) -> None:
         from crelle.kernels.cuda.embed_argmax import State
 
         like = cache.layers[0]
@@ -148,20 +155,15 @@ class _State:
 
     def _graph(self, greedy: bool) -> torch.cuda.CUDAGraph:
         if greedy not in self._graphs:
-            last = [kv[:, :, :, -1].clone() for kv in self.kv]  # a rehearsal writes the last token's place
+            last = [kv[:, :, :, -1].clone() for kv in self.kv]  # the warm-up writes the last token's place
             self.at.position.fill_(self.capacity - 1)
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._run(greedy)  # compiles and loads, which a capture may not
-            torch.cuda.current_stream().wait_stream(stream)
-            for kv, was in zip(self.kv, last, strict=True):
-                kv[:, :, :, -1] = was
-            self.at.step.zero_()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._run(greedy)
-            self._graphs[greedy] = graph
+
+            def reset() -> None:
+                for kv, was in zip(self.kv, last, strict=True):
+                    kv[:, :, :, -1] = was
+                self.at.step.zero_()
+
+            self._graphs[greedy], _ = capture(lambda: self._run(greedy), reset=reset)
         return self._graphs[greedy]
 
     def _run(self, greedy: bool) -> None:

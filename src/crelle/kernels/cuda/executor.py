@@ -1,0 +1,339 @@
+"""Runs a decoder over batches of sequences on a GPU: decode steps as CUDA graphs, prefill as it comes.
+
+    decode     ids, positions, lengths and page tables are copied into buffers that stay where they are; the graph of
+               the next larger number of sequences (BUCKETS) is replayed, its other rows being padding
+    prefill    all rows of all chunks go through the linears together, and through varlen attention over what their
+               pages hold, so that they see what later tokens will see and not values that were never stored
+               (batch_invariant: token by token, as decode steps do)
+    linears    norm_linear.py
+
+A row does not depend on the other rows' values, but in its last bits on their number: each bucket has its own order of
+sums. With a cache of 4 bits that shows: a sum that differs in its last bit may round to another code. `batch_invariant`
+has one order of sums for all: products of batch_invariant.py, attention with the same split for every bucket. Then a
+sequence is the same to the last bit alone and in a batch, in whatever chunks its prompt ran, and after a preemption.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.kernels import cuda
+from crelle.kernels.cuda.decode_step import Step, StepLayer, lacks
+from crelle.kernels.cuda.fused_linear import STEPPED
+from crelle.kernels.cuda.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
+from crelle.kernels.cuda.graphs import capture
+from crelle.kernels.cuda.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
+from crelle.kernels.cuda.varlen import VarlenBatch, pack_prefills
+from crelle.kernels.executor import Chunk, DecoderModules
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.gemm import PackedX
+    from crelle.kernels.cuda.paged_attention import PagedTileConfig
+
+Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
+
+
+def why_not(model: DecoderModules, kv: KVFormat) -> str | None:
+    """Return why a model with such a cache runs layer by layer on its device, or None where this module runs it."""
+    if model.device.type != "cuda":
+        return f"graphs of a whole step run on a GPU, not on {model.device.type}"
+    if reason := cuda.available():
+        return f"a whole step needs the CUDA kernels, and this process {reason}"
+    from crelle.kernels.cuda import paged_attention
+
+    if reason := paged_attention.supports(kv, model.spec.head_size, model.dtype):
+        return f"the paged attention {reason}"
+    if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
+        return f"kernel '{others[0]}' is not part of the step"
+    return lacks(model.spec, model.dtype)
+
+
+class CudaExecutor:
+    """A model over batches of sequences whose keys and values lie in pages; `why_not` has been asked first.
+
+    Threads take turns. The logits of a call lie in a buffer that the next one overwrites: threads that share a batch
+    hold `lock` from a call until they have read, or sampled from, what it returned.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModules,
+        layers: Sequence[KVPages],
+        centers: Sequence[Tensor | None],
+        *,
+        batch_invariant: bool = False,
+        step: Step | None = None,
+    ) -> None:
+        """Share the pages of all layers with others of the same form; step: one that has packed the weights already."""
+        self.model, self.pages, self.centers, self.batch_invariant = model, layers, centers, batch_invariant
+        self.step = step or Step(model)
+        self._graphs: dict[int, _Graph] = {}
+        self._pool: Any = None
+        self._turn = 0
+        self.lock = RLock()
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Store the tokens of all chunks; return logits f32 [wanted chunks, V]. The next call overwrites them."""
+        with self.lock:
+            return self._forward(chunks)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        decode = [i for i, c in enumerate(chunks) if len(c.ids) == 1]
+        prefill = [i for i, c in enumerate(chunks) if len(c.ids) > 1]
+        found, whose = list[Tensor](), list[int]()
+        if prefill:  # first: they read no buffer that a graph writes
+            found.append(self._prefill([chunks[i] for i in prefill]))
+            whose += [i for i in prefill if chunks[i].wanted]
+        batches = [decode[at : at + BUCKETS[-1]] for at in range(0, len(decode), BUCKETS[-1])]
+        for batch in batches:
+            logits = self.graph(len(batch)).run([chunks[i] for i in batch])
+            if len(batch) == len(chunks) and all(c.wanted for c in chunks):
+                return logits  # what most steps are
+            found.append(logits.clone() if len(batches) > 1 else logits)
+            whose += batch
+        at = {i: row for row, i in enumerate(whose)}
+        order = [at[i] for i, c in enumerate(chunks) if c.wanted]
+        rows = torch.cat(found) if found else torch.empty(0, self.model.spec.vocabulary, device=self.model.device)
+        return rows if order == list(range(len(whose))) else rows[self._to_device(order)]
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor) -> PendingTokens:
+        """Take the likeliest tokens of at most MAX_SAMPLES rows; the next call may name them (`Chunk.token_source`)."""
+        with self.lock:
+            found = self._inputs.argmax(logits.contiguous())
+            self._turn ^= 1
+            return PendingTokens(found, self._inputs.sampled[self._turn])
+
+    def _to_device(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return values on the device, without waiting for what it has under way."""
+        return torch.tensor(values, dtype=dtype).pin_memory().to(self.model.device, non_blocking=True)
+
+    @torch.inference_mode()
+    def graph(self, rows: int) -> "_Graph":
+        """Return the graph for so many sequences, captured when it is first asked for."""
+        bucket = bucket_of(rows)
+        with self.lock:
+            if bucket not in self._graphs:
+                self._graphs[bucket] = _Graph(self, bucket, self._inputs, self._pool)
+                self._pool = self._graphs[bucket].pool
+            return self._graphs[bucket]
+
+    # --- the layers -------------------------------------------------------------------------------------------------
+
+    def run_layers(self, x: Tensor, attend: Attend) -> Tensor:
+        """Return x [N, width] behind all layers; attend(i, layer, qkv) -> [N, heads * D]."""
+        addend: Tensor | None = None  # of x
+        invariant = self.batch_invariant
+        for i, layer in enumerate(self.step.layers):
+            y, x = norm_linear(layer.qkv, x, addend, layer.norm, layer.norm_attention, invariant)
+            attended = attend(i, layer, y)
+            if layer.post_attention_norm is None:
+                x, addend = linear_residual(layer.o, attended, x, batch_invariant=invariant)
+            else:
+                addend = linear_norm(layer.o, attended, layer.post_attention_norm, batch_invariant=invariant)
+            y, x = norm_linear(layer.up, x, addend, layer.norm, layer.norm_mlp, invariant)
+            if layer.post_mlp_norm is None:
+                x, addend = linear_residual(layer.down, y, x, layer.activation, invariant)
+            else:
+                addend = linear_norm(layer.down, y, layer.post_mlp_norm, layer.activation, invariant)
+        return x if addend is None else x + addend
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return f32 [N, V] for x [N, width]."""
+        dtype = torch.float32 if x.shape[0] <= 4 else None  # few rows come as f32, others are made so once
+        y, _ = norm_linear(self.step.head, x, None, self.step.norm_op, self.step.norm, self.batch_invariant, dtype)
+        return y.float() if out is None else out.copy_(y)
+
+    def append(self, i: int, layer: StepLayer, qkv: Tensor, where: "_Where") -> Tensor:
+        """Store keys and values of qkv [N, (heads + 2 kv_heads) D] in the pages; return q as attention wants it."""
+        from crelle.kernels.cuda import paged_attention
+
+        a, pages = layer.spec.attention, self.pages[i]
+        heads = qkv.view(qkv.shape[0], -1, a.head_size)
+        q, k, v = heads.split([a.heads, pages.heads, pages.heads], 1)  # type: ignore[no-untyped-call]
+        rotated = paged_attention.append(
+            *(k, v, pages, where.table, where.position),
+            starts=where.starts,
+            center=self.centers[i],
+            q=q,
+            cos=layer.cos,
+            sin=layer.sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=layer.eps,
+        )
+        assert rotated is not None
+        return rotated
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        window: int | None,
+        config: "PagedTileConfig",
+        **options: Any,
+    ) -> Tensor:
+        """Return what one token of each sequence sees, [B, heads, D], for q [B, heads, D] of `append`."""
+        from crelle.kernels.cuda import paged_attention
+
+        return paged_attention.attend(
+            *(q, self.pages[layer], table, lengths),
+            window=window,
+            rotated=True,
+            dtype=self.model.dtype,
+            config=config,
+            **options,
+        )
+
+    def tile_config(self, rows: int) -> "PagedTileConfig":
+        """How attention shares out the work for so many sequences; if batch-invariant, the same for any number."""
+        from crelle.kernels.cuda import paged_attention
+
+        c, pages = self.model.spec, self.pages[0]
+        longest, most = self._width * pages.format.page, BUCKETS[-1] if self.batch_invariant else rows
+        found = paged_attention.tile_config(pages.format, most, c.heads, pages.heads, c.head_size, longest)
+        return replace(found, splits=max(1, min(8, longest // 4096))) if self.batch_invariant else found
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Run prompts, or chunks of them; return the logits of those that are wanted."""
+        starts = [0, *accumulate(len(c.ids) for c in chunks)]
+        ids = self._to_device([i for c in chunks for i in c.ids])
+        positions = self._to_device([c.start + i for c in chunks for i in range(len(c.ids))], torch.int32)
+        table = torch.zeros(len(chunks), self._width, dtype=torch.int32)
+        for row, c in zip(table.numpy(), chunks, strict=True):
+            row[: len(c.pages)] = c.pages
+        before, offsets = (self._to_device(v, torch.int32) for v in ([c.start for c in chunks], starts))
+        where = _Where(table.pin_memory().to(self.model.device, non_blocking=True), before, offsets)
+        rows = where.table  # [N, max_pages]
+        if self.batch_invariant:
+            rows = rows.repeat_interleave(offsets.diff(), 0, output_size=starts[-1])
+        lengths = positions + 1
+        packed = pack_prefills([(c.start, len(c.ids)) for c in chunks], self.model.spec.context)  # as memory.py counts
+        calls = [_VarlenCall(who, self._to_device(who.new + who.all, torch.int32).view(2, -1)) for who in packed]
+        x = self.step.embed(ids, positions)
+
+        def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
+            q = self.append(i, layer, qkv, where)
+            if self.batch_invariant:
+                seen = self.attend(i, q, rows, lengths, layer.window, self.tile_config(len(ids)), pdl=False)
+                return seen.view(len(ids), -1)
+            each = [self._attend_prompts(i, q, where.table, some, layer.window) for some in calls]
+            return self._unrotated(i, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
+
+        x = self.run_layers(x, attend)
+        last = [end - 1 for c, end in zip(chunks, starts[1:], strict=True) if c.wanted]
+        return (
+            self.logits(x[self._to_device(last)])
+            if last
+            else x.new_empty(0, self.model.spec.vocabulary, dtype=torch.float32)
+        )
+
+    def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, call: "_VarlenCall", window: int | None) -> Tensor:
+        """Some prompts' tokens of q [N, H, D], as they are stored; each sees those up to itself."""
+        from crelle.kernels.cuda import paged_attention
+
+        who = call.who
+        k, v = paged_attention.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
+        seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
+            *(q[who.rows], k, v, call.new, call.all, who.longest_new, who.longest),
+            *(0.0, True, False),
+            window_size_left=None if window is None else window - 1,
+        )
+        return seen[0]
+
+    def _unrotated(self, layer: int, y: Tensor) -> Tensor:
+        """Undo the Hadamard rotation of rotated pages, which is its own inverse."""
+        from crelle.kernels.cuda import paged_attention
+
+        pages = self.pages[layer]
+        back = paged_attention.append(None, None, pages, None, None, q=y) if pages.format.rotate else y
+        assert back is not None
+        return back.to(self.model.dtype)
+
+    @cached_property
+    def _width(self) -> int:
+        """Pages of the longest sequence."""
+        page = self.pages[0].format.page
+        return min(self.pages[0].count, -(-self.model.spec.context // page))
+
+    @cached_property
+    def _inputs(self) -> GraphInputs:
+        return GraphInputs(BUCKETS[-1], self._width, self.model.spec.vocabulary, self.model.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    table: Tensor  # int32 [B, max_pages]
+    position: Tensor  # int32 [B]
+    starts: Tensor | None = None  # int32 [B + 1]; None: one token each
+
+
+class _VarlenCall:
+    """What torch's attention is told of some prompts: where their new tokens begin, and all of their tokens."""
+
+    def __init__(self, who: VarlenBatch, starts: Tensor) -> None:
+        self.who = who
+        self.new, self.all = starts  # int32 [prompts + 1]
+
+
+class _Graph:
+    """The step of up to `bucket` sequences, captured."""
+
+    def __init__(self, batch: CudaExecutor, bucket: int, inputs: GraphInputs, pool: Any) -> None:
+        self.bucket, self._inputs = bucket, inputs
+        self._owner = weakref.ref(batch)  # no cycle: who drops the executor drops its graphs, here and now
+        self.where = _Where(inputs.table[:bucket], inputs.at[0, :bucket])
+        self._config = batch.tile_config(bucket)
+        sets = bucket * batch.pages[0].heads * self._config.chunks
+        self._semaphores, self._flags = torch.zeros(2, max(sets, 4096), dtype=torch.int32, device=batch.model.device)
+        inputs.fill([], bucket)  # all padding
+        self._graph, self.logits = capture(self._run, pool=pool)
+        self.pool = self._graph.pool()
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Return logits f32 [chunks, V] of one token each; the next graph that runs overwrites them."""
+        self._inputs.fill(chunks, self.bucket)
+        self._graph.replay()
+        return self.logits[: len(chunks)]
+
+    def replay(self) -> None:
+        """Run on what the buffers hold."""
+        self._graph.replay()
+
+    @property
+    def _batch(self) -> CudaExecutor:
+        batch = self._owner()
+        assert batch is not None
+        return batch
+
+    def _run(self) -> Tensor:
+        batch, inputs = self._batch, self._inputs
+        source = inputs.token_source[: self.bucket]
+        ids = torch.where(source < 0, inputs.ids[: self.bucket], inputs.argmax.ids[source])
+        x = batch.step.embed(ids, self.where.position)
+        return batch.logits(batch.run_layers(x, self._attend), inputs.logits[: self.bucket])
+
+    def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | PackedX":
+        from crelle.kernels.cuda.gemm import PackedX
+
+        batch, lengths = self._batch, self._inputs.at[1, : self.bucket]
+        q = batch.append(i, layer, qkv, self.where)
+        a = layer.spec.attention
+        fits = a.head_size == 128
+        packed_for = takes_packed(layer.o, self.bucket, a.heads * a.head_size, batch.batch_invariant) if fits else None
+        options = {"semaphores": self._semaphores, "packed_for": packed_for}
+        y = batch.attend(i, q, self.where.table, lengths, layer.window, self._config, **options)
+        return y.view(self.bucket, -1) if packed_for is None else PackedX(self.bucket, y.dtype, y, self._flags)
