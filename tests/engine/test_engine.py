@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from one_alone import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.engine import Engine, Handle, Service
+from crelle.engine.engine import Engine, Handle
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Event, QueueFullError
 from crelle.engine.scheduler import Step
+from crelle.engine.service import Service
 from crelle.errors import CapacityError, CrelleError, SchemeError, UnsupportedError
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Engine, Service
+from crelle.engine.engine import Engine
+from crelle.engine.service import Service
 from crelle.eval.serve_models import random_llm
 from crelle.formats.kv import KVFormat
 from crelle.kernels import cuda

@@ -16,9 +16,10 @@ from fault_injection import AHEAD, REQUESTS, WAVES, Asked, Fault, Panic, ask, as
 from one_alone import assert_empty
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Engine, Service
+from crelle.engine.engine import Engine
 from crelle.engine.output import Event
 from crelle.engine.scheduler import Step
+from crelle.engine.service import Service
 from crelle.errors import CapacityError
 
 ERRORS = [ValueError, MemoryError, Panic, SystemExit, KeyboardInterrupt, GeneratorExit]
@@ -222,7 +223,7 @@ def test_a_detokenizer_that_panics_at_the_end_still_gives_a_last_event(
 
     engine = played_engine(llm)
     handle = engine.add(**REQUESTS["greedy"])
-    monkeypatch.setattr("crelle.engine.llm.StopFilter.finish", broken)
+    monkeypatch.setattr("crelle.engine.stop_filter.StopFilter.finish", broken)
     *events, last = list(handle)
     assert last.output is not None
     assert (last.output.completion.finish_reason, last.text) == ("error", "")

@@ -11,7 +11,8 @@ import pytest
 from one_alone import GREEDY, TEXTS, WARM, alone, assert_empty
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.engine import Engine, Service
+from crelle.engine.engine import Engine
+from crelle.engine.service import Service
 from crelle.kernels.threads import set_threads
 
 THREADS = 4

@@ -12,7 +12,7 @@ from aiohttp import web
 from tiny_server import GREEDY, Running, ask, nested_llm, post, read_all, serving, status, still_serves
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Service
+from crelle.engine.service import Service
 from crelle.engine.tokenizer import Tokenizer
 from crelle.server.ask import Asks
 from crelle.server.generation import Generation

@@ -22,8 +22,9 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle import LLM, quantize
-from crelle.engine.engine import Engine, Service
+from crelle.engine.engine import Engine
 from crelle.engine.scheduler import Step
+from crelle.engine.service import Service
 from crelle.server import logs
 from crelle.server.app import Server, running
 from crelle.server.settings import Settings

@@ -73,9 +73,10 @@ def run(
 
     `crelle serve out/smollm2-4bit --host 0.0.0.0 --api-key-file keys.txt --memory 4GB --queue-limit 64`
     """
-    from crelle.engine.engine import Engine, Service
+    from crelle.engine.engine import Engine
     from crelle.engine.llm import LLM
     from crelle.engine.memory import parse_bytes
+    from crelle.engine.service import Service
     from crelle.errors import UnsupportedError
 
     try:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from crelle.engine.blocks import BlockManager
 from crelle.engine.handle import Handle
-from crelle.engine.llm import LLM, Prompt, StopFilter
+from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory import default_pages, plan
 from crelle.engine.output import Growing, OnEvent, QueueFullError
 from crelle.engine.runner import Runner
@@ -46,13 +46,13 @@ from crelle.engine.sampler import Sampler, Sampling, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request
 from crelle.engine.sequence import Sequence as Text
-from crelle.engine.service import Service
+from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
 from crelle.models.step_buffers import Drawn
 
-__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Service", "Stats"]
+__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _Ahead = tuple[Step, Drawn]
@@ -82,11 +82,12 @@ class Engine:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: LoadedModel,
         *,
         kv: KVFormat | str | int | None = None,
         memory: str | int | None = None,
         pages: int | None = None,
+        max_pages: int | None = None,
         max_batch: int = 32,
         budget: int = 512,
         spare: int = 1,
@@ -98,7 +99,7 @@ class Engine:
 
         kv: how it stores keys and values; default: as the LLM was loaded.
         memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: pages for
-            max_batch whole contexts, at most 4 GiB.
+            max_batch whole contexts, at most 4 GiB.  max_pages: to which the cache grows where `pages` do not suffice.
         max_batch: texts that run at once.  budget: tokens of a step.  spare, sharing: see Scheduler, BlockManager.
         queue_limit: texts that may wait; one more is refused.  exact: see crelle.models.batched.
         """
@@ -109,7 +110,7 @@ class Engine:
         if memory is None and pages is None:
             pages = default_pages(llm.model, self.kv, [llm.model.c.context] * max_batch)
         self.plan = plan(models, self.kv, memory=memory, pages=pages, max_batch=max_batch, budget=budget)
-        self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing)
+        self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
         self.scheduler = Scheduler(
             self.blocks, context=llm.model.c.context, max_batch=max_batch, budget=budget, spare=spare
         )
@@ -149,8 +150,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         self._require_room()
-        ids = self.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.llm._check(ids)
+        ids = self.llm.encode(prompt)
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise SchemeError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}")
         if bits is not None and self.llm.at(bits) is self.llm.model:  # the same model takes one turn, not two
@@ -163,6 +163,7 @@ class Engine:
             end_ids=frozenset() if ignore_end else self.llm.end_ids,
             priority=priority,
             realm=realm,
+            prefill_differs=self.runner.prefill_differs(bits),
         )
         handle, texts = Handle(request, on_event, self), dict[Text, tuple[Handle, Growing]]()
         for s in self.scheduler.prepare(request):
@@ -190,6 +191,11 @@ class Engine:
         waiting = len(self.scheduler.waiting)
         if self.queue_limit is not None and waiting >= self.queue_limit:
             raise QueueFullError(f"{waiting} requests wait already, no more than {self.queue_limit} may; try later")
+
+    def reserve(self, pages: int) -> None:
+        """Let the cache grow to so many pages, within `max_pages`, unless it has them."""
+        with self._stepping:
+            self._grow(pages - self.blocks.pages)
 
     @property
     def driven(self) -> bool:
@@ -253,6 +259,10 @@ class Engine:
         with self._lock:
             if before:
                 self.scheduler.update(before[0], [UNKNOWN] * len(before[0].draws))
+            missing = self.scheduler.missing_pages() if self.blocks.pages < self.blocks.max_pages else 0
+        if missing:
+            self._grow(max(missing, self.blocks.pages))  # twice as many: copied once for each token at most
+        with self._lock:
             step = self.scheduler.schedule()
         if step:
             self._count(step)
@@ -260,6 +270,15 @@ class Engine:
         elif before:
             self._settle(*before)
         return bool(step or before)
+
+    def _grow(self, more: int) -> None:
+        if (more := min(more, self.blocks.max_pages - self.blocks.pages)) < 1:
+            return
+        with self.llm.lock:
+            self.runner.grow(self.blocks.pages + more)
+        with self._lock:
+            self.blocks.grow_pool(more)
+            self.plan = replace(self.plan, pages=self.blocks.pages)
 
     def _run(self, step: Step, before: "_Ahead | None") -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 from crelle.engine.engine import Engine
-from crelle.engine.llm import LLM, Completion, Prompt
+from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory import default_pages
+from crelle.engine.output import Completion
 from crelle.engine.sampler import Sampling
 from crelle.errors import SchemeError
 from crelle.formats.kv import KVFormat
 
 
 def generate_all(
-    llm: LLM,
+    llm: LoadedModel,
     prompts: Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] | None = None,
     *,

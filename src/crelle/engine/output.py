@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from crelle.engine.llm import Completion, StopFilter
 from crelle.engine.sampler import Sampler, not_finite
 from crelle.engine.sequence import Reason
+from crelle.engine.stop_filter import StopFilter
 from crelle.errors import CapacityError
 
 _NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no infinity
@@ -18,6 +18,26 @@ _NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no i
 
 class QueueFullError(CapacityError):
     """Too many requests wait already; the same request may succeed later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a prompt was continued with."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop": an end token or a stop string; "length": max_tokens or the context is full
+    prompt_tokens: int
+    first_token_seconds: float  # from the call to the first token
+    tokens_per_second: float  # of the tokens after the first
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One step of a stream: the text that became certain; the last piece carries the completion."""
+
+    text: str
+    completion: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,93 +11,101 @@ Who may use which page is the scheduler's business; the runner believes it.
 """
 
 from collections.abc import Iterable
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from crelle.engine.blocks import Copy
-from crelle.engine.llm import LLM
+from crelle.engine.executors import CudaGraphs, Eager, FusedStep
+from crelle.engine.loaded_model import LoadedModel
 from crelle.engine.memory import kv_heads
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.models.batched import Batched, View, page_dtype
+from crelle.kernels.executor import Chunk
+from crelle.models.batched import Batched, page_dtype
 from crelle.models.batched_cuda import CudaBatch, why_not
 from crelle.models.loader import Model
-from crelle.models.step_buffers import DRAWS, Drawn, Part
+from crelle.models.step_buffers import DRAWS, Drawn
 
 
 class Runner:
     """A model with all of its pages."""
 
-    def __init__(self, llm: LLM, kv: KVFormat, pages: int, *, exact: bool | None = None) -> None:
+    def __init__(self, llm: LoadedModel, kv: KVFormat, pages: int, *, exact: bool | None = None) -> None:
         """Allocate the pages; exact: see crelle.models.batched; by default on a CPU."""
         model, c = llm.model, llm.model.c
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv, self.exact = llm, kv, model.device.type == "cpu" if exact is None else exact
         self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
-        self._batched: dict[int | None, Batched] = {}
-        self._on_gpu: dict[int | None, CudaBatch | None] = {}
-        self._drawn: dict[Sequence, int] = {}  # which row of the tokens last drawn is whose
+        self._executors: dict[int | None, CudaGraphs | FusedStep | Eager] = {}
+        self._rows: dict[Sequence, int] = {}  # of the tokens sampled last
 
     @property
     def nbytes(self) -> int:
         return sum(pages.nbytes for pages in self.layers)
 
+    def grow(self, pages: int) -> None:
+        """Have so many pages, keeping what is in those that there are; no step is under way."""
+        self._executors.clear()  # they hold tensors, and graphs over them
+        for i, layer in enumerate(self.layers):  # one after the other: only one is there twice at a time
+            if pages > layer.count:
+                self.layers[i] = layer.grown(pages - layer.count)
+
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """Return logits f32 [draws, V], a row for each of `step.draws` in order."""
         self._copy(step.copies)
-        if (batch := self.on_gpu(step.precision)) is not None:
-            return _for_draws(batch([Part(r.ids, r.start, r.pages, bool(r.draws)) for r in step.runs]), step)
-        model = self.at(step.precision)
-        tokens = [token for run in step.runs for token in run.ids]
-        starts, wanted = [0], list[int]()
-        for run in step.runs:
-            starts.append(starts[-1] + run.end - run.start)
-            wanted += [starts[-1] - 1] if run.draws else []
-        view = View(
-            self.layers,
-            _table([run.pages for run in step.runs], model.model.device),
-            starts,
-            [run.start for run in step.runs],
-            centers(model.model, self.kv),
-            model.exact,
-        )
-        return _for_draws(model(tokens, view, wanted), step)
+        return _for_draws(self.executor(step.precision).run(self._chunks(step)), step)
 
     def starts(self, step: Step) -> bool:
         """Whether `start` can run a step."""
-        return len(step.draws) <= DRAWS and self.on_gpu(step.precision) is not None
+        return len(step.draws) <= DRAWS and isinstance(self.executor(step.precision), CudaGraphs)
 
     @torch.inference_mode()
     def start(self, step: Step) -> Drawn:
         """Return the likeliest token for each of `step.draws`, as soon as one asks for them."""
-        batch = self.on_gpu(step.precision)
-        assert batch is not None
+        executor = self.executor(step.precision)
+        assert isinstance(executor, CudaGraphs)
         self._copy(step.copies)
-        parts = []
-        for r in step.runs:
-            unknown = r.sequence.ids[r.start] == UNKNOWN
-            follows = self._drawn[r.sequence] if unknown else -1
-            parts.append(Part([0] if unknown else r.ids, r.start, r.pages, bool(r.draws), follows))
-        logits = _for_draws(batch(parts), step)
-        self._drawn = {s: i for i, s in enumerate(step.draws)}
-        return batch.draw(logits)
+        logits = _for_draws(executor.run(self._chunks(step)), step)
+        self._rows = dict(zip(step.draws, count()))
+        return executor.sample(logits)
 
-    def at(self, bits: int | None) -> Batched:
-        """Return the model at a precision, ready for batches."""
-        if bits not in self._batched:
-            self._batched[bits] = Batched(self.llm.at(bits), exact=self.exact)
-        return self._batched[bits]
+    def _chunks(self, step: Step) -> list[Chunk]:
+        chunks = []
+        for r in step.runs:
+            ids, source, prompt = r.ids, -1, len(r.sequence.request.prompt)
+            if ids[0] == UNKNOWN:
+                ids, source = [0], self._rows[r.sequence]
+            chunks.append(Chunk(ids, r.start, r.pages, bool(r.draws), source, prompt))
+        return chunks
+
+    def executor(self, bits: int | None) -> CudaGraphs | FusedStep | Eager:
+        """Return what runs the model at a precision; made when it is first asked for."""
+        if (found := self._executors.get(bits)) is None:
+            with self.llm.lock:
+                found = self._executors[bits] = self._executors.get(bits) or self._make(self.llm.at(bits))
+        return found
+
+    def _make(self, model: Model) -> CudaGraphs | FusedStep | Eager:
+        where = centers(model, self.kv)
+        if why_not(model, self.kv) is None:
+            return CudaGraphs(CudaBatch(model, self.layers, where, exact=self.exact))
+        batched = Batched(model, exact=self.exact)
+        if self.exact and batched.decoder is not None:
+            return FusedStep(batched.decoder, self.layers, where)
+        return Eager(batched, self.layers, where)
+
+    def prefill_differs(self, bits: int | None) -> bool:
+        """Whether a token has other bits as part of a prompt than when it was sampled, and that matters."""
+        return self.exact and self.executor(bits).prefill_differs
 
     def on_gpu(self, bits: int | None) -> CudaBatch | None:
         """Return the model at a precision as graphs on its GPU, or None where it has none (`why_not` says why)."""
-        if bits not in self._on_gpu:
-            model = self.llm.at(bits)
-            able, exact = why_not(model, self.kv) is None, self.exact
-            self._on_gpu[bits] = CudaBatch(model, self.layers, centers(model, self.kv), exact=exact) if able else None
-        return self._on_gpu[bits]
+        executor = self.executor(bits)
+        return executor.batch if isinstance(executor, CudaGraphs) else None
 
     def _copy(self, copies: Iterable[Copy]) -> None:
         if not copies:
@@ -119,9 +127,3 @@ def _for_draws(logits: Tensor, step: Step) -> Tensor:
     if all(n == 1 for n in draws):
         return logits
     return logits.repeat_interleave(torch.tensor(draws, device=logits.device), 0)
-
-
-def _table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """Return int32 [B, max_pages]; behind a row's last page stands 0, which nobody looks at."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32, device=device)

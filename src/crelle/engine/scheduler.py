@@ -145,14 +145,14 @@ class Scheduler:
             raise CapacityError(f"n is {request.n}, but at most {self.max_batch} sequences run at once; lower n")
         limit = min(prompt + request.sampling.max_tokens, self.context)
         need = self.blocks.pages_for(limit - 1)  # the last token is drawn, not stored
-        if need > self.blocks.pages:
+        if need > self.blocks.max_pages:
             raise CapacityError(
                 f"a prompt of {prompt} tokens and up to {limit - prompt} new ones need {need} pages of "
-                f"{self.blocks.page} tokens, the whole cache has {self.blocks.pages}; shorten the prompt, "
+                f"{self.blocks.page} tokens, the whole cache has {self.blocks.max_pages}; shorten the prompt, "
                 "lower max_tokens or give the cache more memory"
             )
-        namespace = (request.precision, request.realm)
-        request.sequences = [Sequence(request, i, limit, self.blocks.table(namespace)) for i in range(request.n)]
+        root = (request.precision, request.realm), prompt if request.prefill_differs else None
+        request.sequences = [Sequence(request, i, limit, self.blocks.table(*root)) for i in range(request.n)]
         return request.sequences
 
     def enqueue(self, request: Request) -> None:
@@ -165,6 +165,14 @@ class Scheduler:
     def withdraw(self, request: Request) -> None:
         """Undo `enqueue`, or what there is of it; no step has been chosen since."""
         self._waiting = [s for s in self._waiting if s.request is not request]
+
+    def missing_pages(self) -> int:
+        """Count the pages that are missing for one more token of all who run, and for the first that waits."""
+        if not self._waiting and self.blocks.available >= 2 * len(self._running):  # a new page and a copy for each
+            return 0
+        need = self.blocks.need([(s.table, len(s.ids)) for s in self._running])
+        need += self.blocks.pages_for(len(self._waiting[0].ids)) if self._waiting else 0
+        return max(0, need - self.blocks.available)
 
     # A step --------------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # tokens that end a text and are not part of it
     priority: int = 0  # smaller goes first; among equals the earlier arrival
     realm: Hashable = None  # prefixes are shared only among requests of one realm: a customer, say
+    prefill_differs: bool = False  # prompts run through other kernels than sampled tokens, and bits matter
     id: str = field(default_factory=lambda: f"request-{next(_numbers)}")
     arrival: int = -1  # given by the scheduler: 0 for its first request
     sequences: "list[Sequence]" = field(default_factory=list)  # made by the scheduler

@@ -3,15 +3,13 @@
 from threading import Event as Flag
 from threading import Lock, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from crelle.engine.engine import Engine
 from crelle.engine.handle import Handle
-from crelle.engine.llm import Prompt
+from crelle.engine.loaded_model import Prompt
 from crelle.engine.sampler import Sampling
 from crelle.errors import CapacityError
-
-if TYPE_CHECKING:
-    from crelle.engine.engine import Engine
 
 
 class Service:
@@ -22,7 +20,7 @@ class Service:
             print(event.text, end="")
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._closing = False
         self._gate, self._work = Lock(), Flag()

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from crelle.engine.engine import Service
+from crelle.engine.service import Service
 from crelle.errors import CapacityError
 from crelle.server.guard import dress, guard
 from crelle.server.handlers import STATE, add_routes

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from crelle.engine.engine import Service
+from crelle.engine.service import Service
 from crelle.server.app import Server, running
 from crelle.server.logs import log
 from crelle.server.settings import Settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, TypeVar
 
-from crelle.engine.engine import Service
+from crelle.engine.service import Service
 from crelle.errors import CrelleError
 from crelle.server.ask import Ask, Asks
 from crelle.server.bodies import Bodies
