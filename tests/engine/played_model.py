@@ -17,9 +17,12 @@ def mix(*parts: object) -> int:
     return crc32(repr(parts).encode())
 
 
-def keys_and_values(precision: int | None, before: list[int], token: int) -> int:
-    """What a token leaves in the cache: it depends on all that lies before it, and on the model's precision."""
-    return mix(precision, before, token)
+def keys_and_values(s: Sequence, at: int, before: list[int], token: int) -> int:
+    """What a token leaves in the cache: it depends on all that lies before it, and on the model's precision.
+
+    Where prompts run through other kernels, also on whether it was sampled.
+    """
+    return mix(s.precision, before, token, s.request.prefill_differs and at >= len(s.request.prompt))
 
 
 def draw(last: int, sequence: Sequence) -> int:
@@ -30,14 +33,14 @@ def alone(s: Sequence) -> list[int]:
     """The tokens of a sequence that has a machine without pages for itself."""
     stored: list[int] = []
     for token in s.request.prompt:
-        stored.append(keys_and_values(s.precision, stored, token))
+        stored.append(keys_and_values(s, len(stored), stored, token))
     new: list[int] = []
     while len(s.request.prompt) + len(new) < s.limit:
         token = draw(stored[-1], s)
         if token in s.request.end_ids:
             break
         new.append(token)
-        stored.append(keys_and_values(s.precision, stored, token))
+        stored.append(keys_and_values(s, len(stored), stored, token))
     return new
 
 
@@ -58,7 +61,7 @@ class Runner:
             for i in range(run.start, run.end):
                 page, at = run.pages[i // self.blocks.page], i % self.blocks.page
                 seen = [self.memory[run.pages[j // self.blocks.page]][j % self.blocks.page] for j in range(i)]
-                self.memory[page][at] = GARBAGE if fail else keys_and_values(step.precision, seen, run.sequence.ids[i])
+                self.memory[page][at] = GARBAGE if fail else keys_and_values(run.sequence, i, seen, run.sequence.ids[i])
             last = run.end - 1
             logits = self.memory[run.pages[last // self.blocks.page]][last % self.blocks.page]
             sampled += [draw(logits, s) for s in run.draws]

@@ -27,6 +27,7 @@ requests = st.builds(
     priority=st.sampled_from([0, 0, 0, 1]),
     seed=st.sampled_from([None, 1, 2]),
     realm=st.sampled_from(["", "", "other"]),
+    prefill_differs=st.booleans(),
 )
 
 
