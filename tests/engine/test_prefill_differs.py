@@ -6,7 +6,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from played_model import Runner, request, scheduler, steps
+from fake_model import Runner, request, scheduler, steps
 from torch import Tensor
 
 from crelle import LLM, Sampling
@@ -107,7 +107,7 @@ def test_who_is_preempted_finds_its_sampled_pages_and_runs_them_as_sampled(llm: 
 def test_it_matters_only_where_bits_do(llm: LLM) -> None:
     engine, _ = played(llm)
     assert engine.runner.prefill_differs(None)
-    engine.runner.exact = False
+    engine.runner.batch_invariant = False
     assert not engine.runner.prefill_differs(None)
 
 

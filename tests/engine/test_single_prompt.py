@@ -11,7 +11,7 @@ from conftest import write_tiny_model
 
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
-from crelle.engine.runner import Runner
+from crelle.engine.model_runner import ModelRunner
 from crelle.engine.scheduler import Step
 
 LONG = Sampling(max_tokens=1500)
@@ -102,15 +102,15 @@ def test_streams_side_by_side_have_an_engine_each_and_one_is_kept(llm: LLM) -> N
 def test_what_a_step_raises_reaches_the_caller_and_the_next_call_works(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    want, run = llm.generate("Hello", WARM).tokens, Runner.run
+    want, run = llm.generate("Hello", WARM).tokens, ModelRunner.run
 
-    def broken(self: Runner, step: Step) -> Any:
-        if step.runs[0].start > 10:
+    def broken(self: ModelRunner, step: Step) -> Any:
+        if step.chunks[0].start > 10:
             raise error
         return run(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "run", broken)
+        patch.setattr(ModelRunner, "run", broken)
         with pytest.raises(type(error)):
             llm.generate("Hello", WARM)
     assert llm.generate("Hello", WARM).tokens == want

@@ -131,7 +131,7 @@ def test_generated_text_continues_the_prompt_with_its_space(
     model, weights = load(write_tiny_model(tmp_path, vocab_size=280), device="cpu")
     prompt, whole = sentencepiece.encode("one and two"), sentencepiece.encode("one and two the tea")
     script = iter(whole[len(prompt) :])
-    monkeypatch.setattr(Sampler, "draw", lambda self, logits, so_far: next(script))
+    monkeypatch.setattr(Sampler, "sample", lambda self, logits, so_far: next(script))
     llm = LLM(model, sentencepiece, weights)
     assert (
         llm.generate("one and two", Sampling(max_tokens=len(whole) - len(prompt), temperature=1.0)).text == " the tea"

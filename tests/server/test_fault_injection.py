@@ -12,7 +12,7 @@ from aiohttp import web
 from tiny_server import GREEDY, Running, ask, nested_llm, post, read_all, serving, status, still_serves
 
 from crelle import LLM, Sampling
-from crelle.engine.service import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.tokenizer import Tokenizer
 from crelle.server.ask import Asks
 from crelle.server.generation import Generation
@@ -113,7 +113,7 @@ def fails_once(server: Running, want: str, path: str = "/v1/completions", **body
         (Asks, "completion"),
         (Asks, "_check"),
         (State, "require_ready"),
-        (Service, "submit"),
+        (AsyncEngine, "submit"),
         (Post, "callback"),
         (Inbox, "add"),
     ],
@@ -146,7 +146,7 @@ def test_faults_in_the_tokenizer(server: Running, want: str, breaks: Break, erro
 def test_faults_in_the_second_of_several_prompts_end_the_first(
     server: Running, want: str, breaks: Break, error: type[BaseException]
 ) -> None:
-    breaks(Service, "submit", error, first=1)
+    breaks(AsyncEngine, "submit", error, first=1)
     fails_once(server, want, **{**GREEDY, "prompt": ["a", "b", "c"], "max_tokens": 1500, "ignore_eos": True})
 
 

@@ -75,7 +75,7 @@ def test_clients_that_vanish_in_mid_stream_free_their_pages(llm: LLM, want: str,
         for sock in [stream(server, 1500) for _ in range(8)]:
             leave(sock)
         server.assert_empty()
-        assert server.engine.stats.tokens_drawn < 8 * 1500, "they were ended, not finished"
+        assert server.engine.stats.tokens_sampled < 8 * 1500, "they were ended, not finished"
         assert server.state.metrics.disconnects == 8
         still_serves(server, want)
 
@@ -90,7 +90,7 @@ def test_clients_that_vanish_while_they_wait_for_a_whole_answer(llm: LLM, want: 
         for sock in socks:
             reset(sock)
         server.assert_empty()
-        assert server.engine.stats.tokens_drawn < 3000
+        assert server.engine.stats.tokens_sampled < 3000
         still_serves(server, want)
 
 
@@ -105,7 +105,7 @@ def test_slow_readers_lose_their_stream_and_hold_up_nobody(llm: LLM, want: str) 
         assert time.monotonic() - begun < 10
         server.assert_empty()
         assert server.state.metrics.slow_readers == 1
-        assert server.engine.stats.tokens_drawn < 2000
+        assert server.engine.stats.tokens_sampled < 2000
         assert b"[DONE]" not in read_all(idle)
         idle.close()
         still_serves(server, want)
@@ -164,7 +164,7 @@ def test_an_exception_in_the_middle_of_a_step_touches_nobody_else(llm: LLM, want
 
         def run(step: Step) -> torch.Tensor:
             time.sleep(0.01)
-            if step.precision == 2 and any(len(s.new) == 5 for s in step.draws):
+            if step.precision == 2 and any(len(s.new) == 5 for s in step.samples):
                 raise RuntimeError(secret)
             return compute(step)
 

@@ -13,7 +13,7 @@ from tiny_server import GREEDY, Running, ask, body_of, nested_llm, post, read_al
 
 import crelle.server
 from crelle import LLM, Sampling
-from crelle.engine.output import Growing, TokenLogprob
+from crelle.engine.output import OutputState, TokenLogprob
 from crelle.engine.scheduler import Step
 from crelle.errors import NumericsError
 from crelle.server.ask import Ask
@@ -217,14 +217,14 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(
     llm: LLM, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(llm) as server:
-        draw, at = Growing.draw, [0]
+        draw, at = OutputState.draw, [0]
 
-        def broken(self: Growing, logits: Any, so_far: list[int], *more: Any) -> int:
+        def broken(self: OutputState, logits: Any, so_far: list[int], *more: Any) -> int:
             if len(self.tokens) == at[0]:
                 raise NumericsError("the model's logits are not finite (NaN) at token 7 of /secret/path")
             return draw(self, logits, so_far, *more)
 
-        monkeypatch.setattr(Growing, "draw", broken)
+        monkeypatch.setattr(OutputState, "sample", broken)
         answer = server.raw(post("/v1/completions", json.dumps(GREEDY).encode()))
         error = strictly(answer.split(b"\r\n\r\n", 1)[1])["error"]
         assert (status(answer), error["type"], error["code"]) == (500, "server_error", "non_finite_logits")

@@ -18,7 +18,7 @@ from weakref import proxy
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.offline import generate_all
-from crelle.engine.output import Completion, Piece
+from crelle.engine.output import Completion, Piece, StreamChunk
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
@@ -27,7 +27,7 @@ from crelle.formats.source import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models.loader import Model, build, choose_device
 
-__all__ = ["LLM", "Completion", "Piece", "Prompt"]
+__all__ = ["LLM", "Completion", "Piece", "Prompt", "StreamChunk"]
 
 _BUDGET = 2048  # tokens of a prompt in one step
 _FIRST = 256  # new tokens that a cache has room for before it grows
@@ -99,37 +99,39 @@ class LLM(LoadedModel):
             return generate_all(self, prompt, sampling, bits=bits)
         if isinstance(sampling, Sequence):
             raise SchemeError("one prompt takes one sampling, not a list of them")
-        for piece in self.stream(prompt, sampling, bits=bits):  # type: ignore[arg-type]
-            if piece.completion:
-                return piece.completion
+        for chunk in self.stream(prompt, sampling, bits=bits):  # type: ignore[arg-type]
+            if chunk.completion:
+                return chunk.completion
         raise AssertionError("a stream ends with its completion")
 
     def chat(
         self, messages: list[Message], sampling: Sampling | None = None, *, bits: int | None = None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[StreamChunk]:
         """Stream the assistant's answer to a conversation."""
         with self.lock:  # the template is compiled when it is first used
             ids = self.tokenizer.encode_chat(messages)
         return self.stream(ids, sampling, bits=bits)
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None
+    ) -> Iterator[StreamChunk]:
         """Continue a prompt, piece by piece as the text becomes certain."""
         ids = self.encode(prompt)
         self.at(bits)  # which says why, where there is no such precision
         return self._stream(ids, sampling or Sampling(), bits)
 
-    def _stream(self, ids: list[int], sampling: Sampling, bits: int | None) -> Iterator[Piece]:
+    def _stream(self, ids: list[int], sampling: Sampling, bits: int | None) -> Iterator[StreamChunk]:
         engine = self._take_engine(len(ids), sampling.max_tokens)
         handle = engine.add(ids, sampling, bits=bits)
         try:
             for event in handle:
                 if event.output is None:
                     if event.text:
-                        yield Piece(event.text)
+                        yield StreamChunk(event.text)
                 elif event.output.error is not None:
                     raise event.output.error
                 else:
-                    yield Piece(event.text, event.output.completion)
+                    yield StreamChunk(event.text, event.output.completion)
         finally:  # also where the caller closes or drops the stream
             if not handle.finished:
                 handle.cancel()

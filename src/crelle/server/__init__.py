@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's protocol over one engine. docs/serving.md is for those who run it.
 
-    client ──▶ guard, hosts ──▶ bodies ──▶ handlers ──▶ schema, ask ──▶ Service.submit    the event loop
+    client ──▶ guard, hosts ──▶ bodies ──▶ handlers ──▶ schema, ask ──▶ AsyncEngine.submit    the event loop
     client ◀── shapes ◀── inbox ◀────────────────────────────────────── events            the engine's thread
 
 What is large is parsed (strict_json), checked, tokenized and written by two worker threads: see State.

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from crelle.engine.service import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.errors import CapacityError
 from crelle.server.guard import dress, guard
 from crelle.server.handlers import STATE, add_routes
@@ -51,7 +51,7 @@ def make_app(state: State) -> web.Application:
 
 @asynccontextmanager
 async def running(
-    service: Service, settings: Settings, name: str | None = None, sock: socket.socket | None = None
+    service: AsyncEngine, settings: Settings, name: str | None = None, sock: socket.socket | None = None
 ) -> AsyncIterator[Server]:
     """Listen while the block runs; then shut down within the grace that the settings give. Ends the service too."""
     loop = asyncio.get_running_loop()

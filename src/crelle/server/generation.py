@@ -20,7 +20,7 @@ _ON_ITS_WAY = 3.0  # seconds in which an event surely comes from the engine's th
 
 
 class Generation:
-    """Texts that are being drawn. Leave the `async with` block, for whatever reason, and what still runs is ended."""
+    """Texts that are being sampled. Leave the `async with` block, for whatever reason, and what still runs is ended."""
 
     def __init__(self, state: State, request: web.Request, ask: Ask, prompts: list[list[int]]) -> None:
         self.state, self.request, self.ask = state, request, ask
@@ -41,7 +41,7 @@ class Generation:
         self.state.generations.add(self)
         self.state.metrics.waiting += 1
         try:
-            await self.state.submit(self.ask, self._prompts, self.visit.realm, self.inbox)
+            await self.state.submit(self.ask, self._prompts, self.visit.cache_salt, self.inbox)
         except BaseException:
             self._leave()
             raise
@@ -73,7 +73,7 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """Tokens drawn so far, in texts that have ended or not."""
+        """Tokens sampled so far, in texts that have ended or not."""
         return sum(len(s.new) for handle in self.inbox.handles for s in handle.request.sequences)
 
     @property

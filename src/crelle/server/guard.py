@@ -49,7 +49,7 @@ async def _answer(state: State, request: web.Request, visit: Visit, handler: Han
         origin = check_origin(state.settings, request)
         if origin and request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return web.Response(status=204, headers=_preflight(state, request, origin))
-        visit.realm = _check_key(state, request)
+        visit.cache_salt = _check_key(state, request)
         response = await handler(request)
     except ApiError as e:
         response = _error(visit, e)

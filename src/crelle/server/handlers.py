@@ -104,7 +104,7 @@ async def status(request: web.Request) -> web.Response:
             "pages_used": stats.pages_used,
             "running": stats.running,
             "waiting": stats.waiting,
-            "tokens_per_second": round(state.metrics.speed.per_second(stats.tokens_drawn), 2),
+            "tokens_per_second": round(state.metrics.speed.per_second(stats.tokens_sampled), 2),
         }
     )
 

@@ -114,12 +114,12 @@ def _log(value: float) -> float:
 
 
 def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
-    """Count tokens; a prompt counts once, however many texts are drawn for it."""
+    """Count tokens; a prompt counts once, however many texts are sampled for it."""
     firsts = outputs[::n]
     prompt = sum(o.completion.prompt_tokens for o in firsts)
-    drawn = sum(len(o.completion.tokens) for o in outputs)
+    sampled = sum(len(o.completion.tokens) for o in outputs)
     cached = sum(min(o.reused, o.completion.prompt_tokens) for o in firsts)
-    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 

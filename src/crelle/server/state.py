@@ -10,7 +10,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, TypeVar
 
-from crelle.engine.service import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.errors import CrelleError
 from crelle.server.ask import Ask, Asks
 from crelle.server.bodies import Bodies
@@ -36,7 +36,7 @@ _FEW = 8  # texts that are submitted at once
 class State:
     """One served model."""
 
-    def __init__(self, service: Service, settings: Settings, name: str | None = None) -> None:
+    def __init__(self, service: AsyncEngine, settings: Settings, name: str | None = None) -> None:
         self.service, self.settings = service, settings
         self.engine, self.llm = service.engine, service.engine.llm
         self.created = int(time())
@@ -89,12 +89,12 @@ class State:
         """Build a large answer beside the loop."""
         return await _beside(self._writer, work)
 
-    async def submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox) -> None:
+    async def submit(self, ask: Ask, prompts: list[list[int]], cache_salt: int | None, inbox: Inbox) -> None:
         """Hand all prompts to the engine, or none."""
         assert self.post is not None
         self.require_ready()
         tokens = sum(map(len, prompts))
-        work = partial(self._submit, ask, prompts, realm, inbox, self.post)
+        work = partial(self._submit, ask, prompts, cache_salt, inbox, self.post)
         try:
             if tokens <= _QUICK and len(prompts) * ask.n <= _FEW:
                 work()
@@ -104,7 +104,7 @@ class State:
             raise self.refused(e) from None
         self.metrics.prompt_tokens += tokens
 
-    def _submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox, post: Post) -> None:
+    def _submit(self, ask: Ask, prompts: list[list[int]], cache_salt: int | None, inbox: Inbox, post: Post) -> None:
         for i, ids in enumerate(prompts):
             if inbox.closed:  # the client has left meanwhile
                 return
@@ -115,7 +115,7 @@ class State:
                 n=ask.n,
                 bits=ask.bits,
                 logprobs=ask.logprobs,
-                realm=realm,
+                cache_salt=cache_salt,
                 ignore_end=ask.ignore_end,
                 on_event=post.callback(inbox, i),
             )

@@ -72,7 +72,7 @@ def _common(f: Facts) -> dict[str, Schema]:
         "min_p": _number(0, 1, 0.0, "drop tokens less likely than this share of the best one"),
         "repetition_penalty": _number(0.01, 100, 1.0, "above 1: repeat less"),
         "seed": _integer(0, _SEED, "same seed, same text"),
-        "n": _integer(1, f.max_n, "texts to draw for each prompt", default=1),
+        "n": _integer(1, f.max_n, "completions to sample for each prompt", default=1),
         "stop": {
             "anyOf": [
                 stop,
@@ -82,7 +82,7 @@ def _common(f: Facts) -> dict[str, Schema]:
             "description": "strings that end the text; they are not part of it",
         },
         "ignore_eos": _flag("go on behind the model's end tokens, up to max_tokens; for measurements"),
-        "stream": _flag("send the text as server-sent events while it is drawn"),
+        "stream": _flag("send the text as server-sent events while it is sampled"),
         "stream_options": {
             **_object(
                 {
@@ -126,7 +126,7 @@ def completion(f: Facts) -> Schema:
         "prompt": _prompt(f),
         "max_tokens": {**_tokens(f, "of the answer at most"), "default": min(16, f.max_tokens)},
         "logprobs": _integer(0, MAX_LOGPROBS, "tell how likely each token was, and as many others"),
-        "best_of": _only(1, says="n draws several"),
+        "best_of": _only(1, says="n samples several"),
         "echo": _only(False, says="the prompt is not repeated"),
         "suffix": _only("", says="text is only continued"),
     }

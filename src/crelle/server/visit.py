@@ -11,7 +11,7 @@ class Visit:
     """One HTTP request: its number, whose it is, and what the log shall say about it."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
-    realm: int | None = None  # number of the API key; prefixes of prompts are not shared between them
+    cache_salt: int | None = None  # number of the API key; prefixes of prompts are not shared between them
     facts: dict[str, Any] = field(default_factory=dict)
 
 

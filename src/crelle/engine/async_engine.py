@@ -12,11 +12,11 @@ from crelle.engine.sampler import Sampling
 from crelle.errors import CapacityError
 
 
-class Service:
+class AsyncEngine:
     """An engine in a thread of its own. Requests come from any thread; slow readers never hold up a step.
 
-    with Service(Engine(llm)) as service:
-        for event in service.submit("Once upon a time"):
+    with AsyncEngine(Engine(llm)) as engine:
+        for event in engine.submit("Once upon a time"):
             print(event.text, end="")
     """
 
@@ -74,3 +74,6 @@ class Service:
                 return
             if not worked:
                 self._work.wait()
+
+
+Service = AsyncEngine  # its older name

@@ -4,14 +4,14 @@ The cache is a fixed number of pages of `page` tokens. A sequence has a table: t
 order. Every page is in exactly one of three states, and the three numbers always sum to `pages`:
 
     used     in one table or in several (its reference count says in how many)
-    cached   in no table, but what it holds is known, and whoever asks for the same text gets it back
+    cached   in no table, but what it holds is known, and a request with the same tokens gets it back
     free     in no table, holding nothing of use
 
 Three things make pages go further:
 
 Prefix sharing.   A full page is entered in an index under (the page before it, its token ids). The index is a hash
     chain: the key of a page contains its predecessor, down to a root that names model and precision, so equal keys
-    mean equal text from the very first token. Python's dict compares whole keys after a hash hit: a collision of
+    mean equal tokens from the very first one. Python's dict compares whole keys after a hash hit: a collision of
     hashes costs time and never gives a wrong page. A page that is in the index is never written again.
 Sampled tokens.   Where prompts run through other kernels than sampled tokens, and bits matter, a key also says how
     many of the page's tokens were sampled: a page is found again only where it has the same bits.
@@ -111,14 +111,14 @@ class BlockManager:
 
     # A table's life: open, (adopt,) grow, commit, …, release ------------------------------------------------------
 
-    def open(self, table: BlockTable, ids: Sequence[int], spare: int = 0) -> bool:
-        """Give an empty table all pages for `ids`, as far as possible shared ones, if `spare` others stay available.
+    def open(self, table: BlockTable, ids: Sequence[int], watermark: int = 0) -> bool:
+        """Give an empty table all pages for `ids`, shared ones where possible, if `watermark` others stay available.
 
         Returns False, and changes nothing, where they do not.
         """
         assert not table.pages
         self.adopt(table, ids)
-        if self.need([(table, len(ids))]) + spare > self.available:
+        if self.need([(table, len(ids))]) + watermark > self.available:
             self.release(table)
             return False
         self.grow(table, len(ids))
@@ -199,7 +199,7 @@ class BlockManager:
 
         Page by page, so that a call that was interrupted can be repeated.
         """
-        while table.pages:  # from the last, so that the end of a text is evicted before its beginning
+        while table.pages:  # from the last, so that the end of a sequence is evicted before its beginning
             self._drop(table.pages[-1])
             table.pages.pop()
         table.length = 0

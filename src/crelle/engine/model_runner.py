@@ -3,9 +3,9 @@
     run(step)   1  copies       page to page in every layer, before anything is written
                 2  one pass     of the model at the step's precision over all tokens of the step (crelle.models.batched;
                                 on a GPU crelle.models.batched_cuda, where that can)
-                3  logits       one row for each sequence that draws; n texts of one prompt get the same row
-    start(step) the same on a GPU, but the likeliest tokens are taken there and nobody waits for them: the next step can
-                be started behind it, on tokens that are UNKNOWN here
+                3  logits       one row for each sampled token; n sequences of one prompt get the same row
+    start(step) the same on a GPU, but tokens are sampled there, greedily, and the host does not wait for them: the next
+                step can be started behind it, on tokens that are UNKNOWN here
 
 Who may use which page is the scheduler's business; the runner believes it.
 """
@@ -16,7 +16,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from crelle.engine.blocks import Copy
+from crelle.engine.block_manager import Copy
 from crelle.engine.executors import CudaGraphs, Eager, FusedStep
 from crelle.engine.loaded_model import LoadedModel
 from crelle.engine.memory import kv_heads
@@ -30,14 +30,15 @@ from crelle.models.loader import Model
 from crelle.models.step_buffers import DRAWS, Drawn
 
 
-class Runner:
+class ModelRunner:
     """A model with all of its pages."""
 
-    def __init__(self, llm: LoadedModel, kv: KVFormat, pages: int, *, exact: bool | None = None) -> None:
-        """Allocate the pages; exact: see crelle.models.batched; by default on a CPU."""
+    def __init__(self, llm: LoadedModel, kv: KVFormat, pages: int, *, batch_invariant: bool | None = None) -> None:
+        """Allocate the pages; batch_invariant: see crelle.models.batched; default: on a CPU."""
         model, c = llm.model, llm.model.c
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
-        self.llm, self.kv, self.exact = llm, kv, model.device.type == "cpu" if exact is None else exact
+        self.llm, self.kv = llm, kv
+        self.batch_invariant = model.device.type == "cpu" if batch_invariant is None else batch_invariant
         self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
         self._executors: dict[int | None, CudaGraphs | FusedStep | Eager] = {}
         self._rows: dict[Sequence, int] = {}  # of the tokens sampled last
@@ -55,31 +56,31 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
-        """Return logits f32 [draws, V], a row for each of `step.draws` in order."""
+        """Return logits f32 [samples, V], a row for each of `step.samples` in order."""
         self._copy(step.copies)
-        return _for_draws(self.executor(step.precision).run(self._chunks(step)), step)
+        return _for_samples(self.executor(step.precision).run(self._chunks(step)), step)
 
     def starts(self, step: Step) -> bool:
         """Whether `start` can run a step."""
-        return len(step.draws) <= DRAWS and isinstance(self.executor(step.precision), CudaGraphs)
+        return len(step.samples) <= DRAWS and isinstance(self.executor(step.precision), CudaGraphs)
 
     @torch.inference_mode()
     def start(self, step: Step) -> Drawn:
-        """Return the likeliest token for each of `step.draws`, as soon as one asks for them."""
+        """Return the likeliest token for each of `step.samples`, as soon as one asks for them."""
         executor = self.executor(step.precision)
         assert isinstance(executor, CudaGraphs)
         self._copy(step.copies)
-        logits = _for_draws(executor.run(self._chunks(step)), step)
-        self._rows = dict(zip(step.draws, count()))
+        logits = _for_samples(executor.run(self._chunks(step)), step)
+        self._rows = dict(zip(step.samples, count()))
         return executor.sample(logits)
 
     def _chunks(self, step: Step) -> list[Chunk]:
         chunks = []
-        for r in step.runs:
+        for r in step.chunks:
             ids, source, prompt = r.ids, -1, len(r.sequence.request.prompt)
             if ids[0] == UNKNOWN:
                 ids, source = [0], self._rows[r.sequence]
-            chunks.append(Chunk(ids, r.start, r.pages, bool(r.draws), source, prompt))
+            chunks.append(Chunk(ids, r.start, r.pages, bool(r.samples), source, prompt))
         return chunks
 
     def executor(self, bits: int | None) -> CudaGraphs | FusedStep | Eager:
@@ -92,15 +93,15 @@ class Runner:
     def _make(self, model: Model) -> CudaGraphs | FusedStep | Eager:
         where = centers(model, self.kv)
         if why_not(model, self.kv) is None:
-            return CudaGraphs(CudaBatch(model, self.layers, where, exact=self.exact))
-        batched = Batched(model, exact=self.exact)
-        if self.exact and batched.decoder is not None:
+            return CudaGraphs(CudaBatch(model, self.layers, where, exact=self.batch_invariant))
+        batched = Batched(model, exact=self.batch_invariant)
+        if self.batch_invariant and batched.decoder is not None:
             return FusedStep(batched.decoder, self.layers, where)
         return Eager(batched, self.layers, where)
 
     def prefill_differs(self, bits: int | None) -> bool:
         """Whether a token has other bits as part of a prompt than when it was sampled, and that matters."""
-        return self.exact and self.executor(bits).prefill_differs
+        return self.batch_invariant and self.executor(bits).prefill_differs
 
     def on_gpu(self, bits: int | None) -> CudaBatch | None:
         """Return the model at a precision as graphs on its GPU, or None where it has none (`why_not` says why)."""
@@ -121,9 +122,9 @@ def centers(model: Model, kv: KVFormat) -> list[Tensor] | list[None]:
     return model.key_centers if kv.center else [None] * model.c.layers
 
 
-def _for_draws(logits: Tensor, step: Step) -> Tensor:
-    """Return a row for each draw of logits [runs that draw, V]."""
-    draws = [len(run.draws) for run in step.runs if run.draws]
-    if all(n == 1 for n in draws):
+def _for_samples(logits: Tensor, step: Step) -> Tensor:
+    """Return a row for each sampled token of logits [chunks that sample, V]."""
+    samples = [len(chunk.samples) for chunk in step.chunks if chunk.samples]
+    if all(n == 1 for n in samples):
         return logits
-    return logits.repeat_interleave(torch.tensor(draws, device=logits.device), 0)
+    return logits.repeat_interleave(torch.tensor(samples, device=logits.device), 0)
