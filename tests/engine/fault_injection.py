@@ -91,7 +91,7 @@ class PlayedRunner:
 
     def __init__(self, engine: Engine, ahead: bool) -> None:
         self.played, self.ahead = fake_model.Runner(engine.scheduler), ahead
-        self.vocabulary, self.drawn = engine.llm.model.c.vocabulary, dict[Sequence, int]()
+        self.vocabulary, self.sampled = engine.llm.model.c.vocabulary, dict[Sequence, int]()
 
     def run(self, step: Step) -> torch.Tensor:
         logits = torch.zeros(len(step.samples), self.vocabulary)
@@ -99,17 +99,20 @@ class PlayedRunner:
             row[token] = 10.0
         return logits
 
+    def prefill_differs(self, bits: int | None) -> bool:
+        return False
+
     def starts(self, step: Step) -> bool:
         return self.ahead
 
     def start(self, step: Step) -> Any:
         unknown = [run.sequence for run in step.chunks if run.sequence.ids[-1] == UNKNOWN]
         for s in unknown:
-            s.ids[-1] = self.drawn[s]
+            s.ids[-1] = self.sampled[s]
         found = self.run(step).argmax(-1).tolist()
         for s in unknown:
             s.ids[-1] = UNKNOWN
-        self.drawn = dict(zip(step.samples, found, strict=True))
+        self.sampled = dict(zip(step.samples, found, strict=True))
         return Told(found)
 
 
@@ -200,7 +203,7 @@ def assert_sound(engine: Engine, everyone: list[Asked], want: dict[str, list[lis
     assert engine.stopped is None, f"one fault ended the engine, {at}"
     if fault.inside("engine:add"):
         assert not failed, f"a fault in admission failed others, {at}"
-    elif fault.inside("engine:_push", "engine:_hand_out", "engine:_reap", "output:draw", "handle:put"):
+    elif fault.inside("engine:_push", "engine:_hand_out", "engine:_reap", "output:sample", "handle:put"):
         assert len(failed) <= 1, f"a fault of one request failed others, {at}"
     elif fault.inside("engine:_sample") or any(f in fault.where for f in ("fault_injection:run", "fake_model:run")):
         assert failed <= fault.step, f"a fault of one step failed others, {at}"

@@ -29,7 +29,7 @@ from crelle import LLM, Sampling
 from crelle.engine.output import Event
 from crelle.engine.scheduler import Step
 from crelle.errors import SchemeError
-from crelle.server.inbox import Inbox
+from crelle.server.event_queue import EventQueue
 from crelle.server.settings import Settings
 
 
@@ -130,11 +130,11 @@ def test_requests_end_when_their_time_is_over(llm: LLM, want: str) -> None:
 
 def test_a_last_event_that_is_late_is_not_taken_for_lost(llm: LLM) -> None:
     with serving(llm, patience=0.05) as server:
-        post_office = server.state.post
+        post_office = server.state.bridge
         assert post_office is not None
         send = post_office._send
 
-        def late(inbox: Inbox, prompt: int, event: Event) -> None:
+        def late(inbox: EventQueue, prompt: int, event: Event) -> None:
             time.sleep(0.4 if event.output else 0)  # the engine counts the sequence as finished meanwhile
             send(inbox, prompt, event)
 
@@ -210,7 +210,7 @@ def test_a_handler_that_fails_says_so_without_a_traceback(llm: LLM, want: str, m
         raise ZeroDivisionError("a mistake of ours")
 
     with serving(llm) as server:
-        monkeypatch.setattr(server.state.asks, "completion", broken)
+        monkeypatch.setattr(server.state.parser, "completion", broken)
         code, body = ask(server)
         assert (code, body["error"]["code"]) == (500, "internal_error")
         assert "mistake" not in json.dumps(body)

@@ -16,11 +16,11 @@ from crelle import LLM, Sampling
 from crelle.engine.output import OutputState, TokenLogprob
 from crelle.engine.scheduler import Step
 from crelle.errors import NumericsError
-from crelle.server.ask import Ask
-from crelle.server.faults import ApiError
-from crelle.server.shapes import Answer
+from crelle.server.errors import ApiError
+from crelle.server.requests import GenerationRequest
+from crelle.server.responses import ResponseBuilder
 from crelle.server.strict_json import _LARGE, _Pieces, dumps, dumps_log, encode, encode_large, parse
-from crelle.server.tokens import TokenTexts
+from crelle.server.token_text import TokenTexts
 
 
 def strictly(body: bytes) -> Any:
@@ -184,11 +184,11 @@ def test_tokens_of_probability_0_have_a_logprob_that_json_has(llm: LLM) -> None:
     """OpenAI writes -9999."""
     found = [TokenLogprob(33, -0.5, ((33, -0.5), (34, -inf)))]
     for chat in (False, True):
-        asked = Ask(
+        asked = GenerationRequest(
             chat=chat, texts=["a"], sampling=Sampling(), max_tokens=1, n=1, bits=None, logprobs=2, ignore_end=False,
             stream=False, usage=False,
         )  # fmt: skip
-        written = strictly(encode(Answer(asked, 1, "tiny", TokenTexts(llm.tokenizer))._logprobs(found, 0)))
+        written = strictly(encode(ResponseBuilder(asked, 1, "tiny", TokenTexts(llm.tokenizer))._logprobs(found, 0)))
         assert -9999.0 in (
             written["content"][0]["top_logprobs"][1].values() if chat else written["top_logprobs"][0].values()
         )

@@ -127,7 +127,7 @@ def _facts(server: "Server") -> dict[str, Any]:
     llm, plan, weights = state.llm, state.engine.plan, state.llm.weights
     return {
         "address": server.address,
-        "model": state.facts.name,
+        "model": state.info.name,
         "scheme": weights.scheme if isinstance(weights, Checkpoint) else "not quantized by Crelle",
         "precisions": list(llm.precisions),
         "device": str(llm.model.device),

@@ -79,7 +79,7 @@ OnEvent = Callable[[Event], None]
 
 
 class OutputState:
-    """The output of a running sequence: what the scheduler, which knows ids only, does not have. Preemptions leave it."""
+    """The output of a running sequence: what the scheduler, which knows ids only, lacks. Survives preemptions."""
 
     def __init__(self, index: int, prompt_tokens: int, sampler: Sampler, text: StopFilter, top: int | None) -> None:
         """Begin now; top: how many likely tokens to tell of with each one sampled; None: no logprobs."""

@@ -7,12 +7,12 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Visit:
-    """One HTTP request: its number, whose it is, and what the log shall say about it."""
+class RequestContext:
+    """One HTTP request: its id, whose it is, and fields of its log line."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
     cache_salt: int | None = None  # number of the API key; prefixes of prompts are not shared between them
-    facts: dict[str, Any] = field(default_factory=dict)
+    log_fields: dict[str, Any] = field(default_factory=dict)
 
 
-VISIT: ContextVar[Visit] = ContextVar("visit")
+REQUEST_CONTEXT: ContextVar[RequestContext] = ContextVar("request_context")
