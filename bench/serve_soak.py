@@ -207,16 +207,16 @@ class Panic(BaseException):
 def faulty_server(rate: float, arguments: list[str]) -> None:
     """Be `crelle`, but let some steps raise; in a process of its own."""
     from crelle.cli.main import main as crelle
-    from crelle.engine.runner import Runner
+    from crelle.engine.model_runner import ModelRunner
 
-    run, rng = Runner.run, random.Random(0)
+    run, rng = ModelRunner.run, random.Random(0)
 
-    def sometimes(self: Runner, step: Any) -> Any:
+    def sometimes(self: ModelRunner, step: Any) -> Any:
         if rng.random() < rate:
             raise rng.choice([RuntimeError, MemoryError, Panic])("injected by the soak test")
         return run(self, step)
 
-    Runner.run = sometimes  # type: ignore[method-assign]
+    ModelRunner.run = sometimes  # type: ignore[method-assign]
     sys.argv = ["crelle", *arguments]
     crelle()
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import foreign
+import foreign_packers
 import in_process
 import pytest
 import safetensors.torch
@@ -20,7 +20,7 @@ from crelle.formats.permuted import PermutedTensor
 from crelle.formats.source import open_weights
 from crelle.quantizers.driver import quantize
 
-SIZES = {**foreign.SMALL, "vocab_size": 288}
+SIZES = {**foreign_packers.SMALL, "vocab_size": 288}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_the_tensors_are_those_of_the_documented_layout(source: Path, tmp_path: 
     module = "model.layers.1.mlp.down_proj"
     w = made.matrix(module)
     assert isinstance(w, UniformTensor)
-    g = foreign.Grid(w.codes().long(), 3, w.scale, w.zeros().long(), 32, torch.arange(96) // 32)
-    for part, tensor in foreign.gptq(g).items():
+    g = foreign_packers.Grid(w.codes().long(), 3, w.scale, w.zeros().long(), 32, torch.arange(96) // 32)
+    for part, tensor in foreign_packers.gptq(g).items():
         assert stored[f"{module}.{part}"].dtype == tensor.dtype
         assert torch.equal(stored[f"{module}.{part}"], tensor), part
     assert f"{module}.weight" not in stored
@@ -98,7 +98,7 @@ def test_the_tensors_are_those_of_the_documented_layout(source: Path, tmp_path: 
 
 def test_an_act_order_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
     said = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "sym": False, "desc_act": True}
-    theirs, _ = foreign.write_models(tmp_path, foreign.gptq, said, bits=4, group=32, scattered=True)
+    theirs, _ = foreign_packers.write_models(tmp_path, foreign_packers.gptq, said, bits=4, group=32, scattered=True)
     kept = quantize(theirs, tmp_path / "kept", "keep").out
     assert export_gptq(open_weights(kept), tmp_path / "back")["desc_act"] is True
     before, after = read_all(theirs), read_all(tmp_path / "back")

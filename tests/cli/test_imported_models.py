@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import foreign
+import foreign_packers
 import in_process
 import pytest
 import tiny_gguf as tiny
@@ -21,8 +21,8 @@ from crelle.quantizers.driver import quantize
 TOKENS = torch.randint(0, 259, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-def v1(g: foreign.Grid) -> dict[str, torch.Tensor]:
-    return foreign.gptq(g, 1)
+def v1(g: foreign_packers.Grid) -> dict[str, torch.Tensor]:
+    return foreign_packers.gptq(g, 1)
 
 
 def gptq(version: int, **more: Any) -> dict[str, Any]:
@@ -31,23 +31,23 @@ def gptq(version: int, **more: Any) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
-    "gptq-4": (foreign.gptq, gptq(2), {"bits": 4, "group": 32}),
+    "gptq-4": (foreign_packers.gptq, gptq(2), {"bits": 4, "group": 32}),
     "gptq-3-v1": (v1, gptq(1), {"bits": 3, "group": 32, "lowest": 1}),
     "gptq-4-v1-wide": (v1, gptq(1), {"bits": 4, "group": 32, "lowest": 1, "highest": 16}),
-    "gptq-4-act-order": (foreign.gptq, gptq(2, desc_act=True), {"bits": 4, "group": 32, "scattered": True}),
-    "gptq-2-row": (foreign.gptq, gptq(2), {"bits": 2, "group": -1}),
-    "gptq-8": (foreign.gptq, gptq(2), {"bits": 8, "group": 32, "symmetric": True}),
-    "awq-gemm": (foreign.awq_gemm, AWQ, {"bits": 4, "group": 32}),
-    "awq-gemv": (foreign.awq_gemv, {**AWQ, "version": "gemv"}, {"bits": 4, "group": 32}),
-    "compressed-4": (foreign.compressed, foreign.compressed_config(4, 32), {"bits": 4, "group": 32}),
-    "compressed-3": (foreign.compressed, foreign.compressed_config(3, -1), {"bits": 3, "group": -1}),
+    "gptq-4-act-order": (foreign_packers.gptq, gptq(2, desc_act=True), {"bits": 4, "group": 32, "scattered": True}),
+    "gptq-2-row": (foreign_packers.gptq, gptq(2), {"bits": 2, "group": -1}),
+    "gptq-8": (foreign_packers.gptq, gptq(2), {"bits": 8, "group": 32, "symmetric": True}),
+    "awq-gemm": (foreign_packers.awq_gemm, AWQ, {"bits": 4, "group": 32}),
+    "awq-gemv": (foreign_packers.awq_gemv, {**AWQ, "version": "gemv"}, {"bits": 4, "group": 32}),
+    "compressed-4": (foreign_packers.compressed, foreign_packers.compressed_config(4, 32), {"bits": 4, "group": 32}),
+    "compressed-3": (foreign_packers.compressed, foreign_packers.compressed_config(3, -1), {"bits": 3, "group": -1}),
 }
 every_model = pytest.mark.parametrize("case", MODELS)
 
 
 def write(to: Path, case: str) -> tuple[Path, Path]:
     pack, said, grid = MODELS[case]
-    return foreign.write_models(to, pack, said, **grid)
+    return foreign_packers.write_models(to, pack, said, **grid)
 
 
 def logits(path: Path, kernel: str | None = None) -> torch.Tensor:
@@ -130,8 +130,8 @@ def test_commands_take_the_directory_as_it_is(tmp_path: Path) -> None:
 
 
 def test_inspect_tells_what_was_decided(tmp_path: Path) -> None:
-    pack, said = foreign.gptq, gptq(1, sym=True)
-    theirs, _ = foreign.write_models(tmp_path, pack, said, bits=4, group=32, symmetric=True)
+    pack, said = foreign_packers.gptq, gptq(1, sym=True)
+    theirs, _ = foreign_packers.write_models(tmp_path, pack, said, bits=4, group=32, symmetric=True)
     (note,) = in_process.succeed("inspect", theirs, "--json").json["notes"]
     assert "those of v2" in note
 

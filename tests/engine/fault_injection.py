@@ -10,10 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import played_model
+import fake_model
 import torch
-from one_alone import assert_empty
-from played_model import VOCABULARY
+from fake_model import VOCABULARY
+from reference_single import assert_empty
 
 import crelle.engine
 from crelle import LLM, Sampling
@@ -23,7 +23,7 @@ from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence
 
 ENGINE = str(Path(crelle.engine.__file__).parent)
-UNDER_TEST = (ENGINE, __file__, played_model.__file__)
+UNDER_TEST = (ENGINE, __file__, fake_model.__file__)
 
 
 class Panic(BaseException):
@@ -60,7 +60,7 @@ class Fault:
                         self.where.append(f"{Path(at.f_code.co_filename).stem}:{at.f_code.co_name}")
                     at = at.f_back
                 if self.engine is not None and (step := self.engine.scheduler._under_way) is not None:
-                    self.step = {run.sequence.request for run in step.runs}
+                    self.step = {run.sequence.request for run in step.chunks}
                 self.raised = self.error("injected")
                 raise self.raised
         return self.trace if self.lines else None
@@ -87,29 +87,32 @@ class Fault:
 
 
 class PlayedRunner:
-    """Runs steps on pages of numbers (played_model) and gives logits; `ahead`: keeps tokens until one asks."""
+    """Runs steps on pages of numbers (fake_model) and gives logits; `ahead`: keeps tokens until one asks."""
 
     def __init__(self, engine: Engine, ahead: bool) -> None:
-        self.played, self.ahead = played_model.Runner(engine.scheduler), ahead
-        self.vocabulary, self.drawn = engine.llm.model.c.vocabulary, dict[Sequence, int]()
+        self.played, self.ahead = fake_model.Runner(engine.scheduler), ahead
+        self.vocabulary, self.sampled = engine.llm.model.c.vocabulary, dict[Sequence, int]()
 
     def run(self, step: Step) -> torch.Tensor:
-        logits = torch.zeros(len(step.draws), self.vocabulary)
+        logits = torch.zeros(len(step.samples), self.vocabulary)
         for row, token in zip(logits, self.played.run(step), strict=True):
             row[token] = 10.0
         return logits
+
+    def prefill_differs(self, bits: int | None) -> bool:
+        return False
 
     def starts(self, step: Step) -> bool:
         return self.ahead
 
     def start(self, step: Step) -> Any:
-        unknown = [run.sequence for run in step.runs if run.sequence.ids[-1] == UNKNOWN]
+        unknown = [run.sequence for run in step.chunks if run.sequence.ids[-1] == UNKNOWN]
         for s in unknown:
-            s.ids[-1] = self.drawn[s]
+            s.ids[-1] = self.sampled[s]
         found = self.run(step).argmax(-1).tolist()
         for s in unknown:
             s.ids[-1] = UNKNOWN
-        self.drawn = dict(zip(step.draws, found, strict=True))
+        self.sampled = dict(zip(step.samples, found, strict=True))
         return Told(found)
 
 
@@ -123,7 +126,7 @@ class Told:
 
 def played_engine(llm: LLM, *, ahead: bool = False, **options: Any) -> Engine:
     """An engine whose model is played: quick, and a wrong page anywhere changes the tokens."""
-    limits = {"pages": 9, "max_batch": 6, "budget": 24, "spare": 0, "kv": "16:page=4"}
+    limits = {"pages": 9, "max_batch": 6, "budget": 24, "watermark": 0, "kv": "16:page=4"}
     engine = Engine(llm, **{**limits, **options})
     engine.runner = PlayedRunner(engine, ahead)  # type: ignore[assignment]
     return engine
@@ -200,9 +203,9 @@ def assert_sound(engine: Engine, everyone: list[Asked], want: dict[str, list[lis
     assert engine.stopped is None, f"one fault ended the engine, {at}"
     if fault.inside("engine:add"):
         assert not failed, f"a fault in admission failed others, {at}"
-    elif fault.inside("engine:_push", "engine:_hand_out", "engine:_reap", "output:draw", "handle:put"):
+    elif fault.inside("engine:_push", "engine:_hand_out", "engine:_reap", "output:sample", "handle:put"):
         assert len(failed) <= 1, f"a fault of one request failed others, {at}"
-    elif fault.inside("engine:_draw") or any(f in fault.where for f in ("fault_injection:run", "played_model:run")):
+    elif fault.inside("engine:_sample") or any(f in fault.where for f in ("fault_injection:run", "fake_model:run")):
         assert failed <= fault.step, f"a fault of one step failed others, {at}"
 
 

@@ -1,6 +1,6 @@
 """Steps that are started before the last one's tokens are known: everybody still gets what one alone gets.
 
-On a GPU the runner keeps tokens to itself (`Runner.start`). Here a runner on the CPU does, by the same interface.
+On a GPU the runner keeps tokens to itself (`ModelRunner.start`). Here a runner on the CPU does, by the same interface.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_alone import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
+from reference_single import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
 
 from crelle import LLM, quantize
 from crelle.engine.engine import Engine, Handle
-from crelle.engine.runner import Runner
+from crelle.engine.model_runner import ModelRunner
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence as Text
 
@@ -45,7 +45,7 @@ class Told:
         return list(self.found)
 
 
-class Late(Runner):
+class Late(ModelRunner):
     """Computes at once, but tells tokens only when asked; knows those that the engine does not."""
 
     drawn: dict[Text, int]
@@ -58,14 +58,14 @@ class Late(Runner):
     def start(self, step: Step) -> Any:
         if self.failing == "start":
             raise RuntimeError("the device has fallen off the bus")
-        unknown = [run.sequence for run in step.runs if run.sequence.ids[-1] == UNKNOWN]
+        unknown = [run.sequence for run in step.chunks if run.sequence.ids[-1] == UNKNOWN]
         for s in unknown:
             s.ids[-1] = self.drawn[s]
         logits = self.run(step)
         for s in unknown:
             s.ids[-1] = UNKNOWN
         tokens = logits.argmax(-1).tolist()
-        self.drawn = dict(zip(step.draws, tokens, strict=True))
+        self.drawn = dict(zip(step.samples, tokens, strict=True))
         self.started += 1
         return Told(tokens, RuntimeError("the device is lost") if self.failing == "tokens" else None)
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_alone import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
+from reference_single import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.engine import Engine, Handle, Service
+from crelle.engine.async_engine import AsyncEngine
+from crelle.engine.engine import Engine, Handle
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Event, QueueFullError
 from crelle.engine.scheduler import Step
@@ -266,7 +267,7 @@ def test_a_fault_fails_exactly_the_sequences_of_its_step(nested: LLM) -> None:
     compute = engine.runner.run
 
     def run(step: Step) -> torch.Tensor:
-        if step.precision == 2 and any(s.new for run in step.runs for s in run.draws):
+        if step.precision == 2 and any(s.new for run in step.chunks for s in run.samples):
             raise RuntimeError("the device has fallen off the bus")
         return compute(step)
 
@@ -287,7 +288,7 @@ def test_logits_that_cannot_be_drawn_from_fail_their_own_sequence_only(llm: LLM)
 
     def run(step: Step) -> torch.Tensor:
         logits = compute(step).clone()
-        for row, s in zip(logits, step.draws, strict=True):
+        for row, s in zip(logits, step.samples, strict=True):
             if s.request is bad.request and len(s.new) == 3:
                 row.fill_(torch.nan)
         return logits
@@ -351,12 +352,12 @@ def test_generate_all_keeps_to_a_budget(llm: LLM) -> None:
     assert [c.tokens for c in generate_all(llm, TEXTS, GREEDY, memory="2MB", budget=32)] == want
 
 
-# Service --------------------------------------------------------------------------------------------------------------
+# AsyncEngine ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_service_serves_many_threads(llm: LLM) -> None:
     want, found = {text: alone(llm, text)[0] for text in TEXTS}, SimpleQueue[tuple[str, list[int | None]]]()
-    with Service(Engine(llm, pages=40, max_batch=4, budget=16)) as service:
+    with AsyncEngine(Engine(llm, pages=40, max_batch=4, budget=16)) as service:
 
         def client(text: str) -> None:
             for _ in range(3):
@@ -375,21 +376,21 @@ def test_a_service_serves_many_threads(llm: LLM) -> None:
 
 
 def test_closing_finishes_or_cancels_what_runs(llm: LLM) -> None:
-    service = Service(Engine(llm, pages=64))
+    service = AsyncEngine(Engine(llm, pages=64))
     handle = service.submit("Hello", GREEDY)
     service.close()
     assert tokens(handle) == alone(llm, "Hello")
     with pytest.raises(CapacityError, match="shutting down"):
         service.submit("Hello")
 
-    service = Service(Engine(llm, pages=64))
+    service = AsyncEngine(Engine(llm, pages=64))
     handles = [service.submit(text, Sampling(max_tokens=60)) for text in TEXTS]
     service.close(finish=False)
     assert all(handle.finished for handle in handles)
     assert "cancelled" in [reason for handle in handles for reason in reasons(handle)]
     assert_empty(service.engine)
 
-    service = Service(Engine(llm, pages=64))
+    service = AsyncEngine(Engine(llm, pages=64))
     handles = [service.submit(text, Sampling(max_tokens=60)) for text in TEXTS]
     service.close(timeout=0.01)
     assert all(handle.finished for handle in handles)
@@ -397,7 +398,7 @@ def test_closing_finishes_or_cancels_what_runs(llm: LLM) -> None:
 
 def test_nobody_waits_for_ever_when_the_engine_itself_breaks(llm: LLM) -> None:
     engine = Engine(llm, pages=64)
-    service = Service(engine)
+    service = AsyncEngine(engine)
 
     def broken() -> Step:
         raise ZeroDivisionError("a mistake of ours")
@@ -419,6 +420,6 @@ def test_many_requests_leave_nothing_behind(llm: LLM) -> None:
             engine.add(text, Sampling(max_tokens=3))
         engine.run()
     gc.collect()
-    assert not [o for o in gc.get_objects() if type(o).__name__ == "Growing"]
+    assert not [o for o in gc.get_objects() if type(o).__name__ == "OutputState"]
     assert engine.stats.finished == 15
     assert_empty(engine)

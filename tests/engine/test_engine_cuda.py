@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Engine, Service
+from crelle.engine.async_engine import AsyncEngine
+from crelle.engine.engine import Engine
 from crelle.eval.serve_models import random_llm
 from crelle.formats.kv import KVFormat
 from crelle.kernels import cuda
@@ -97,7 +98,7 @@ def test_threads_on_one_model_get_what_one_alone_gets(kv: str) -> None:
     def ask(i: int) -> list[int]:
         return model.generate(asked[i % 12], sampling).tokens
 
-    with Service(Engine(model, kv=kv, pages=200, exact=True)) as service, ThreadPoolExecutor(4) as pool:
+    with AsyncEngine(Engine(model, kv=kv, pages=200, exact=True)) as service, ThreadPoolExecutor(4) as pool:
         handles = [service.submit(prompt, sampling, ignore_end=True) for prompt in asked[:4] * 3]
         found = list(pool.map(ask, range(48)))
         tokens = [[event.token for event in handle if event.token is not None] for handle in handles]

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from fault_injection import AHEAD, REQUESTS, WAVES, Asked, Fault, Panic, ask, assert_sound, played_engine, tokens
-from one_alone import assert_empty
+from reference_single import assert_empty
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Engine, Service
+from crelle.engine.async_engine import AsyncEngine
+from crelle.engine.engine import Engine
 from crelle.engine.output import Event
 from crelle.engine.scheduler import Step
 from crelle.errors import CapacityError
@@ -114,7 +115,7 @@ def served(llm: LLM, fault: Fault, ahead: bool) -> tuple[Engine, list[Asked]]:
     engine, requests = played_engine(llm, ahead=ahead), AHEAD if ahead else REQUESTS
     everyone, fault.engine = [Asked(name) for wave in WAVES for name in wave], engine
     with fault.armed_in_new_threads():
-        service = Service(engine)
+        service = AsyncEngine(engine)
     for asked in everyone:
         ask(service.submit, asked, requests, fault)
         if asked.name == "cancelled" and asked.handle is not None:
@@ -142,7 +143,7 @@ def test_a_service_survives_a_fault_anywhere(llm: LLM, ahead: bool) -> None:
 def test_a_broken_scheduler_ends_the_engine_and_everybody_hears_of_it(llm: LLM) -> None:
     for error in ERRORS:
         engine = played_engine(llm)
-        service, asked = Service(engine), [Asked(name) for name in ("greedy", "several", "long")]
+        service, asked = AsyncEngine(engine), [Asked(name) for name in ("greedy", "several", "long")]
 
         def broken(error: type[BaseException] = error) -> Step:
             raise error("a mistake of ours")
@@ -181,7 +182,7 @@ def test_a_request_whose_detokenizer_cannot_be_made_leaves_nothing(llm: LLM, mon
             patch.setattr("crelle.engine.engine.Detokenizer", broken)
             with pytest.raises(error, match="no detokenizer"):
                 engine.add(**REQUESTS["text"])
-    assert len(engine.scheduler.waiting) == len(engine._texts) == 1
+    assert len(engine.scheduler.waiting) == len(engine._active) == 1
     engine.run()
     assert other.outputs[0].completion.finish_reason == "length"
     assert_empty(engine)
@@ -199,7 +200,7 @@ def test_a_callback_that_raises_anything_ends_its_request_only(
         if (event.output is not None) == last:
             raise error("the reader has gone")
 
-    with Service(engine) as service:
+    with AsyncEngine(engine) as service:
         bad = service.submit([1, 2, 3], Sampling(max_tokens=30), on_event=broken)
         good = service.submit(**REQUESTS["greedy"])
         assert [event.output is not None for event in good][-1]
@@ -222,7 +223,7 @@ def test_a_detokenizer_that_panics_at_the_end_still_gives_a_last_event(
 
     engine = played_engine(llm)
     handle = engine.add(**REQUESTS["greedy"])
-    monkeypatch.setattr("crelle.engine.llm.StopFilter.finish", broken)
+    monkeypatch.setattr("crelle.engine.stop_filter.StopFilter.finish", broken)
     *events, last = list(handle)
     assert last.output is not None
     assert (last.output.completion.finish_reason, last.text) == ("error", "")
@@ -252,7 +253,7 @@ def test_the_user_is_told_to_stop_once_the_step_is_over(llm: LLM, error: type[Ba
 
 def test_nobody_waits_on_an_engine_that_has_ended(llm: LLM) -> None:
     engine = played_engine(llm)
-    service = Service(engine)
+    service = AsyncEngine(engine)
     service.close()
     late = engine.add(**REQUESTS["greedy"])  # not through the service: whoever wants its events steps
     assert list(late)[-1].output is not None
@@ -269,6 +270,6 @@ def test_nobody_waits_on_an_engine_that_has_ended(llm: LLM) -> None:
 
 
 def test_a_request_that_is_added_beside_the_service_wakes_it(llm: LLM) -> None:
-    with Service(played_engine(llm)) as service:
+    with AsyncEngine(played_engine(llm)) as service:
         Flag().wait(0.05)  # it sleeps
         assert list(service.engine.add(**REQUESTS["greedy"]))[-1].output is not None

@@ -90,10 +90,10 @@ def test_list_of_prompts_gives_a_list_of_completions(llm: LLM) -> None:
 
 
 def test_list_of_prompts_runs_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crelle.engine.runner import Runner
+    from crelle.engine.model_runner import ModelRunner
 
-    batches, run = list[int](), Runner.run
-    monkeypatch.setattr(Runner, "run", lambda self, step: (batches.append(len(step.runs)), run(self, step))[1])
+    batches, run = list[int](), ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda self, step: (batches.append(len(step.chunks)), run(self, step))[1])
     done = llm.generate([[65, 66], [67], [68, 69, 70]], Sampling(max_tokens=5))
     assert [d.prompt_tokens for d in done] == [2, 1, 3]
     assert batches == [3] * 5

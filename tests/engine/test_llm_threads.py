@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_alone import GREEDY, TEXTS, WARM, alone, assert_empty
+from reference_single import GREEDY, TEXTS, WARM, alone, assert_empty
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.engine import Engine, Service
+from crelle.engine.async_engine import AsyncEngine
+from crelle.engine.engine import Engine
 from crelle.kernels.threads import set_threads
 
 THREADS = 4
@@ -120,7 +121,7 @@ def test_calls_engines_and_a_service_share_one_model(nested: Path) -> None:
     llm = LLM.load(nested, device="cpu", kv=4)
     want = {(t, b): alone(llm, t, WARM, kv=4, bits=b)[0] for t in TEXTS for b in (None, 2, 3)}
     single = {t: llm.generate(t, GREEDY).tokens for t in TEXTS}
-    service = Service(Engine(llm, pages=60, max_batch=4, budget=16))
+    service = AsyncEngine(Engine(llm, pages=60, max_batch=4, budget=16))
 
     def engine() -> None:
         for _ in range(2):
@@ -176,7 +177,7 @@ def test_a_stream_that_nobody_reads_holds_nobody_up(coded: Path) -> None:
 
 def test_a_busy_service_does_not_starve_single_calls(coded: Path) -> None:
     llm = LLM.load(coded, device="cpu")
-    with Service(Engine(llm, pages=200, max_batch=16)) as service:
+    with AsyncEngine(Engine(llm, pages=200, max_batch=16)) as service:
         handles = [service.submit(text, Sampling(max_tokens=80)) for text in TEXTS * 20]
         done = llm.generate("Hello", Sampling(max_tokens=4))
         left = sum(not handle.finished for handle in handles)

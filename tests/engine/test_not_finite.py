@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import write_tiny_model
-from one_alone import GREEDY, WARM, alone, assert_empty, tokens
+from reference_single import GREEDY, WARM, alone, assert_empty, tokens
 from test_ahead import Late
 
 from crelle import LLM, Sampling
@@ -65,19 +65,19 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def test_a_sampler_refuses_logits_that_are_not_finite(how: str, sampling: str) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     sampler = Sampler(SAMPLINGS[sampling], CPU)
-    assert 0 <= sampler.draw(logits, [1, 2]) < 50
+    assert 0 <= sampler.sample(logits, [1, 2]) < 50
     BROKEN[how](logits)
     with pytest.raises(NumericsError, match=rf"{SAYS} \(the largest is -?(nan|inf)\) at token 2: .* kernel"):
-        sampler.draw(logits, [1, 2])
+        sampler.sample(logits, [1, 2])
 
 
 def test_finite_logits_are_sampled_from_however_large_and_cold() -> None:
     logits = torch.tensor([1e38, -3e38, -1e38, 0.0])
-    assert Sampler(Sampling(temperature=1e-5, seed=0), CPU).draw(logits, []) == 0
-    assert Sampler(Sampling(repetition_penalty=1e-30), CPU).draw(logits, [0, 1]) == 0
+    assert Sampler(Sampling(temperature=1e-5, seed=0), CPU).sample(logits, []) == 0
+    assert Sampler(Sampling(repetition_penalty=1e-30), CPU).sample(logits, [0, 1]) == 0
     masked = torch.tensor([-torch.inf, 1.0, -torch.inf])
     for sampling in SAMPLINGS.values():
-        assert Sampler(sampling, CPU).draw(masked, [0]) == 1
+        assert Sampler(sampling, CPU).sample(masked, [0]) == 1
 
 
 def test_logprobs_are_finite_where_a_token_is_impossible() -> None:
@@ -99,7 +99,7 @@ def test_a_row_that_is_not_finite_fails_its_own_request(
 
     def run(step: Step) -> torch.Tensor:
         logits = compute(step).clone()
-        for row, s in zip(logits, step.draws, strict=True):
+        for row, s in zip(logits, step.samples, strict=True):
             if s.request is bad.request and len(s.new) == 3:
                 BROKEN[how](row)
         return logits
@@ -126,7 +126,7 @@ def test_a_negative_token_of_the_device_means_that_logits_are_not_finite(llm: LL
 
     def lost(step: Step) -> Any:
         told = start(step)
-        of = [s.request is bad.request and len(s.new) == 3 for s in step.draws]
+        of = [s.request is bad.request and len(s.new) == 3 for s in step.samples]
         told.found = [-1 if gone else token for gone, token in zip(of, told.found, strict=True)]
         return told
 

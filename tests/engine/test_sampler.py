@@ -29,7 +29,7 @@ def random_logits(n: int, seed: int = 0) -> torch.Tensor:
 
 def draws(n: int, logits: torch.Tensor, **options: Any) -> list[int]:
     sampler = Sampler(Sampling(**options), CPU)
-    return [sampler.draw(logits, [0]) for _ in range(n)]
+    return [sampler.sample(logits, [0]) for _ in range(n)]
 
 
 def kept(logits: torch.Tensor, **options: Any) -> set[int]:
@@ -141,7 +141,7 @@ def test_repetition_penalty_equals_that_of_transformers(seen: list[int], penalty
 def test_repetition_penalty_counts_before_the_greedy_choice_and_spares_the_logits() -> None:
     logits = torch.tensor([1.0, 5.0, 4.0])
     sampler = Sampler(Sampling(repetition_penalty=2.0), CPU)
-    assert [sampler.draw(logits, seen) for seen in ([0], [1], [1, 2])] == [1, 2, 1]
+    assert [sampler.sample(logits, seen) for seen in ([0], [1], [1, 2])] == [1, 2, 1]
     assert logits.tolist() == [1.0, 5.0, 4.0]
 
 
@@ -198,4 +198,4 @@ def test_stop_that_is_no_tuple_of_strings_is_refused(stop: Any) -> None:
 def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float) -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.9])
     sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=1), torch.device("cpu"))
-    assert [sampler.draw(logits, []) for _ in range(20)] == [1] * 20
+    assert [sampler.sample(logits, []) for _ in range(20)] == [1] * 20

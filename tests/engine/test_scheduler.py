@@ -1,9 +1,9 @@
 """The scheduler, step by step: who runs, which pages are shared, who is refused and how things end."""
 
 import pytest
-from played_model import Runner, alone, request, scheduler, shape, steps
+from fake_model import Runner, alone, request, scheduler, shape, steps
 
-from crelle.engine.blocks import BlockManager
+from crelle.engine.block_manager import BlockManager
 from crelle.engine.scheduler import Scheduler
 from crelle.errors import CapacityError, SchemeError
 
@@ -24,7 +24,7 @@ def test_requests_join_and_leave_at_any_step() -> None:
     batches = []
     for i in range(5):
         step = s.schedule()
-        batches.append(len(step.runs))
+        batches.append(len(step.chunks))
         s.update(step, runner.run(step))
         if i == 0:
             s.submit(request([2], tokens=4))
@@ -38,8 +38,8 @@ def test_batch_never_exceeds_its_limit_and_all_come_in_order() -> None:
     for r in requests:
         s.submit(r)
     done = steps(s)
-    assert max(len(step.runs) for step in done) == 3
-    first_seen = list(dict.fromkeys(run.sequence.request.arrival for step in done for run in step.runs))
+    assert max(len(step.chunks) for step in done) == 3
+    first_seen = list(dict.fromkeys(run.sequence.request.arrival for step in done for run in step.chunks))
     assert first_seen == list(range(8))
 
 
@@ -50,7 +50,7 @@ def test_assumed_prompts_decode_at_once() -> None:
     s.assume_prompts()
     step = s.schedule()
     assert shape(step) == [1, 1, 1]  # the fourth waits for a place
-    assert [(run.start, run.end) for run in step.runs] == [(9, 10)] * 3
+    assert [(run.start, run.end) for run in step.chunks] == [(9, 10)] * 3
     s.update(step, [1, 2, 3])
     s.blocks.assert_consistent([sequence.table for sequence in s.running])
 
@@ -59,12 +59,12 @@ def test_more_urgent_request_goes_first() -> None:
     s = scheduler(max_batch=1)
     for priority in (1, 0, -1, 0):
         s.submit(request([1], tokens=1, priority=priority))
-    assert [step.runs[0].sequence.request.arrival for step in steps(s)] == [2, 1, 3, 0]
+    assert [step.chunks[0].sequence.request.arrival for step in steps(s)] == [2, 1, 3, 0]
 
 
 def test_empty_scheduler_has_nothing_to_do() -> None:
     step = scheduler().schedule()
-    assert (bool(step), step.tokens, step.draws) == (False, 0, ())
+    assert (bool(step), step.tokens, step.samples) == (False, 0, ())
 
 
 def test_precisions_take_turns_whatever_their_crowds() -> None:
@@ -114,7 +114,7 @@ def test_prompts_of_one_prefix_that_come_together_compute_it_once() -> None:
 
 def test_realms_share_no_prefix() -> None:
     s = scheduler()
-    a, b, c = (s.submit(request(range(9), realm=realm))[0] for realm in ("a", "b", "a"))
+    a, b, c = (s.submit(request(range(9), cache_salt=cache_salt))[0] for cache_salt in ("a", "b", "a"))
     steps(s)
     assert (a.reused, b.reused, c.reused) == (0, 0, 8)
 
@@ -124,7 +124,7 @@ def test_n_texts_compute_their_prompt_once_and_share_its_pages() -> None:
     r = request(range(10), tokens=5, n=3)
     s.submit(r)
     first, second, *_ = done = steps(s)
-    assert (shape(first), len(first.draws), shape(second), len(second.copies)) == ([10], 3, [1, 1, 1], 2)
+    assert (shape(first), len(first.samples), shape(second), len(second.copies)) == ([10], 3, [1, 1, 1], 2)
     assert len(done) == 5
     assert len({tuple(x.new) for x in r.sequences}) > 1  # each has its own seed
 
@@ -221,7 +221,7 @@ def test_cancelled_request_ends_and_its_pages_are_free(when: str) -> None:
     step = s.schedule()
     if when == "within":
         s.cancel(r)
-        sampled = [0] * len(step.draws)
+        sampled = [0] * len(step.samples)
     else:
         sampled = runner.run(step)
     s.update(step, sampled)

@@ -1,12 +1,12 @@
 """The scheduler under random traffic: every sequence gets its tokens, in bounded time, and every page comes back."""
 
 import pytest
+from fake_model import END, VOCABULARY, Runner, alone, request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from played_model import END, VOCABULARY, Runner, alone, request
 
-from crelle.engine.blocks import BlockManager
+from crelle.engine.block_manager import BlockManager
 from crelle.engine.scheduler import Scheduler, Step
 from crelle.engine.sequence import Request, Sequence, State
 from crelle.errors import CapacityError
@@ -26,7 +26,8 @@ requests = st.builds(
     end_ids=st.sampled_from([frozenset[int](), frozenset({END})]),
     priority=st.sampled_from([0, 0, 0, 1]),
     seed=st.sampled_from([None, 1, 2]),
-    realm=st.sampled_from(["", "", "other"]),
+    cache_salt=st.sampled_from(["", "", "other"]),
+    prefill_differs=st.booleans(),
 )
 
 
@@ -38,12 +39,12 @@ class Traffic(RuleBasedStateMachine):
         page=st.integers(1, 5),
         max_batch=st.integers(1, 6),
         more=st.integers(0, 12),
-        spare=st.sampled_from([1, 1, 0, 2]),
+        watermark=st.sampled_from([1, 1, 0, 2]),
         sharing=st.sampled_from([True, True, False]),
     )
-    def begin(self, pages: int, page: int, max_batch: int, more: int, spare: int, sharing: bool) -> None:
+    def begin(self, pages: int, page: int, max_batch: int, more: int, watermark: int, sharing: bool) -> None:
         self.blocks, budget = BlockManager(pages, page, sharing=sharing), max_batch + more
-        self.scheduler = Scheduler(self.blocks, context=30, max_batch=max_batch, budget=budget, spare=spare)
+        self.scheduler = Scheduler(self.blocks, context=30, max_batch=max_batch, budget=budget, watermark=watermark)
         self.runner = Runner(self.scheduler)
         self.sequences: list[Sequence] = []
         self.ended: list[Sequence] = []
@@ -69,7 +70,8 @@ class Traffic(RuleBasedStateMachine):
         now = self.scheduler.running
         assert bool(step) == self.scheduler.unfinished
         assert sum(s.slots for s in now) <= self.scheduler.max_batch
-        assert self.scheduler.spare == 0 or all(p in running for p in step.preempted), "let in and thrown out at once"
+        early = self.scheduler.watermark > 0 and not all(p in running for p in step.preempted)
+        assert not early, "let in and thrown out at once"
         assert all(p.order > s.order for p in step.preempted for s in now), "an earlier one was preempted for a later"
         let_in = [s for s in (*now, *step.preempted) if s not in running]
         passed_over = [s for s in waiting if s in self.scheduler.waiting and s not in step.preempted]
@@ -98,7 +100,7 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def faulty_step(self) -> None:
         if step := self.next_step():
-            hit = {s for run in step.runs for s in (run.sequence, *run.sequence.heirs)}
+            hit = {s for run in step.chunks for s in (run.sequence, *run.sequence.forks)}
             before = {s: s.state for s in self.sequences if s not in hit}
             with pytest.raises(RuntimeError) as caught:
                 self.runner.run(step, fail=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crelle.engine.blocks import BlockManager
+from crelle.engine.block_manager import BlockManager
 from crelle.engine.sampler import Sampling
 from crelle.engine.sequence import Request, Sequence, State
 from crelle.errors import SchemeError

@@ -9,8 +9,9 @@ from conftest import write_tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crelle.engine.llm import LLM, StopFilter
+from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampler, Sampling
+from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer, Tokenizer
 from crelle.models.loader import load
 
@@ -130,9 +131,11 @@ def test_generated_text_continues_the_prompt_with_its_space(
     model, weights = load(write_tiny_model(tmp_path, vocab_size=280), device="cpu")
     prompt, whole = sentencepiece.encode("one and two"), sentencepiece.encode("one and two the tea")
     script = iter(whole[len(prompt) :])
-    monkeypatch.setattr(Sampler, "draw", lambda self, logits, so_far: next(script))
+    monkeypatch.setattr(Sampler, "sample", lambda self, logits, so_far: next(script))
     llm = LLM(model, sentencepiece, weights)
-    assert llm.generate("one and two", Sampling(max_tokens=len(whole) - len(prompt))).text == " the tea"
+    assert (
+        llm.generate("one and two", Sampling(max_tokens=len(whole) - len(prompt), temperature=1.0)).text == " the tea"
+    )
 
 
 def test_first_word_of_a_whole_text_has_no_space(sentencepiece: Tokenizer) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from conftest import write_tiny_model
-from foreign import SMALL, awq_gemm, compressed, compressed_config, gptq, write, write_models
+from foreign_packers import SMALL, awq_gemm, compressed, compressed_config, gptq, write, write_models
 from targets import small_gguf
 from tiny_gguf import write_tiny_gguf
 

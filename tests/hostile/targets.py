@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from conftest import CHAT_TEMPLATE, TINY, write_tokenizer
-from foreign import awq_gemm, awq_gemv, compressed, compressed_config, gptq, random_grid, write
+from foreign_packers import awq_gemm, awq_gemv, compressed, compressed_config, gptq, random_grid, write
 from gguf import GGUFWriter
 
 from crelle.engine import template_budget

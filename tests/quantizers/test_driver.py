@@ -290,7 +290,7 @@ def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, mon
 def test_death_at_any_step_loses_nothing(tmp_path: Path, mode: str) -> None:
     source = write_tiny_model(tmp_path / "m", num_hidden_layers=2, hidden_size=24, intermediate_size=40, head_dim=4)
     (tmp_path / "work").mkdir()
-    script = Path(__file__).with_name("dying.py")
+    script = Path(__file__).with_name("crash_points.py")
     command = [sys.executable, script, source, tmp_path / "work", mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -23,11 +23,11 @@ from tiny_server import Running, post, serving, status
 
 from crelle import LLM
 from crelle.engine.tokenizer import Message, Tokenizer
-from crelle.server import tables
-from crelle.server.faults import ApiError
-from crelle.server.schema import check
+from crelle.server import schemas
+from crelle.server.errors import ApiError
+from crelle.server.schemas import ModelInfo
 from crelle.server.strict_json import encode_large, parse
-from crelle.server.tables import Facts
+from crelle.server.validation import check
 
 CONTEXT, IDS, PROMPTS = 32_768, 16_000, 64
 CLIENTS = Path(__file__).parent / "load_clients.py"
@@ -168,7 +168,7 @@ def longest_call(work: Any) -> float:
     return most[0]
 
 
-FACTS = Facts("tiny", CONTEXT, 259, (), 8 * CONTEXT, 8, 16, PROMPTS)
+INFO = ModelInfo("tiny", CONTEXT, 259, (), 8 * CONTEXT, 8, 16, PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["ids", "one list", "one text", "floats"])
@@ -184,7 +184,7 @@ def test_bodies_of_8_megabytes_are_read_in_short_calls(kind: str) -> None:
 
     def work() -> None:
         with suppress(ApiError):
-            check(parse(body), tables.completion(FACTS))
+            check(parse(body), schemas.completion(INFO))
 
     assert min(longest_call(work) for _ in range(2)) < 0.04
 

@@ -12,12 +12,12 @@ from aiohttp import web
 from tiny_server import GREEDY, Running, ask, nested_llm, post, read_all, serving, status, still_serves
 
 from crelle import LLM, Sampling
-from crelle.engine.engine import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.tokenizer import Tokenizer
-from crelle.server.ask import Asks
+from crelle.server.event_queue import EventBridge, EventQueue
 from crelle.server.generation import Generation
-from crelle.server.inbox import Inbox, Post
-from crelle.server.shapes import Answer
+from crelle.server.requests import RequestParser
+from crelle.server.responses import ResponseBuilder
 from crelle.server.state import State
 
 SECRET = "at /secret/path"
@@ -110,12 +110,12 @@ def fails_once(server: Running, want: str, path: str = "/v1/completions", **body
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        (Asks, "completion"),
-        (Asks, "_check"),
+        (RequestParser, "completion"),
+        (RequestParser, "_check"),
         (State, "require_ready"),
-        (Service, "submit"),
-        (Post, "callback"),
-        (Inbox, "add"),
+        (AsyncEngine, "submit"),
+        (EventBridge, "callback"),
+        (EventQueue, "add"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
@@ -146,12 +146,14 @@ def test_faults_in_the_tokenizer(server: Running, want: str, breaks: Break, erro
 def test_faults_in_the_second_of_several_prompts_end_the_first(
     server: Running, want: str, breaks: Break, error: type[BaseException]
 ) -> None:
-    breaks(Service, "submit", error, first=1)
+    breaks(AsyncEngine, "submit", error, first=1)
     fails_once(server, want, **{**GREEDY, "prompt": ["a", "b", "c"], "max_tokens": 1500, "ignore_eos": True})
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("where", "name"), [(Post, "_send"), (Inbox, "put")], ids=["engine's thread", "loop"])
+@pytest.mark.parametrize(
+    ("where", "name"), [(EventBridge, "_send"), (EventQueue, "put")], ids=["engine's thread", "loop"]
+)
 @pytest.mark.parametrize("first", [0, 3])
 def test_faults_in_the_callback_for_events(
     server: Running, want: str, breaks: Break, where: type, name: str, first: int, error: type[BaseException]
@@ -162,7 +164,9 @@ def test_faults_in_the_callback_for_events(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("where", "name"), [(Answer, "whole"), (Generation, "take"), (Answer, "_logprobs")])
+@pytest.mark.parametrize(
+    ("where", "name"), [(ResponseBuilder, "whole"), (Generation, "take"), (ResponseBuilder, "_logprobs")]
+)
 def test_faults_while_an_answer_is_built(
     server: Running, want: str, breaks: Break, where: type, name: str, error: type[BaseException]
 ) -> None:
@@ -175,7 +179,12 @@ def test_faults_while_an_answer_is_built(
 def test_faults_before_a_stream_has_begun_have_their_status(
     server: Running, want: str, breaks: Break, error: type[BaseException]
 ) -> None:
-    for where, name in ((Generation, "take"), (Answer, "chunk"), (Answer, "opening"), (web.StreamResponse, "prepare")):
+    for where, name in (
+        (Generation, "take"),
+        (ResponseBuilder, "chunk"),
+        (ResponseBuilder, "opening"),
+        (web.StreamResponse, "prepare"),
+    ):
         breaks(where, name, error)
         fails_once(server, want, **GREEDY, stream=True)
 
@@ -185,8 +194,8 @@ def test_faults_before_a_stream_has_begun_have_their_status(
     ("where", "name", "first"),
     [
         (Generation, "take", 0),
-        (Answer, "chunk", 0),
-        (Answer, "closing", 0),
+        (ResponseBuilder, "chunk", 0),
+        (ResponseBuilder, "closing", 0),
         (web.StreamResponse, "write", 0),
         (web.StreamResponse, "write", 3),
         (web.StreamResponse, "write_eof", 0),
@@ -222,7 +231,7 @@ def test_last_events_that_get_lost_do_not_leave_a_client_waiting(
     server: Running, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is raised, nothing comes: the server looks after its requests now and then."""
-    monkeypatch.setattr(Inbox, "put", lambda *_: None)
+    monkeypatch.setattr(EventQueue, "put", lambda *_: None)
     answer = call(server, "/v1/completions", **GREEDY)
     assert status(answer) == 500
     assert "the last event was lost" in server.log
@@ -233,7 +242,7 @@ def test_last_events_that_get_lost_do_not_leave_a_client_waiting(
 def test_requests_of_an_engine_that_breaks_are_answered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the engine does not get to say so: it died (503), or its last event is lost (500)."""
     with serving(llm, patience=0.2) as server:
-        monkeypatch.setattr(Inbox, "put", lambda *_: None)
+        monkeypatch.setattr(EventQueue, "put", lambda *_: None)
         server.engine.scheduler.schedule = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
         code, body = ask(server)
         assert (code, body["error"]["code"]) in ((503, "unavailable"), (500, "internal_error"))

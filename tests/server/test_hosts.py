@@ -69,7 +69,7 @@ def test_other_names_are_refused_on_a_loopback_address(llm: LLM, keys: Keys, hos
             for page in ("/", "/metrics", "/v1/status", "/openapi.json", "/health", "/no-such-page"):
                 assert status(call(server, f"Host: {host}", key, *headers, target=page, method="GET")) == 403
         assert "--allow-host" in body_of(answer)["error"]["message"]
-        assert not server.engine.stats.tokens_drawn
+        assert not server.engine.stats.tokens_sampled
 
 
 def test_a_wrong_host_is_refused_before_the_body_is_read(server: Running) -> None:

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from schemathesis.checks import CHECKS, load_all_checks
 from tiny_server import nested_llm, serving
 
-from crelle.server import tables
-from crelle.server.faults import ApiError
-from crelle.server.schema import check
+from crelle.server import schemas
+from crelle.server.errors import ApiError
+from crelle.server.schemas import ModelInfo
 from crelle.server.settings import Keys
 from crelle.server.strict_json import parse
-from crelle.server.tables import Facts
+from crelle.server.validation import check
 
-FACTS = Facts("tiny", 64, 259, (2, 3, 4), 500, 8, 3, 4)
-REQUESTS = {"completion": tables.completion(FACTS), "chat": tables.chat(FACTS), "tokenize": tables.tokenize(FACTS)}
+INFO = ModelInfo("tiny", 64, 259, (2, 3, 4), 500, 8, 3, 4)
+REQUESTS = {"completion": schemas.completion(INFO), "chat": schemas.chat(INFO), "tokenize": schemas.tokenize(INFO)}
 load_all_checks()
 
 atoms = (

@@ -29,7 +29,7 @@ from crelle import LLM, Sampling
 from crelle.engine.output import Event
 from crelle.engine.scheduler import Step
 from crelle.errors import SchemeError
-from crelle.server.inbox import Inbox
+from crelle.server.event_queue import EventQueue
 from crelle.server.settings import Settings
 
 
@@ -75,7 +75,7 @@ def test_clients_that_vanish_in_mid_stream_free_their_pages(llm: LLM, want: str,
         for sock in [stream(server, 1500) for _ in range(8)]:
             leave(sock)
         server.assert_empty()
-        assert server.engine.stats.tokens_drawn < 8 * 1500, "they were ended, not finished"
+        assert server.engine.stats.tokens_sampled < 8 * 1500, "they were ended, not finished"
         assert server.state.metrics.disconnects == 8
         still_serves(server, want)
 
@@ -90,7 +90,7 @@ def test_clients_that_vanish_while_they_wait_for_a_whole_answer(llm: LLM, want: 
         for sock in socks:
             reset(sock)
         server.assert_empty()
-        assert server.engine.stats.tokens_drawn < 3000
+        assert server.engine.stats.tokens_sampled < 3000
         still_serves(server, want)
 
 
@@ -105,7 +105,7 @@ def test_slow_readers_lose_their_stream_and_hold_up_nobody(llm: LLM, want: str) 
         assert time.monotonic() - begun < 10
         server.assert_empty()
         assert server.state.metrics.slow_readers == 1
-        assert server.engine.stats.tokens_drawn < 2000
+        assert server.engine.stats.tokens_sampled < 2000
         assert b"[DONE]" not in read_all(idle)
         idle.close()
         still_serves(server, want)
@@ -130,11 +130,11 @@ def test_requests_end_when_their_time_is_over(llm: LLM, want: str) -> None:
 
 def test_a_last_event_that_is_late_is_not_taken_for_lost(llm: LLM) -> None:
     with serving(llm, patience=0.05) as server:
-        post_office = server.state.post
+        post_office = server.state.bridge
         assert post_office is not None
         send = post_office._send
 
-        def late(inbox: Inbox, prompt: int, event: Event) -> None:
+        def late(inbox: EventQueue, prompt: int, event: Event) -> None:
             time.sleep(0.4 if event.output else 0)  # the engine counts the sequence as finished meanwhile
             send(inbox, prompt, event)
 
@@ -164,7 +164,7 @@ def test_an_exception_in_the_middle_of_a_step_touches_nobody_else(llm: LLM, want
 
         def run(step: Step) -> torch.Tensor:
             time.sleep(0.01)
-            if step.precision == 2 and any(len(s.new) == 5 for s in step.draws):
+            if step.precision == 2 and any(len(s.new) == 5 for s in step.samples):
                 raise RuntimeError(secret)
             return compute(step)
 
@@ -210,7 +210,7 @@ def test_a_handler_that_fails_says_so_without_a_traceback(llm: LLM, want: str, m
         raise ZeroDivisionError("a mistake of ours")
 
     with serving(llm) as server:
-        monkeypatch.setattr(server.state.asks, "completion", broken)
+        monkeypatch.setattr(server.state.parser, "completion", broken)
         code, body = ask(server)
         assert (code, body["error"]["code"]) == (500, "internal_error")
         assert "mistake" not in json.dumps(body)

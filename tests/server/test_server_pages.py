@@ -15,9 +15,9 @@ from crelle import LLM
 from crelle.errors import FormatError, SchemeError
 from crelle.server import handlers
 from crelle.server.metrics import Histogram, Rate
+from crelle.server.responses import TextOffset
 from crelle.server.settings import Keys, is_loopback
-from crelle.server.shapes import Place
-from crelle.server.tokens import TokenTexts
+from crelle.server.token_text import TokenTexts
 
 SECRET = "a-secret-in-the-prompt"
 
@@ -254,7 +254,7 @@ def test_log_is_json_and_has_no_prompts_unless_asked(llm: LLM) -> None:
 
 
 def test_places_of_tokens_count_characters_not_bytes() -> None:
-    place = Place()
+    place = TextOffset()
     assert [place.take(t) for t in (b"a", b"\xe2", b"\x82", b"\xac5", b"\xc3\xa9", b"b")] == [0, 1, 1, 1, 3, 4]
 
 

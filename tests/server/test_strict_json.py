@@ -13,14 +13,14 @@ from tiny_server import GREEDY, Running, ask, body_of, nested_llm, post, read_al
 
 import crelle.server
 from crelle import LLM, Sampling
-from crelle.engine.output import Growing, TokenLogprob
+from crelle.engine.output import OutputState, TokenLogprob
 from crelle.engine.scheduler import Step
 from crelle.errors import NumericsError
-from crelle.server.ask import Ask
-from crelle.server.faults import ApiError
-from crelle.server.shapes import Answer
+from crelle.server.errors import ApiError
+from crelle.server.requests import GenerationRequest
+from crelle.server.responses import ResponseBuilder
 from crelle.server.strict_json import _LARGE, _Pieces, dumps, dumps_log, encode, encode_large, parse
-from crelle.server.tokens import TokenTexts
+from crelle.server.token_text import TokenTexts
 
 
 def strictly(body: bytes) -> Any:
@@ -184,11 +184,11 @@ def test_tokens_of_probability_0_have_a_logprob_that_json_has(llm: LLM) -> None:
     """OpenAI writes -9999."""
     found = [TokenLogprob(33, -0.5, ((33, -0.5), (34, -inf)))]
     for chat in (False, True):
-        asked = Ask(
+        asked = GenerationRequest(
             chat=chat, texts=["a"], sampling=Sampling(), max_tokens=1, n=1, bits=None, logprobs=2, ignore_end=False,
             stream=False, usage=False,
         )  # fmt: skip
-        written = strictly(encode(Answer(asked, 1, "tiny", TokenTexts(llm.tokenizer))._logprobs(found, 0)))
+        written = strictly(encode(ResponseBuilder(asked, 1, "tiny", TokenTexts(llm.tokenizer))._logprobs(found, 0)))
         assert -9999.0 in (
             written["content"][0]["top_logprobs"][1].values() if chat else written["top_logprobs"][0].values()
         )
@@ -217,14 +217,14 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(
     llm: LLM, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(llm) as server:
-        draw, at = Growing.draw, [0]
+        draw, at = OutputState.draw, [0]
 
-        def broken(self: Growing, logits: Any, so_far: list[int], *more: Any) -> int:
+        def broken(self: OutputState, logits: Any, so_far: list[int], *more: Any) -> int:
             if len(self.tokens) == at[0]:
                 raise NumericsError("the model's logits are not finite (NaN) at token 7 of /secret/path")
             return draw(self, logits, so_far, *more)
 
-        monkeypatch.setattr(Growing, "draw", broken)
+        monkeypatch.setattr(OutputState, "sample", broken)
         answer = server.raw(post("/v1/completions", json.dumps(GREEDY).encode()))
         error = strictly(answer.split(b"\r\n\r\n", 1)[1])["error"]
         assert (status(answer), error["type"], error["code"]) == (500, "server_error", "non_finite_logits")

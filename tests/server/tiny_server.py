@@ -22,7 +22,8 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle import LLM, quantize
-from crelle.engine.engine import Engine, Service
+from crelle.engine.async_engine import AsyncEngine
+from crelle.engine.engine import Engine
 from crelle.engine.scheduler import Step
 from crelle.server import logs
 from crelle.server.app import Server, running
@@ -71,11 +72,11 @@ class Running:
     def assert_empty(self, seconds: float = 20) -> None:
         """Wait until nothing runs; then every page is free, or kept only for others with the same prefix."""
         end = time.monotonic() + seconds
-        while (self.engine._texts or self.state.generations) and time.monotonic() < end:
+        while (self.engine._active or self.state.generations) and time.monotonic() < end:
             time.sleep(0.01)  # a client has its last event before the engine forgets the sequence
         assert not self.state.generations
         assert not self.engine.scheduler.unfinished
-        assert not self.engine._texts
+        assert not self.engine._active
         assert self.engine.stats.pages_used == 0
         self.engine.blocks.assert_consistent([])
         assert (self.state.metrics.running, self.state.metrics.waiting) == (0, 0)
@@ -115,7 +116,7 @@ def serving(
     log, started = StringIO(), threading.Event()
     box: dict[str, Any] = {}
     logs.set_up(log)
-    service = Service(Engine(llm, **{"pages": 600, "max_batch": 16, "queue_limit": 64, **(engine or {})}))
+    service = AsyncEngine(Engine(llm, **{"pages": 600, "max_batch": 16, "queue_limit": 64, **(engine or {})}))
 
     async def main() -> None:
         stop = asyncio.Event()

@@ -73,7 +73,8 @@ def run(
 
     `crelle serve out/smollm2-4bit --host 0.0.0.0 --api-key-file keys.txt --memory 4GB --queue-limit 64`
     """
-    from crelle.engine.engine import Engine, Service
+    from crelle.engine.async_engine import AsyncEngine
+    from crelle.engine.engine import Engine
     from crelle.engine.llm import LLM
     from crelle.engine.memory import parse_bytes
     from crelle.errors import UnsupportedError
@@ -116,7 +117,7 @@ def run(
             for line in _banner(server, facts):
                 print(line, flush=True)
 
-    serve(Service(engine), settings, name=name, sock=sock, on_start=on_start)
+    serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start)
 
 
 def _facts(server: "Server") -> dict[str, Any]:
@@ -126,12 +127,12 @@ def _facts(server: "Server") -> dict[str, Any]:
     llm, plan, weights = state.llm, state.engine.plan, state.llm.weights
     return {
         "address": server.address,
-        "model": state.facts.name,
+        "model": state.info.name,
         "scheme": weights.scheme if isinstance(weights, Checkpoint) else "not quantized by Crelle",
         "precisions": list(llm.precisions),
         "device": str(llm.model.device),
         "kv": str(state.engine.kv),
-        "exact": state.engine.runner.exact,
+        "exact": state.engine.runner.batch_invariant,
         "pages": plan.pages,
         "bytes": {"weights": plan.weights, "working": plan.working, "cache": plan.cache},
         "context": plan.context,

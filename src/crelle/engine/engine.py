@@ -1,4 +1,4 @@
-"""Many requests at once. docs/engine.md draws a request's life.
+"""Many requests at once. docs/engine.md shows a request's life.
 
     engine = Engine(llm, memory="24GB")
     handles = [engine.add(prompt, Sampling(max_tokens=64)) for prompt in prompts]
@@ -6,9 +6,9 @@
     texts = [handle.outputs[0].completion.text for handle in handles]
 
 A step is: the scheduler chooses (under a lock), the runner computes (without it: requests may come in meanwhile), each
-sequence draws its token with its own sampler, the scheduler takes note. On a GPU, as long as all who draw want the
-likeliest token and no more, the next step is chosen and started before the tokens of the last one are here
-(`Scheduler`, "Ahead"): the device never waits for Python.
+sequence samples its token with its own sampler, the scheduler takes note. On a GPU, as long as all sample greedily, the
+next step is chosen and started before the tokens of the last one are here (`Scheduler`, "Ahead"): the device never
+waits for Python.
 
 Whatever is thrown, BaseException included, every sequence gets exactly one last event and no page is lost:
 
@@ -23,36 +23,37 @@ Whatever is thrown, BaseException included, every sequence gets exactly one last
 `_deliver` is the only place where a last event is made. KeyboardInterrupt and SystemExit do the same, and are raised
 again at the end of the step where the caller's own thread steps the engine.
 
-`Service` runs an engine in a thread of its own: what a server needs. Any number of engines, services and calls of
+`AsyncEngine` runs an engine in a thread of its own: what a server needs. Any number of engines, services and calls of
 LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from threading import Lock, RLock, Thread, current_thread
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.engine.blocks import BlockManager
+from crelle.engine.block_manager import BlockManager
 from crelle.engine.handle import Handle
-from crelle.engine.llm import LLM, Prompt, StopFilter
+from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory import default_pages, plan
-from crelle.engine.output import Growing, OnEvent, QueueFullError
-from crelle.engine.runner import Runner
+from crelle.engine.model_runner import ModelRunner
+from crelle.engine.output import OnEvent, OutputState, QueueFullError
 from crelle.engine.sampler import Sampler, Sampling, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
-from crelle.engine.sequence import Reason, Request
-from crelle.engine.sequence import Sequence as Text
-from crelle.engine.service import Service
+from crelle.engine.sequence import Reason, Request, Sequence
+from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
 from crelle.models.step_buffers import Drawn
 
-__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Service", "Stats"]
+__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _Ahead = tuple[Step, Drawn]
@@ -66,11 +67,11 @@ class Stats:
     waiting: int
     running: int
     pages: int
-    pages_used: int  # in texts that run
+    pages_used: int  # in sequences that run
     pages_cached: int  # kept for whoever has the same prefix
     steps: int
     tokens_run: int  # the model ran over so many, prompts and repetitions after preemption included
-    tokens_drawn: int
+    tokens_sampled: int
     tokens_reused: int  # found in the cache
     preemptions: int
     finished: int
@@ -82,50 +83,56 @@ class Engine:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: LoadedModel,
         *,
         kv: KVFormat | str | int | None = None,
         memory: str | int | None = None,
         pages: int | None = None,
+        max_pages: int | None = None,
         max_batch: int = 32,
         budget: int = 512,
-        spare: int = 1,
+        watermark: int = 1,
         sharing: bool = True,
         queue_limit: int | None = None,
+        batch_invariant: bool | None = None,
+        spare: int | None = None,
         exact: bool | None = None,
     ) -> None:
         """Allocate the cache.
 
         kv: how it stores keys and values; default: as the LLM was loaded.
         memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: pages for
-            max_batch whole contexts, at most 4 GiB.
-        max_batch: texts that run at once.  budget: tokens of a step.  spare, sharing: see Scheduler, BlockManager.
-        queue_limit: texts that may wait; one more is refused.  exact: see crelle.models.batched.
+            max_batch whole contexts, at most 4 GiB.  max_pages: to which the cache grows where `pages` do not suffice.
+        max_batch: sequences that run at once.  budget: tokens of a step.  watermark: see Scheduler.  sharing: see
+            BlockManager.  queue_limit: sequences that may wait; one more is refused.
+        batch_invariant: see crelle.models.batched.  spare, exact: older names of watermark, batch_invariant.
         """
         if memory is not None and pages is not None:
             raise SchemeError("give an engine a memory budget or a number of pages, not both")
+        watermark = watermark if spare is None else spare
+        batch_invariant = exact if batch_invariant is None else batch_invariant
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if memory is not None else [])
         if memory is None and pages is None:
             pages = default_pages(llm.model, self.kv, [llm.model.c.context] * max_batch)
         self.plan = plan(models, self.kv, memory=memory, pages=pages, max_batch=max_batch, budget=budget)
-        self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing)
+        self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
         self.scheduler = Scheduler(
-            self.blocks, context=llm.model.c.context, max_batch=max_batch, budget=budget, spare=spare
+            self.blocks, context=llm.model.c.context, max_batch=max_batch, budget=budget, watermark=watermark
         )
-        self.runner = Runner(llm, self.kv, self.plan.pages, exact=exact)
+        self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
         self.queue_limit = queue_limit
-        self.thread: Thread | None = None  # which steps the engine, where it has one: see Service
+        self.thread: Thread | None = None  # which steps the engine, where it has one: see AsyncEngine
         self.on_work: Callable[[], None] | None = None  # called when a request comes
         self.stopped: BaseException | None = None  # what ended it; it takes no more requests then
-        self._texts: dict[Text, tuple[Handle, Growing]] = {}  # all that have not had their last event
-        self._doomed: list[Text] = []  # have a verdict that the scheduler does not know yet
-        self._done: deque[Text] = deque()  # finished, and the last event is due
+        self._active: dict[Sequence, tuple[Handle, OutputState]] = {}  # all that have not had their last event
+        self._doomed: list[Sequence] = []  # have a verdict that the scheduler does not know yet
+        self._done: deque[Sequence] = deque()  # finished, and the last event is due
         self._ahead: _Ahead | None = None  # the step that was started last, where its tokens are not known yet
         self._strikes = 0  # steps one after the other in which the bookkeeping failed
         self._quit: BaseException | None = None  # to be raised when the step is over
         self._lock, self._stepping = RLock(), Lock()
-        self._counts = dict.fromkeys(("steps", "run", "drawn", "reused", "preemptions", "finished", "failed"), 0)
+        self._counts = dict.fromkeys(("steps", "run", "sampled", "reused", "preemptions", "finished", "failed"), 0)
 
     def add(
         self,
@@ -136,21 +143,22 @@ class Engine:
         bits: int | None = None,
         logprobs: int | None = None,
         priority: int = 0,
+        cache_salt: Hashable = None,
         realm: Hashable = None,
         ignore_end: bool = False,
         on_event: OnEvent | None = None,
     ) -> Handle:
         """Queue a request, or say why it can never be served. From any thread, also while a step is under way.
 
-        n: texts to draw.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens to tell of with
-        each one drawn (0: only its own).  priority: smaller goes first.  realm: who shares prefixes.
+        n: sequences to sample.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens come with
+        each one sampled (0: only its own).  priority: smaller goes first.  cache_salt: prefixes are shared only among
+        requests with the same one.  realm: its older name.
         ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
         sampling = sampling or Sampling()
         self._require_room()
-        ids = self.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.llm._check(ids)
+        ids = self.llm.encode(prompt)
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise SchemeError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}")
         if bits is not None and self.llm.at(bits) is self.llm.model:  # the same model takes one turn, not two
@@ -162,24 +170,25 @@ class Engine:
             precision=bits,
             end_ids=frozenset() if ignore_end else self.llm.end_ids,
             priority=priority,
-            realm=realm,
+            cache_salt=realm if cache_salt is None else cache_salt,
+            prefill_differs=self.runner.prefill_differs(bits),
         )
-        handle, texts = Handle(request, on_event, self), dict[Text, tuple[Handle, Growing]]()
+        handle, sequences = Handle(request, on_event, self), dict[Sequence, tuple[Handle, OutputState]]()
         for s in self.scheduler.prepare(request):
             sampler = Sampler(replace(sampling, seed=s.seed), self.llm.model.device)
             text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop)
-            texts[s] = handle, Growing(s.index, len(ids), sampler, text, logprobs)
+            sequences[s] = handle, OutputState(s.index, len(ids), sampler, text, logprobs)
         with self._lock:
             self._require_room()
             try:
-                self._texts.update(texts)
+                self._active.update(sequences)
                 if self.on_work is not None:
                     self.on_work()  # who wakes up now waits for the lock
                 self.scheduler.enqueue(request)
             except BaseException:
                 self.scheduler.withdraw(request)
-                for s in texts:
-                    self._texts.pop(s, None)
+                for s in sequences:
+                    self._active.pop(s, None)
                 raise
         return handle
 
@@ -191,6 +200,11 @@ class Engine:
         if self.queue_limit is not None and waiting >= self.queue_limit:
             raise QueueFullError(f"{waiting} requests wait already, no more than {self.queue_limit} may; try later")
 
+    def reserve(self, pages: int) -> None:
+        """Let the cache grow to so many pages, within `max_pages`, unless it has them."""
+        with self._stepping:
+            self._grow(pages - self.blocks.pages)
+
     @property
     def driven(self) -> bool:
         """Whether a thread of its own steps it; else those who want events do."""
@@ -199,7 +213,7 @@ class Engine:
     def cancel_all(self) -> None:
         """Ask for an end of everything; the next step hands it out."""
         with self._lock:
-            for s in self._texts:
+            for s in self._active:
                 s.request.cancel()
 
     @property
@@ -246,20 +260,33 @@ class Engine:
             self._strikes += not self._note(fault)
             if self._strikes > 1 and self.stopped is None:
                 self.stop(fault)
-        return worked or bool(self._texts)
+        return worked or bool(self._active)
 
     def _advance(self) -> bool:
         before, self._ahead = self._ahead, None
         with self._lock:
             if before:
-                self.scheduler.update(before[0], [UNKNOWN] * len(before[0].draws))
+                self.scheduler.update(before[0], [UNKNOWN] * len(before[0].samples))
+            missing = self.scheduler.missing_pages() if self.blocks.pages < self.blocks.max_pages else 0
+        if missing:
+            self._grow(max(missing, self.blocks.pages))  # twice as many: copied once for each token at most
+        with self._lock:
             step = self.scheduler.schedule()
         if step:
             self._count(step)
             self._run(step, before)
         elif before:
-            self._settle(*before)
+            self._resolve(*before)
         return bool(step or before)
+
+    def _grow(self, more: int) -> None:
+        if (more := min(more, self.blocks.max_pages - self.blocks.pages)) < 1:
+            return
+        with self.llm.lock:
+            self.runner.grow(self.blocks.pages + more)
+        with self._lock:
+            self.blocks.grow_pool(more)
+            self.plan = replace(self.plan, pages=self.blocks.pages)
 
     def _run(self, step: Step, before: "_Ahead | None") -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""
@@ -268,11 +295,11 @@ class Engine:
                 started = self.runner.start(step) if self._starts(step) else None
         except BaseException as e:
             if before:
-                self._settle(*before)
+                self._resolve(*before)
             self._abort(step, e)
             return
         if before:
-            self._settle(*before)
+            self._resolve(*before)
         if started is not None:
             self._ahead = step, started
             return
@@ -281,68 +308,68 @@ class Engine:
                 step = self.scheduler.trim()
         try:
             with self.llm.lock:
-                drawn = self._draw(step, self.runner.run(step)) if step else []
+                sampled = self._sample(step, self.runner.run(step)) if step else []
         except BaseException as e:
             self._abort(step, e)
             return
         with self._lock:
-            self.scheduler.update(step, drawn)
-        for s, token in zip(step.draws, drawn, strict=True):
+            self.scheduler.update(step, sampled)
+        for s, token in zip(step.samples, sampled, strict=True):
             try:
                 self._push(s, token)
             except BaseException as e:
                 self._doom(s, "error", e)
 
     def _starts(self, step: Step) -> bool:
-        """Whether nobody has to look at logits here to draw a token."""
-        texts = (self._texts[s][1] for s in step.draws)
-        return all(g.top is None and g.sampler.greedy for g in texts) and self.runner.starts(step)
+        """Whether all sequences of a step sample greedily, and the device can."""
+        states = (self._active[s][1] for s in step.samples)
+        return all(g.top is None and g.sampler.greedy for g in states) and self.runner.starts(step)
 
-    def _settle(self, step: Step, started: Drawn) -> None:
+    def _resolve(self, step: Step, started: Drawn) -> None:
         """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
         lost: BaseException | None = None
         try:
             with self.llm.lock:
                 tokens = started.tokens()
         except BaseException as e:
-            tokens, lost = [UNKNOWN] * len(step.draws), e
-        for s, token in zip(step.draws, tokens, strict=True):
+            tokens, lost = [UNKNOWN] * len(step.samples), e
+        for s, token in zip(step.samples, tokens, strict=True):
             try:
                 with self._lock:
-                    there = self.scheduler.settle(s, token if token >= 0 else UNKNOWN)
-                if not there:  # it ended a step before, and has been handed out: drawn for nobody
-                    self._counts["drawn"] -= 1
+                    there = self.scheduler.resolve(s, token if token >= 0 else UNKNOWN)
+                if not there:  # it ended a step before, and has been handed out: the token is not used
+                    self._counts["sampled"] -= 1
                     continue
                 if token < 0:
                     raise lost or not_finite(len(s.ids))
-                self._texts[s][1].draw(_not_looked_at, s.ids, token)
+                self._active[s][1].sample(_not_looked_at, s.ids, token)
                 self._push(s, token)
             except BaseException as e:
                 self._doom(s, "error", e)
         self._reap()
 
-    def _draw(self, step: Step, logits: Tensor) -> list[int]:
-        """Return a token for each that draws; one that cannot gets any token, and is doomed."""
-        drawn, texts = [], [self._texts[s][1] for s in step.draws]
-        best: list[int] | list[None] = [None] * len(texts)
-        if any(growing.sampler.greedy for growing in texts):
+    def _sample(self, step: Step, logits: Tensor) -> list[int]:
+        """Return a token for each that samples; one that cannot gets any token, and is doomed."""
+        sampled, states = [], [self._active[s][1] for s in step.samples]
+        best: list[int] | list[None] = [None] * len(states)
+        if any(state.sampler.greedy for state in states):
             best = _likeliest(logits)
-        for i, (s, growing, likeliest) in enumerate(zip(step.draws, texts, best, strict=True)):
+        for i, (s, state, likeliest) in enumerate(zip(step.samples, states, best, strict=True)):
             try:
-                drawn.append(growing.draw(lambda i=i: logits[i], s.ids, likeliest))  # type: ignore[misc]
+                sampled.append(state.sample(lambda i=i: logits[i], s.ids, likeliest))  # type: ignore[misc]
             except BaseException as e:
                 self._doom(s, "error", e)
-                drawn.append(0)
-        return drawn
+                sampled.append(0)
+        return sampled
 
-    def _push(self, s: Text, token: int) -> None:
-        """Turn a drawn token into text, and doom the sequence where that ends it."""
-        handle, growing = self._texts[s]
-        if growing.verdict is not None or token in s.request.end_ids:
+    def _push(self, s: Sequence, token: int) -> None:
+        """Turn a sampled token into text, and doom the sequence where that ends it."""
+        handle, state = self._active[s]
+        if state.verdict is not None or token in s.request.end_ids:
             return
-        if (raised := handle.put(growing.push(token))) is not None:
+        if (raised := handle.put(state.push(token))) is not None:
             self._note(raised)
-        if growing.text.stopped:
+        if state.text.stopped:
             self._doom(s, "stop")
 
     # Ends ----------------------------------------------------------------------------------------------------------
@@ -353,11 +380,11 @@ class Engine:
         with self._lock:
             self.scheduler.abort(step, error)
 
-    def _doom(self, s: Text, reason: Reason, error: BaseException | None = None) -> None:
+    def _doom(self, s: Sequence, reason: Reason, error: BaseException | None = None) -> None:
         """Note that a sequence ends here, for a reason that its ids do not show."""
         if error is not None:
             self._note(error)
-        if (found := self._texts.get(s)) is not None and found[1].verdict is None:
+        if (found := self._active.get(s)) is not None and found[1].verdict is None:
             found[1].verdict = reason, error
             self._doomed.append(s)
 
@@ -377,32 +404,32 @@ class Engine:
         with self._lock:
             self._done.extend(self.scheduler.take_finished())
             if idle and not self.scheduler.unfinished:  # then whoever is left was lost in some fault
-                self._done.extend(s for s in self._texts if s not in self._done)
+                self._done.extend(s for s in self._active if s not in self._done)
         while self._done:
             self._deliver(self._done[0])
             self._done.popleft()
 
-    def _deliver(self, s: Text) -> None:
+    def _deliver(self, s: Sequence) -> None:
         """Make a sequence's last event and forget the sequence; a second call does nothing."""
-        if (found := self._texts.get(s)) is None:
+        if (found := self._active.get(s)) is None:
             return
-        handle, growing = found
-        reason, error = growing.verdict or (s.reason or "error", s.error)
-        if growing.verdict is None and reason in ("stop", "length") and len(growing.tokens) != len(s.new):
+        handle, state = found
+        reason, error = state.verdict or (s.reason or "error", s.error)
+        if state.verdict is None and reason in ("stop", "length") and len(state.tokens) != len(s.new):
             reason = "error"  # a fault came between its last token and the text
         if reason == "error" and error is None:
             error = RuntimeError("a fault elsewhere in the engine took the sequence with it")
         try:
-            event = growing.finish(reason, error, reused=s.reused, preemptions=s.preemptions)
+            event = state.finish(reason, error, reused=s.reused, preemptions=s.preemptions)
         except BaseException as e:  # in the detokenizer, say: its text is not whole, but what there is comes
             self._note(e)
             if reason in ("stop", "length"):
                 reason, error = "error", e
-            event = growing.finish(reason, error, whole=False, reused=s.reused, preemptions=s.preemptions)
+            event = state.finish(reason, error, whole=False, reused=s.reused, preemptions=s.preemptions)
         if (raised := handle.put(event)) is not None:
             self._note(raised)
         with self._lock:
-            del self._texts[s]
+            del self._active[s]
             self._counts["finished"] += 1
             self._counts["failed"] += reason == "error"
             self._counts["reused"] += s.reused
@@ -412,30 +439,30 @@ class Engine:
         try:
             self._ahead = None
             with self._lock:
-                self.scheduler.salvage(list(self._texts), error)
+                self.scheduler.salvage(list(self._active), error)
         except BaseException:
             self.stop(error)
 
     def stop(self, error: BaseException) -> None:
         """Give every sequence a last event, with the error, and take no more requests."""
         with self._lock:
-            self.stopped = error  # before all else: nobody comes in
-            texts, self._ahead = list(self._texts), None
-            for s in texts:
-                growing = self._texts[s][1]
-                if not s.finished and growing.verdict is None:
-                    growing.verdict = "error", error
-        for s in texts:
+            self.stopped = error  # before all else: no request comes in
+            sequences, self._ahead = list(self._active), None
+            for s in sequences:
+                state = self._active[s][1]
+                if not s.finished and state.verdict is None:
+                    state.verdict = "error", error
+        for s in sequences:
             try:
                 self._deliver(s)
             except BaseException as e:  # who waits for it reads in `stopped` that nothing will come
                 self._note(e)
         try:
             with self._lock:
-                self._texts.clear()
+                self._active.clear()
                 self._doomed.clear()
                 self._done.clear()
-                self.scheduler.salvage(texts, error)
+                self.scheduler.salvage(sequences, error)
                 self.scheduler.clear()
         except BaseException as e:
             self._note(e)
@@ -448,7 +475,7 @@ class Engine:
         return told
 
     def _count(self, step: Step) -> None:
-        more = {"steps": 1, "run": step.tokens, "drawn": len(step.draws), "preemptions": len(step.preempted)}
+        more = {"steps": 1, "run": step.tokens, "sampled": len(step.samples), "preemptions": len(step.preempted)}
         for name, by in more.items():
             self._counts[name] += by
 
@@ -470,3 +497,10 @@ def _likeliest(logits: Tensor) -> list[int]:
 
 def _not_looked_at() -> Tensor:
     raise AssertionError("a token that was taken on the GPU needs no logits here")
+
+
+def __getattr__(name: str) -> Any:
+    """Find `Service`, the older name of AsyncEngine, where it stood."""
+    if name != "Service":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("crelle.engine.async_engine").AsyncEngine

@@ -4,8 +4,8 @@
 
 weights         what the kernels multiply with, at every precision that is served, the embedding and the norms. On a
                 CPU the file they came from stays mapped, and the system may drop those pages at any time: not counted.
-working space   the numbers of one step: its residual stream, the widest layer, the logits of all who draw; on a GPU
-                also a prompt's keys and values as numbers, and what cuBLAS and products that share their sums put aside
+working space   the activations of one step: its residual stream, the widest layer, the logits of all sampled rows; on a
+                GPU also a prompt's keys and values in 16 bits, and workspaces of cuBLAS and split-K
 pages           the rest: keys and values of all layers, scales and zeros counted
 """
 
@@ -82,7 +82,7 @@ class MemoryPlan:
         return self.pages * self.kv.page
 
     def batch(self, tokens: int) -> int:
-        """Return how many texts of so many tokens can run at once."""
+        """Return how many sequences of so many tokens can run at once."""
         return min(self.max_batch, self.pages // -(-tokens // self.kv.page))
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class MemoryPlan:
         return (
             f"{show_bytes(self.total)}: weights {show_bytes(self.weights)}, working space {show_bytes(self.working)}, "
             f"{self.pages} pages of {self.kv.page} tokens at {self.kv} {show_bytes(self.cache)}; room for {self.tokens}"
-            f" tokens, {self.batch(typical)} texts of {typical} at once"
+            f" tokens, {self.batch(typical)} sequences of {typical} at once"
         )
 
 
@@ -127,7 +127,7 @@ def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
     """Return pages for sequences of these lengths, as far as 4 GiB go; at least for one of the longest."""
     context = model.c.context
     need = [-(-min(n, context) // kv.page) for n in lengths]
-    wanted = sum(need) + len(need)  # one spare for each: see Scheduler
+    wanted = sum(need) + len(need)  # the watermark of Scheduler
     return max(max(need), min(wanted, _CACHE // page_bytes(model, kv)))
 
 

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 from crelle.engine.engine import Engine
-from crelle.engine.llm import LLM, Completion, Prompt
+from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory import default_pages
+from crelle.engine.output import Completion
 from crelle.engine.sampler import Sampling
 from crelle.errors import SchemeError
 from crelle.formats.kv import KVFormat
 
 
 def generate_all(
-    llm: LLM,
+    llm: LoadedModel,
     prompts: Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] | None = None,
     *,
@@ -20,9 +21,13 @@ def generate_all(
     memory: str | int | None = None,
     max_batch: int = 32,
     budget: int = 512,
+    batch_invariant: bool | None = None,
     exact: bool | None = None,
 ) -> list[Completion]:
-    """Continue many prompts at once, each with the same sampling or its own; the first error is raised."""
+    """Continue many prompts at once, each with the same sampling or its own; the first error is raised.
+
+    The options are those of Engine.
+    """
     each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
     if len(each) != len(prompts):
         raise SchemeError(f"there are {len(prompts)} prompts, but {len(each)} samplings")
@@ -32,7 +37,8 @@ def generate_all(
     stored = llm.kv if kv is None else KVFormat.parse(kv)
     longest = sorted((len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)), reverse=True)[:max_batch]
     pages = default_pages(llm.model, stored, longest) if memory is None else None
-    engine = Engine(llm, kv=stored, memory=memory, pages=pages, max_batch=max_batch, budget=budget, exact=exact)
+    limits = {"memory": memory, "pages": pages, "max_batch": max_batch, "budget": budget}
+    engine = Engine(llm, kv=stored, batch_invariant=batch_invariant, exact=exact, **limits)  # type: ignore[arg-type]
     handles = [engine.add(i, s, bits=bits) for i, s in zip(ids, each, strict=True)]
     engine.run()
     outputs = [handle.outputs[0] for handle in handles]

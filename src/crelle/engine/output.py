@@ -1,4 +1,4 @@
-"""What the engine gives back: an event for every token, and at the end of a text all of it."""
+"""What the engine gives back: an event for every token, and at the end of a sequence all of it."""
 
 import math
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from crelle.engine.llm import Completion, StopFilter
 from crelle.engine.sampler import Sampler, not_finite
 from crelle.engine.sequence import Reason
+from crelle.engine.stop_filter import StopFilter
 from crelle.errors import CapacityError
 
 _NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no infinity
@@ -18,6 +18,29 @@ _NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no i
 
 class QueueFullError(CapacityError):
     """Too many requests wait already; the same request may succeed later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a prompt was continued with."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop": an end token or a stop string; "length": max_tokens or the context is full
+    prompt_tokens: int
+    first_token_seconds: float  # from the call to the first token
+    tokens_per_second: float  # of the tokens after the first
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """One step of a stream: the text that became certain; the last piece carries the completion."""
+
+    text: str
+    completion: Completion | None = None
+
+
+Piece = StreamChunk  # its older name
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +54,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One finished text of a request."""
+    """One finished sequence of a request."""
 
     index: int  # among the n of the request
     completion: Completion  # its finish_reason is one of sequence.Reason
@@ -43,11 +66,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of one text: the token drawn, the text that became certain; the last one carries the output."""
+    """One step of one sequence: the token sampled, the text that became certain; the last one carries the output."""
 
     index: int
     text: str = ""
-    token: int | None = None  # None: nothing was drawn, or an end token, which is not part of the text
+    token: int | None = None  # None: nothing was sampled, or an end token, which is not part of the text
     logprob: TokenLogprob | None = None
     output: Output | None = None
 
@@ -55,19 +78,19 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-class Growing:
-    """A text under way: what the scheduler's sequence, which knows ids only, does not have. Survives preemptions."""
+class OutputState:
+    """The output of a running sequence: what the scheduler, which knows ids only, lacks. Survives preemptions."""
 
     def __init__(self, index: int, prompt_tokens: int, sampler: Sampler, text: StopFilter, top: int | None) -> None:
-        """Begin now; top: how many likely tokens to tell of with each one drawn; None: no logprobs."""
+        """Begin now; top: how many likely tokens to tell of with each one sampled; None: no logprobs."""
         self.index, self.prompt_tokens, self.sampler, self.text = index, prompt_tokens, sampler, text
         self.top, self.logprobs, self.tokens = top, list[TokenLogprob](), list[int]()
         self.begun = perf_counter()
         self.first: float | None = None  # when the first token came
-        self.pending: TokenLogprob | None = None  # of the token just drawn
+        self.pending: TokenLogprob | None = None  # of the token just sampled
         self.verdict: tuple[Reason, BaseException | None] | None = None  # why it ends, where ids do not show it
 
-    def draw(self, logits: Callable[[], Tensor], so_far: list[int], likeliest: int | None = None) -> int:
+    def sample(self, logits: Callable[[], Tensor], so_far: list[int], likeliest: int | None = None) -> int:
         """Return the next token for logits [V], which are asked for where they are needed.
 
         likeliest: the token of the largest logit, where it is known; negative: the logits are not finite.
@@ -75,7 +98,7 @@ class Growing:
         if likeliest is not None and likeliest < 0:
             raise not_finite(len(so_far))
         known = likeliest if self.sampler.greedy else None
-        token = self.sampler.draw(logits(), so_far) if known is None else known
+        token = self.sampler.sample(logits(), so_far) if known is None else known
         self.pending = None if self.top is None else logprob(logits(), token, self.top)
         self.first = self.first or perf_counter()
         return token

@@ -59,10 +59,10 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the token drawn is always the one with the largest logit."""
+        """Whether the token sampled is always the one with the largest logit."""
         return self.s.temperature < _COLD and self.s.repetition_penalty == 1.0
 
-    def draw(self, logits: Tensor, so_far: Sequence[int]) -> int:
+    def sample(self, logits: Tensor, so_far: Sequence[int]) -> int:
         """Return the next token for logits [V], given all tokens so far."""
         if self.s.repetition_penalty != 1.0:
             require_finite(float(logits.max()), len(so_far))

@@ -4,21 +4,21 @@ The loop around it is the engine's:
 
     while step := scheduler.schedule():
         try:
-            sampled = runner(step)               # copy pages, run over the tokens, draw one for each of step.draws
+            sampled = runner(step)               # copy pages, run the tokens, sample one for each of step.samples
         except Exception as error:
             scheduler.abort(step, error)         # these sequences fail, all others go on
         else:
             scheduler.update(step, sampled)
         for sequence in scheduler.take_finished(): …
 
-The rules, and why nobody starves:
+The rules, and why no request starves:
 
 Order.       By priority, then by arrival. Sequences are admitted strictly in this order, across precisions: no one is
     let in past another who waits for pages. (So a flood of urgent requests does hold up the others: that is what
-    priority means.) Being let in means having the pages for all tokens so far, while `spare` pages for every running
-    sequence stay available, so that who comes in does not throw anyone out at once. More of them: fewer preemptions,
-    smaller batches. (300 requests on 600 pages of 16: 28% of the tokens run twice at spare 0, 10% at 1 with 1% more
-    steps, 3% at 2 with 4% more.)
+    priority means.) Being let in means having the pages for all tokens so far, while `watermark` pages for every
+    running sequence stay available, so that who comes in does not throw anyone out at once. More of them: fewer
+    preemptions, smaller batches. (300 requests on 600 pages of 16: 28% of the tokens run twice at 0, 10% at 1 with 1%
+    more steps, 3% at 2 with 4% more.)
 A step.      Every running sequence that decodes runs 1 token; prompts get what is left of the token budget, in order,
     in chunks of any size. Since at most `max_batch` sequences run and the budget is no smaller, the first unfinished
     prompt always gets at least one token. A prompt whose next page is just being computed by an earlier one sits out
@@ -32,9 +32,9 @@ Preemption.  When decoding needs more pages than there are, the last in order gi
 So the first in order among the running is never preempted and advances in each turn of its precision; alone it always
 fits, because what could not is refused at submission; hence it finishes, and so does the next.
 
-Ahead.       Who draws may be told before the token is known: `update` takes UNKNOWN for it, the next step is chosen on
-    lengths alone, and `settle` brings the token while that step is under way. If it ends its text, what the step
-    computes for it is nobody's: `update` passes over it, and pages that went back are written before anyone else's
+Ahead.       A step may end before its tokens are known: `update` takes UNKNOWN for them, the next step is chosen on
+    lengths alone, and `resolve` fills in the tokens while that step runs. Where one ends its sequence, what the step
+    computes for it is dropped: `update` skips it, and pages that were released are written before any other sequence's
     step, since steps run in order.
 
 Faults.      Whatever is raised in here leaves the lists and the pages in an unknown state. `salvage` ends that: every
@@ -51,22 +51,22 @@ from itertools import chain, count
 from operator import attrgetter
 from typing import NamedTuple
 
-from crelle.engine.blocks import BlockManager, Copy, Key
+from crelle.engine.block_manager import BlockManager, Copy, Key
 from crelle.engine.sequence import Reason, Request, Sequence, State
 from crelle.errors import CapacityError, SchemeError
 
-UNKNOWN = -1  # a token that was drawn, but did not arrive yet
+UNKNOWN = -1  # a token that was sampled, but did not arrive yet
 _QUEUED = (State.WAITING, State.PREEMPTED)
 _order = attrgetter("order")
 
 
-class Run(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """Run over the tokens ids[start:end] of a sequence and store their keys and values in its pages."""
 
     sequence: Sequence
     start: int
     end: int
-    draws: tuple[Sequence, ...]  # who draws a token from the last logits: nobody within a prompt; n after it
+    samples: tuple[Sequence, ...]  # sample a token from the last logits: none within a prompt, n after it
 
     @property
     def ids(self) -> list[int]:
@@ -82,31 +82,32 @@ class Step:
     """One pass of the model. False when there is nothing to do."""
 
     precision: int | None
-    runs: tuple[Run, ...]  # those of one token first
+    chunks: tuple[ScheduledChunk, ...]  # those of one token first
     copies: tuple[Copy, ...]  # before anything else; no page is in two of them, except as the source of several
     preempted: tuple[Sequence, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.runs)
+        return bool(self.chunks)
 
     @property
     def tokens(self) -> int:
-        return sum(run.end - run.start for run in self.runs)
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
 
     @property
-    def draws(self) -> tuple[Sequence, ...]:
-        """Who draws a token, in the order in which `update` expects them."""
-        return tuple(s for run in self.runs for s in run.draws)
+    def samples(self) -> tuple[Sequence, ...]:
+        """The sequences that get a token, in the order in which `update` expects them."""
+        return tuple(s for chunk in self.chunks for s in chunk.samples)
 
 
 class Scheduler:
     """First come, first served, as many as fit."""
 
-    def __init__(self, blocks: BlockManager, *, context: int, max_batch: int, budget: int, spare: int = 1) -> None:
-        """Store the limits: tokens of a text, sequences that run at once, tokens of a step; `spare`: see above."""
+    def __init__(self, blocks: BlockManager, *, context: int, max_batch: int, budget: int, watermark: int = 1) -> None:
+        """Store the limits: tokens of a sequence, sequences at once, tokens of a step; `watermark`: see above."""
         if max_batch < 1 or budget < max_batch:
             raise SchemeError(f"a step must have a token for each of its {max_batch} sequences, its budget is {budget}")
-        self.blocks, self.context, self.max_batch, self.budget, self.spare = blocks, context, max_batch, budget, spare
+        self.blocks, self.context, self.watermark = blocks, context, watermark
+        self.max_batch, self.budget = max_batch, budget
         self._waiting: list[Sequence] = []  # both in order
         self._running: list[Sequence] = []
         self._finished: list[Sequence] = []
@@ -144,27 +145,35 @@ class Scheduler:
         if request.n > self.max_batch:
             raise CapacityError(f"n is {request.n}, but at most {self.max_batch} sequences run at once; lower n")
         limit = min(prompt + request.sampling.max_tokens, self.context)
-        need = self.blocks.pages_for(limit - 1)  # the last token is drawn, not stored
-        if need > self.blocks.pages:
+        need = self.blocks.pages_for(limit - 1)  # the last token is sampled, not stored
+        if need > self.blocks.max_pages:
             raise CapacityError(
                 f"a prompt of {prompt} tokens and up to {limit - prompt} new ones need {need} pages of "
-                f"{self.blocks.page} tokens, the whole cache has {self.blocks.pages}; shorten the prompt, "
+                f"{self.blocks.page} tokens, the whole cache has {self.blocks.max_pages}; shorten the prompt, "
                 "lower max_tokens or give the cache more memory"
             )
-        namespace = (request.precision, request.realm)
-        request.sequences = [Sequence(request, i, limit, self.blocks.table(namespace)) for i in range(request.n)]
+        root = (request.precision, request.cache_salt), prompt if request.prefill_differs else None
+        request.sequences = [Sequence(request, i, limit, self.blocks.table(*root)) for i in range(request.n)]
         return request.sequences
 
     def enqueue(self, request: Request) -> None:
         """Queue a request whose sequences were made; the last thing in here is the one that counts."""
         assert request.arrival < 0, "a request is submitted once"
         request.arrival = next(self._arrivals)
-        first, *first.heirs = request.sequences
+        first, *first.forks = request.sequences
         insort(self._waiting, first, key=_order)
 
     def withdraw(self, request: Request) -> None:
         """Undo `enqueue`, or what there is of it; no step has been chosen since."""
         self._waiting = [s for s in self._waiting if s.request is not request]
+
+    def missing_pages(self) -> int:
+        """Count the pages that are missing for one more token of all who run, and for the first that waits."""
+        if not self._waiting and self.blocks.available >= 2 * len(self._running):  # a new page and a copy for each
+            return 0
+        need = self.blocks.need([(s.table, len(s.ids)) for s in self._running])
+        need += self.blocks.pages_for(len(self._waiting[0].ids)) if self._waiting else 0
+        return max(0, need - self.blocks.available)
 
     # A step --------------------------------------------------------------------------------------------------------
 
@@ -179,12 +188,12 @@ class Scheduler:
         for s in self._running:
             groups.setdefault(s.precision, []).append(s)
         for precision in sorted(groups, key=lambda p: self._last_turn.get(p, -1)):  # else as their first ones came
-            copies, runs = self._decode(groups[precision], preempted)
-            runs += self._prefill(groups[precision], self.budget - len(runs))
-            if runs:  # else all of this precision were preempted for others
-                runs.sort(key=lambda run: run.end - run.start > 1)
+            copies, chunks = self._decode(groups[precision], preempted)
+            chunks += self._prefill(groups[precision], self.budget - len(chunks))
+            if chunks:  # else all of this precision were preempted for others
+                chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
                 self._last_turn[precision] = next(self._turns)
-                self._under_way = Step(precision, tuple(runs), tuple(copies), tuple(preempted))
+                self._under_way = Step(precision, tuple(chunks), tuple(copies), tuple(preempted))
                 return self._under_way
         assert not self.unfinished
         return Step(None, (), (), ())
@@ -200,13 +209,13 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             s, slots = self._waiting[0], sum(r.slots for r in self._running)
-            if slots + s.slots > self.max_batch or not self.blocks.open(s.table, s.ids, self.spare * slots):
+            if slots + s.slots > self.max_batch or not self.blocks.open(s.table, s.ids, self.watermark * slots):
                 return
             s.reused += s.computed
             s.state = State.RUNNING
             insort(self._running, self._waiting.pop(0), key=_order)
 
-    def _decode(self, group: list[Sequence], preempted: list[Sequence]) -> tuple[list[Copy], list[Run]]:
+    def _decode(self, group: list[Sequence], preempted: list[Sequence]) -> tuple[list[Copy], list[ScheduledChunk]]:
         """One token for each that decodes. First all pages are found, then copies are planned: they never collide."""
         decoding = [s for s in group if s.state is State.RUNNING and s.remaining == 1]
         while self.blocks.need((s.table, len(s.ids)) for s in decoding) > self.blocks.available:
@@ -218,11 +227,11 @@ class Scheduler:
             preempted.append(last)
             decoding = [s for s in decoding if s is not last]
         copies = [copy for s in decoding for copy in self.blocks.grow(s.table, len(s.ids))]
-        return copies, [_run(s, 1) for s in decoding]
+        return copies, [_chunk(s, 1) for s in decoding]
 
-    def _prefill(self, group: list[Sequence], budget: int) -> list[Run]:
+    def _prefill(self, group: list[Sequence], budget: int) -> list[ScheduledChunk]:
         """Share out tokens to prompts; their pages are there already."""
-        runs: list[Run] = []
+        chunks: list[ScheduledChunk] = []
         coming: set[Key] = set()  # pages that this step will compute
         for s in group:
             if budget == 0:
@@ -234,33 +243,33 @@ class Scheduler:
                 if key in coming:
                     continue
                 coming.add(key)
-            runs.append(_run(s, min(s.remaining, budget)))
-            budget -= runs[-1].end - runs[-1].start
-        return runs
+            chunks.append(_chunk(s, min(s.remaining, budget)))
+            budget -= chunks[-1].end - chunks[-1].start
+        return chunks
 
     def update(self, step: Step, sampled: abc.Sequence[int]) -> None:
-        """End a step that succeeded; `sampled` has a token for each of `step.draws`."""
+        """End a step that succeeded; `sampled` has a token for each of `step.samples`."""
         assert step is self._under_way
-        tokens = dict(zip(step.draws, sampled, strict=True))
+        tokens = dict(zip(step.samples, sampled, strict=True))
         self._under_way = None
-        for run in step.runs:
-            first = run.sequence
+        for chunk in step.chunks:
+            first = chunk.sequence
             if first.finished:  # cancelled meanwhile
                 continue
-            self.blocks.commit(first.table, first.ids, run.end)
-            if run.draws:
-                for heir in first.heirs:
-                    heir.table, heir.reused, heir.state = self.blocks.fork(first.table), run.end, State.RUNNING
-                    insort(self._running, heir, key=_order)
-                first.heirs = []
-            for s in run.draws:
+            self.blocks.commit(first.table, first.ids, chunk.end)
+            if chunk.samples:
+                for fork in first.forks:
+                    fork.table, fork.reused, fork.state = self.blocks.fork(first.table), chunk.end, State.RUNNING
+                    insort(self._running, fork, key=_order)
+                first.forks = []
+            for s in chunk.samples:
                 if reason := s.push(tokens[s]):
                     self._end(s, reason)
 
-    def settle(self, s: Sequence, token: int) -> bool:
-        """Tell a token that `update` got as UNKNOWN, in the step after; False: the text had ended before it.
+    def resolve(self, s: Sequence, token: int) -> bool:
+        """Fill in a token that `update` got as UNKNOWN, in the step after; False: the sequence had ended before it.
 
-        UNKNOWN again: it is lost, and the caller will end the text.
+        UNKNOWN again: it is lost, and the caller will end the sequence.
         """
         if s.ids[-1] != UNKNOWN:
             return False
@@ -277,18 +286,18 @@ class Scheduler:
     def trim(self) -> Step:
         """Drop from the step under way what has ended since it was chosen."""
         assert self._under_way is not None
-        runs = tuple(run for run in self._under_way.runs if not run.sequence.finished)
-        self._under_way = replace(self._under_way, runs=runs)
+        chunks = tuple(chunk for chunk in self._under_way.chunks if not chunk.sequence.finished)
+        self._under_way = replace(self._under_way, chunks=chunks)
         return self._under_way
 
     def abort(self, step: Step, error: BaseException) -> None:
         """End a step that raised: its sequences, and those that wait to be forked from them, fail; no others."""
         assert step is self._under_way
         self._under_way = None
-        for run in step.runs:
-            if not run.sequence.finished:
-                heirs, run.sequence.heirs = run.sequence.heirs, []
-                for s in (run.sequence, *heirs):
+        for chunk in step.chunks:
+            if not chunk.sequence.finished:
+                forks, chunk.sequence.forks = chunk.sequence.forks, []
+                for s in (chunk.sequence, *forks):
                     self._end(s, "error", error)
 
     # Ends ----------------------------------------------------------------------------------------------------------
@@ -297,21 +306,21 @@ class Scheduler:
         """End all of a request's sequences now and free their pages; also while a step is under way."""
         request.cancelled = True
         for s in request.sequences:
-            s.heirs = []
+            s.forks = []
         for s in request.sequences:
             if not s.finished:
                 self._end(s, "cancelled")
 
     def finish(self, sequence: Sequence, reason: Reason = "stop") -> None:
-        """End one sequence for a reason that ids do not show: a stop string, a time limit; no step draws for it now."""
+        """End one sequence for a reason that ids do not show (stop string, time limit); no step samples for it now."""
         if sequence.finished:
             return
         for s in sequence.request.sequences:
-            s.heirs = [heir for heir in s.heirs if heir is not sequence]
-        if sequence.heirs:  # the next of the request does its work
-            heir, *others = sequence.heirs
-            insort(self._waiting, heir, key=_order)
-            heir.heirs, sequence.heirs = others, []
+            s.forks = [fork for fork in s.forks if fork is not sequence]
+        if sequence.forks:  # the next of the request does its work
+            fork, *others = sequence.forks
+            insort(self._waiting, fork, key=_order)
+            fork.forks, sequence.forks = others, []
         self._end(sequence, reason)
 
     def take_finished(self) -> list[Sequence]:
@@ -325,14 +334,14 @@ class Scheduler:
         Who has begun fails, since its pages may hold anything; who only waits stays.
         """
         waiting = [s for s in dict.fromkeys(self._waiting) if s.state in _QUEUED and s.ids[-1] != UNKNOWN]
-        stay = {s for first in waiting for s in (first, *first.heirs)}
+        stay = {s for first in waiting for s in (first, *first.forks)}
         self._under_way, self._running, self._waiting = None, [], waiting
         self.blocks.reset()
         for s in sequences:
             s.table.pages.clear()
             s.table.length = 0
             if s not in stay and not s.finished:
-                s.heirs = []
+                s.forks = []
                 s.state, s.reason, s.error = State.FINISHED, "error", error
                 self._finished.append(s)
 
@@ -342,7 +351,7 @@ class Scheduler:
 
     def _end(self, s: Sequence, reason: Reason, error: BaseException | None = None) -> None:
         """End a sequence. Its state changes last: a call that was interrupted can be repeated."""
-        assert not s.heirs
+        assert not s.forks
         for queue in (self._running, self._waiting):
             if s in queue:
                 queue.remove(s)
@@ -351,6 +360,6 @@ class Scheduler:
         self._finished.append(s)
 
 
-def _run(s: Sequence, tokens: int) -> Run:
+def _chunk(s: Sequence, tokens: int) -> ScheduledChunk:
     end = s.computed + tokens
-    return Run(s, s.computed, end, (s, *s.heirs) if end == len(s.ids) else ())
+    return ScheduledChunk(s, s.computed, end, (s, *s.forks) if end == len(s.ids) else ())

@@ -1,4 +1,4 @@
-"""What is asked for (Request), and each text that grows from it (Sequence).
+"""What is asked for (Request), and each sequence that grows from it (Sequence).
 
     submit                 admitted                  end token, stop string, max_tokens, context full
     ──────▶ WAITING ─────────────────▶ RUNNING ───────────────────────────────────────────────────▶ FINISHED
@@ -6,8 +6,8 @@
                └─────── PREEMPTED ◀───────┘
 
 A preempted sequence gave its pages back and waits again; it keeps its tokens and will run over them once more.
-A request with n > 1 is computed once: its first sequence runs over the prompt, and when that is done all n draw
-their first token from the same logits and go separate ways. Until then the others are the `heirs` of the first.
+A request with n > 1 is computed once: its first sequence runs over the prompt, and when that is done all n sample
+their first token from the same logits and go separate ways. Until then the others are the `forks` of the first.
 """
 
 from collections.abc import Hashable
@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from crelle.engine.blocks import BlockTable
+from crelle.engine.block_manager import BlockTable
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _numbers = count(1)
 
 
 class State(Enum):
-    """Where a sequence stands; the module's docstring draws the ways between."""
+    """Where a sequence stands; the module's docstring shows the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -38,15 +38,16 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One question: token ids in, n texts of token ids out."""
+    """One question: token ids in, n sequences of token ids out."""
 
     prompt: tuple[int, ...]
     sampling: "Sampling"
     n: int = 1
     precision: int | None = None  # bits, of a nested checkpoint; None: as the model was loaded
-    end_ids: frozenset[int] = frozenset()  # tokens that end a text and are not part of it
+    end_ids: frozenset[int] = frozenset()  # tokens that end a sequence and are not part of it
     priority: int = 0  # smaller goes first; among equals the earlier arrival
-    realm: Hashable = None  # prefixes are shared only among requests of one realm: a customer, say
+    cache_salt: Hashable = None  # prefixes are shared only among requests of one cache_salt: a customer, say
+    prefill_differs: bool = False  # prompts run through other kernels than sampled tokens, and bits matter
     id: str = field(default_factory=lambda: f"request-{next(_numbers)}")
     arrival: int = -1  # given by the scheduler: 0 for its first request
     sequences: "list[Sequence]" = field(default_factory=list)  # made by the scheduler
@@ -67,7 +68,7 @@ class Request:
         return bool(self.sequences) and all(s.finished for s in self.sequences)
 
     def seed(self, index: int) -> int | None:
-        """Give each of the n texts a seed of its own; the first has the request's, as if it were alone."""
+        """Give each of the n sequences a seed of its own; the first has the request's, as if it were alone."""
         if self.sampling.seed is None or index == 0:
             return self.sampling.seed
         digest = blake2b(f"{self.sampling.seed}/{index}".encode(), digest_size=8).digest()
@@ -76,7 +77,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and the tokens drawn so far; of those, `computed` have their keys and values in the pages of `table`."""
+    """A prompt and the tokens sampled so far; `computed` of them have keys and values in the pages of `table`."""
 
     request: Request
     index: int  # among the n of the request
@@ -88,7 +89,7 @@ class Sequence:
     state: State = State.WAITING
     reason: Reason | None = None  # why it finished
     error: BaseException | None = None  # what failed, where the reason is "error"
-    heirs: "list[Sequence]" = field(default_factory=list)  # will take over its pages when the prompt is computed
+    forks: "list[Sequence]" = field(default_factory=list)  # will take over its pages when the prompt is computed
     reused: int = 0  # tokens that it did not run over, because their keys and values were there already
     preemptions: int = 0
 
@@ -103,7 +104,7 @@ class Sequence:
 
     @property
     def new(self) -> list[int]:
-        """The tokens drawn so far."""
+        """The tokens sampled so far."""
         return self.ids[len(self.request.prompt) :]
 
     @property
@@ -117,20 +118,20 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens to run over before the next one can be drawn: 1 when decoding, more in a prompt."""
+        """Tokens to run over before the next one can be sampled: 1 when decoding, more in a prompt."""
         return len(self.ids) - self.table.length
 
     @property
     def slots(self) -> int:
         """Places it takes, or will take, in a batch."""
-        return 1 + len(self.heirs)
+        return 1 + len(self.forks)
 
     @property
     def finished(self) -> bool:
         return self.state is State.FINISHED
 
     def push(self, token: int) -> Reason | None:
-        """Add a drawn token; say why the text ends with it, if it does. An end token is not part of the text."""
+        """Add a sampled token; say why the sequence ends with it, if it does. An end token is not added."""
         assert not self.finished
         if token in self.request.end_ids:
             return "stop"

@@ -35,6 +35,8 @@ class Chunk:
 class Executor(Protocol):
     """Runs one model at one precision."""
 
+    prefill_differs: bool  # a token of a prompt has other bits than the same token where it was sampled
+
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Store the keys and values of all chunks; return logits f32 [wanted chunks, V], in their order."""
         ...

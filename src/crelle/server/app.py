@@ -15,12 +15,12 @@ from typing import Any
 
 from aiohttp import web
 
-from crelle.engine.engine import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.errors import CapacityError
-from crelle.server.guard import dress, guard
+from crelle.server.event_queue import EventBridge
 from crelle.server.handlers import STATE, add_routes
-from crelle.server.inbox import Post
 from crelle.server.logs import LOGGER, describe, log
+from crelle.server.middleware import dress, middleware
 from crelle.server.settings import Settings
 from crelle.server.state import State
 
@@ -42,7 +42,7 @@ class Server:
 
 
 def make_app(state: State) -> web.Application:
-    app = web.Application(middlewares=[guard], client_max_size=state.settings.max_body)
+    app = web.Application(middlewares=[middleware], client_max_size=state.settings.max_body)
     app[STATE] = state
     app.on_response_prepare.append(dress)
     add_routes(app)
@@ -51,14 +51,14 @@ def make_app(state: State) -> web.Application:
 
 @asynccontextmanager
 async def running(
-    service: Service, settings: Settings, name: str | None = None, sock: socket.socket | None = None
+    service: AsyncEngine, settings: Settings, name: str | None = None, sock: socket.socket | None = None
 ) -> AsyncIterator[Server]:
     """Listen while the block runs; then shut down within the grace that the settings give. Ends the service too."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_unexpected)
     state = State(service, settings, name)
     state.warm_up()
-    state.post = Post(loop)
+    state.bridge = EventBridge(loop)
     runner = web.AppRunner(
         make_app(state),
         handler_cancellation=True,  # a client that leaves ends its texts
@@ -78,7 +78,7 @@ async def running(
         sock = sock or reserve(settings)
         await web.SockSite(runner, sock, backlog=_QUEUE).start()
         server = Server(state, address(sock), runner, asyncio.Event())
-        log("ready", address=server.address, model=state.facts.name, keys=len(settings.keys.digests))
+        log("ready", address=server.address, model=state.info.name, keys=len(settings.keys.digests))
         try:
             yield server
         finally:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from crelle.server.faults import ApiError
+from crelle.server.errors import ApiError
 from crelle.server.settings import Settings
 
 LARGE = 32 << 10  # bytes from which a body is parsed, checked and tokenized beside the loop

@@ -7,31 +7,31 @@ from typing import Any, Self
 from aiohttp import web
 
 from crelle.engine.output import Event, Output
-from crelle.server.ask import Ask
-from crelle.server.faults import failed, of_engine, unavailable
-from crelle.server.inbox import Inbox
+from crelle.server.errors import failed, of_engine, unavailable
+from crelle.server.event_queue import EventQueue
 from crelle.server.logs import describe
-from crelle.server.shapes import Answer, usage
+from crelle.server.request_context import REQUEST_CONTEXT
+from crelle.server.requests import GenerationRequest
+from crelle.server.responses import ResponseBuilder, usage
 from crelle.server.state import State
-from crelle.server.visit import VISIT
 
 _LOGGED = 4096  # token ids of a prompt that --log-prompts writes
 _ON_ITS_WAY = 3.0  # seconds in which an event surely comes from the engine's thread to the loop
 
 
 class Generation:
-    """Texts that are being drawn. Leave the `async with` block, for whatever reason, and what still runs is ended."""
+    """Texts that are being sampled. Leave the `async with` block, for whatever reason, and what still runs is ended."""
 
-    def __init__(self, state: State, request: web.Request, ask: Ask, prompts: list[list[int]]) -> None:
-        self.state, self.request, self.ask = state, request, ask
+    def __init__(self, state: State, request: web.Request, params: GenerationRequest, prompts: list[list[int]]) -> None:
+        self.state, self.request, self.params = state, request, params
         self._prompts: list[list[int]] = prompts  # until they are submitted
         self._prompt_tokens = sum(map(len, prompts))
-        self.visit = VISIT.get()
-        self.choices = len(prompts) * ask.n
-        self.answer = Answer(ask, self.choices, state.facts.name, state.tokens)
+        self.context = REQUEST_CONTEXT.get()
+        self.choices = len(prompts) * params.n
+        self.response = ResponseBuilder(params, self.choices, state.info.name, state.tokens)
         self._outputs: dict[int, Output] = {}
         # only a stream can be read slowly: other answers are kept whole
-        self.inbox = Inbox(state.settings.backlog + self.choices if ask.stream else None, self._too_slow)
+        self.queue = EventQueue(state.settings.backlog + self.choices if params.stream else None, self._too_slow)
         self._begun = False  # a token has come
         self._quiet = 0  # times in a row that nothing came for `patience` seconds
         self._missing_since: float | None = None  # when a finished sequence was first seen without its last event
@@ -41,7 +41,7 @@ class Generation:
         self.state.generations.add(self)
         self.state.metrics.waiting += 1
         try:
-            await self.state.submit(self.ask, self._prompts, self.visit.realm, self.inbox)
+            await self.state.submit(self.params, self._prompts, self.context.cache_salt, self.queue)
         except BaseException:
             self._leave()
             raise
@@ -54,13 +54,13 @@ class Generation:
         self._leave()
         for output in self._outputs.values():
             self.state.metrics.finished(output)
-        self.visit.facts.update(self._facts())
+        self.context.log_fields.update(self._log_fields())
 
     def _leave(self) -> None:
         self.state.generations.discard(self)
         self.state.metrics.running -= self._begun
         self.state.metrics.waiting -= not self._begun
-        self.inbox.close()
+        self.queue.close()
 
     @property
     def finished(self) -> bool:
@@ -73,23 +73,23 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """Tokens drawn so far, in texts that have ended or not."""
-        return sum(len(s.new) for handle in self.inbox.handles for s in handle.request.sequences)
+        """Tokens sampled so far, in texts that have ended or not."""
+        return sum(len(s.new) for handle in self.queue.handles for s in handle.request.sequences)
 
     @property
     def values(self) -> int:
         """Return how many tokens or logprobs the answer tells of, when it is finished."""
-        return sum(len(o.completion.tokens) for o in self.outputs) * (1 + (self.ask.logprobs or 0)) + self.choices
+        return sum(len(o.completion.tokens) for o in self.outputs) * (1 + (self.params.logprobs or 0)) + self.choices
 
     async def take(self) -> list[tuple[int, Event]]:
         """Return what came since the last call, by choice; nothing if that took long. Raises what went wrong."""
         found = []
-        items = await self.inbox.take(self.state.settings.patience)
+        items = await self.queue.take(self.state.settings.patience)
         self._quiet = 0 if items else self._quiet + 1
-        if self.inbox.error is not None or self._quiet > 1:
+        if self.queue.error is not None or self._quiet > 1:
             self._require_life()
         for prompt, event in items:
-            index = prompt * self.ask.n + event.index
+            index = prompt * self.params.n + event.index
             found.append((index, event))
             if not self._begun and event.token is not None:
                 self._begun = True
@@ -98,25 +98,27 @@ class Generation:
             if event.output is not None:
                 self._outputs[index] = event.output
                 if event.output.error is not None:
-                    self.visit.facts["fault"] = describe(event.output.error)
-                    raise of_engine(event.output.error, self.visit.id)
+                    self.context.log_fields["fault"] = describe(event.output.error)
+                    raise of_engine(event.output.error, self.context.id)
         if found and self.finished and not any(o.completion.tokens for o in self.outputs) and self._were_cut():
             raise unavailable("the server is shutting down and had not begun with this request")
         return found
 
     def _require_life(self) -> None:
         """Raise if the events that are missing will never come."""
-        if self.inbox.error is not None:
-            self.visit.facts["fault"] = describe(self.inbox.error)
-            raise failed(self.visit.id)
+        if self.queue.error is not None:
+            self.context.log_fields["fault"] = describe(self.queue.error)
+            raise failed(self.context.id)
         if self.state.service.error is not None:
             self.state.require_ready()
-        n = self.ask.n
-        for prompt, handle in enumerate(self.inbox.handles):
+        n = self.params.n
+        for prompt, handle in enumerate(self.queue.handles):
             missing = any(prompt * n + i not in self._outputs for i in range(n))
             if missing and (handle.failure is not None or (handle.finished and self._is_late())):
-                self.visit.facts["fault"] = describe(handle.failure) if handle.failure else "the last event was lost"
-                raise failed(self.visit.id)
+                self.context.log_fields["fault"] = (
+                    describe(handle.failure) if handle.failure else "the last event was lost"
+                )
+                raise failed(self.context.id)
 
     def _is_late(self) -> bool:
         """Whether a last event has been missing for longer than its way from the engine's thread can take."""
@@ -126,7 +128,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End the texts now; what they have so far still comes."""
-        for handle in self.inbox.handles:
+        for handle in self.queue.handles:
             handle.cancel()
 
     def _were_cut(self) -> bool:
@@ -135,20 +137,20 @@ class Generation:
     def _too_slow(self) -> None:
         """Nobody reads the stream: hang up. Closing politely would wait for the reader once more."""
         self.state.metrics.slow_readers += 1
-        self.visit.facts["slow_reader"] = True
+        self.context.log_fields["slow_reader"] = True
         if self.request.transport is not None:
             self.request.transport.abort()
 
-    def _facts(self) -> dict[str, Any]:
+    def _log_fields(self) -> dict[str, Any]:
         """What the log says about the request."""
-        facts: dict[str, Any] = {"stream": self.ask.stream, "n": self.choices, "precision": self.ask.bits}
+        fields: dict[str, Any] = {"stream": self.params.stream, "n": self.choices, "precision": self.params.bits}
         if self.finished:
-            facts |= {k: v for k, v in usage(self.outputs, self.ask.n).items() if isinstance(v, int)}
-            facts["finish"] = sorted({o.completion.finish_reason for o in self.outputs})
-            facts["first_token_seconds"] = round(min(o.completion.first_token_seconds for o in self.outputs), 4)
+            fields |= {k: v for k, v in usage(self.outputs, self.params.n).items() if isinstance(v, int)}
+            fields["finish"] = sorted({o.completion.finish_reason for o in self.outputs})
+            fields["first_token_seconds"] = round(min(o.completion.first_token_seconds for o in self.outputs), 4)
         else:
-            facts |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.tokens}
+            fields |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.tokens}
         if self.state.settings.log_prompts:
-            facts["prompt"] = [text[:_LOGGED] if isinstance(text, list) else text for text in self.ask.texts]
-            facts["answer"] = [o.completion.text for o in self._outputs.values()]
-        return facts
+            fields["prompt"] = [text[:_LOGGED] if isinstance(text, list) else text for text in self.params.texts]
+            fields["answer"] = [o.completion.text for o in self._outputs.values()]
+        return fields

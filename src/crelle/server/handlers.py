@@ -1,4 +1,4 @@
-"""The pages of the server, each a few lines; guard.py stands before them."""
+"""The pages of the server, each a few lines; middleware.py stands before them."""
 
 import asyncio
 import re
@@ -13,17 +13,17 @@ from aiohttp import web
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
-from crelle.server.ask import Ask, Tokenize, not_served
 from crelle.server.bodies import LARGE
-from crelle.server.faults import PASSED_ON, ApiError, failed, timed_out
+from crelle.server.errors import PASSED_ON, ApiError, failed, timed_out
 from crelle.server.generation import Generation
 from crelle.server.logs import describe
 from crelle.server.reply import reply
-from crelle.server.shapes import PING, sse
+from crelle.server.requests import GenerationRequest, Tokenize, not_served
+from crelle.server.responses import PING, sse
 from crelle.server.state import State
 from crelle.server.strict_json import encode_large, parse
 
-A = TypeVar("A", Ask, Tokenize)
+A = TypeVar("A", GenerationRequest, Tokenize)
 T = TypeVar("T")
 
 STATE = web.AppKey("state", State)
@@ -76,9 +76,9 @@ def _policy(html: str) -> str:
 
 
 def _model(state: State) -> dict[str, Any]:
-    facts = state.facts
-    found = {"id": facts.name, "object": "model", "created": state.created, "owned_by": "crelle"}
-    return {**found, "context": facts.context, "precisions": list(facts.precisions)}
+    info = state.info
+    found = {"id": info.name, "object": "model", "created": state.created, "owned_by": "crelle"}
+    return {**found, "context": info.context, "precisions": list(info.precisions)}
 
 
 async def models(request: web.Request) -> web.Response:
@@ -87,8 +87,8 @@ async def models(request: web.Request) -> web.Response:
 
 async def model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
-    if name != state.facts.name:
-        raise not_served(name, state.facts)
+    if name != state.info.name:
+        raise not_served(name, state.info)
     return reply(_model(state))
 
 
@@ -97,14 +97,14 @@ async def status(request: web.Request) -> web.Response:
     stats = state.engine.stats
     return reply(
         {
-            "model": state.facts.name,
-            "precisions": list(state.facts.precisions),
+            "model": state.info.name,
+            "precisions": list(state.info.precisions),
             "kv": str(state.engine.kv),
             "pages": stats.pages,
             "pages_used": stats.pages_used,
             "running": stats.running,
             "waiting": stats.waiting,
-            "tokens_per_second": round(state.metrics.speed.per_second(stats.tokens_drawn), 2),
+            "tokens_per_second": round(state.metrics.speed.per_second(stats.tokens_sampled), 2),
         }
     )
 
@@ -133,8 +133,8 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    _, ids = await _prepared(request, state.asks.tokenize, Tokenize.ids)
-    answer = {"tokens": ids, "count": len(ids), "context": state.facts.context}
+    _, ids = await _prepared(request, state.parser.tokenize, Tokenize.ids)
+    answer = {"tokens": ids, "count": len(ids), "context": state.info.context}
     return reply(await state.writing(partial(encode_large, answer)) if len(ids) > _SMALL else answer)
 
 
@@ -142,18 +142,18 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, request.app[STATE].asks.completion)
+    return await _generate(request, request.app[STATE].parser.completion)
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, request.app[STATE].asks.chat)
+    return await _generate(request, request.app[STATE].parser.chat)
 
 
-async def _generate(request: web.Request, read: Callable[[Any], Ask]) -> web.StreamResponse:
+async def _generate(request: web.Request, read: Callable[[Any], GenerationRequest]) -> web.StreamResponse:
     state = request.app[STATE]
-    ask, prompts = await _prepared(request, read, Ask.ids)
-    async with Generation(state, request, ask, prompts) as generation:
-        return await (_stream if ask.stream else _whole)(generation)
+    params, prompts = await _prepared(request, read, GenerationRequest.ids)
+    async with Generation(state, request, params, prompts) as generation:
+        return await (_stream if params.stream else _whole)(generation)
 
 
 async def _prepared(request: web.Request, read: Callable[[Any], A], ids: Callable[[A, Tokenizer], T]) -> tuple[A, T]:
@@ -189,8 +189,8 @@ async def _whole(g: Generation) -> web.StreamResponse:
         g.state.metrics.timeouts += 1
         raise timed_out(limit, g.tokens) from None
     if g.values <= _SMALL:
-        return reply(g.answer.whole(g.outputs, g.state.cut))
-    return reply(await g.state.writing(lambda: encode_large(g.answer.whole(g.outputs, g.state.cut))))
+        return reply(g.response.whole(g.outputs, g.state.cut))
+    return reply(await g.state.writing(lambda: encode_large(g.response.whole(g.outputs, g.state.cut))))
 
 
 async def _stream(g: Generation) -> web.StreamResponse:
@@ -202,9 +202,9 @@ async def _stream(g: Generation) -> web.StreamResponse:
             while not g.finished:
                 items = await g.take()
                 for some in batched(items, _EVENTS):
-                    data = b"".join(g.answer.chunk(index, event, g.state.cut) for index, event in some)
+                    data = b"".join(g.response.chunk(index, event, g.state.cut) for index, event in some)
                     if not response.prepared:
-                        data = g.answer.opening() + data
+                        data = g.response.opening() + data
                     writing = True
                     if not response.prepared:
                         await response.prepare(g.request)
@@ -213,7 +213,7 @@ async def _stream(g: Generation) -> web.StreamResponse:
                     writing = False
                     if len(items) > _EVENTS:
                         await asyncio.sleep(0)  # others have their turn
-            closing = g.answer.closing(g.outputs)
+            closing = g.response.closing(g.outputs)
             writing = True
             await response.write(closing)
             await response.write_eof()
@@ -226,11 +226,11 @@ async def _stream(g: Generation) -> web.StreamResponse:
     except PASSED_ON:
         raise
     except BaseException as e:
-        g.visit.facts["fault"] = describe(e)
-        fault, writing = failed(g.visit.id), False
+        g.context.log_fields["fault"] = describe(e)
+        fault, writing = failed(g.context.id), False
     if not response.prepared:
         raise fault
-    g.visit.facts |= {"code": fault.code, "failed_status": fault.status}
+    g.context.log_fields |= {"code": fault.code, "failed_status": fault.status}
     try:
         if writing:
             raise TimeoutError("the reader takes nothing, not even the reason")
@@ -240,7 +240,7 @@ async def _stream(g: Generation) -> web.StreamResponse:
     except PASSED_ON:
         raise
     except BaseException as e:  # the answer has begun: no other one can be given any more
-        g.visit.facts.setdefault("fault", describe(e))
+        g.context.log_fields.setdefault("fault", describe(e))
         if g.request.transport is not None:
             g.request.transport.abort()
     return response

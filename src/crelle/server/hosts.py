@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from crelle.server.faults import ApiError
+from crelle.server.errors import ApiError
 from crelle.server.settings import Settings, is_loopback
 
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@?#\\\s]+)(?::([0-9]{0,5}))?")

@@ -16,7 +16,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, Any] = {"time": when, "level": record.levelname.lower(), "event": _short(record.getMessage())}
-        line |= getattr(record, "facts", {})
+        line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[1] is not None:
             line["error"] = describe(record.exc_info[1])
         return dumps_log(line)
@@ -27,8 +27,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {_short(str(error))}"
 
 
-def log(event: str, level: int = logging.INFO, **facts: Any) -> None:
-    LOGGER.log(level, event, extra={"facts": {k: v for k, v in facts.items() if v is not None}})
+def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    LOGGER.log(level, event, extra={"fields": {k: v for k, v in fields.items() if v is not None}})
 
 
 def set_up(stream: TextIO | None = None, level: int = logging.INFO) -> None:

@@ -79,7 +79,7 @@ class Metrics:
             self.each.observe(1 / done.tokens_per_second)
 
     def sample(self, stats: Stats) -> None:
-        self.speed.sample(stats.tokens_drawn)
+        self.speed.sample(stats.tokens_sampled)
         self.finishing.sample(stats.finished)
 
     def retry_after(self, stats: Stats) -> int:
@@ -99,12 +99,16 @@ class Metrics:
             ("crelle_kv_pages", "pages of the cache", stats.pages),
             ("crelle_kv_pages_used", "pages in texts that run", stats.pages_used),
             ("crelle_kv_pages_cached", "pages kept for whoever has the same prefix", stats.pages_cached),
-            ("crelle_tokens_per_second", "tokens drawn, over the last 5 s", self.speed.per_second(stats.tokens_drawn)),
+            (
+                "crelle_tokens_per_second",
+                "tokens sampled, over the last 5 s",
+                self.speed.per_second(stats.tokens_sampled),
+            ),
         ]
         ever: list[tuple[str, str, float]] = [
             ("crelle_steps_total", "steps of the engine", stats.steps),
             ("crelle_tokens_run_total", "tokens the model ran over", stats.tokens_run),
-            ("crelle_tokens_drawn_total", "tokens drawn", stats.tokens_drawn),
+            ("crelle_tokens_drawn_total", "tokens sampled", stats.tokens_sampled),
             ("crelle_tokens_reused_total", "tokens of prompts found in the cache", stats.tokens_reused),
             ("crelle_prompt_tokens_total", "tokens of prompts let in", self.prompt_tokens),
             ("crelle_preemptions_total", "texts that gave their pages back for a while", stats.preemptions),

@@ -1,10 +1,10 @@
-"""The document at /openapi.json, from the tables that requests are checked by."""
+"""The document at /openapi.json, from the schemas that requests are checked by."""
 
 from typing import Any
 
-from crelle.server import tables
-from crelle.server.schema import Schema
-from crelle.server.tables import Facts
+from crelle.server import schemas
+from crelle.server.schemas import ModelInfo
+from crelle.server.validation import Schema
 from crelle.version import __version__
 
 _ERRORS = {
@@ -23,31 +23,31 @@ _ERRORS = {
 _POST = tuple(_ERRORS)
 
 
-def document(facts: Facts, *, keys: bool) -> dict[str, Any]:
+def document(info: ModelInfo, *, keys: bool) -> dict[str, Any]:
     """Describe every path; `keys`: whether API keys are asked for."""
     stream: dict[str, Any] = {"text/event-stream": {}}  # where `stream` is true: OpenAI's chunks, then [DONE]
-    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [facts.name]}}
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [info.name]}}
     paths = {
-        "/v1/models": {"get": _get("the model that is served", tables.MODELS)},
-        "/v1/models/{model}": {"get": {**_get("one model", tables.MODEL, 404), "parameters": [model]}},
-        "/v1/completions": {"post": _post("continue texts", tables.completion(facts), tables.COMPLETION, stream)},
-        "/v1/chat/completions": {"post": _post("answer", tables.chat(facts), tables.CHAT, stream)},
-        "/v1/status": {"get": _get("what the engine is doing", tables.STATUS)},
-        "/tokenize": {"post": _post("the token ids of a text", tables.tokenize(facts), tables.TOKENS, {})},
-        "/health": {"get": _get("whether the process lives", tables.ALIVE, 503, open_to_all=True)},
-        "/ready": {"get": _get("whether it takes requests", tables.ALIVE, 503, open_to_all=True)},
+        "/v1/models": {"get": _get("the model that is served", schemas.MODELS)},
+        "/v1/models/{model}": {"get": {**_get("one model", schemas.MODEL, 404), "parameters": [model]}},
+        "/v1/completions": {"post": _post("continue texts", schemas.completion(info), schemas.COMPLETION, stream)},
+        "/v1/chat/completions": {"post": _post("answer", schemas.chat(info), schemas.CHAT, stream)},
+        "/v1/status": {"get": _get("what the engine is doing", schemas.STATUS)},
+        "/tokenize": {"post": _post("the token ids of a text", schemas.tokenize(info), schemas.TOKENS, {})},
+        "/health": {"get": _get("whether the process lives", schemas.ALIVE, 503, open_to_all=True)},
+        "/ready": {"get": _get("whether it takes requests", schemas.ALIVE, 503, open_to_all=True)},
         "/metrics": {"get": _get("for Prometheus", None)},
         "/openapi.json": {"get": _get("this document", {"type": "object"}, open_to_all=True)},
     }
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
-            "title": f"Crelle: {facts.name}",
+            "title": f"Crelle: {info.name}",
             "version": __version__,
             "description": "OpenAI's completions and chat, from one model at few bits. Unknown parameters are refused.",
         },
         "paths": paths,
-        "components": {"schemas": {"Error": tables.ERROR}},
+        "components": {"schemas": {"Error": schemas.ERROR}},
     }
     if keys:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from crelle.engine.engine import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.server.app import Server, running
 from crelle.server.logs import log
 from crelle.server.settings import Settings
@@ -19,7 +19,7 @@ _SWITCH = 0.001
 
 
 def serve(
-    service: Service,
+    service: AsyncEngine,
     settings: Settings,
     *,
     name: str | None = None,

@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, the settings, the tables, the counts."""
+"""What all handlers share: the engine, the settings, the schemas, the counts."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,23 +8,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
-from crelle.engine.engine import Service
+from crelle.engine.async_engine import AsyncEngine
 from crelle.errors import CrelleError
-from crelle.server.ask import Ask, Asks
 from crelle.server.bodies import Bodies
-from crelle.server.faults import ApiError, refused, unavailable
-from crelle.server.inbox import Inbox, Post
+from crelle.server.errors import ApiError, refused, unavailable
+from crelle.server.event_queue import EventBridge, EventQueue
 from crelle.server.metrics import Metrics
 from crelle.server.openapi import document
+from crelle.server.requests import GenerationRequest, RequestParser
+from crelle.server.schemas import ModelInfo
 from crelle.server.settings import Settings
 from crelle.server.strict_json import encode
-from crelle.server.tables import Facts
-from crelle.server.tokens import TokenTexts
-
-if TYPE_CHECKING:
-    from crelle.server.generation import Generation
+from crelle.server.token_text import TokenTexts
 
 T = TypeVar("T")
 _CHARACTERS_A_TOKEN = 8  # few texts have more on average, so longer prompts would not fit the context anyway
@@ -33,16 +30,22 @@ _QUICK = 4096  # characters that are tokenized at once, tokens submitted; more w
 _FEW = 8  # texts that are submitted at once
 
 
+class Cancellable(Protocol):
+    """A request that runs: crelle.server.generation.Generation."""
+
+    def cancel(self) -> None: ...
+
+
 class State:
     """One served model."""
 
-    def __init__(self, service: Service, settings: Settings, name: str | None = None) -> None:
+    def __init__(self, service: AsyncEngine, settings: Settings, name: str | None = None) -> None:
         self.service, self.settings = service, settings
         self.engine, self.llm = service.engine, service.engine.llm
         self.created = int(time())
         c, engine = self.llm.model.c, self.engine
         self.room = min(c.context, engine.blocks.pages * engine.kv.page + 1)  # tokens of one text; the last is not kept
-        self.facts = Facts(
+        self.info = ModelInfo(
             name=name or model_name(self.llm.weights.path),
             context=c.context,
             vocabulary=c.vocabulary,
@@ -52,13 +55,13 @@ class State:
             max_n=engine.scheduler.max_batch,
             max_prompts=min(_PROMPTS, engine.queue_limit or _PROMPTS),
         )
-        self.asks, self.tokens, self.metrics = Asks(self.facts), TokenTexts(self.llm.tokenizer), Metrics()
-        self.document = encode(document(self.facts, keys=bool(settings.keys)))
+        self.parser, self.tokens, self.metrics = RequestParser(self.info), TokenTexts(self.llm.tokenizer), Metrics()
+        self.document = encode(document(self.info, keys=bool(settings.keys)))
         self.bodies = Bodies(settings)
         self.closing = False
         self.cut: str | None = None  # why texts are ended before they are complete
-        self.generations: set[Generation] = set()
-        self.post: Post | None = None  # set when the loop runs
+        self.generations: set[Cancellable] = set()
+        self.bridge: EventBridge | None = None  # set when the loop runs
         # One thread each: more would only take the interpreter lock from the loop, and memory for what is half done.
         self._reader, self._writer = ThreadPoolExecutor(1, "crelle-reader"), ThreadPoolExecutor(1, "crelle-writer")
 
@@ -66,7 +69,7 @@ class State:
         """Do now what the first requests would wait for: chat templates, every precision."""
         with suppress(CrelleError):  # no template, say: whoever wants to chat will be told
             self.llm.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
-        for bits in self.facts.precisions:
+        for bits in self.info.precisions:
             self.llm.at(bits)
 
     @property
@@ -89,14 +92,16 @@ class State:
         """Build a large answer beside the loop."""
         return await _beside(self._writer, work)
 
-    async def submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox) -> None:
+    async def submit(
+        self, params: GenerationRequest, prompts: list[list[int]], cache_salt: int | None, queue: EventQueue
+    ) -> None:
         """Hand all prompts to the engine, or none."""
-        assert self.post is not None
+        assert self.bridge is not None
         self.require_ready()
         tokens = sum(map(len, prompts))
-        work = partial(self._submit, ask, prompts, realm, inbox, self.post)
+        work = partial(self._submit, params, prompts, cache_salt, queue, self.bridge)
         try:
-            if tokens <= _QUICK and len(prompts) * ask.n <= _FEW:
+            if tokens <= _QUICK and len(prompts) * params.n <= _FEW:
                 work()
             else:
                 await _beside(self._reader, work)
@@ -104,23 +109,30 @@ class State:
             raise self.refused(e) from None
         self.metrics.prompt_tokens += tokens
 
-    def _submit(self, ask: Ask, prompts: list[list[int]], realm: int | None, inbox: Inbox, post: Post) -> None:
+    def _submit(
+        self,
+        params: GenerationRequest,
+        prompts: list[list[int]],
+        cache_salt: int | None,
+        queue: EventQueue,
+        bridge: EventBridge,
+    ) -> None:
         for i, ids in enumerate(prompts):
-            if inbox.closed:  # the client has left meanwhile
+            if queue.closed:  # the client has left meanwhile
                 return
-            most = ask.max_tokens or max(1, min(self.facts.max_tokens, self.room - len(ids)))
+            most = params.max_tokens or max(1, min(self.info.max_tokens, self.room - len(ids)))
             handle = self.service.submit(
                 ids,
-                replace(ask.sampling, max_tokens=most),
-                n=ask.n,
-                bits=ask.bits,
-                logprobs=ask.logprobs,
-                realm=realm,
-                ignore_end=ask.ignore_end,
-                on_event=post.callback(inbox, i),
+                replace(params.sampling, max_tokens=most),
+                n=params.n,
+                bits=params.bits,
+                logprobs=params.logprobs,
+                cache_salt=cache_salt,
+                ignore_end=params.ignore_end,
+                on_event=bridge.callback(queue, i),
             )
             try:
-                inbox.add(handle)
+                queue.add(handle)
             except BaseException:  # nobody else knows of it
                 handle.cancel()
                 raise

@@ -16,7 +16,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from math import inf, isfinite
 from typing import Any
 
-from crelle.server.faults import ApiError
+from crelle.server.errors import ApiError
 
 _LARGE = 32 << 10  # characters from which a document is read in pieces
 _PIECE = 16 << 10  # characters of numbers that are read at a time

@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import foreign
+import foreign_packers
 import pytest
 import torch
-from foreign import UP, compressed, compressed_config, one, random_grid
+from foreign_packers import UP, compressed, compressed_config, one, random_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +71,7 @@ def test_a_target_that_names_a_module_goes_before_its_class(tmp_path: Path) -> N
     for i, (bits, target) in enumerate([(8, r"re:.*\.0\.mlp\.down_proj"), (2, "model.layers.1.mlp.down_proj")], 1):
         scheme = compressed_config(bits, 32, symmetric=True)["config_groups"]["group_0"]
         how["config_groups"][f"group_{i}"] = {**scheme, "targets": [target]}
-    weights = open_weights(foreign.write(tmp_path, tensors, how))
+    weights = open_weights(foreign_packers.write(tmp_path, tensors, how))
     for module, g in modules.items():
         assert torch.equal(weights.matrix(module).dequantize(), g.numbers())
 

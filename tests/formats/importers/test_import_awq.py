@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import UP, Grid, awq_gemm, awq_gemv, one, random_grid
+from foreign_packers import UP, Grid, awq_gemm, awq_gemv, one, random_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

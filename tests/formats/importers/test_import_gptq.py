@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import foreign
+import foreign_packers
 import pytest
 import torch
-from foreign import UP, Grid, gptq, one, random_grid
+from foreign_packers import UP, Grid, gptq, one, random_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +117,7 @@ def test_gptqmodels_borrow_across_a_word_is_undone(tmp_path: Path, bits: int) ->
     g.zero[::3] = 0
     parts = gptq(g)
     if bits == 3:
-        parts["qzeros"] = foreign.stream(((g.zero - 1) % 8).T, 3)
+        parts["qzeros"] = foreign_packers.stream(((g.zero - 1) % 8).T, 3)
     else:
         parts["qzeros"] = parts["qzeros"] - sum(1 << at for at in range(0, 32, bits))
     meta = {"quantizer": ["gptqmodel:4.0.0"]}
@@ -128,7 +128,7 @@ def test_gptqmodels_borrow_across_a_word_is_undone(tmp_path: Path, bits: int) ->
 def test_bits_and_groups_are_those_of_the_tensors(tmp_path: Path) -> None:
     a, b = random_grid(32, 64, 4, 32), random_grid(32, 64, 8, 16, seed=1)
     tensors = {f"a.{p}": t for p, t in gptq(a).items()} | {f"b.{p}": t for p, t in gptq(b).items()}
-    weights = open_weights(foreign.write(tmp_path, tensors, said(a)))
+    weights = open_weights(foreign_packers.write(tmp_path, tensors, said(a)))
     assert torch.equal(weights.matrix("a").dequantize(), a.numbers())
     assert torch.equal(weights.matrix("b").dequantize(), b.numbers())
 
@@ -152,7 +152,7 @@ def test_modules_without_qweight_stay_plain(tmp_path: Path) -> None:
     g = random_grid(32, 64, 4, 32)
     tensors = {f"{UP}.{p}": t for p, t in gptq(g).items()}
     tensors |= {"lm_head.weight": torch.randn(8, 64).half(), f"{UP}.bias": torch.randn(32)}
-    weights = open_weights(foreign.write(tmp_path, tensors, said(g)))
+    weights = open_weights(foreign_packers.write(tmp_path, tensors, said(g)))
     assert sorted(weights.names()) == sorted(["lm_head.weight", f"{UP}.weight", f"{UP}.bias"])
     assert weights.matrix("lm_head").format == "dense"
     assert torch.equal(weights.read("lm_head.weight"), tensors["lm_head.weight"])

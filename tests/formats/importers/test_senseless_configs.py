@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign import UP, awq_gemm, compressed, compressed_config, gptq, one, random_grid
+from foreign_packers import UP, awq_gemm, compressed, compressed_config, gptq, one, random_grid
 
 from crelle.errors import CrelleError
 from crelle.formats.source import open_weights

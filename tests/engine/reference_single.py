@@ -34,7 +34,7 @@ def assert_empty(engine: Engine) -> None:
     """Nothing runs, and every page is free or kept for others."""
     engine.blocks.assert_consistent([])
     assert engine.blocks.used == 0
-    assert not engine._texts
+    assert not engine._active
     assert not engine._doomed
     assert not engine._done
     assert not engine.scheduler.unfinished

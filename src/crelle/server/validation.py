@@ -1,4 +1,4 @@
-"""Checks JSON against JSON Schema: the part of it that tables.py uses, with sentences for people.
+"""Checks JSON against JSON Schema: the part of it that schemas.py uses, with sentences for people.
 
 Type, enum, const, bounds of numbers and lengths, items, properties (no others are allowed), required, anyOf.
 A keyword that is not known here is a mistake of ours and raises.
@@ -7,7 +7,7 @@ A keyword that is not known here is a mistake of ours and raises.
 from math import inf
 from typing import Any
 
-from crelle.server.faults import ApiError
+from crelle.server.errors import ApiError
 from crelle.server.strict_json import dumps
 
 Schema = dict[str, Any]

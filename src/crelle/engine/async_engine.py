@@ -3,26 +3,24 @@
 from threading import Event as Flag
 from threading import Lock, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from crelle.engine.engine import Engine
 from crelle.engine.handle import Handle
-from crelle.engine.llm import Prompt
+from crelle.engine.loaded_model import Prompt
 from crelle.engine.sampler import Sampling
 from crelle.errors import CapacityError
 
-if TYPE_CHECKING:
-    from crelle.engine.engine import Engine
 
-
-class Service:
+class AsyncEngine:
     """An engine in a thread of its own. Requests come from any thread; slow readers never hold up a step.
 
-    with Service(Engine(llm)) as service:
-        for event in service.submit("Once upon a time"):
+    with AsyncEngine(Engine(llm)) as engine:
+        for event in engine.submit("Once upon a time"):
             print(event.text, end="")
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._closing = False
         self._gate, self._work = Lock(), Flag()
@@ -76,3 +74,6 @@ class Service:
                 return
             if not worked:
                 self._work.wait()
+
+
+Service = AsyncEngine  # its older name

@@ -72,5 +72,5 @@ def of_engine(error: BaseException, request_id: str) -> ApiError:
 
 def timed_out(seconds: float, tokens: int) -> ApiError:
     """Answer where a request took too long; trying the same again would take as long."""
-    why = f"the request was ended after {seconds:g} s with {tokens} tokens drawn; ask for fewer tokens, or stream"
+    why = f"the request was ended after {seconds:g} s with {tokens} tokens sampled; ask for fewer tokens, or stream"
     return ApiError(504, why, code="timeout", headers={"x-should-retry": "false"})

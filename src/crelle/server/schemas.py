@@ -1,13 +1,13 @@
-"""What requests and answers look like, as JSON Schema. schema.py checks requests by it, openapi.py publishes it.
+"""What requests and answers look like, as JSON Schema. validation.py checks requests by it, openapi.py publishes it.
 
-Bounds that depend on the model (context, vocabulary, precisions) come from `Facts`.
+Bounds that depend on the model (context, vocabulary, precisions) come from `ModelInfo`.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from crelle.engine.engine import MAX_LOGPROBS
-from crelle.server.schema import Schema
+from crelle.server.validation import Schema
 
 _SEED = 2**63 - 1
 _STOPS, _STOP_LENGTH = 16, 256
@@ -15,8 +15,8 @@ _MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the tables need to know of the model and the settings."""
+class ModelInfo:
+    """What the schemas need to know of the model and the settings."""
 
     name: str
     context: int
@@ -62,7 +62,7 @@ def _only(*values: Any, says: str) -> Schema:
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def _common(f: Facts) -> dict[str, Schema]:
+def _common(f: ModelInfo) -> dict[str, Schema]:
     stop = _text(_STOP_LENGTH, 1, title="a string that is not empty")
     fields = {
         "model": {"type": ["string", "null"], "enum": [f.name, None], "description": "the model that is served"},
@@ -72,7 +72,7 @@ def _common(f: Facts) -> dict[str, Schema]:
         "min_p": _number(0, 1, 0.0, "drop tokens less likely than this share of the best one"),
         "repetition_penalty": _number(0.01, 100, 1.0, "above 1: repeat less"),
         "seed": _integer(0, _SEED, "same seed, same text"),
-        "n": _integer(1, f.max_n, "texts to draw for each prompt", default=1),
+        "n": _integer(1, f.max_n, "completions to sample for each prompt", default=1),
         "stop": {
             "anyOf": [
                 stop,
@@ -82,7 +82,7 @@ def _common(f: Facts) -> dict[str, Schema]:
             "description": "strings that end the text; they are not part of it",
         },
         "ignore_eos": _flag("go on behind the model's end tokens, up to max_tokens; for measurements"),
-        "stream": _flag("send the text as server-sent events while it is drawn"),
+        "stream": _flag("send the text as server-sent events while it is sampled"),
         "stream_options": {
             **_object(
                 {
@@ -103,11 +103,11 @@ def _common(f: Facts) -> dict[str, Schema]:
     return fields
 
 
-def _tokens(f: Facts, says: str) -> Schema:
+def _tokens(f: ModelInfo, says: str) -> Schema:
     return _integer(1, f.max_tokens, says)
 
 
-def _prompt(f: Facts) -> Schema:
+def _prompt(f: ModelInfo) -> Schema:
     text = _text(f.max_prompt, 1, title="a string")
     ids = _array(
         {"type": "integer", "minimum": 0, "maximum": f.vocabulary - 1},
@@ -120,20 +120,20 @@ def _prompt(f: Facts) -> Schema:
     return {"anyOf": [text, ids, *several], "description": "the text to continue, or several"}
 
 
-def completion(f: Facts) -> Schema:
+def completion(f: ModelInfo) -> Schema:
     """Return what POST /v1/completions takes."""
     fields = _common(f) | {
         "prompt": _prompt(f),
         "max_tokens": {**_tokens(f, "of the answer at most"), "default": min(16, f.max_tokens)},
         "logprobs": _integer(0, MAX_LOGPROBS, "tell how likely each token was, and as many others"),
-        "best_of": _only(1, says="n draws several"),
+        "best_of": _only(1, says="n samples several"),
         "echo": _only(False, says="the prompt is not repeated"),
         "suffix": _only("", says="text is only continued"),
     }
     return _object(fields, ("prompt",))
 
 
-def messages(f: Facts) -> Schema:
+def messages(f: ModelInfo) -> Schema:
     part = _object({"type": {"const": "text"}, "text": _text(f.max_prompt)}, ("type", "text"))
     content: Schema = {
         "anyOf": [
@@ -151,7 +151,7 @@ def messages(f: Facts) -> Schema:
     return _array(_object(fields, ("role", "content")), minItems=1, maxItems=_MESSAGES)
 
 
-def chat(f: Facts) -> Schema:
+def chat(f: ModelInfo) -> Schema:
     """Return what POST /v1/chat/completions takes."""
     fields = _common(f) | {
         "messages": messages(f),
@@ -171,7 +171,7 @@ def chat(f: Facts) -> Schema:
     return _object(fields, ("messages",))
 
 
-def tokenize(f: Facts) -> Schema:
+def tokenize(f: ModelInfo) -> Schema:
     """Return what POST /tokenize takes: a text or a conversation."""
     model = _common(f)["model"]
     text = {"model": model, "prompt": _text(f.max_prompt), "add_special_tokens": _flag("default: true")}

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole, and in chunks of a stream."""
+"""Responses in OpenAI's format: whole, and as chunks of a stream."""
 
 import secrets
 from codecs import getincrementaldecoder
@@ -8,9 +8,9 @@ from time import time
 from typing import Any
 
 from crelle.engine.output import Event, Output, TokenLogprob
-from crelle.server.ask import Ask
+from crelle.server.requests import GenerationRequest
 from crelle.server.strict_json import encode
-from crelle.server.tokens import TokenTexts
+from crelle.server.token_text import TokenTexts
 from crelle.version import __version__
 
 DONE = b"data: [DONE]\n\n"
@@ -22,7 +22,7 @@ def sse(value: dict[str, Any]) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-class Place:
+class TextOffset:
     """Where in a text its tokens begin, in characters, though a token may end within one."""
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class Place:
         return begins
 
 
-class Answer:
+class ResponseBuilder:
     """Builds the answers to one request. Text number i of prompt p is choice p * n + i."""
 
-    def __init__(self, ask: Ask, choices: int, model: str, tokens: TokenTexts) -> None:
-        self.ask, self._tokens = ask, tokens
-        kind = "chat.completion" if ask.chat else "text_completion"
-        self.id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        chunked = kind + ".chunk" if ask.chat and ask.stream else kind
+    def __init__(self, params: GenerationRequest, choices: int, model: str, tokens: TokenTexts) -> None:
+        self.params, self._tokens = params, tokens
+        kind = "chat.completion" if params.chat else "text_completion"
+        self.id = f"{'chatcmpl' if params.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        chunked = kind + ".chunk" if params.chat and params.stream else kind
         fingerprint = f"crelle-{__version__}"
         self._head = {"id": self.id, "object": chunked, "created": int(time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
-        self._usage_key: dict[str, Any] = {"usage": None} if ask.usage else {}
-        self._places = [Place() for _ in range(choices)]
+        self._usage_key: dict[str, Any] = {"usage": None} if params.usage else {}
+        self._offsets = [TextOffset() for _ in range(choices)]
 
     def whole(self, outputs: Sequence[Output], cut: str | None = None) -> dict[str, Any]:
         """Return the answer in one piece; outputs: of all prompts, in order; cut: why some are not complete."""
@@ -55,7 +55,7 @@ class Answer:
         for index, output in enumerate(outputs):
             done = output.completion
             choice: dict[str, Any] = {"index": index}
-            if self.ask.chat:
+            if self.params.chat:
                 choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
             else:
                 choice["text"] = done.text
@@ -63,14 +63,14 @@ class Answer:
             if output.logprobs is not None:
                 choice["logprobs"] = self._logprobs(output.logprobs, index)
             choices.append(choice | _end(output, cut))
-        return {**self._head, "choices": choices, "usage": usage(outputs, self.ask.n)}
+        return {**self._head, "choices": choices, "usage": usage(outputs, self.params.n)}
 
     def opening(self) -> bytes:
         """Return what a chat's stream begins with."""
-        if not self.ask.chat:
+        if not self.params.chat:
             return b""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(index, {"delta": delta}, None, {}) for index in range(len(self._places)))
+        return b"".join(self._chunk(index, {"delta": delta}, None, {}) for index in range(len(self._offsets)))
 
     def chunk(self, index: int, event: Event, cut: str | None = None) -> bytes:
         """Return an event as part of a stream; nothing where it holds nothing to tell."""
@@ -79,29 +79,29 @@ class Answer:
             logprobs = self._logprobs([event.logprob], index)
         if not (event.text or event.output or logprobs):
             return b""
-        text = {"delta": {"content": event.text} if event.text else {}} if self.ask.chat else {"text": event.text}
+        text = {"delta": {"content": event.text} if event.text else {}} if self.params.chat else {"text": event.text}
         return self._chunk(index, text, logprobs, _end(event.output, cut) if event.output else {})
 
     def closing(self, outputs: Sequence[Output]) -> bytes:
         """Return what ends a stream."""
-        if not self.ask.usage:
+        if not self.params.usage:
             return DONE
-        return sse({**self._head, "choices": [], "usage": usage(outputs, self.ask.n)}) + DONE
+        return sse({**self._head, "choices": [], "usage": usage(outputs, self.params.n)}) + DONE
 
     def _chunk(self, index: int, text: dict[str, Any], logprobs: Any, end: dict[str, Any]) -> bytes:
         choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None, **end}
         return sse({**self._head, "choices": [choice], **self._usage_key})
 
     def _logprobs(self, found: Sequence[TokenLogprob], index: int) -> dict[str, Any]:
-        if self.ask.chat:
+        if self.params.chat:
             content = [{**self._one(t.token, t.logprob), "top_logprobs": [self._one(*p) for p in t.top]} for t in found]
             return {"content": content, "refusal": None}
-        text, place = self._tokens.text, self._places[index]
+        text, offset = self._tokens.text, self._offsets[index]
         return {
             "tokens": [text(t.token) for t in found],
             "token_logprobs": [_log(t.logprob) for t in found],
-            "top_logprobs": [{text(i): _log(v) for i, v in t.top} for t in found] if self.ask.logprobs else None,
-            "text_offset": [place.take(self._tokens.raw(t.token)) for t in found],
+            "top_logprobs": [{text(i): _log(v) for i, v in t.top} for t in found] if self.params.logprobs else None,
+            "text_offset": [offset.take(self._tokens.raw(t.token)) for t in found],
         }
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
@@ -114,12 +114,12 @@ def _log(value: float) -> float:
 
 
 def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
-    """Count tokens; a prompt counts once, however many texts are drawn for it."""
+    """Count tokens; a prompt counts once, however many texts are sampled for it."""
     firsts = outputs[::n]
     prompt = sum(o.completion.prompt_tokens for o in firsts)
-    drawn = sum(len(o.completion.tokens) for o in outputs)
+    sampled = sum(len(o.completion.tokens) for o in outputs)
     cached = sum(min(o.reused, o.completion.prompt_tokens) for o in firsts)
-    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 

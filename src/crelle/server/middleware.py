@@ -7,13 +7,13 @@ from time import perf_counter
 
 from aiohttp import web
 
-from crelle.server.faults import PASSED_ON, ApiError, failed
+from crelle.server.errors import PASSED_ON, ApiError, failed
 from crelle.server.handlers import STATE
 from crelle.server.hosts import check_host, check_origin, listed
 from crelle.server.logs import describe, log
 from crelle.server.reply import reply
+from crelle.server.request_context import REQUEST_CONTEXT, RequestContext
 from crelle.server.state import State
-from crelle.server.visit import VISIT, Visit
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN = {"/", "/health", "/ready", "/openapi.json"}  # without an API key
@@ -27,47 +27,49 @@ _QUIET = {"/health", "/ready", "/metrics", "/v1/status"}  # asked every few seco
 
 
 @web.middleware
-async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Let a request through to its handler, and always give an answer in OpenAI's shape."""
     state, begun, status = request.app[STATE], perf_counter(), _LEFT
-    visit = Visit()
-    VISIT.set(visit)
+    context = RequestContext()
+    REQUEST_CONTEXT.set(context)
     try:
-        response = await _answer(state, request, visit, handler)
+        response = await _answer(state, request, context, handler)
         status = response.status
         return response
     finally:  # also where the client has left and this task is cancelled
         state.metrics.disconnects += status == _LEFT
-        state.metrics.answered(_label(request), visit.facts.get("failed_status", status))
+        state.metrics.answered(_label(request), context.log_fields.get("failed_status", status))
         if status != 200 or request.path not in _QUIET:
-            _log(request, visit, status, perf_counter() - begun)
+            _log(request, context, status, perf_counter() - begun)
 
 
-async def _answer(state: State, request: web.Request, visit: Visit, handler: Handler) -> web.StreamResponse:
+async def _answer(state: State, request: web.Request, context: RequestContext, handler: Handler) -> web.StreamResponse:
     try:
         check_host(state.settings, request)
         origin = check_origin(state.settings, request)
         if origin and request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return web.Response(status=204, headers=_preflight(state, request, origin))
-        visit.realm = _check_key(state, request)
+        context.cache_salt = _check_key(state, request)
         response = await handler(request)
     except ApiError as e:
-        response = _error(visit, e)
+        response = _error(context, e)
     except web.HTTPException as e:  # aiohttp's own: no such page, another method
-        response = _error(visit, _translated(request, e))
+        response = _error(context, _translated(request, e))
     except ConnectionError:
         raise asyncio.CancelledError from None
     except PASSED_ON:
         raise
     except BaseException as e:  # also what is none of Python's own, such as a panic in a tokenizer's Rust
-        visit.facts["fault"] = describe(e)
-        response = _error(visit, failed(visit.id))
+        context.log_fields["fault"] = describe(e)
+        response = _error(context, failed(context.id))
     return response
 
 
 async def dress(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer has in its head, streams too."""
-    response.headers.update({"X-Request-Id": VISIT.get().id, "X-Content-Type-Options": "nosniff", "Server": "crelle"})
+    response.headers.update(
+        {"X-Request-Id": REQUEST_CONTEXT.get().id, "X-Content-Type-Options": "nosniff", "Server": "crelle"}
+    )
     settings = request.app[STATE].settings
     if settings.origins:
         response.headers["Vary"] = "Origin"
@@ -106,8 +108,8 @@ def _translated(request: web.Request, e: web.HTTPException) -> ApiError:
     return ApiError(e.status, e.reason, code=None)
 
 
-def _error(visit: Visit, e: ApiError) -> web.Response:
-    visit.facts |= {"code": e.code, "param": e.param}
+def _error(context: RequestContext, e: ApiError) -> web.Response:
+    context.log_fields |= {"code": e.code, "param": e.param}
     response = reply(e.body, status=e.status, headers=e.headers)
     if e.close:
         response.force_close()
@@ -120,8 +122,8 @@ def _label(request: web.Request) -> str:
     return resource.canonical if resource is not None else "other"
 
 
-def _log(request: web.Request, visit: Visit, status: int, seconds: float) -> None:
-    level = logging.ERROR if status >= 500 or "fault" in visit.facts else logging.INFO
+def _log(request: web.Request, context: RequestContext, status: int, seconds: float) -> None:
+    level = logging.ERROR if status >= 500 or "fault" in context.log_fields else logging.INFO
     path = request.path if len(request.path) <= 100 else request.path[:100] + "…"
-    said = {"id": visit.id, "client": request.remote, "method": request.method[:20], "path": path}
-    log("request", level, **said, status=status, seconds=round(seconds, 4), **visit.facts)
+    said = {"id": context.id, "client": request.remote, "method": request.method[:20], "path": path}
+    log("request", level, **said, status=status, seconds=round(seconds, 4), **context.log_fields)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crelle import LLM, quantize
-from crelle.engine.blocks import Copy
+from crelle.engine.block_manager import Copy
 from crelle.engine.memory import kv_heads
-from crelle.engine.runner import Runner, centers
+from crelle.engine.model_runner import ModelRunner, centers
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cpu
@@ -243,7 +243,7 @@ def test_products_have_the_same_bits_on_every_instruction_set(isa: str, kernel: 
 
 
 def test_copies_read_before_they_write(load: Any) -> None:
-    runner = Runner(load("llama"), KVFormat(4), 5)
+    runner = ModelRunner(load("llama"), KVFormat(4), 5)
     for i, pages in enumerate(runner.layers):
         for t in pages.tensors():
             t.copy_(torch.arange(5).view(5, 1, 1, 1, 1) + 10 * i)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
-from crelle.engine.blocks import BlockManager
+from crelle.engine.block_manager import BlockManager
 from crelle.engine.sampler import Sampling
 from crelle.engine.scheduler import Scheduler, Step
 from crelle.engine.sequence import Request, Sequence, State
@@ -17,9 +17,12 @@ def mix(*parts: object) -> int:
     return crc32(repr(parts).encode())
 
 
-def keys_and_values(precision: int | None, before: list[int], token: int) -> int:
-    """What a token leaves in the cache: it depends on all that lies before it, and on the model's precision."""
-    return mix(precision, before, token)
+def keys_and_values(s: Sequence, at: int, before: list[int], token: int) -> int:
+    """What a token leaves in the cache: it depends on all that lies before it, and on the model's precision.
+
+    Where prompts run through other kernels, also on whether it was sampled.
+    """
+    return mix(s.precision, before, token, s.request.prefill_differs and at >= len(s.request.prompt))
 
 
 def draw(last: int, sequence: Sequence) -> int:
@@ -30,14 +33,14 @@ def alone(s: Sequence) -> list[int]:
     """The tokens of a sequence that has a machine without pages for itself."""
     stored: list[int] = []
     for token in s.request.prompt:
-        stored.append(keys_and_values(s.precision, stored, token))
+        stored.append(keys_and_values(s, len(stored), stored, token))
     new: list[int] = []
     while len(s.request.prompt) + len(new) < s.limit:
         token = draw(stored[-1], s)
         if token in s.request.end_ids:
             break
         new.append(token)
-        stored.append(keys_and_values(s.precision, stored, token))
+        stored.append(keys_and_values(s, len(stored), stored, token))
     return new
 
 
@@ -54,33 +57,33 @@ class Runner:
         for source, target in step.copies:
             self.memory[target] = list(before[source])  # all at once: their order must not matter
         sampled = []
-        for run in step.runs:
+        for run in step.chunks:
             for i in range(run.start, run.end):
                 page, at = run.pages[i // self.blocks.page], i % self.blocks.page
                 seen = [self.memory[run.pages[j // self.blocks.page]][j % self.blocks.page] for j in range(i)]
-                self.memory[page][at] = GARBAGE if fail else keys_and_values(step.precision, seen, run.sequence.ids[i])
+                self.memory[page][at] = GARBAGE if fail else keys_and_values(run.sequence, i, seen, run.sequence.ids[i])
             last = run.end - 1
             logits = self.memory[run.pages[last // self.blocks.page]][last % self.blocks.page]
-            sampled += [draw(logits, s) for s in run.draws]
+            sampled += [draw(logits, s) for s in run.samples]
         if fail:
             raise RuntimeError("the device has fallen off the bus")
         return sampled
 
     def check(self, step: Step) -> None:
         assert 0 < step.tokens <= self.scheduler.budget
-        assert 0 < len(step.runs) <= self.scheduler.max_batch
-        assert len({id(run.sequence) for run in step.runs}) == len(step.runs)
-        lengths = [run.end - run.start for run in step.runs]
+        assert 0 < len(step.chunks) <= self.scheduler.max_batch
+        assert len({id(run.sequence) for run in step.chunks}) == len(step.chunks)
+        lengths = [run.end - run.start for run in step.chunks]
         assert min(lengths) > 0
         assert [n > 1 for n in lengths] == sorted(n > 1 for n in lengths)
         targets = [copy.target for copy in step.copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {copy.source for copy in step.copies}
         tables = [s.table for s in self.scheduler.running]
-        for run in step.runs:
+        for run in step.chunks:
             s = run.sequence
             assert (s.state, s.precision, s.computed) == (State.RUNNING, step.precision, run.start)
-            assert (len(run.draws) > 0) == (run.end == len(s.ids))
+            assert (len(run.samples) > 0) == (run.end == len(s.ids))
             page = self.blocks.page
             written = set(run.pages[run.start // page : self.blocks.pages_for(run.end)])
             assert len(written) == self.blocks.pages_for(run.end) - run.start // page, "a token has no page"
@@ -112,4 +115,4 @@ def steps(s: Scheduler, runner: Runner | None = None) -> list[Step]:
 
 
 def shape(step: Step) -> list[int]:
-    return [run.end - run.start for run in step.runs]
+    return [run.end - run.start for run in step.chunks]

@@ -4,15 +4,17 @@ The cache is a fixed number of pages of `page` tokens. A sequence has a table: t
 order. Every page is in exactly one of three states, and the three numbers always sum to `pages`:
 
     used     in one table or in several (its reference count says in how many)
-    cached   in no table, but what it holds is known, and whoever asks for the same text gets it back
+    cached   in no table, but what it holds is known, and a request with the same tokens gets it back
     free     in no table, holding nothing of use
 
 Three things make pages go further:
 
 Prefix sharing.   A full page is entered in an index under (the page before it, its token ids). The index is a hash
     chain: the key of a page contains its predecessor, down to a root that names model and precision, so equal keys
-    mean equal text from the very first token. Python's dict compares whole keys after a hash hit: a collision of
+    mean equal tokens from the very first one. Python's dict compares whole keys after a hash hit: a collision of
     hashes costs time and never gives a wrong page. A page that is in the index is never written again.
+Sampled tokens.   Where prompts run through other kernels than sampled tokens, and bits matter, a key also says how
+    many of the page's tokens were sampled: a page is found again only where it has the same bits.
 Caching.          When its last user leaves, a page of the index is not wiped: it becomes `cached`, and is evicted only
     when a page is needed and none is free, the longest unused first. A table is released from its end, so no page is
     evicted before its successors, and a key's predecessor (a page number) cannot change its meaning.
@@ -47,20 +49,23 @@ class BlockTable:
     """The pages of one sequence: token i lies in pages[i // page], at i % page."""
 
     root: Root
+    prompt: int | None = None  # its tokens behind so many were sampled; None: that makes no difference to their keys
     pages: list[int] = field(default_factory=list)
     length: int = 0  # tokens whose keys and values are stored
 
 
-Key = tuple[int | Root, tuple[int, ...]]
+Key = tuple[int | Root, tuple[int, ...], int]  # the page before, its ids, how many of them count as sampled
 
 
 class BlockManager:
     """Hands out pages, shares them, and takes them back."""
 
-    def __init__(self, pages: int, page: int, *, sharing: bool = True) -> None:
+    def __init__(self, pages: int, page: int, *, sharing: bool = True, max_pages: int | None = None) -> None:
+        """Begin with all pages free; max_pages: to which `grow_pool` may lead, default: no more than there are."""
         if pages < 1 or page < 1:
             raise SchemeError(f"a cache needs at least one page of one token, got {pages} pages of {page}")
         self.pages, self.page, self.sharing = pages, page, sharing
+        self.max_pages = max(pages, max_pages or 0)
         self.reset()
 
     def reset(self) -> None:
@@ -91,20 +96,29 @@ class BlockManager:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
-    def table(self, namespace: Hashable) -> BlockTable:
-        """Return an empty table; it shares pages only with tables of the same namespace."""
-        return BlockTable(Root(namespace))
+    def grow_pool(self, more: int) -> None:
+        """Add free pages behind those that are there."""
+        self._references += [0] * more
+        self._free[:0] = range(self.pages + more - 1, self.pages - 1, -1)
+        self.pages += more
+
+    def table(self, namespace: Hashable, prompt: int | None = None) -> BlockTable:
+        """Return an empty table; it shares pages only with tables of the same namespace.
+
+        prompt: tokens of the prompt, where a token has other bits as part of a prompt than when it was sampled.
+        """
+        return BlockTable(Root(namespace), prompt)
 
     # A table's life: open, (adopt,) grow, commit, …, release ------------------------------------------------------
 
-    def open(self, table: BlockTable, ids: Sequence[int], spare: int = 0) -> bool:
-        """Give an empty table all pages for `ids`, as far as possible shared ones, if `spare` others stay available.
+    def open(self, table: BlockTable, ids: Sequence[int], watermark: int = 0) -> bool:
+        """Give an empty table all pages for `ids`, shared ones where possible, if `watermark` others stay available.
 
         Returns False, and changes nothing, where they do not.
         """
         assert not table.pages
         self.adopt(table, ids)
-        if self.need([(table, len(ids))]) + spare > self.available:
+        if self.need([(table, len(ids))]) + watermark > self.available:
             self.release(table)
             return False
         self.grow(table, len(ids))
@@ -178,14 +192,14 @@ class BlockManager:
         """Return a second table over the same pages; costs nothing until one of the two writes."""
         for page in table.pages:
             self._take(page)
-        return BlockTable(table.root, list(table.pages), table.length)
+        return BlockTable(table.root, table.prompt, list(table.pages), table.length)
 
     def release(self, table: BlockTable) -> None:
         """Give all pages back; the table is empty then and may be opened again.
 
         Page by page, so that a call that was interrupted can be repeated.
         """
-        while table.pages:  # from the last, so that the end of a text is evicted before its beginning
+        while table.pages:  # from the last, so that the end of a sequence is evicted before its beginning
             self._drop(table.pages[-1])
             table.pages.pop()
         table.length = 0
@@ -194,7 +208,9 @@ class BlockManager:
 
     def _key_of(self, table: BlockTable, ids: Sequence[int], at: int) -> Key:
         before = table.pages[at - 1] if at else table.root
-        return before, tuple(ids[at * self.page : (at + 1) * self.page])
+        end = (at + 1) * self.page
+        sampled = 0 if table.prompt is None else min(max(0, end - table.prompt), self.page)
+        return before, tuple(ids[end - self.page : end]), sampled
 
     def _writable(self, table: BlockTable) -> list[int]:
         return table.pages[table.length // self.page :]
@@ -233,7 +249,7 @@ class BlockManager:
         assert self._cached.keys() <= self._key.keys(), "a cached page is not known"
         assert not self._key.keys() & set(self._free), "a free page is still in the index"
         order = {page: i for i, page in enumerate(self._cached)}
-        for page, (before, ids) in self._key.items():
+        for page, (before, ids, _) in self._key.items():
             assert len(ids) == self.page
             if isinstance(before, int):
                 assert before in self._key, "a page outlived its predecessor"

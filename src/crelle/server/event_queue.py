@@ -11,7 +11,7 @@ from crelle.engine.output import Event
 Item = tuple[int, Event]  # number of the prompt among those of the HTTP request, event
 
 
-class Inbox:
+class EventQueue:
     """The events of one HTTP request. A reader who lags too far behind loses the request, nobody else notices."""
 
     def __init__(self, limit: int | None, too_slow: Callable[[], None]) -> None:
@@ -63,29 +63,29 @@ class Inbox:
                 handle.cancel()
 
 
-class Post:
-    """Carries events over: one call into the loop for all that come before it wakes up."""
+class EventBridge:
+    """Batches engine events into one call_soon_threadsafe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._bag: deque[tuple[Inbox, int, Event]] = deque()
+        self._bag: deque[tuple[EventQueue, int, Event]] = deque()
         self._called = False
 
-    def callback(self, inbox: Inbox, prompt: int) -> Callable[[Event], None]:
+    def callback(self, queue: EventQueue, prompt: int) -> Callable[[Event], None]:
         """Return what the engine is to call, in its own thread, with each event of a prompt. It never raises."""
 
         def send(event: Event) -> None:
             try:
-                self._send(inbox, prompt, event)
+                self._send(queue, prompt, event)
             except BaseException as e:  # the engine would drop the request, and its client would wait for ever
-                inbox.error = inbox.error or e
+                queue.error = queue.error or e
                 with suppress(BaseException):
-                    self._loop.call_soon_threadsafe(inbox.fail, e)
+                    self._loop.call_soon_threadsafe(queue.fail, e)
 
         return send
 
-    def _send(self, inbox: Inbox, prompt: int, event: Event) -> None:
-        self._bag.append((inbox, prompt, event))
+    def _send(self, queue: EventQueue, prompt: int, event: Event) -> None:
+        self._bag.append((queue, prompt, event))
         if self._called:
             return
         self._called = True
@@ -98,8 +98,8 @@ class Post:
     def _deliver(self) -> None:
         self._called = False  # before looking: what comes later calls again
         while self._bag:
-            inbox, prompt, event = self._bag.popleft()
+            queue, prompt, event = self._bag.popleft()
             try:
-                inbox.put(prompt, event)
+                queue.put(prompt, event)
             except BaseException as e:  # the events behind it are others'
-                inbox.fail(e)
+                queue.fail(e)

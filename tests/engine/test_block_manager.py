@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from crelle.engine.blocks import BlockManager, BlockTable, Copy
+from crelle.engine.block_manager import BlockManager, BlockTable, Copy
 from crelle.errors import SchemeError
 
 ALIKE = 2**61 - 1  # hash(ALIKE) == hash(0): two ids that a hash cannot tell apart
@@ -170,9 +170,9 @@ def test_forks_at_a_page_boundary_copy_nothing() -> None:
 def test_open_leaves_the_spare_pages_alone_and_else_changes_nothing() -> None:
     blocks = BlockManager(4, 4)
     table = blocks.table("m")
-    assert not blocks.open(table, [1] * 9, spare=2)
+    assert not blocks.open(table, [1] * 9, watermark=2)
     assert (table.pages, table.length, counts(blocks)) == ([], 0, (0, 0, 4))
-    assert blocks.open(table, [1] * 9, spare=1)
+    assert blocks.open(table, [1] * 9, watermark=1)
 
 
 @pytest.mark.parametrize(("pages", "page"), [(0, 16), (4, 0), (-1, 16)])
@@ -204,13 +204,13 @@ class Pages(RuleBasedStateMachine):
     @rule(
         ids=st.lists(st.sampled_from([0, ALIKE, 1]), min_size=1, max_size=14),
         namespace=st.sampled_from([0, 1]),
-        spare=st.integers(0, 2),
+        watermark=st.integers(0, 2),
     )
-    def open(self, ids: list[int], namespace: int, spare: int) -> None:
+    def open(self, ids: list[int], namespace: int, watermark: int) -> None:
         table, before = self.blocks.table(namespace), counts(self.blocks)
-        if self.blocks.open(table, ids, spare):
+        if self.blocks.open(table, ids, watermark):
             self.alive.append((table, ids))
-            assert self.blocks.available >= spare
+            assert self.blocks.available >= watermark
             assert table.length < len(ids)
         else:
             assert counts(self.blocks) == before

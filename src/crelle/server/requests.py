@@ -5,10 +5,10 @@ from typing import Any
 
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenizer import Message, Tokenizer
-from crelle.server import tables
-from crelle.server.faults import ApiError
-from crelle.server.schema import Schema, check
-from crelle.server.tables import Facts
+from crelle.server import schemas
+from crelle.server.errors import ApiError
+from crelle.server.schemas import ModelInfo
+from crelle.server.validation import Schema, check
 
 _LEAST = 1e-6  # of top_p: keeps the likeliest token alone, as anything smaller would, which f32 takes for 0
 
@@ -16,7 +16,7 @@ Texts = list[str] | list[list[int]] | list[Message]  # prompts, prompts as ids, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """One HTTP request for text. Its prompts are not tokenized yet: that can take a while."""
 
     chat: bool
@@ -59,32 +59,31 @@ class Tokenize:
         return _characters(self.texts)
 
 
-class Asks:
+class RequestParser:
     """Reads the bodies of requests to one model."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
         self._completion, self._chat, self._tokenize = (
-            tables.completion(facts),
-            tables.chat(facts),
-            tables.tokenize(facts),
+            schemas.completion(info),
+            schemas.chat(info),
+            schemas.tokenize(info),
         )
 
-    def completion(self, body: Any) -> Ask:
+    def completion(self, body: Any) -> GenerationRequest:
         self._check(body, self._completion)
         prompt = body["prompt"]
         several = isinstance(prompt, list) and isinstance(prompt[0], str | list)
         texts = prompt if several else [prompt]
-        return self._ask(
-            body, texts, int(_of(body, "max_tokens", min(16, self.facts.max_tokens))), body.get("logprobs")
-        )
+        most = int(_of(body, "max_tokens", min(16, self.info.max_tokens)))
+        return self._parsed(body, texts, most, body.get("logprobs"))
 
-    def chat(self, body: Any) -> Ask:
+    def chat(self, body: Any) -> GenerationRequest:
         self._check(body, self._chat)
         limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
         most = min((int(n) for n in limits if n is not None), default=None)
         told = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
-        return self._ask(body, self._conversation(body["messages"]), most, told)
+        return self._parsed(body, self._conversation(body["messages"]), most, told)
 
     def tokenize(self, body: Any) -> Tokenize:
         self._check(body, self._tokenize)
@@ -94,16 +93,16 @@ class Asks:
 
     def _check(self, body: Any, schema: Schema) -> None:
         name = body.get("model") if isinstance(body, dict) else None
-        if isinstance(name, str) and name != self.facts.name:
-            raise not_served(name, self.facts)
-        if isinstance(body, dict) and body.get("precision") is not None and not self.facts.precisions:
+        if isinstance(name, str) and name != self.info.name:
+            raise not_served(name, self.info)
+        if isinstance(body, dict) and body.get("precision") is not None and not self.info.precisions:
             why = "this model has one precision only; checkpoints of the scheme bcq-nested have several"
             raise ApiError(400, why, param="precision", code="invalid_value")
         check({k: v for k, v in body.items() if k != "precision"} if self._no_choice(body) else body, schema)
 
     def _no_choice(self, body: Any) -> bool:
         """Whether a precision is named, as null, where there is only one: that asks for nothing."""
-        return isinstance(body, dict) and not self.facts.precisions and "precision" in body
+        return isinstance(body, dict) and not self.info.precisions and "precision" in body
 
     def _conversation(self, messages: list[dict[str, Any]]) -> list[Message]:
         """Join the parts of messages; a developer speaks as the system, which is the name that templates know."""
@@ -112,12 +111,14 @@ class Asks:
             content = m["content"]
             text = content if isinstance(content, str) else "".join(part["text"] for part in content)
             found.append({"role": "system" if m["role"] == "developer" else m["role"], "content": text})
-        if (n := sum(len(m["content"]) for m in found)) > self.facts.max_prompt:
-            why = f"messages have {n} characters together, but at most {self.facts.max_prompt} are allowed"
+        if (n := sum(len(m["content"]) for m in found)) > self.info.max_prompt:
+            why = f"messages have {n} characters together, but at most {self.info.max_prompt} are allowed"
             raise ApiError(400, why, param="messages", code="context_length_exceeded")
         return found
 
-    def _ask(self, body: dict[str, Any], texts: Texts, most: int | None, logprobs: float | None) -> Ask:
+    def _parsed(
+        self, body: dict[str, Any], texts: Texts, most: int | None, logprobs: float | None
+    ) -> GenerationRequest:
         stop = body.get("stop") or ()
         seed = body.get("seed")
         sampling = Sampling(
@@ -130,7 +131,7 @@ class Asks:
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
         bits = body.get("precision")
-        return Ask(
+        return GenerationRequest(
             chat="messages" in body,
             texts=texts,
             sampling=sampling,
@@ -144,9 +145,9 @@ class Asks:
         )
 
 
-def not_served(name: str, facts: Facts) -> ApiError:
+def not_served(name: str, info: ModelInfo) -> ApiError:
     shown = name if len(name) <= 100 else name[:100] + "…"
-    why = f"the model '{shown}' is not served here; '{facts.name}' is"
+    why = f"the model '{shown}' is not served here; '{info.name}' is"
     return ApiError(404, why, param="model", code="model_not_found")
 
 

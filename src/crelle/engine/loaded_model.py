@@ -1,0 +1,66 @@
+"""A model in memory, its tokenizer and its end tokens: what LLM and Engine both run.
+
+Threads. `lock` is held by whoever runs a step of the model (and while a precision is built), since the model has
+working memory of its own: the C++ step, CUDA graphs. Who calls `model(...)` directly beside others takes the lock.
+"""
+
+from threading import RLock
+
+from crelle.engine.tokenizer import Tokenizer
+from crelle.errors import CapacityError, SchemeError
+from crelle.formats.files import read_json
+from crelle.formats.kv import KVFormat
+from crelle.formats.source import Weights
+from crelle.models import precisions
+from crelle.models.loader import Model
+from crelle.models.settings import token_ids
+
+Prompt = str | list[int]  # text, or token ids that are taken as they are
+
+
+class LoadedModel:
+    """A model at all of its precisions, with its tokenizer."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, weights: Weights, kv: KVFormat | None = None) -> None:
+        self.model, self.tokenizer, self.weights = model, tokenizer, weights
+        self.kv = kv or KVFormat()  # how caches store keys and values
+        self.end_ids = _end_ids(weights)
+        self.precisions = precisions.offered(weights)  # of a nested checkpoint; () where there is only one
+        self.lock = RLock()  # held by whoever runs a step of the model, at any precision
+        self._at = {model.build.bits or precisions.default(weights): model}
+
+    def at(self, bits: int | None) -> Model:
+        """Return the model at a precision of a nested checkpoint; None: as it was loaded.
+
+        It is built when it is first asked for and shares with the others all but the matrices in the kernel's layout.
+        """
+        if bits is None:
+            return self.model
+        if (found := self._at.get(bits)) is None:
+            with self.lock:
+                if (found := self._at.get(bits)) is None:  # no other thread has built it meanwhile
+                    found = self._at[bits] = self.model.at(bits)
+        return found
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, or say why the model cannot continue it."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        c = self.model.c
+        if not ids:
+            raise SchemeError("the prompt is empty: it needs at least one token")
+        if len(ids) >= c.context:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens, the model's context holds {c.context} with at least one to come; "
+                "shorten the prompt"
+            )
+        if bad := [i for i in ids if not 0 <= i < c.vocabulary]:
+            raise SchemeError(f"token id {bad[0]} is outside the vocabulary of {c.vocabulary}")
+        return ids
+
+
+def _end_ids(weights: Weights) -> frozenset[int]:
+    """The tokens that end a text: what config.json and generation_config.json say."""
+    ids = token_ids(weights.config.get("eos_token_id"), str(weights.path))
+    if (file := weights.path / "generation_config.json").is_file():
+        ids |= token_ids(read_json(file).get("eos_token_id"), str(file))
+    return ids
