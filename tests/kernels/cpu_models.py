@@ -9,7 +9,7 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle.formats.source import open_weights
-from crelle.kernels.cpu.decoder import LayerParts, LinearParts, Matrix, ModelParts, matrix
+from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, matrix
 from crelle.kernels.cpu.planes import Cpu
 from crelle.models.llama import Llama
 from crelle.models.loader import build

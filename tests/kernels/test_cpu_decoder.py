@@ -35,7 +35,7 @@ from cpu_models import (
 )
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.decoder import Decoder, LinearParts, matrix, unsupported
+from crelle.kernels.cpu.fused_decoder import Decoder, LinearParts, matrix, unsupported
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 

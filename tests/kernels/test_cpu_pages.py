@@ -10,7 +10,7 @@ from torch import Tensor
 from crelle.eval.shapes import RandomWeights
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cpu
-from crelle.kernels.cpu.decoder import Decoder, Paged
+from crelle.kernels.cpu.fused_decoder import Decoder, Paged
 from crelle.models.llama import Llama
 from crelle.models.loader import build
 

@@ -28,7 +28,7 @@ from cpu_models import (
 )
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.decoder import Decoder
+from crelle.kernels.cpu.fused_decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 CONTEXT = 1300  # three portions of 512

@@ -27,7 +27,7 @@ if (reason := available()) is not None:
 from cpu_models import open_model, quantize, some_tokens, take_apart
 
 from crelle.kernels.cpu import core
-from crelle.kernels.cpu.decoder import Cache, Decoder, Paged
+from crelle.kernels.cpu.fused_decoder import Cache, Decoder, Paged
 from crelle.models.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")

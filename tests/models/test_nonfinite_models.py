@@ -16,7 +16,7 @@ from crelle.errors import CrelleError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.formats.source import open_weights
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.decoder import Decoder
+from crelle.kernels.cpu.fused_decoder import Decoder
 from crelle.models.batched import Batched, View
 from crelle.models.builder import Builder
 from crelle.models.fused import fuse

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crelle.formats.permuted import PermutedTensor
 from crelle.kernels import cpu
-from crelle.kernels.cpu.decoder import (
+from crelle.kernels.cpu.fused_decoder import (
     MAX_ROWS,
     Decoder,
     LayerParts,

@@ -434,7 +434,7 @@ void bind_decoder(nb::module_ &m) {
   nb::class_<BoundCache>(m, "Cache", "Keys and values of all layers, made by Decoder.blocks or Decoder.pages.");
 
   const auto none = nb::none();
-  nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.decoder.")
+  nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.fused_decoder.")
       .def("__init__", &build, "parts"_a, "precision"_a)
       .def("blocks", &blocks, "layers"_a)
       .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "turned"_a, "center"_a)
