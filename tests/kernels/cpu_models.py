@@ -9,8 +9,9 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle.formats.source import open_weights
-from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, matrix
+from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
 from crelle.kernels.cpu.planes import Cpu
+from crelle.models.fused import spec_of
 from crelle.models.llama import Llama
 from crelle.models.loader import build
 
@@ -56,7 +57,7 @@ def take_apart(model: Llama, **changes: Any) -> ModelParts:
         return LinearParts(weight=part(w), bias=w.bias)
 
     def norm(w: Any) -> Any:
-        return None if w is None else w.weight
+        return None if w is None else NormParts(weight=w.weight)
 
     layers = [
         LayerParts(
@@ -67,27 +68,21 @@ def take_apart(model: Llama, **changes: Any) -> ModelParts:
             gate=linear(layer.gate),
             up=linear(layer.up),
             down=linear(layer.down),
-            norm_attention=layer.norm_attention.weight,
-            norm_mlp=layer.norm_mlp.weight,
+            norm_attention=norm(layer.norm_attention),
+            norm_mlp=norm(layer.norm_mlp),
             q_norm=norm(layer.attention.q_norm),
             k_norm=norm(layer.attention.k_norm),
-            window=layer.attention.window,
         )
         for layer in model.layers
     ]
-    c, embedding = model.c, model.embedding.weight
+    embedding = model.embedding.weight
     plain = embedding.format == "dense"
     return ModelParts(
         **{
-            "width": c.width,
-            "heads": c.heads,
-            "kv_heads": c.kv_heads,
-            "head_size": c.head_size,
-            "norm_eps": c.norm_eps,
-            "frequency": c.rope.frequency,
+            "spec": spec_of(model),
             "embedding": embedding.weight if plain else Cpu().prepare(embedding, torch.float32),
             "layers": layers,
-            "norm": model.norm.weight,
+            "norm": norm(model.norm),
             "head": linear(model.head),
             **changes,
         }

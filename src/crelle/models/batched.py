@@ -37,7 +37,8 @@ from torch import Tensor
 from crelle.formats.kv import KVPages
 from crelle.kernels import cpu
 from crelle.kernels import kv as paged
-from crelle.kernels.cpu.fused_decoder import MAX_ROWS, Decoder, Paged
+from crelle.kernels.cpu.fused_decoder import MAX_ROWS, Paged
+from crelle.kernels.cpu.fused_decoder import FusedDecoder as Decoder
 from crelle.models.linear import QuantLinear
 from crelle.models.llama import Llama
 from crelle.models.loader import Model

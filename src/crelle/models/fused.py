@@ -8,20 +8,21 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from crelle.formats.permuted import PermutedTensor
 from crelle.kernels import cpu
 from crelle.kernels.cpu.fused_decoder import (
     MAX_ROWS,
-    Decoder,
     LayerParts,
     LinearParts,
     Matrix,
     ModelParts,
+    NormParts,
     matrix,
     unsupported,
 )
+from crelle.kernels.cpu.fused_decoder import FusedDecoder as Decoder
+from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from crelle.models.linear import QuantLinear
 
 if TYPE_CHECKING:
@@ -53,20 +54,43 @@ def fuse(model: "Llama") -> Decoder | str:
         return reason
     if model.dtype != torch.float32:
         return f"the fused step computes in f32, the model in {str(model.dtype).removeprefix('torch.')}"
-    c = model.c
     parts = ModelParts(
-        width=c.width,
-        heads=c.heads,
-        kv_heads=c.kv_heads,
-        head_size=c.head_size,
-        norm_eps=c.norm_eps,
-        frequency=c.rope.frequency,
+        spec=spec_of(model),
         embedding=_embedding(model),
         layers=[_layer(layer) for layer in model.layers],  # type: ignore[arg-type]
         norm=_weight(model.norm),
         head=_linear(model.head),
     )
     return unsupported(parts) or Decoder(parts)
+
+
+def spec_of(model: "Llama") -> DecoderSpec:
+    """Describe a model."""
+    c = model.c
+    norm, rope = NormSpec("rms", c.norm_eps), RopeSpec(c.rope.frequency)
+
+    def layer(i: int) -> LayerSpec:
+        a = model.layers[i].attention
+        attention = AttentionSpec(
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_size=c.head_size,
+            scale=c.head_size**-0.5,
+            window=a.window,  # type: ignore[union-attr, arg-type]
+            rope=rope,
+            qk_norm=None if a.q_norm is None else norm,  # type: ignore[union-attr]
+        )
+        mlp = MlpSpec(inner=model.layers[i].gate.problem.N, activation="silu", gated=True)  # type: ignore
+        return LayerSpec(attention=attention, mlp=mlp, norm=norm)
+
+    return DecoderSpec(
+        width=c.width,
+        vocabulary=c.vocabulary,
+        context=c.context,
+        layers=tuple(layer(i) for i in range(c.layers)),
+        norm=norm,
+        tied=c.tied,
+    )
 
 
 def _embedding(model: "Llama") -> Matrix:
@@ -91,9 +115,8 @@ def _linear(linear: QuantLinear) -> LinearParts:
     return LinearParts(weight=_matrix(linear), bias=linear.bias)
 
 
-def _weight(norm: object) -> Tensor:
-    weight: Tensor = norm.weight  # type: ignore[attr-defined]
-    return weight
+def _weight(norm: object) -> NormParts:
+    return NormParts(weight=norm.weight)  # type: ignore[attr-defined]
 
 
 def _layer(layer: "Layer") -> LayerParts:
@@ -110,5 +133,4 @@ def _layer(layer: "Layer") -> LayerParts:
         norm_mlp=_weight(layer.norm_mlp),
         q_norm=None if a.q_norm is None else _weight(a.q_norm),
         k_norm=None if a.k_norm is None else _weight(a.k_norm),
-        window=a.window,
     )
