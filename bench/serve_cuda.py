@@ -38,7 +38,7 @@ EXACT_BATCHES = (1, 4, 16, 64, 128, 256)
 
 
 def graph_ms(engine: Engine, texts: int) -> float:
-    batch, times = engine.runner.on_gpu(None), []
+    batch, times = engine.runner.cuda_executor(None), []
     assert batch is not None
     graph = batch.graph(texts)
     for _ in range(12):

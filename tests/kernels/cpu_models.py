@@ -9,7 +9,7 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle.formats.source import open_weights
-from crelle.kernels.cpu.decoder import LayerParts, LinearParts, Matrix, ModelParts, matrix
+from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
 from crelle.kernels.cpu.planes import Cpu
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
@@ -44,7 +44,7 @@ def error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
+def take_apart(model: Llama, **changes: Any) -> ModelParts:
     """What models/fused.py does to get a decoder."""
 
     def part(w: Any) -> Matrix:
@@ -56,7 +56,7 @@ def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
         return LinearParts(weight=part(w), bias=w.bias)
 
     def norm(w: Any) -> Any:
-        return None if w is None else w.weight
+        return None if w is None else NormParts(weight=w.weight)
 
     layers = [
         LayerParts(
@@ -67,27 +67,21 @@ def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
             gate=linear(layer.mlp.gate),
             up=linear(layer.mlp.up),
             down=linear(layer.mlp.down),
-            norm_attention=layer.norm_attention.weight,
-            norm_mlp=layer.norm_mlp.weight,
+            norm_attention=norm(layer.norm_attention),
+            norm_mlp=norm(layer.norm_mlp),
             q_norm=norm(layer.attention.q_norm),
             k_norm=norm(layer.attention.k_norm),
-            window=layer.spec.attention.window,
         )
         for layer in model.layers
     ]
-    c, embedding = model.c, model.embedding.weight
+    embedding = model.embedding.weight
     plain = embedding.format == "dense"
     return ModelParts(
         **{
-            "width": c.width,
-            "heads": c.heads,
-            "kv_heads": c.kv_heads,
-            "head_size": c.head_size,
-            "norm_eps": c.norm.eps,
-            "frequency": c.ropes[0].frequency,
+            "spec": model.spec,
             "embedding": embedding.weight if plain else Cpu().prepare(embedding, torch.float32),
             "layers": layers,
-            "norm": model.output.norm.weight,
+            "norm": norm(model.output.norm),
             "head": linear(model.head),
             **changes,
         }

@@ -1,6 +1,7 @@
 """The fused decode step against the layers one by one, and its building blocks against torch in f64."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.source import open_weights
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.planes import Cpu, Precision
+from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 from crelle.quantizers.scheme import parse
@@ -35,14 +37,14 @@ from cpu_models import (
 )
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.decoder import Decoder, LinearParts, matrix, unsupported
+from crelle.kernels.cpu.fused_decoder import FusedDecoder, LinearParts, matrix, unsupported
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 OPS = 2e-6  # of a building block against f64
 
 
-def fused(model: DecoderModel, decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
+def fused(model: DecoderModel, decoder: FusedDecoder, tokens: Tensor, prompt: int) -> Tensor:
     """Logits of tokens [B, T] from `prompt` on, a step each, into outputs full of NaN."""
     cache, all_logits = model.new_cache(tokens.shape[0]), []
     if prompt:
@@ -72,7 +74,7 @@ def one_by_one(model: DecoderModel, tokens: Tensor, prompt: int) -> Tensor:
 def test_dense_step_matches_layers(variant: str, tmp_path: Path, isa: str) -> None:
     model = open_model(write_variant(tmp_path / "m", variant))
     tokens = some_tokens(1, 90)  # beyond one run of 64 keys
-    got = fused(model, Decoder(take_apart(model)), tokens, 3)
+    got = fused(model, FusedDecoder(take_apart(model)), tokens, 3)
     assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE["dense"]
 
 
@@ -82,7 +84,7 @@ def test_quantized_step_matches_layers(variant: str, scheme: str, tmp_path: Path
     model = open_model(quantize(write_variant(tmp_path / "m", variant), tmp_path / "q", scheme))
     assert {w.kernel for w in model.linears()} == {"cpu", "dense"}
     tokens = some_tokens(1, 40)
-    got = fused(model, Decoder(take_apart(model)), tokens, 3)
+    got = fused(model, FusedDecoder(take_apart(model)), tokens, 3)
     assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE["exact"]
 
 
@@ -102,7 +104,7 @@ def test_mixed_formats_match_f64(scheme: str, overrides: dict[str, str], tmp_pat
     path = quantize(write_tiny_model(tmp_path / "m"), tmp_path / "q", scheme, overrides)
     tokens = some_tokens(1, 20)
     wanted = one_by_one(build(open_weights(path), torch.device("cpu"), torch.float64, "reference"), tokens, 3)
-    got = fused(model := open_model(path), Decoder(take_apart(model)), tokens, 3)
+    got = fused(model := open_model(path), FusedDecoder(take_apart(model)), tokens, 3)
     assert error(got, wanted) < TOLERANCE["exact"]
 
 
@@ -114,7 +116,7 @@ def test_dense_dtypes_are_read_in_place(dtype: torch.dtype, tmp_path: Path, isa:
     assert parts.embedding.dtype == dtype
     assert parts.embedding is parts.head.weight
     tokens = some_tokens(1, 12)
-    assert error(fused(model, Decoder(parts), tokens, 3), one_by_one(model, tokens, 3)) < TOLERANCE["dense"]
+    assert error(fused(model, FusedDecoder(parts), tokens, 3), one_by_one(model, tokens, 3)) < TOLERANCE["dense"]
 
 
 @pytest.mark.parametrize("precision", ["exact", "int8"])
@@ -125,7 +127,7 @@ def test_precision_is_that_of_the_weights(precision: Precision, scheme: str, tmp
         if w.kernel == "cpu":
             object.__setattr__(w.prepared, "data", Cpu(precision).prepare(w.weight, torch.float32))
     tokens = some_tokens(1, 20)
-    got = fused(model, Decoder(take_apart(model)), tokens, 3)
+    got = fused(model, FusedDecoder(take_apart(model)), tokens, 3)
     assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE[precision]
 
 
@@ -142,7 +144,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
     """Rows at different positions, in one cache, in any order of its rows: bitwise what each gives alone."""
     model = open_model(quantized)
-    decoder = Decoder(take_apart(model))
+    decoder = FusedDecoder(take_apart(model))
     lengths = [(7 * b + 3) % 71 + 1 for b in range(B)]
     kv = [torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(model.c.layers)]
     rows = torch.arange(B).flip(0).contiguous()
@@ -171,7 +173,7 @@ def test_tokens_of_one_text_have_the_bits_of_single_steps(
 ) -> None:
     path = quantize(write_variant(tmp_path / "m", variant), tmp_path / "q", "rtn:bits=4,group=24")
     model = open_model(path)
-    tokens, decoder = some_tokens(2, sum(sizes)), Decoder(take_apart(model))
+    tokens, decoder = some_tokens(2, sum(sizes)), FusedDecoder(take_apart(model))
     single = torch.cat([fused(model, decoder, text[None], 0) for text in tokens])
     cache, at = model.new_cache(2), 0
     cache.grow(sum(sizes))
@@ -190,7 +192,7 @@ def test_tokens_of_one_text_have_the_bits_of_single_steps(
 
 def test_no_logits_are_made_where_none_are_wanted(quantized: Path) -> None:
     model = open_model(quantized)
-    decoder, cache = Decoder(take_apart(model)), model.new_cache(1)
+    decoder, cache = FusedDecoder(take_apart(model)), model.new_cache(1)
     cache.grow(4)
     ids, none = some_tokens(1, 4)[0], torch.empty(0, dtype=torch.int64)
     single = fused(model, decoder, ids[None], 0)[0, 3]
@@ -203,7 +205,7 @@ def test_no_logits_are_made_where_none_are_wanted(quantized: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cache_of_16_bits(dtype: torch.dtype, tiny_model: Path, isa: str) -> None:
     model = open_model(tiny_model)
-    decoder, tokens = Decoder(take_apart(model)), some_tokens(1, 80)
+    decoder, tokens = FusedDecoder(take_apart(model)), some_tokens(1, 80)
     cache = model.new_cache()
     cache.layers = [kv.to(dtype) for kv in cache.layers]
     exact = one_by_one(model, tokens, 1)
@@ -218,7 +220,7 @@ def test_cache_of_16_bits(dtype: torch.dtype, tiny_model: Path, isa: str) -> Non
 def test_cache_may_grow_or_change(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crelle.models.cache._STEP", 8)
     model = open_model(quantized)
-    decoder, tokens = Decoder(take_apart(model)), some_tokens(1, 60)
+    decoder, tokens = FusedDecoder(take_apart(model)), some_tokens(1, 60)
     first = fused(model, decoder, tokens, 1)
     monkeypatch.setattr("crelle.models.cache._STEP", 256)
     assert torch.equal(first, fused(model, decoder, tokens, 1))
@@ -227,7 +229,7 @@ def test_cache_may_grow_or_change(quantized: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("B", [1, 3])
 def test_result_does_not_depend_on_threads(B: int, quantized: Path, isa: str) -> None:
     model = open_model(quantized)
-    decoder, tokens, results = Decoder(take_apart(model)), some_tokens(B, 75), []
+    decoder, tokens, results = FusedDecoder(take_apart(model)), some_tokens(B, 75), []
     for threads in (1, 2, 3, 2, 7):
         _core.set_threads(threads)
         cache = model.new_cache(B)
@@ -242,54 +244,52 @@ def test_result_does_not_depend_on_threads(B: int, quantized: Path, isa: str) ->
 
 def test_rerun_is_bitwise_equal(quantized: Path) -> None:
     model = open_model(quantized)
-    decoder, tokens = Decoder(take_apart(model)), some_tokens(1, 30)
+    decoder, tokens = FusedDecoder(take_apart(model)), some_tokens(1, 30)
     assert torch.equal(fused(model, decoder, tokens, 1), fused(model, decoder, tokens, 1))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_greedy_is_the_argmax(threads: int, quantized: Path) -> None:
-    _core.set_threads(threads)
-    model = open_model(quantized)
-    decoder, wanted = Decoder(take_apart(model)), []
-    cache, token = model.new_cache(), 5
-    cache.grow(30)
-    for i in range(30):
-        where = torch.tensor([token]), torch.tensor([i])
-        token = int(decoder.step(*where, cache.layers).argmax())
-        assert int(decoder.step_greedy(*where, cache.layers)) == token
-        wanted.append(token)
-    assert decoder.generate_greedy(5, 0, cache.layers, 30) == wanted
-    end = wanted[10]
-    assert decoder.generate_greedy(5, 0, cache.layers, 30, [end]) == wanted[: wanted.index(end) + 1]
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def changed(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
+    """The same with other attention in all layers."""
+    layers = (replace(layer, attention=replace(layer.attention, **changes)) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def test_refusals_are_sentences(quantized: Path) -> None:
     model = open_model(quantized)
     parts = take_apart(model)
     assert unsupported(parts) is None
-    wrong = {
+    spec = parts.spec
+    wrong: dict[str, dict[str, Any]] = {
         "f32, f16 or bf16": {"embedding": torch.zeros(259, 72, dtype=torch.float64)},
         "not contiguous": {"embedding": torch.zeros(72, 259).T},
-        "multiple of kv_heads": {"kv_heads": 4},
+        "multiple of kv_heads": {"spec": changed(spec, kv_heads=4)},
         "`width` columns": {"embedding": torch.zeros(259, 71)},
-        "rope frequencies": {"frequency": torch.ones(5)},
+        "at most the 12 channels": {"spec": changed(spec, rope=RopeSpec(torch.ones(7)))},
+        "does not cap the scores": {"spec": changed(spec, softcap=30.0)},
+        "does not cap logits": {"spec": replace(spec, softcap=30.0)},
+        "side by side": {"spec": replace(spec, layers=tuple(replace(x, parallel=True) for x in spec.layers))},
+        "what comes out of it": {
+            "spec": replace(spec, layers=tuple(replace(x, placement="post") for x in spec.layers))
+        },
+        "one shape in all layers": {"spec": replace(spec, layers=(spec.layers[0], *changed(spec, heads=2).layers[1:]))},
+        "no projections": {"spec": replace(spec, words=24)},
         "one precision": {
             "head": LinearParts(weight=Cpu("int8").prepare(parse("rtn:bits=4").fit(torch.ones(259, 72)), torch.float32))
         },
     }
     for sentence, change in wrong.items():
         with pytest.raises(UnsupportedError, match=sentence):
-            Decoder(take_apart(model, **change))
+            FusedDecoder(take_apart(model, **change))
     slow = open_model(quantized, "reference").layers[0].gate
     assert "reference" in str(matrix(slow.weight, slow.prepared))
 
 
 def test_step_checks_its_arguments(quantized: Path) -> None:
     model = open_model(quantized)
-    decoder, cache = Decoder(take_apart(model)), model.new_cache(2)
+    decoder, cache = FusedDecoder(take_apart(model)), model.new_cache(2)
     cache.grow(4)
 
     def step(tokens: list[int], positions: list[int], rows: list[int] | None = None, kv: Any = None) -> Tensor:
@@ -338,25 +338,50 @@ def test_rope(D: int, isa: str) -> None:
     assert error(x, wanted) < OPS
 
 
+@pytest.mark.parametrize("K", SIZES)
+@pytest.mark.parametrize("shift", [0.0, 30.0])
+def test_layer_norm(K: int, shift: float, isa: str) -> None:
+    x, weight, bias, y = random(3, K) + shift, random(K, seed=2), random(K, seed=4), torch.full((3, K), float("nan"))
+    _core.layer_norm(x.numpy(), weight.numpy(), bias.numpy(), 1e-5, y.numpy())
+    wanted = F.layer_norm(x.double(), (K,), weight.double(), bias.double(), 1e-5)
+    assert error(y, wanted) < OPS * (1 + shift)
+    _core.layer_norm(x.numpy(), weight.numpy(), None, 1e-5, y.numpy())
+    assert (y.double() - (wanted - bias)).norm() < OPS * (1 + shift) * wanted.norm()
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
 @pytest.mark.parametrize("n", SIZES)
-def test_silu_mul(n: int, isa: str) -> None:
-    gate, up = 4 * random(n), random(n, seed=2)
-    wanted = F.silu(gate.double()) * up.double()
-    _core.silu_mul(gate.numpy(), up.numpy())
-    assert error(gate, wanted) < OPS
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations(kind: str, n: int, isa: str) -> None:
+    x, up = 4 * random(n), random(n, seed=2)
+    wanted, gated = ACTIVATIONS[kind](x.double()), x.clone()
+    _core.activate(kind, gated.numpy(), up.numpy())
+    assert (gated.double() - wanted * up.double()).norm() <= OPS * (wanted * up.double()).norm()
+    _core.activate(kind, x.numpy(), None)
+    assert (x.double() - wanted).norm() <= OPS * wanted.norm()
 
 
-def test_silu_of_large_numbers(isa: str) -> None:
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_of_every_size(kind: str, isa: str) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4801), torch.logspace(-30, 15, 200), -torch.logspace(-30, 15, 200)])
+    wanted = ACTIVATIONS[kind](x.double())
+    _core.activate(kind, x.numpy(), None)
+    assert ((x.double() - wanted).abs() <= 2e-6 * wanted.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_activations_of_large_numbers(kind: str, isa: str) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e30])
-    wanted = F.silu(gate)
-    _core.silu_mul(gate.numpy(), torch.ones(8).numpy())
+    wanted = ACTIVATIONS[kind](gate)
+    _core.activate(kind, gate.numpy(), torch.ones(8).numpy())
     assert torch.allclose(gate, wanted, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_argmax_is_the_first_of_equals(n: int, isa: str) -> None:
-    x = random(n).round()
-    assert _core.argmax(x.numpy()) == int((x == x.max()).nonzero()[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

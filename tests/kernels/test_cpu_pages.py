@@ -10,7 +10,7 @@ from torch import Tensor
 from crelle.eval.shapes import RandomWeights
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cpu
-from crelle.kernels.cpu.decoder import Decoder, Paged
+from crelle.kernels.cpu.fused_decoder import FusedDecoder, Paged
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 
@@ -38,7 +38,7 @@ TOLERANCE = {16: 1e-4, 8: 2e-3, 4: 1e-2}
 
 def make(**options: Any) -> DecoderModel:
     model = build(RandomWeights({**CONFIG, **options}, "rtn:bits=4,group=48", CPU, seed=1), CPU)
-    assert isinstance(model.decoder, Decoder)
+    assert isinstance(model.decoder, FusedDecoder)
     return model
 
 
@@ -76,7 +76,7 @@ def test_prompt_and_steps_match_layer_by_layer(text: str, options: dict[str, Any
     wanted = layer_by_layer(model, tokens, fmt, [70] + [1] * 20)
     paged = pages_for(model, fmt, rows=3, width=-(-96 // fmt.page))
     decoder = model.decoder
-    assert isinstance(decoder, Decoder)
+    assert isinstance(decoder, FusedDecoder)
     found = [decoder.prefill(tokens[:70], 0, paged, row=1, last=False)]
     for i in range(70, 90):
         found.append(decoder.step(tokens[i : i + 1], torch.tensor([i]), paged, rows=torch.tensor([1])))
@@ -89,7 +89,7 @@ def test_pages_of_16_bits_match_layer_by_layer(dtype: torch.dtype) -> None:
     model, fmt = make(), KVFormat(16)
     tokens, decoder = torch.randint(0, 300, (90,)), model.decoder
     wanted = layer_by_layer(model, tokens, fmt, [70] + [1] * 20)
-    assert isinstance(decoder, Decoder)
+    assert isinstance(decoder, FusedDecoder)
     paged = pages_for(model, fmt, rows=1, width=6, dtype=dtype)
     found = [decoder.prefill(tokens[:70], 0, paged, last=False)]
     found += [decoder.step(tokens[i : i + 1], torch.tensor([i]), paged) for i in range(70, 90)]
@@ -127,7 +127,7 @@ def test_a_row_does_not_depend_on_who_steps_beside_it(
     torch.manual_seed(0)
     model, fmt = make(num_attention_heads=heads[0], num_key_value_heads=heads[1]), KVFormat.parse(text)
     decoder = model.decoder
-    assert isinstance(decoder, Decoder)
+    assert isinstance(decoder, FusedDecoder)
     lengths, tokens = [3, 40, 17, 150, 63, 64], torch.randint(0, 300, (6, 170))
 
     def step(paged: Paged, rows: list[int], i: int) -> Tensor:
@@ -153,7 +153,7 @@ def test_codes_are_those_of_the_format() -> None:
     torch.manual_seed(0)
     model, fmt = make(), KVFormat(4)
     decoder = model.decoder
-    assert isinstance(decoder, Decoder)
+    assert isinstance(decoder, FusedDecoder)
     tokens = torch.randint(0, 300, (64,))
     paged = pages_for(model, fmt, rows=1, width=4)
     decoder.prefill(tokens, 0, paged)
@@ -168,7 +168,7 @@ def test_codes_are_those_of_the_format() -> None:
 def test_a_table_that_names_no_page_is_refused() -> None:
     model, fmt = make(), KVFormat(8)
     decoder = model.decoder
-    assert isinstance(decoder, Decoder)
+    assert isinstance(decoder, FusedDecoder)
     paged = pages_for(model, fmt, rows=1, width=4)
     decoder.step(torch.tensor([1]), torch.tensor([0]), paged)
     paged.table[0, 1] = 999

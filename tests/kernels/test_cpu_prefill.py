@@ -28,7 +28,7 @@ from cpu_models import (
 )
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.decoder import Decoder
+from crelle.kernels.cpu.fused_decoder import FusedDecoder
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 CONTEXT = 1300  # three portions of 512
@@ -50,7 +50,7 @@ def in_python(model: DecoderModel, tokens: Tensor) -> tuple[Tensor, list[Tensor]
 def check(model: DecoderModel, T: int, tolerance: float, pieces: tuple[int, ...] = ()) -> None:
     """All logits, the last ones alone, and what the cache holds; the prompt in pieces, the rest of the cache NaN."""
     tokens = some_tokens(T)
-    decoder = Decoder(take_apart(model))
+    decoder = FusedDecoder(take_apart(model))
     wanted, wanted_kv = in_python(model, tokens)
     for last in (False, True):
         kv, logits, position = nan_cache(model, rows=2), [], 0
@@ -126,14 +126,14 @@ def test_plain_matrices_of_any_dtype(dtype: torch.dtype, tmp_path: Path, isa: st
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cache_of_16_bits(dtype: torch.dtype, tiny_model: Path, isa: str) -> None:
     model = open_model(tiny_model)
-    decoder, tokens = Decoder(take_apart(model)), some_tokens(90)
+    decoder, tokens = FusedDecoder(take_apart(model)), some_tokens(90)
     got = decoder.prefill(tokens, 0, nan_cache(model, dtype=dtype), last=False)
     assert error(got, in_python(model, tokens)[0]) < (2e-3 if dtype == torch.float16 else 2e-2)
 
 
 def test_step_goes_on_where_the_prompt_ended(mixed: Path) -> None:
     model, tokens = open_model(mixed), some_tokens(80)
-    decoder, kv = Decoder(take_apart(model)), nan_cache(model)
+    decoder, kv = FusedDecoder(take_apart(model)), nan_cache(model)
     decoder.prefill(tokens[:-1], 0, kv)
     got = decoder.step(tokens[-1:], torch.tensor([79]), kv)
     assert error(got, in_python(model, tokens)[0][-1:]) < TOLERANCE["exact"]
@@ -141,7 +141,7 @@ def test_step_goes_on_where_the_prompt_ended(mixed: Path) -> None:
 
 def test_result_does_not_depend_on_threads(mixed: Path, isa: str) -> None:
     model, tokens = open_model(mixed), some_tokens(333)
-    decoder, results = Decoder(take_apart(model)), []
+    decoder, results = FusedDecoder(take_apart(model)), []
     for threads in (1, 2, 3, 2, 7, 1):
         _core.set_threads(threads)
         kv = nan_cache(model)
@@ -152,7 +152,7 @@ def test_result_does_not_depend_on_threads(mixed: Path, isa: str) -> None:
 
 def test_mistakes_are_named(mixed: Path) -> None:
     model = open_model(mixed)
-    decoder, kv = Decoder(take_apart(model)), nan_cache(model, capacity=20)
+    decoder, kv = FusedDecoder(take_apart(model)), nan_cache(model, capacity=20)
     with pytest.raises(ValueError, match="does not fit the cache"):
         decoder.prefill(some_tokens(20), 1, kv)
     with pytest.raises(ValueError, match="no such row"):

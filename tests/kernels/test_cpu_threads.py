@@ -27,7 +27,7 @@ if (reason := available()) is not None:
 from cpu_models import open_model, quantize, some_tokens, take_apart
 
 from crelle.kernels.cpu import core
-from crelle.kernels.cpu.decoder import Cache, Decoder, Paged
+from crelle.kernels.cpu.fused_decoder import Cache, FusedDecoder, Paged
 from crelle.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -77,14 +77,12 @@ class Guarded:
         return Paged(layers, table)
 
 
-def sequence(decoder: Decoder, kv: Cache, tokens: Tensor, prompt: int) -> Tensor:
-    """Logits of a prompt's last token and of each further one, then what greedy decoding makes of its last token."""
+def sequence(decoder: FusedDecoder, kv: Cache, tokens: Tensor, prompt: int) -> Tensor:
+    """Logits of a prompt's last token and of each further one."""
     found = [decoder.prefill(tokens[:prompt], 0, kv)]
     for i in range(prompt, len(tokens)):
         found.append(decoder.step(tokens[i : i + 1], torch.tensor([i]), kv))
-    one = Paged(kv.layers, kv.table[:1]) if isinstance(kv, Paged) else kv
-    last = decoder.generate_greedy(int(tokens[-1]), len(tokens) - 3, one, 3)
-    return torch.cat([torch.cat(found).flatten(), torch.tensor(last, dtype=torch.float32)])
+    return torch.cat(found)
 
 
 @pytest.fixture
@@ -112,9 +110,9 @@ def together() -> Callable[..., None]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_with_caches_of_their_own(threads: int, model: DecoderModel, together: Callable[..., None]) -> None:
-    """Steps, prompts and greedy decoding over caches of all kinds and sizes at once give what each gives alone."""
+    """Steps and prompts over caches of all kinds and sizes at once give what each gives alone."""
     core().set_threads(threads)
-    decoder, guarded = Decoder(take_apart(model)), Guarded()
+    decoder, guarded = FusedDecoder(take_apart(model)), Guarded()
     plans: list[tuple[int, Callable[[], Cache]]] = [
         (9, lambda: guarded.blocks(model, 9, torch.float32)),
         (90, lambda: guarded.blocks(model, 96, torch.float32)),
@@ -141,7 +139,7 @@ def test_threads_with_caches_of_their_own(threads: int, model: DecoderModel, tog
 
 
 def test_timing_and_threads_may_change_meanwhile(model: DecoderModel, together: Callable[..., None]) -> None:
-    decoder, guarded = Decoder(take_apart(model)), Guarded()
+    decoder, guarded = FusedDecoder(take_apart(model)), Guarded()
     tokens, kv = some_tokens(1, 20)[0], guarded.blocks(model, 20, torch.float32)
     wanted = sequence(decoder, kv, tokens, 5)
     counts = iter(range(10**9))
@@ -161,11 +159,9 @@ def test_timing_and_threads_may_change_meanwhile(model: DecoderModel, together: 
 
 
 @pytest.mark.parametrize("what", ["table", "position", "token", "row", "want"])
-def test_arrays_that_change_during_a_call_lead_nowhere(
-    what: str, model: DecoderModel, together: Callable[..., None]
-) -> None:
+def test_arrays_that_change_during_a_call_lead_nowhere(what: str, model: DecoderModel, together: Callable[..., None]) -> None:
     """A call sees a good value or refuses a bad one; it never acts on one that it did not check."""
-    decoder, guarded = Decoder(take_apart(model)), Guarded()
+    decoder, guarded = FusedDecoder(take_apart(model)), Guarded()
     paged = guarded.pages(model, "kv16", 32)
     kv: Cache = paged if what == "table" else guarded.blocks(model, 32, torch.float32, rows=2)
     given = {
@@ -265,7 +261,7 @@ def test_shared_activations(together: Callable[..., None]) -> None:
 def test_a_cache_of_another_model_is_refused(model: DecoderModel, tmp_path: Path) -> None:
     other = open_model(write_tiny_model(tmp_path / "m", num_key_value_heads=3))
     kv = Guarded().blocks(other, 8, torch.float32)
-    bound = Decoder(take_apart(other))._core.blocks(kv)
+    bound = FusedDecoder(take_apart(other))._core.blocks(kv)
     one = torch.zeros(1, dtype=torch.int64).numpy()
     with pytest.raises(ValueError, match="other sizes"):
-        Decoder(take_apart(model))._core.step(bound, one, one)
+        FusedDecoder(take_apart(model))._core.step(bound, one, one)

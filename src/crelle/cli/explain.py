@@ -28,14 +28,17 @@ def run(
     from crelle.formats.kv import KVFormat
     from crelle.formats.source import open_weights
     from crelle.models.cache import why_not_fused
-    from crelle.models.fused import supports, why_not
+    from crelle.models.fused import why_not
     from crelle.models.loader import read_spec
 
     cache = KVFormat.parse(kv)
     rows = decisions(model, device)
     where = rows[0]["problem"]["device"]
-    one_by_one = supports(read_spec(open_weights(model, verify=False))) or why_not(
-        where, {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows)
+    one_by_one = why_not(
+        read_spec(open_weights(model, verify=False)),
+        where,
+        {row["kernel"] for row in rows},
+        any(row["problem"]["permuted"] for row in rows),
     )
     one_by_one = one_by_one or why_not_fused(cache, where)
     if json:

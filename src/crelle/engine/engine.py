@@ -51,12 +51,12 @@ from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
-from crelle.models.step_buffers import Drawn
+from crelle.kernels.cuda.graph_inputs import PendingTokens
 
 __all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
-_Ahead = tuple[Step, Drawn]
+_Ahead = tuple[Step, PendingTokens]
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
 
 
@@ -105,7 +105,7 @@ class Engine:
             max_batch whole contexts, at most 4 GiB.  max_pages: to which the cache grows where `pages` do not suffice.
         max_batch: sequences that run at once.  budget: tokens of a step.  watermark: see Scheduler.  sharing: see
             BlockManager.  queue_limit: sequences that may wait; one more is refused.
-        batch_invariant: see crelle.models.batched.  spare, exact: older names of watermark, batch_invariant.
+        batch_invariant: see crelle.models.eager_executor.  spare, exact: older names of watermark, batch_invariant.
         """
         if memory is not None and pages is not None:
             raise SchemeError("give an engine a memory budget or a number of pages, not both")
@@ -325,7 +325,7 @@ class Engine:
         states = (self._active[s][1] for s in step.samples)
         return all(g.top is None and g.sampler.greedy for g in states) and self.runner.starts(step)
 
-    def _resolve(self, step: Step, started: Drawn) -> None:
+    def _resolve(self, step: Step, started: PendingTokens) -> None:
         """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
         lost: BaseException | None = None
         try:

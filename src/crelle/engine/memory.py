@@ -21,7 +21,7 @@ from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv import KVFormat
 from crelle.kernels.reference_attention import SLAB
-from crelle.models.batched import page_dtype
+from crelle.models.executors import page_dtype
 from crelle.models.loader import Model
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -132,7 +132,7 @@ def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
 
 
 def working_bytes(model: Model, max_batch: int, budget: int) -> int:
-    """Bound the numbers that a step of `budget` tokens holds at one time: see Batched, CudaBatch."""
+    """Bound the numbers that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor."""
     c = model.c
     row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
     scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together

@@ -1,8 +1,8 @@
 """Carries out steps: owns the pages of all layers, copies what the scheduler wants copied, runs the model.
 
     run(step)   1  copies       page to page in every layer, before anything is written
-                2  one pass     of the model at the step's precision over all tokens of the step (crelle.models.batched;
-                                on a GPU crelle.models.batched_cuda, where that can)
+                2  one pass     of the model at the step's precision over all tokens of the step, by the executor that
+                                crelle.models.executors chooses
                 3  logits       one row for each sampled token; n sequences of one prompt get the same row
     start(step) the same on a GPU, but tokens are sampled there, greedily, and the host does not wait for them: the next
                 step can be started behind it, on tokens that are UNKNOWN here
@@ -17,30 +17,28 @@ import torch
 from torch import Tensor
 
 from crelle.engine.block_manager import Copy
-from crelle.engine.executors import CudaGraphs, Eager, FusedStep
 from crelle.engine.loaded_model import LoadedModel
 from crelle.engine.memory import kv_heads
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels.executor import Chunk
-from crelle.models.batched import Batched, page_dtype
-from crelle.models.batched_cuda import CudaBatch, why_not
-from crelle.models.loader import Model
-from crelle.models.step_buffers import DRAWS, Drawn
+from crelle.kernels.cuda.executor import CudaExecutor
+from crelle.kernels.cuda.graph_inputs import MAX_SAMPLES, PendingTokens
+from crelle.kernels.executor import Chunk, Executor
+from crelle.models.executors import make_executor, page_dtype
 
 
 class ModelRunner:
     """A model with all of its pages."""
 
     def __init__(self, llm: LoadedModel, kv: KVFormat, pages: int, *, batch_invariant: bool | None = None) -> None:
-        """Allocate the pages; batch_invariant: see crelle.models.batched; default: on a CPU."""
+        """Allocate the pages; batch_invariant: see crelle.models.eager_executor; default: on a CPU."""
         model, c = llm.model, llm.model.c
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv = llm, kv
         self.batch_invariant = model.device.type == "cpu" if batch_invariant is None else batch_invariant
-        self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
-        self._executors: dict[int | None, CudaGraphs | FusedStep | Eager] = {}
+        self.layers = [KVPages.new(kv, *sizes) for _ in c.layers]
+        self._executors: dict[int | None, Executor] = {}
         self._rows: dict[Sequence, int] = {}  # of the tokens sampled last
 
     @property
@@ -62,13 +60,13 @@ class ModelRunner:
 
     def starts(self, step: Step) -> bool:
         """Whether `start` can run a step."""
-        return len(step.samples) <= DRAWS and isinstance(self.executor(step.precision), CudaGraphs)
+        return len(step.samples) <= MAX_SAMPLES and self.cuda_executor(step.precision) is not None
 
     @torch.inference_mode()
-    def start(self, step: Step) -> Drawn:
+    def start(self, step: Step) -> PendingTokens:
         """Return the likeliest token for each of `step.samples`, as soon as one asks for them."""
         executor = self.executor(step.precision)
-        assert isinstance(executor, CudaGraphs)
+        assert isinstance(executor, CudaExecutor)
         self._copy(step.copies)
         logits = _for_samples(executor.run(self._chunks(step)), step)
         self._rows = dict(zip(step.samples, count()))
@@ -83,30 +81,23 @@ class ModelRunner:
             chunks.append(Chunk(ids, r.start, r.pages, bool(r.samples), source, prompt))
         return chunks
 
-    def executor(self, bits: int | None) -> CudaGraphs | FusedStep | Eager:
+    def executor(self, bits: int | None) -> Executor:
         """Return what runs the model at a precision; made when it is first asked for."""
         if (found := self._executors.get(bits)) is None:
             with self.llm.lock:
-                found = self._executors[bits] = self._executors.get(bits) or self._make(self.llm.at(bits))
+                found = self._executors[bits] = self._executors.get(bits) or make_executor(
+                    self.llm.at(bits), self.layers, self.kv, batch_invariant=self.batch_invariant
+                )
         return found
-
-    def _make(self, model: Model) -> CudaGraphs | FusedStep | Eager:
-        where = centers(model, self.kv)
-        if why_not(model, self.kv) is None:
-            return CudaGraphs(CudaBatch(model, self.layers, where, exact=self.batch_invariant))
-        batched = Batched(model, exact=self.batch_invariant)
-        if self.batch_invariant and batched.decoder is not None:
-            return FusedStep(batched.decoder, self.layers, where)
-        return Eager(batched, self.layers, where)
 
     def prefill_differs(self, bits: int | None) -> bool:
         """Whether a token has other bits as part of a prompt than when it was sampled, and that matters."""
         return self.batch_invariant and self.executor(bits).prefill_differs
 
-    def on_gpu(self, bits: int | None) -> CudaBatch | None:
-        """Return the model at a precision as graphs on its GPU, or None where it has none (`why_not` says why)."""
+    def cuda_executor(self, bits: int | None) -> CudaExecutor | None:
+        """Return the executor of a precision where it runs CUDA graphs, else None."""
         executor = self.executor(bits)
-        return executor.batch if isinstance(executor, CudaGraphs) else None
+        return executor if isinstance(executor, CudaExecutor) else None
 
     def _copy(self, copies: Iterable[Copy]) -> None:
         if not copies:
@@ -115,11 +106,6 @@ class ModelRunner:
         for pages in self.layers:
             for t in pages.tensors():
                 t[target.to(t.device)] = t[source.to(t.device)]  # all are read before any is written
-
-
-def centers(model: Model, kv: KVFormat) -> list[Tensor] | list[None]:
-    """Return what each layer's keys are stored relative to."""
-    return model.key_centers if kv.center else [None] * model.c.layers
 
 
 def _for_samples(logits: Tensor, step: Step) -> Tensor:

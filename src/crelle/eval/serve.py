@@ -290,7 +290,7 @@ def warm(engine: Engine, sizes: Sequence[int] | None = None) -> None:
     c = engine.llm.model.c
     engine.add(Prompts(c.vocabulary, seed=-1).next(min(8, c.context - 2)), Sampling(max_tokens=2), ignore_end=True)
     engine.run()
-    if (batch := engine.runner.on_gpu(None)) is not None:
+    if (batch := engine.runner.cuda_executor(None)) is not None:
         most = bucket_of(min(engine.plan.max_batch, BUCKETS[-1]))
         for bucket in sorted({bucket_of(n) for n in sizes} if sizes else {b for b in BUCKETS if b <= most}):
             batch.graph(bucket)

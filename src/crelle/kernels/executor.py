@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,14 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
+
+
+def block_table(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return int32 [B, max_pages] of the pages of each sequence; behind a row's last page stands 0, never read."""
+    table = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
+    for row, pages in zip(table, rows, strict=True):
+        row[: len(pages)] = pages
+    return torch.from_numpy(table)
 
 
 class Executor(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import reference_attention as paged
-from crelle.kernels.cpu.decoder import Paged
+from crelle.kernels.cpu.fused_decoder import Paged
 from crelle.kernels.spec import RopeSpec
 from crelle.models.rope import angles, rotate
 

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.kv import KVFormat
+from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
 from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
 from crelle.models.builder import Builder
 from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
 from crelle.models.families.base import Architecture
-from crelle.models.fused import MAX_ROWS, Decoder, fuse
+from crelle.models.fused import fuse
 from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.rope import angles, rotate
 
@@ -230,7 +231,7 @@ class DecoderModel(nn.Module):
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
         T = tokens.shape[1]
         # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
-        if isinstance(self.decoder, Decoder) and (self.coded or T == 1):
+        if isinstance(self.decoder, FusedDecoder) and (self.coded or T == 1):
             return self._fused(self.decoder, tokens, cache, last)
         if T == 1 and isinstance(cache, KVCache) and (step := self.graphed()) and len(tokens) <= step.max_rows:
             return step.step(tokens, cache)
@@ -252,7 +253,7 @@ class DecoderModel(nn.Module):
         """Return logits f32 [..., V]."""
         return capped(compute.linear(self.head, self.output(x, compute)).float(), self.spec.softcap)
 
-    def _fused(self, decoder: Decoder, tokens: Tensor, cache: Cache, last: bool) -> Tensor:
+    def _fused(self, decoder: FusedDecoder, tokens: Tensor, cache: Cache, last: bool) -> Tensor:
         """The same in C++: one token of each sequence as one step, longer chunks sequence by sequence."""
         B, T = tokens.shape
         cache.grow(T)

@@ -63,6 +63,8 @@ class CudaExecutor:
     hold `lock` from a call until they have read, or sampled from, what it returned.
     """
 
+    prefill_differs = False
+
     def __init__(
         self,
         model: DecoderModules,

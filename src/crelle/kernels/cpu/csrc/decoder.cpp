@@ -50,17 +50,21 @@ std::pair<const uint8_t *, const uint8_t *> Matrix::bytes(int row0, int row1) co
 std::string Model::problem() const {
   const int q = heads * head_size, kv = kv_heads * head_size;
   if (heads < 1 || kv_heads < 1 || heads % kv_heads) return "heads must be a multiple of kv_heads";
-  if (head_size < 2 || head_size % 2 || frequency.size() != size_t(head_size) / 2)
-    return "head_size must be even, with head_size/2 rope frequencies";
+  if (head_size < 2 || head_size % 2) return "head_size must be even";
+  for (const Rope &r : ropes)
+    if (r.frequency.empty() || r.channels() > head_size) return "a rope has 1 to head_size/2 frequencies";
   if (layers.empty()) return "a model has at least one layer";
   const auto is = [](const Matrix &m, int N, int K) { return m.N == N && m.K == K; };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights &l = layers[i];
     if (!is(l.q, q, width) || !is(l.k, kv, width) || !is(l.v, kv, width) || !is(l.o, width, q) ||
-        !is(l.gate, l.gate.N, width) || !is(l.up, l.gate.N, width) || !is(l.down, width, l.gate.N))
+        !is(l.gate, l.gate.N, width) || (l.gated && !is(l.up, l.gate.N, width)) || !is(l.down, width, l.gate.N))
       return "layer " + std::to_string(i) + " has a matrix of another shape than the model's sizes ask for";
     if (!l.q_norm != !l.k_norm) return "layer " + std::to_string(i) + " has only one of q_norm and k_norm";
+    if (l.rope >= int(ropes.size())) return "layer " + std::to_string(i) + " names a rope that is not there";
   }
+  if (positions.N && (positions.K != width || position_offset < 0 || position_offset >= positions.N))
+    return "learned positions must have `width` columns, and rows from the offset on";
   if (embedding.K != width || head.K != width || head.N < 1) return "embedding and head must have `width` columns";
   return "";
 }
@@ -128,15 +132,14 @@ void Decoder::arrange(int threads, int count, int runs) {
   stream_.grow(B * padded(model_.width) * 4);
   qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
   hidden_.grow(B * inner * 2 * 4);
+  branch_.grow(B * padded(model_.width) * 4);
   parts_.grow(size_t(B) * H * runs_ * sizeof(Attended));
   sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
-  angles_.grow(size_t(B) * padded(D) * 4);
-  logits_.grow(size_t(B) * padded(model_.head.N) * 4);
+  angles_.grow(size_t(B) * padded(model_.angles()) * 4);
   // A thread's own: the input of a product, its output; queries, a key, its value, scores; of pages, a run as floats.
   scratch_floats_ =
       B * widest * 2 + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1) + 2 * padded(size_t(kRun) * D);
   scratch_.grow(threads * scratch_floats_ * 4);
-  best_.assign(size_t(threads) * B, 0);
   if (threads != threads_) meeting_.reset(threads);
   threads_ = threads, B_ = B;
   for (auto &of_kind : encoded_) of_kind[0].M = count;

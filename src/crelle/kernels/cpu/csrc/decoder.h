@@ -1,5 +1,6 @@
-// One decode step of a Llama-family model: B tokens in, B rows of logits out, one parallel region in between. The
-// tokens are of different texts, or some of them of one text, one behind the other: a row has the same bits either way.
+// One decode step of a decoder (crelle/kernels/spec.py): B tokens in, B rows of logits out, one parallel region in
+// between. The tokens are of different texts, or some of them of one text, one behind the other: a row has the same
+// bits either way.
 //
 // A step of a small model is 150 products of 5 to 10 microseconds each; what a framework does between two of them
 // costs as much. Here all threads walk through the layers together and meet at five barriers a layer:
@@ -7,8 +8,10 @@
 //   attention input   norm, encode           q, k, v rows                       |
 //   attention         rope, append           (row, kv head, run of keys, head)  |
 //   attention output  combine, encode        o rows, added to the stream        |
-//   mlp input         norm, encode           gate and up rows, SiLU * mul       |
+//   mlp input         norm, encode           gate and up rows, activation       |
 //   mlp output        encode                 down rows, added to the stream     |
+//
+// Models that norm what attention and feed-forward give before it is added (sandwich) have a barrier more for each.
 //
 // What comes before a product is small and every thread does all of it for itself when B = 1: that is cheaper than one
 // more barrier. With more rows the threads share them and meet once more; where several are of one text, keys and
@@ -46,22 +49,39 @@ struct Matrix {
 };
 
 struct LayerWeights {
-  Matrix q, k, v, o, gate, up, down;
-  const float *norm_attention = nullptr, *norm_mlp = nullptr;  // [width]
-  const float *q_norm = nullptr, *k_norm = nullptr;            // [D] or none
-  int window = 0;                                              // how far back attention sees; 0: all the way
+  Matrix q, k, v, o, gate, up, down;        // gate: what the activation applies to; up: what multiplies it, if gated
+  Norm norm_attention, norm_mlp;            // [width]
+  Norm post_attention_norm, post_mlp_norm;  // [width] or none: of what is added to the stream
+  Norm q_norm, k_norm;                      // [D] or none
+  Activation activation = Activation::Silu;
+  bool gated = true;
+  int window = 0;   // how far back attention sees; 0: all the way
+  int rope = -1;    // of the model's; -1: none
+  float scale = 0;  // of the scores
+};
+
+// Rotates pairs (i, i + R/2) of the first R channels of a head.
+struct Rope {
+  std::vector<float> frequency;  // [R/2], radians per position
+  int at = 0;                    // its cos [R/2] and sin [R/2] among the angles of a token
+
+  int channels() const { return 2 * int(frequency.size()); }
 };
 
 struct Model {
   int width = 0, heads = 0, kv_heads = 0, head_size = 0;
-  float norm_eps = 0;
-  std::vector<float> frequency;  // [D/2], radians per position
+  std::vector<Rope> ropes;
   Matrix embedding, head;
-  const float *norm = nullptr;
+  float embedding_scale = 1;
+  Dense positions;          // learned, [any, width]; no rows: none
+  int position_offset = 0;  // its row for position 0
+  Norm norm;                // before the head, or none
   std::vector<LayerWeights> layers;
   Precision precision = Precision::Exact;
 
   std::string problem() const;  // what does not fit together, or empty
+  int angles() const { return ropes.empty() ? 0 : ropes.back().at + ropes.back().channels(); }   // of a token
+  int positions_end() const { return positions.N ? positions.N - position_offset : INT32_MAX; }  // the first too many
 };
 
 constexpr int kMatrices = 7;  // of a layer
@@ -96,9 +116,8 @@ public:
     void prepare();
   };
 
-  // logits [wanted, V] may be null; best [wanted] may be null: the first of the largest logits, NaN being the largest.
-  // Any number of threads may call; they take turns.
-  void step(const Cache &cache, const Tokens &tokens, float *logits, int64_t *best);
+  // logits [wanted, V]. Any number of threads may call; they take turns.
+  void step(const Cache &cache, const Tokens &tokens, float *logits);
 
   // Seconds that thread 0 has spent in each phase, the barrier at its end included, since it was asked to look.
   struct Times {
@@ -126,10 +145,9 @@ private:
   std::vector<const Weight *> kinds_;              // one weight for every way in which activations are encoded
   std::vector<std::vector<Activations>> encoded_;  // [kind][thread]
   std::vector<std::vector<Share>> shares_;         // [layer * 7 + matrix, head at the end][thread]
-  Buffer stream_, qkv_, hidden_, sums_, parts_, angles_, logits_, scratch_;
+  Buffer stream_, qkv_, hidden_, branch_, sums_, parts_, angles_, scratch_;
   size_t scratch_floats_ = 0;  // of one thread
   int runs_ = 0;               // of the longest sequence that the buffers are large enough for
-  std::vector<int64_t> best_;  // [thread][B]
   bool timing_ = false;
   Times times_;
 };

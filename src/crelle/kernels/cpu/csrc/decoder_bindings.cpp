@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "decoder.h"
 #include "prefill.h"
@@ -41,6 +42,14 @@ Number number_of(nb::dlpack::dtype d) {
 
 Dense dense_of(const AnyMatrix &a) {
   return {static_cast<const uint8_t *>(a.data()), number_of(a.dtype()), int(a.shape(0)), int(a.shape(1))};
+}
+
+Activation activation_of(const std::string &name) {
+  if (name == "silu") return Activation::Silu;
+  if (name == "gelu") return Activation::Gelu;
+  if (name == "gelu_tanh") return Activation::GeluTanh;
+  if (name == "relu") return Activation::Relu;
+  throw std::invalid_argument("there is no activation '" + name + "'");
 }
 
 // A Decoder and the Python objects whose memory it reads.
@@ -85,18 +94,43 @@ struct Owned {
     return m;
   }
 
+  // An object with `kind`, `eps`, `weight` and `bias`, or None.
+  Norm norm(nb::handle h, size_t n, const char *what) {
+    Norm made;
+    if (h.is_none()) return made;
+    const auto kind = nb::cast<std::string>(h.attr("kind"));
+    require(kind == "rms" || kind == "layer", "a norm is 'rms' or 'layer', not '" + kind + "'");
+    made.kind = kind == "rms" ? NormKind::Rms : NormKind::Layer;
+    made.eps = nb::cast<float>(h.attr("eps"));
+    made.weight = vector(h.attr("weight"), n, what);
+    made.bias = vector(h.attr("bias"), n, what);
+    require(made.weight, std::string(what) + " needs its weight");
+    require(!made.bias || made.kind == NormKind::Layer, std::string(what) + ": only layer norms have a bias");
+    return made;
+  }
+
   LayerWeights layer(nb::handle h, const Model &model) {
     LayerWeights l;
     l.q = linear(h.attr("q")), l.k = linear(h.attr("k")), l.v = linear(h.attr("v")), l.o = linear(h.attr("o"));
-    l.gate = linear(h.attr("gate")), l.up = linear(h.attr("up")), l.down = linear(h.attr("down"));
-    l.norm_attention = vector(h.attr("norm_attention"), model.width, "norm_attention");
-    l.norm_mlp = vector(h.attr("norm_mlp"), model.width, "norm_mlp");
-    l.q_norm = vector(h.attr("q_norm"), model.head_size, "q_norm");
-    l.k_norm = vector(h.attr("k_norm"), model.head_size, "k_norm");
+    l.up = linear(h.attr("up")), l.down = linear(h.attr("down"));
+    l.gated = !h.attr("gate").is_none();
+    l.gate = l.gated ? linear(h.attr("gate")) : std::exchange(l.up, {});
+    l.activation = activation_of(nb::cast<std::string>(h.attr("activation")));
+    l.norm_attention = norm(h.attr("norm_attention"), model.width, "norm_attention");
+    l.norm_mlp = norm(h.attr("norm_mlp"), model.width, "norm_mlp");
+    l.post_attention_norm = norm(h.attr("post_attention_norm"), model.width, "post_attention_norm");
+    l.post_mlp_norm = norm(h.attr("post_mlp_norm"), model.width, "post_mlp_norm");
+    l.q_norm = norm(h.attr("q_norm"), model.head_size, "q_norm");
+    l.k_norm = norm(h.attr("k_norm"), model.head_size, "k_norm");
     require(l.norm_attention && l.norm_mlp, "a layer needs both of its norms");
     const nb::object window = h.attr("window");
     l.window = window.is_none() ? 0 : nb::cast<int>(window);
     require(window.is_none() || l.window > 0, "a window must be positive");
+    l.rope = nb::cast<int>(h.attr("rope"));
+    l.scale = nb::cast<float>(h.attr("scale"));
+    // The usual scale has the bits of this division; what Python makes of D ** -0.5 may be a neighbour of it.
+    const float usual = 1.0f / std::sqrt(static_cast<float>(model.head_size));
+    if (std::abs(l.scale - usual) < 4e-7f * usual) l.scale = usual;
     return l;
   }
 };
@@ -112,13 +146,18 @@ void build(Owned *self, nb::object parts, const std::string &precision) {
   Model m;
   m.width = nb::cast<int>(parts.attr("width")), m.heads = nb::cast<int>(parts.attr("heads"));
   m.kv_heads = nb::cast<int>(parts.attr("kv_heads")), m.head_size = nb::cast<int>(parts.attr("head_size"));
-  m.norm_eps = nb::cast<float>(parts.attr("norm_eps"));
   m.precision = precision_of(precision);
-  const auto frequency = nb::cast<In<float, 1>>(parts.attr("frequency"));
-  m.frequency.assign(frequency.data(), frequency.data() + frequency.shape(0));
+  for (nb::handle h : parts.attr("ropes")) {
+    const auto frequency = nb::cast<In<float, 1>>(h);
+    m.ropes.push_back({{frequency.data(), frequency.data() + frequency.shape(0)}, m.angles()});
+  }
   m.embedding = made.matrix(parts.attr("embedding"));
-  m.norm = made.vector(parts.attr("norm"), m.width, "norm");
-  require(m.norm, "the model needs its last norm");
+  m.embedding_scale = nb::cast<float>(parts.attr("embedding_scale"));
+  if (const nb::object table = parts.attr("positions"); !table.is_none()) {
+    m.positions = dense_of(made.take<AnyMatrix>(table));
+    m.position_offset = nb::cast<int>(parts.attr("position_offset"));
+  }
+  m.norm = made.norm(parts.attr("norm"), m.width, "norm");
   m.head = made.linear(parts.attr("head"));
   for (nb::handle h : parts.attr("layers")) m.layers.push_back(made.layer(h, m));
   const std::string problem = m.problem();
@@ -234,8 +273,7 @@ struct Room {
 };
 
 void step(Owned &self, const BoundCache &bound, In<int64_t, 1> token, In<int64_t, 1> position,
-          std::optional<In<int64_t, 1>> row, Table table, std::optional<Out<float, 2>> logits,
-          std::optional<Out<int64_t, 1>> best, std::optional<In<int64_t, 1>> want) {
+          std::optional<In<int64_t, 1>> row, Table table, Out<float, 2> logits, std::optional<In<int64_t, 1>> want) {
   const Model &m = self.decoder->model();
   const Room room(m, bound.cache, table);
   const int B = int(token.shape(0)), V = m.head.N;
@@ -244,8 +282,7 @@ void step(Owned &self, const BoundCache &bound, In<int64_t, 1> token, In<int64_t
   require(position.shape(0) == size_t(B) && (!row || row->shape(0) == size_t(B)), "one position (and row) per token");
   require(!want || want->shape(0) <= size_t(B), "logits can be wanted of each token once");
   const int W = want ? int(want->shape(0)) : B;
-  require(!logits || (logits->shape(0) == size_t(W) && logits->shape(1) == size_t(V)), "logits must be [B, V]");
-  require(!best || best->shape(0) == size_t(W), "best must be [B]");
+  require(logits.shape(0) == size_t(W) && logits.shape(1) == size_t(V), "logits must be [B, V]");
   Decoder::Tokens in;
   in.count = B, in.wanted = W;
   for (int i = 0; i < W; ++i) {
@@ -258,6 +295,7 @@ void step(Owned &self, const BoundCache &bound, In<int64_t, 1> token, In<int64_t
     in.row[b] = row ? read_once(row->data() + b) : b;
     require(in.token[b] >= 0 && in.token[b] < m.embedding.N, "no such token");
     require(in.position[b] >= 0 && in.position[b] < room.capacity, "the position is outside of the cache");
+    require(in.position[b] < m.positions_end(), "the position is beyond the learned ones");
     require(in.row[b] >= 0 && in.row[b] < room.rows, "no such row of the cache");
     for (int i = 0; i < b; ++i)
       require(in.row[i] != in.row[b] || in.position[i] != in.position[b],
@@ -281,63 +319,60 @@ void step(Owned &self, const BoundCache &bound, In<int64_t, 1> token, In<int64_t
     in.pages = copied.data();
   }
   nb::gil_scoped_release release;
-  self.decoder->step(bound.cache, in, logits ? logits->data() : nullptr, best ? best->data() : nullptr);
+  self.decoder->step(bound.cache, in, logits.data());
 }
 
-// Go on alone from one token until n are made or one of `ends` is: returns how many, the end included.
-int generate(Owned &self, const BoundCache &bound, int64_t token, int64_t position, Table table, Out<int64_t, 1> out,
-             const std::vector<int64_t> &ends) {
+// Prompts, or chunks of them: sequence s has the next count[s] tokens, which stand at position[s] and behind it in row
+// row[s] (default: s) of the cache. logits: of all tokens, or of the last tokens of the sequences `want`, in order.
+void prefill(Owned &self, const BoundCache &bound, In<int64_t, 1> token, In<int64_t, 1> count, In<int64_t, 1> position,
+             std::optional<In<int64_t, 1>> row, Table table, Out<float, 2> logits, std::optional<In<int64_t, 1>> want) {
   const Model &m = self.decoder->model();
   const Room room(m, bound.cache, table);
-  const int n = int(std::min<size_t>(out.shape(0), INT32_MAX));
-  require(token >= 0 && token < m.embedding.N, "no such token");
-  require(m.embedding.N >= m.head.N, "a token without an embedding");
-  require(position >= 0 && position <= room.capacity - n && room.rows == 1,
-          "the cache must have one row with room for all");
-  Decoder::Tokens in;
-  in.count = in.wanted = 1;
-  in.row[0] = in.want[0] = 0;
-  in.width = room.pages_for(position + n);
-  std::vector<int32_t> copied(in.width);
-  if (table) room.copy_pages(0, position + n, copied.data());
-  in.pages = copied.data();
-  nb::gil_scoped_release release;
-  for (int i = 0; i < n; ++i, ++position) {
-    in.token[0] = token, in.position[0] = position;
-    in.prepare();
-    self.decoder->step(bound.cache, in, nullptr, &token);
-    out.data()[i] = token;
-    for (const int64_t end : ends)
-      if (token == end) return i + 1;
-  }
-  return n;
-}
-
-// A prompt of one row of the cache; logits [1, V] are those of its last token, [T, V] those of all.
-void prefill(Owned &self, const BoundCache &bound, In<int64_t, 1> token, int64_t position, int64_t row, Table table,
-             Out<float, 2> logits, bool last) {
-  const Model &m = self.decoder->model();
-  const Room room(m, bound.cache, table);
-  const int64_t T = int64_t(token.shape(0));
-  require(T >= 1, "a prompt has at least one token");
-  require(row >= 0 && row < room.rows, "no such row of the cache");
-  require(position >= 0 && position <= room.capacity && T <= room.capacity - position,
-          "the prompt does not fit the cache");
-  require(logits.shape(0) == size_t(last ? 1 : T) && logits.shape(1) == size_t(m.head.N), "logits must be [1 or T, V]");
-  std::vector<int64_t> tokens(T);
-  for (int64_t t = 0; t < T; ++t) {
+  const int64_t N = int64_t(token.shape(0)), S = int64_t(count.shape(0));
+  require(position.shape(0) == size_t(S) && (!row || row->shape(0) == size_t(S)),
+          "one position (and row) per sequence");
+  require(logits.shape(0) == (want ? want->shape(0) : size_t(N)) && logits.shape(1) == size_t(m.head.N),
+          "logits must be [wanted, V]");
+  std::vector<int64_t> tokens(N);
+  for (int64_t t = 0; t < N; ++t) {
     tokens[t] = read_once(token.data() + t);
     require(tokens[t] >= 0 && tokens[t] < m.embedding.N, "no such token");
   }
-  std::vector<int32_t> copied(room.pages_for(position + T));
-  if (table) room.copy_pages(row, position + T, copied.data());
+  std::vector<Prefill::Sequence> sequences(S);
+  std::vector<std::vector<int32_t>> copied(table ? S : 0);
+  std::vector<int64_t> rows(S);
+  int64_t done = 0;
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t T = read_once(count.data() + s), at = read_once(position.data() + s);
+    rows[s] = row ? read_once(row->data() + s) : s;
+    require(T >= 1, "a prompt has at least one token");
+    require(T <= N - done, "the counts add up to more tokens than there are");
+    require(rows[s] >= 0 && rows[s] < room.rows, "no such row of the cache");
+    require(at >= 0 && at <= room.capacity && T <= room.capacity - at, "the prompt does not fit the cache");
+    require(at + T <= m.positions_end(), "the prompt goes beyond the learned positions");
+    for (int64_t i = 0; i < s; ++i)
+      require(rows[i] != rows[s], "two sequences of a pass cannot share a row of the cache");
+    if (table) {
+      copied[s].resize(room.pages_for(at + T));
+      room.copy_pages(rows[s], at + T, copied[s].data());
+    }
+    sequences[s] = {tokens.data() + done, int(T), int(at), int(rows[s]), table ? copied[s].data() : nullptr, !want};
+    done += T;
+  }
+  require(done == N, "the counts add up to fewer tokens than there are");
+  int64_t last = -1;
+  for (size_t i = 0; want && i < want->shape(0); ++i) {
+    const int64_t s = read_once(want->data() + i);
+    require(s > last && s < S, "wanted sequences must be in order, and of the pass");
+    sequences[s].wanted = true, last = s;
+  }
   nb::gil_scoped_release release;
-  self.prefill->run(bound.cache, copied.data(), tokens.data(), int(T), int(position), int(row), last, logits.data());
+  self.prefill->run(bound.cache, sequences, !want, logits.data());
 }
 
 nb::dict prefill_phases(Owned &self) {
-  static constexpr const char *kNames[] = {"embed",     "input",   "qkv",  "place", "attention", "output",
-                                           "mlp_input", "gate_up", "silu", "down",  "head"};
+  static constexpr const char *kNames[] = {"embed",     "input",   "qkv",        "place", "attention", "output",
+                                           "mlp_input", "gate_up", "activation", "down",  "head"};
   Prefill::Times times;
   {
     nb::gil_scoped_release release;
@@ -382,12 +417,19 @@ void rope(Out<float, 2> x, In<float, 1> cos, In<float, 1> sin) {
   for (size_t m = 0; m < x.shape(0); ++m) ops_of(isa()).turn(x.data() + m * D, cos.data(), sin.data(), int(D));
 }
 
-void silu_mul(Out<float, 1> gate, In<float, 1> up) {
-  require(gate.shape(0) == up.shape(0), "gate and up must be alike");
-  ops_of(isa()).silu_mul(gate.data(), up.data(), int(up.shape(0)));
+void layer_norm(In<float, 2> x, In<float, 1> weight, std::optional<In<float, 1>> bias, float eps, Out<float, 2> y) {
+  const size_t K = x.shape(1);
+  require(weight.shape(0) == K && (!bias || bias->shape(0) == K) && y.shape(0) == x.shape(0) && y.shape(1) == K,
+          "x, y [M, K], weight and bias [K]");
+  for (size_t m = 0; m < x.shape(0); ++m)
+    ops_of(isa()).layer_norm(x.data() + m * K, weight.data(), bias ? bias->data() : nullptr, eps, int(K),
+                             y.data() + m * K);
 }
 
-int argmax(In<float, 1> x) { return ops_of(isa()).argmax(x.data(), int(x.shape(0))); }
+void activate(const std::string &kind, Out<float, 1> x, std::optional<In<float, 1>> up) {
+  require(!up || x.shape(0) == up->shape(0), "x and up must be alike");
+  ops_of(isa()).activate(activation_of(kind), x.data(), up ? up->data() : nullptr, int(x.shape(0)));
+}
 
 void dense_matmul(In<float, 2> x, AnyMatrix weight, Out<float, 2> y) {
   const Dense w = dense_of(weight);
@@ -434,26 +476,25 @@ void bind_decoder(nb::module_ &m) {
   nb::class_<BoundCache>(m, "Cache", "Keys and values of all layers, made by Decoder.blocks or Decoder.pages.");
 
   const auto none = nb::none();
-  nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.decoder.")
+  nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.fused_decoder.")
       .def("__init__", &build, "parts"_a, "precision"_a)
       .def("blocks", &blocks, "layers"_a)
       .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "turned"_a, "center"_a)
       .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = none,
-           "table"_a.none().noconvert() = none, "logits"_a.none().noconvert() = none,
-           "best"_a.none().noconvert() = none, "want"_a.none().noconvert() = none)
-      .def("prefill", &prefill, "cache"_a, "token"_a.noconvert(), "position"_a, "row"_a, "table"_a.none().noconvert(),
-           "logits"_a.noconvert(), "last"_a)
+           "table"_a.none().noconvert(), "logits"_a.noconvert(), "want"_a.none().noconvert() = none)
+      .def("prefill", &prefill, "cache"_a, "token"_a.noconvert(), "count"_a.noconvert(), "position"_a.noconvert(),
+           "row"_a.none().noconvert(), "table"_a.none().noconvert(), "logits"_a.noconvert(),
+           "want"_a.none().noconvert())
       .def("prefill_phases", &prefill_phases, "Seconds per phase of the latest prefill.")
-      .def("generate", &generate, "cache"_a, "token"_a, "position"_a, "table"_a.none().noconvert(), "out"_a.noconvert(),
-           "ends"_a)
       .def("time_phases", &time_phases, "on"_a)
       .def("phases", &phases,
            "Seconds of the first thread per phase; of them, at barriers and on norms and encodings.");
 
   m.def("rms_norm", &rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "y"_a.noconvert());
   m.def("rope", &rope, "x"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert());
-  m.def("silu_mul", &silu_mul, "gate"_a.noconvert(), "up"_a.noconvert());
-  m.def("argmax", &argmax, "x"_a.noconvert());
+  m.def("layer_norm", &layer_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "bias"_a.none().noconvert(), "eps"_a,
+        "y"_a.noconvert());
+  m.def("activate", &activate, "kind"_a, "x"_a.noconvert(), "up"_a.none().noconvert());
   m.def("dense_matmul", &dense_matmul, "x"_a.noconvert(), "weight"_a.noconvert(), "y"_a.noconvert());
   m.def("attention", &attention, "q"_a.noconvert(), "keys"_a.noconvert(), "values"_a.noconvert(), "out"_a.noconvert());
 }

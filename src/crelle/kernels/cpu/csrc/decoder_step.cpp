@@ -14,7 +14,6 @@ struct Decoder::Work {
   const Tokens &in;
   const int t, n;
   float *logits;
-  int64_t *best;
 
   const int64_t *const token = in.token, *const position = in.position, *const row = in.row;
   const int B = in.count;
@@ -23,7 +22,8 @@ struct Decoder::Work {
   const Ops &ops = *d.ops_;
   const int width = model.width, H = model.heads, Hkv = model.kv_heads, D = model.head_size;
   const size_t ld = padded(width), ld_qkv = padded(size_t(H + 2 * Hkv) * D), ld_in = padded(std::max(width, H *D));
-  float *const stream = floats_of(d.stream_), *const qkv = floats_of(d.qkv_);
+  const size_t ld_angles = padded(model.angles());
+  float *const stream = floats_of(d.stream_), *const qkv = floats_of(d.qkv_), *const branch = floats_of(d.branch_);
   // With one row every thread has an input of its own; more rows are shared and lie in the first thread's.
   const bool alone = B == 1;
   float *const own = floats_of(d.scratch_) + t * d.scratch_floats_;
@@ -65,8 +65,7 @@ struct Decoder::Work {
       warm(l.o, share[3][t]);
       combine_heads(l);
       encode({&l.o}, input, ld_in, in0, in1);
-      multiply(l.o, share[3], input, ld_in, B, output, ld_in);
-      add_to_stream(share[3][t]);
+      add_to_stream(l.o, share[3], l.post_attention_norm, input, ld_in);
       meet(Output);
       warm(l.gate, share[4][t]);
       norm(l.norm_mlp);
@@ -76,8 +75,7 @@ struct Decoder::Work {
       warm(l.down, share[6][t]);
       const size_t inner = padded(l.gate.N);
       encode({&l.down}, floats_of(d.hidden_), inner, in0, in1);
-      multiply(l.down, share[6], floats_of(d.hidden_), inner, B, output, ld_in);
-      add_to_stream(share[6][t]);
+      add_to_stream(l.down, share[6], l.post_mlp_norm, floats_of(d.hidden_), inner);
       meet(Down);
     }
     if (in.wanted > 0) finish();
@@ -103,10 +101,18 @@ struct Decoder::Work {
         dequantize_row(*model.embedding.coded, int(token[b]), x);
       else
         ops.load(model.embedding.dense.type, model.embedding.dense.row(int(token[b])), x, width);
-      float *cos = floats_of(d.angles_) + b * padded(D), *sin = cos + D / 2;
-      for (int i = 0; i < D / 2; ++i) {
-        const float angle = static_cast<float>(position[b]) * model.frequency[i];
-        cos[i] = std::cos(angle), sin[i] = std::sin(angle);
+      if (model.embedding_scale != 1.0f) ops.scale(x, model.embedding_scale, width);
+      if (model.positions.N) {
+        ops.load(model.positions.type, model.positions.row(int(position[b]) + model.position_offset), output, width);
+        ops.add(x, output, width);
+      }
+      for (const Rope &rope : model.ropes) {
+        const int half = rope.channels() / 2;
+        float *cos = floats_of(d.angles_) + b * ld_angles + rope.at, *sin = cos + half;
+        for (int i = 0; i < half; ++i) {
+          const float angle = static_cast<float>(position[b]) * rope.frequency[i];
+          cos[i] = std::cos(angle), sin[i] = std::sin(angle);
+        }
       }
     }
   }
@@ -119,8 +125,8 @@ struct Decoder::Work {
     for (; at < end; at += 64) __builtin_prefetch(at);
   }
 
-  void norm(const float *weight) {
-    for (int b = in0; b < in1; ++b) ops.rms_norm(stream + b * ld, weight, model.norm_eps, width, input + b * ld_in);
+  void norm(const Norm &norm) {
+    for (int b = in0; b < in1; ++b) norm_row(ops, norm, stream + b * ld, width, input + b * ld_in);
   }
 
   // Turn this thread's rows of x into the integers that the matrices take; afterwards all rows are ready.
@@ -147,8 +153,23 @@ struct Decoder::Work {
       for (int b = 0; b < M; ++b) ops.add(y + b * ldy + row0, m.bias + row0, row1 - row0);
   }
 
-  void add_to_stream(const Share &s) {
-    for (int b = 0; b < B; ++b) ops.add(stream + b * ld + s.row0, output + b * ld_in + s.row0, s.row1 - s.row0);
+  // The residual stream += x W^T + bias, or the norm of that where the model has one there.
+  void add_to_stream(const Matrix &m, const std::vector<Share> &shares, const Norm &post, const float *x, size_t ldx) {
+    const Share &s = shares[t];
+    if (!post) {
+      multiply(m, shares, x, ldx, B, output, ld_in);
+      for (int b = 0; b < B; ++b) ops.add(stream + b * ld + s.row0, output + b * ld_in + s.row0, s.row1 - s.row0);
+      return;
+    }
+    multiply(m, shares, x, ldx, B, branch, ld);
+    d.meeting_.arrive_and_wait(t, n);
+    for (int b = in0; b < in1; ++b) {  // alone, every thread norms the row for itself and adds its share
+      norm_row(ops, post, branch + b * ld, width, output);
+      if (alone)
+        ops.add(stream + s.row0, output + s.row0, s.row1 - s.row0);
+      else
+        ops.add(stream + b * ld, output, width);
+    }
   }
 
   // The runs of keys that row b sees: [first, last] in steps of kRun from position 0 on.
@@ -221,7 +242,7 @@ struct Decoder::Work {
       const int b = i / Hkv, kv = i % Hkv, at = int(position[b]);
       float *row_qkv = qkv + b * ld_qkv;
       const float *value = row_qkv + (H + Hkv + kv) * D;
-      place(b, row_qkv + (H + kv) * D, l.k_norm, key);
+      place(l, b, row_qkv + (H + kv) * D, l.k_norm, key);
       if (c.paged()) {
         const PagedHead where = paged(layer, b, kv);
         where.write(ops, 0, at, key, true, nullptr);
@@ -239,9 +260,9 @@ struct Decoder::Work {
 
   // A query as attention takes it.
   void query(const LayerWeights &l, int b, const float *from, float *out) {
-    place(b, from, l.q_norm, out);
+    place(l, b, from, l.q_norm, out);
     if (cache.turned) hadamard(out, D, cache.turned);
-    ops.scale(out, 1.0f / std::sqrt(static_cast<float>(D)), D);
+    ops.scale(out, l.scale, D);
   }
 
   // Heads [head, head + heads) over the keys [from, to].
@@ -274,7 +295,7 @@ struct Decoder::Work {
              nullptr,
              new_v + padded(D)};
     if (to == position[b]) {  // every head computes the new key again rather than wait for the one that stores it
-      place(b, row_qkv + (H + kv) * D, l.k_norm, key);
+      place(l, b, row_qkv + (H + kv) * D, l.k_norm, key);
       uint8_t *own_k = reinterpret_cast<uint8_t *>(new_k), *own_v = reinterpret_cast<uint8_t *>(new_v);
       ops.store(type, key, own_k, D);
       ops.store(type, row_qkv + (H + Hkv + kv) * D, own_v, D);
@@ -294,14 +315,16 @@ struct Decoder::Work {
                apart * padded(D));
   }
 
-  // A head of q or k: normed where the model does that, and turned by its position.
-  void place(int b, const float *from, const float *norm, float *out) {
-    const float *cos = floats_of(d.angles_) + b * padded(D), *sin = cos + D / 2;
+  // A head of q or k: normed and rotated by its position where the model does that.
+  void place(const LayerWeights &l, int b, const float *from, const Norm &norm, float *out) {
     if (norm)
-      ops.rms_norm(from, norm, model.norm_eps, D, out);
+      norm_row(ops, norm, from, D, out);
     else
       std::copy_n(from, D, out);
-    ops.turn(out, cos, sin, D);
+    if (l.rope < 0) return;
+    const Rope &rope = model.ropes[l.rope];
+    const float *cos = floats_of(d.angles_) + b * ld_angles + rope.at;
+    ops.turn(out, cos, cos + rope.channels() / 2, rope.channels());
   }
 
   // The same over pages: a run of codes becomes floats once for all heads that read it; numbers are read as they lie.
@@ -335,7 +358,7 @@ struct Decoder::Work {
         where.read(ops, 1, to, 1, own_v);
       } else {  // every head codes the new key again rather than wait for the one that stores it
         const bool keep = head % (H / Hkv) == 0;
-        place(b, row_qkv + (H + kv) * D, l.k_norm, key);
+        place(l, b, row_qkv + (H + kv) * D, l.k_norm, key);
         where.write(ops, 0, to, key, keep, own_k);
         where.write(ops, 1, to, row_qkv + (H + Hkv + kv) * D, keep, own_v);
         if (as_they_lie) {  // as in the pages around it; what is a number there already stays the same
@@ -363,41 +386,30 @@ struct Decoder::Work {
     const size_t inner = padded(l.gate.N);
     float *gate = floats_of(d.hidden_), *up = gate + B * inner;
     multiply(l.gate, share[4], input, ld_in, B, gate, inner);
-    multiply(l.up, share[5], input, ld_in, B, up, inner);
+    if (l.gated) multiply(l.up, share[5], input, ld_in, B, up, inner);
     const auto [row0, row1] = share[4][t];
-    for (int b = 0; b < B; ++b) ops.silu_mul(gate + b * inner + row0, up + b * inner + row0, row1 - row0);
+    for (int b = 0; b < B; ++b) {
+      const size_t at = b * inner + row0;
+      ops.activate(l.activation, gate + at, l.gated ? up + at : nullptr, row1 - row0);
+    }
   }
 
   // Logits of the tokens that are wanted, side by side from the first row of the input on.
   void finish() {
     const int V = model.head.N, W = in.wanted, first = alone ? 0 : part(W, t, n), last = alone ? 1 : part(W, t + 1, n);
     warm(model.head, d.shares_.back()[t]);
-    for (int i = first; i < last; ++i)
-      ops.rms_norm(stream + in.want[i] * ld, model.norm, model.norm_eps, width, input + i * ld_in);
+    for (int i = first; i < last; ++i) {
+      const float *x = stream + in.want[i] * ld;
+      if (model.norm)
+        norm_row(ops, model.norm, x, width, input + i * ld_in);
+      else
+        std::copy_n(x, width, input + i * ld_in);
+    }
     if (!alone && t == 0 && model.head.kind >= 0) d.encoded_[model.head.kind][0].M = W;  // nobody reads it just now
     encode({&model.head}, input, ld_in, first, last);
-    float *y = logits ? logits : floats_of(d.logits_);
-    const size_t ldy = logits ? V : padded(V);
-    const Share share = d.shares_.back()[t];
-    multiply(model.head, d.shares_.back(), input, ld_in, W, y, ldy);
-    if (best)
-      for (int b = 0; b < W; ++b)
-        d.best_[size_t(t) * B + b] =
-            share.row0 < share.row1 ? share.row0 + ops.argmax(y + b * ldy + share.row0, share.row1 - share.row0) : -1;
+    multiply(model.head, d.shares_.back(), input, ld_in, W, logits, V);
     meet(Head);
-    if (!best || t > 0) return;
-    for (int b = 0; b < W; ++b) {
-      int64_t found = d.best_[b];
-      for (int i = 1; i < n; ++i) {  // in the order of rows: the first of equals wins
-        const int64_t other = d.best_[size_t(i) * B + b];
-        if (other >= 0 && (found < 0 || beats(y[b * ldy + other], y[b * ldy + found]))) found = other;
-      }
-      best[b] = found;
-    }
   }
-
-  // NaN is the largest, as in Ops::argmax.
-  static bool beats(float a, float b) { return a > b || (a != a && b == b); }
 };
 
 void Decoder::Tokens::prepare() {
@@ -410,14 +422,14 @@ void Decoder::Tokens::prepare() {
   }
 }
 
-void Decoder::step(const Cache &cache, const Tokens &in, float *logits, int64_t *best) {
+void Decoder::step(const Cache &cache, const Tokens &in, float *logits) {
   std::lock_guard lock(mutex_);
   for (bool done = false; !done;) {
     const int threads = Pool::get().threads();
     arrange(threads, in.count, int(in.last) / kRun + 1);
     Pool::get().run_team([&](int t, int n) {
       if (n != threads) return;  // somebody changed the number since: arrange again
-      Work{*this, cache, in, t, n, logits, best}.run();
+      Work{*this, cache, in, t, n, logits}.run();
       if (t == 0) done = true;
     });
   }

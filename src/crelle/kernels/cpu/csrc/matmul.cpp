@@ -111,16 +111,19 @@ void matmul_tiles(const float *x, int M, const Weight &w, float *y, Precision pr
 }  // namespace
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision) {
+  matmul(x, M, w, y, precision, w.isa->gemm && M >= w.isa->gemm->rows);
+}
+
+void matmul(const float *x, int M, const Weight &w, float *y, Precision precision, bool by_tiles) {
   static thread_local Activations scratch;
   Activations &a = scratch;  // this thread's, also in the workers' lambdas
   // Rows taken at a time: tables of 64 rows of 4096 inputs are 1 MB and stay in L2; tiles are read in order.
-  const bool tiles = w.isa->gemm && M >= w.isa->gemm->rows;
-  const int at_once = tiles ? 1024 : 64;
+  const int at_once = by_tiles ? 1024 : 64;
   for (int m = 0; m < M; m += at_once) {
     const int rows = std::min(at_once, M - m);
     const float *xm = x + size_t(m) * w.K;
     float *ym = y + size_t(m) * w.N;
-    if (tiles) {
+    if (by_tiles) {
       matmul_tiles(xm, rows, w, ym, precision);
       continue;
     }

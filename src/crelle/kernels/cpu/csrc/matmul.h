@@ -33,7 +33,11 @@ void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, in
 // The same for all outputs, split over the pool.
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy);
 
-// Everything at once, with a scratch of the calling thread.
+// Everything at once, with a scratch of the calling thread. by_tiles: by the instruction set's Gemm, which must be
+// there; a row has the same bits in any number of rows with it, and other bits in any number without.
+void matmul(const float *x, int M, const Weight &w, float *y, Precision precision, bool by_tiles);
+
+// The same by tiles where there are enough rows for them to be faster.
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision);
 
 }  // namespace crelle::cpu

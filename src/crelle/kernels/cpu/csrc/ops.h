@@ -1,7 +1,7 @@
 // The small work between the products of a decode step: one table of functions per instruction set.
 //
 // All of it is written once, over vectors of 16 floats (lanes.h), and compiled once per set of compiler flags:
-//   small_ops.h   RMSNorm, rope, SiLU * mul, sums, conversions, argmax
+//   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
 // A result depends on its inputs only, never on which thread computed it.
@@ -69,16 +69,28 @@ struct AttendBlock {
   const void *pages = nullptr;
 };
 
+// rms: x / rms(x) * weight; layer: (x - mean) / std * weight + bias. Sums in f32.
+enum class NormKind : uint8_t { Rms, Layer };
+struct Norm {
+  NormKind kind = NormKind::Rms;
+  float eps = 0;
+  const float *weight = nullptr, *bias = nullptr;  // [n]; bias: layer norms only, or none
+
+  explicit operator bool() const { return weight != nullptr; }
+};
+
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu };
+
 struct Ops {
   const char *name;
   void (*load)(Number type, const uint8_t *from, float *to, int n);
   void (*store)(Number type, const float *from, uint8_t *to, int n);
-  void (*rms_norm)(const float *x, const float *weight, float eps, int n, float *y);  // y may be x
-  void (*turn)(float *x, const float *cos, const float *sin, int D);  // rope: pairs (i, i + D/2), angles [D/2]
-  void (*silu_mul)(float *gate, const float *up, int n);              // gate = silu(gate) * up
-  void (*add)(float *x, const float *y, int n);                       // x += y
+  void (*rms_norm)(const float *x, const float *weight, float eps, int n, float *y);                       // y may be x
+  void (*layer_norm)(const float *x, const float *weight, const float *bias, float eps, int n, float *y);  // likewise
+  void (*turn)(float *x, const float *cos, const float *sin, int D);    // rope: pairs (i, i + D/2), angles [D/2]
+  void (*activate)(Activation kind, float *x, const float *up, int n);  // x = f(x) * up, or f(x) where up is null
+  void (*add)(float *x, const float *y, int n);                         // x += y
   void (*scale)(float *x, float factor, int n);
-  int (*argmax)(const float *x, int n);  // the first of equals; NaN is the largest
   // y[m, n] for M rows of x and outputs [row0, row1)
   void (*dense)(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1);
   // Head i's results: parts[i * parts_apart], and D sums from out + i * out_apart on.
@@ -89,6 +101,7 @@ struct Ops {
   void (*tile_of_rows)(const float *rows, size_t ld, int count, int n, bool add, float *tile);
   void (*rows_of_tile)(const float *tile, int count, int n, float *rows, size_t ld);
   void (*norm_tile)(const float *x, const float *weight, float eps, int n, float *y);
+  void (*layer_norm_tile)(const float *x, const float *weight, const float *bias, float eps, int n, float *y);
   void (*turn_tile)(float *x, const float *cos, const float *sin, float factor, int D);
   void (*add_to_tile)(float *x, const float *bias, int n);
   void (*attend_block)(const AttendBlock &a, float *scratch);
@@ -96,6 +109,16 @@ struct Ops {
   // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see unpack.h
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
 };
+
+// A norm of either kind over one row, or over a tile; y may be x.
+inline void norm_row(const Ops &ops, const Norm &norm, const float *x, int n, float *y) {
+  if (norm.kind == NormKind::Rms) return ops.rms_norm(x, norm.weight, norm.eps, n, y);
+  ops.layer_norm(x, norm.weight, norm.bias, norm.eps, n, y);
+}
+inline void norm_tile(const Ops &ops, const Norm &norm, const float *x, int n, float *y) {
+  if (norm.kind == NormKind::Rms) return ops.norm_tile(x, norm.weight, norm.eps, n, y);
+  ops.layer_norm_tile(x, norm.weight, norm.bias, norm.eps, n, y);
+}
 
 extern const Ops kOpsGeneric;
 #if defined(__x86_64__)

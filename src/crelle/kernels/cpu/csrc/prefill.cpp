@@ -15,9 +15,6 @@ constexpr int kOutputsOfItem = 64;  // of a plain matrix
 constexpr int kPlainRows = 32;      // of x that pass by a plain item at a time: both stay in L2
 constexpr int kPadding = 64;        // features: a multiple of every block
 
-// Tokens that go through the last layer when one is wanted: enough for tiles, so that it is computed like the others.
-constexpr int kKept = 24;
-
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // fn(i) for i in [0, count): threads take the next one as they come.
@@ -29,7 +26,7 @@ void for_each(int count, F &&fn) {
   });
 }
 
-int tokens_of(int T, int tile) { return std::min(kTileRows, T - tile * kTileRows); }
+bool by_tiles(const Matrix &m) { return m.coded && m.coded->isa->gemm; }
 
 const Isa &isa_of(const Model &model) {
   for (const LayerWeights &l : model.layers)
@@ -55,133 +52,195 @@ Prefill::Times Prefill::seconds() {
   return seconds_;
 }
 
-void Prefill::run(const Cache &cache, const int32_t *pages, const int64_t *token, int T, int position, int row,
-                  bool last, float *logits) {
+void Prefill::run(const Cache &cache, const std::vector<Sequence> &sequences, bool all, float *logits) {
   std::lock_guard lock(mutex_);
-  cache_ = &cache, pages_ = pages, row_ = row;
+  cache_ = &cache;
   seconds_ = {};
   last_ = now();
-  const int portions = (T + kPortion - 1) / kPortion;
-  const int each = tiles_of((T + portions - 1) / portions) * kTileRows;  // about equal, whole tiles
-  for (int t = 0; t < T; t += each) {
-    const int count = std::min(each, T - t);
-    const int wanted = !last ? count : t + count == T;  // rows of logits
-    portion(token + t, count, position + t, last, wanted, logits + (last ? 0 : size_t(t) * model_.head.N));
+  std::vector<Tile> tiles;
+  int made = 0;  // rows of logits
+  for (const Sequence &s : sequences)
+    for (int first = 0; first < s.count; first += kTileRows) {
+      const int count = std::min(kTileRows, s.count - first);
+      const bool wanted = all || (s.wanted && first + count == s.count);
+      tiles.push_back({&s, first, count, 0, wanted ? made : -1});
+      if (wanted) made += all ? count : 1;
+    }
+  const int passes = (int(tiles.size()) + kTiles - 1) / kTiles;
+  for (int i = 0; i < passes; ++i) {  // about equal
+    tiles_.assign(tiles.begin() + part(int(tiles.size()), i, passes),
+                  tiles.begin() + part(int(tiles.size()), i + 1, passes));
+    count_rows();
+    pass(all, logits);
   }
 }
 
-Prefill::Tiles Prefill::grow(Buffer &b, int T, int features) {
+void Prefill::count_rows() {
+  int row = 0;
+  for (Tile &t : tiles_) t.row = row, row += t.count;
+}
+
+Prefill::Tiles Prefill::grow(Buffer &b, int features) {
   const size_t pitch = size_t(features + kPadding - 1) / kPadding * kPadding * kTileRows;
-  b.grow(tiles_of(T) * pitch * sizeof(float));
+  b.grow(tiles() * pitch * sizeof(float));
   return {floats_of(b), pitch};
 }
 
-void Prefill::portion(const int64_t *token, int T, int position, bool last, int wanted, float *logits) {
+void Prefill::pass(bool all, float *logits) {
   const int q = model_.heads * model_.head_size, kv = model_.kv_heads * model_.head_size;
   Buffer *b = buffers_;
-  stream_ = grow(*b++, T, model_.width), normed_ = grow(*b++, T, model_.width);
-  q_ = grow(*b++, T, q), attended_ = grow(*b++, T, q), k_ = grow(*b++, T, kv), v_ = grow(*b++, T, kv);
-  gate_ = grow(*b++, T, inner_), up_ = grow(*b++, T, inner_), angles_ = grow(*b++, T, model_.head_size);
+  stream_ = grow(*b++, model_.width), normed_ = grow(*b++, model_.width);
+  q_ = grow(*b++, q), attended_ = grow(*b++, q), k_ = grow(*b++, kv), v_ = grow(*b++, kv);
+  gate_ = grow(*b++, inner_), up_ = grow(*b++, inner_), angles_ = grow(*b++, model_.angles());
 
-  for_each(tiles_of(T), [&](int t) { embed(token, T, position, t); });
+  for_each(tiles(), [&](int t) { embed(t); });
   done(Embed);
-  const int layers = int(model_.layers.size()), kept = std::max(0, T - kKept) / kTileRows;  // from which tile on
-  for (int i = 0; i + 1 < layers; ++i) layer(i, T, position, 0);
-  layer(layers - 1, T, position, !last ? 0 : wanted ? kept : tiles_of(T));
-  if (wanted) finish(T, wanted, logits);
+  const int layers = int(model_.layers.size());
+  for (int i = 0; i < layers; ++i) layer(i, i + 1 == layers && !all);
+  if (!tiles_.empty()) finish(all, logits);
 }
 
-void Prefill::embed(const int64_t *token, int T, int position, int tile) {
-  const int width = model_.width, half = model_.head_size / 2, count = tokens_of(T, tile);
+void Prefill::embed(int tile) {
+  const int width = model_.width;
+  const Tile &at = tiles_[tile];
   static thread_local Buffer scratch;
-  scratch.grow(size_t{kTileRows} * width * sizeof(float));
-  float *const rows = floats_of(scratch);
-  for (int i = 0; i < count; ++i) {
-    const int n = int(token[tile * kTileRows + i]);
+  scratch.grow(size_t{kTileRows + 1} * width * sizeof(float));
+  float *const rows = floats_of(scratch), *const learned = rows + size_t{kTileRows} * width;
+  for (int i = 0; i < at.count; ++i) {
+    const int n = int(at.sequence->token[at.first + i]);
+    float *const x = rows + size_t(i) * width;
     if (model_.embedding.coded)
-      dequantize_row(*model_.embedding.coded, n, rows + size_t(i) * width);
+      dequantize_row(*model_.embedding.coded, n, x);
     else
-      ops_.load(model_.embedding.dense.type, model_.embedding.dense.row(n), rows + size_t(i) * width, width);
+      ops_.load(model_.embedding.dense.type, model_.embedding.dense.row(n), x, width);
+    if (model_.embedding_scale != 1.0f) ops_.scale(x, model_.embedding_scale, width);
+    if (!model_.positions.N) continue;
+    ops_.load(model_.positions.type, model_.positions.row(at.position() + i + model_.position_offset), learned, width);
+    ops_.add(x, learned, width);
   }
-  ops_.tile_of_rows(rows, width, count, width, false, stream_.tile(tile));
-  float *const cos = angles_.tile(tile), *const sin = cos + half * kTileRows;
-  for (int d = 0; d < half; ++d)
-    for (int i = 0; i < kTileRows; ++i) {
-      const float angle = static_cast<float>(position + tile * kTileRows + i) * model_.frequency[d];
-      cos[d * kTileRows + i] = std::cos(angle), sin[d * kTileRows + i] = std::sin(angle);
-    }
+  ops_.tile_of_rows(rows, width, at.count, width, false, stream_.tile(tile));
+  for (const Rope &rope : model_.ropes) {
+    const int half = rope.channels() / 2;
+    float *const cos = angles_.tile(tile) + rope.at * kTileRows, *const sin = cos + half * kTileRows;
+    for (int d = 0; d < half; ++d)
+      for (int i = 0; i < kTileRows; ++i) {
+        const float angle = static_cast<float>(at.position() + i) * rope.frequency[d];
+        cos[d * kTileRows + i] = std::cos(angle), sin[d * kTileRows + i] = std::sin(angle);
+      }
+  }
 }
 
-// Layer i. Behind its keys and values only the tokens from tile `from` on go on.
-void Prefill::layer(int i, int T, int position, int from) {
+// Layer i. In the last one only the tiles whose logits are wanted go on behind its keys and values.
+void Prefill::layer(int i, bool last) {
   const LayerWeights &l = model_.layers[i];
-  const int width = model_.width, inner = l.gate.N, tiles = tiles_of(T);
-  const auto norm = [&](Tiles x, const float *weight) {
-    return [=, this](int t) {
-      ops_.norm_tile(x.tile(t), weight, model_.norm_eps, width, normed_.tile(t));
+  const int width = model_.width, inner = l.gate.N;
+  const auto norm = [&](const Norm &norm) {
+    return [&norm, width, this](int t) {
+      norm_tile(ops_, norm, stream_.tile(t), width, normed_.tile(t));
       pack(t);
     };
   };
-  expect(normed_, T, width, {&l.q, &l.k, &l.v});
-  for_each(tiles, norm(stream_, l.norm_attention));
+  expect(normed_, width, {&l.q, &l.k, &l.v});
+  for_each(tiles(), norm(l.norm_attention));
   done(Input);
   multiply({{&l.q, q_}, {&l.k, k_}, {&l.v, v_}});
   done(Qkv);
-  for_each(tiles, [&](int t) { place(l, i, T, position, t); });
+  for_each(tiles(), [&](int t) { place(l, i, t); });
   done(Place);
-  if (from >= tiles) return;
+  if (last) keep_wanted();
+  if (tiles_.empty()) return;
 
-  const int blocks = (T - from * kTileRows + kBlockTokens - 1) / kBlockTokens, Hkv = model_.kv_heads;
-  for_each(blocks * Hkv, [&](int item) {  // the longest first
-    attend(l, i, T, position, from + (blocks - 1 - item / Hkv) * (kBlockTokens / kTileRows), item % Hkv);
+  std::vector<std::pair<int, int>> blocks;  // first tile, tiles: neighbours of one sequence
+  for (int t = 0; t < tiles(); ++t)
+    if (blocks.empty() || blocks.back().second == kBlockTokens / kTileRows || !tiles_[t - 1].before(tiles_[t]))
+      blocks.emplace_back(t, 1);
+    else
+      ++blocks.back().second;
+  std::stable_sort(blocks.begin(), blocks.end(), [&](const auto &a, const auto &b) {  // the longest first
+    return tiles_[a.first].position() > tiles_[b.first].position();
+  });
+  const int Hkv = model_.kv_heads;
+  for_each(int(blocks.size()) * Hkv, [&](int item) {
+    const auto [tile, count] = blocks[item / Hkv];
+    attend(l, i, tile, count, item % Hkv);
   });
   done(Attention);
 
-  const Tiles stream = stream_.from(from);
-  const int M = T - from * kTileRows, rest = tiles_of(M);
-  const auto add_bias = [&](const Matrix &m) {
-    if (m.bias) for_each(rest, [&](int t) { ops_.add_to_tile(stream.tile(t), m.bias, width); });
-  };
-  expect(attended_.from(from), M, model_.heads * model_.head_size, {&l.o});
-  for_each(rest, [&](int t) { pack(t); });
-  multiply({{&l.o, stream}}, true);
-  add_bias(l.o);
+  expect(attended_, model_.heads * model_.head_size, {&l.o});
+  for_each(tiles(), [&](int t) { pack(t); });
+  add_to_stream(l.o, l.post_attention_norm);
   done(Output);
 
-  expect(normed_, M, width, {&l.gate, &l.up});
-  for_each(rest, norm(stream, l.norm_mlp));
+  l.gated ? expect(normed_, width, {&l.gate, &l.up}) : expect(normed_, width, {&l.gate});
+  for_each(tiles(), norm(l.norm_mlp));
   done(MlpInput);
-  multiply({{&l.gate, gate_}, {&l.up, up_}});
+  l.gated ? multiply({{&l.gate, gate_}, {&l.up, up_}}) : multiply({{&l.gate, gate_}});
   done(GateUp);
-  expect(gate_, M, inner, {&l.down});
-  for_each(rest, [&](int t) {
+  expect(gate_, inner, {&l.down});
+  for_each(tiles(), [&](int t) {
     if (l.gate.bias) ops_.add_to_tile(gate_.tile(t), l.gate.bias, inner);
     if (l.up.bias) ops_.add_to_tile(up_.tile(t), l.up.bias, inner);
-    ops_.silu_mul(gate_.tile(t), up_.tile(t), inner * kTileRows);
+    ops_.activate(l.activation, gate_.tile(t), l.gated ? up_.tile(t) : nullptr, inner * kTileRows);
     pack(t);
   });
-  done(Silu);
-  multiply({{&l.down, stream}}, true);
-  add_bias(l.down);
+  done(Activate);
+  add_to_stream(l.down, l.post_mlp_norm);
   done(Down);
 }
 
+// Of the pass only the tiles that give logits are left, side by side.
+void Prefill::keep_wanted() {
+  int kept = 0;
+  for (int t = 0; t < tiles(); ++t) {
+    if (tiles_[t].logits < 0) continue;
+    if (kept < t) {
+      std::copy_n(stream_.tile(t), stream_.pitch, stream_.tile(kept));
+      std::copy_n(q_.tile(t), q_.pitch, q_.tile(kept));
+      tiles_[kept] = tiles_[t];
+    }
+    ++kept;
+  }
+  tiles_.resize(kept);
+  count_rows();
+}
+
+// The residual stream += x W^T + bias, or the norm of that where the model has one there.
+void Prefill::add_to_stream(const Matrix &m, const Norm &post) {
+  const int width = model_.width;
+  if (!post) {
+    multiply({{&m, stream_}}, true);
+    if (m.bias) for_each(tiles(), [&](int t) { ops_.add_to_tile(stream_.tile(t), m.bias, width); });
+    return;
+  }
+  multiply({{&m, normed_}});  // free: what was normed has been packed and multiplied
+  for_each(tiles(), [&](int t) {
+    float *const x = normed_.tile(t);
+    if (m.bias) ops_.add_to_tile(x, m.bias, width);
+    norm_tile(ops_, post, x, width, x);
+    ops_.add(stream_.tile(t), x, width * kTileRows);
+  });
+}
+
 // Bias, norm and rope of a tile's queries and keys; keys and values into the cache.
-void Prefill::place(const LayerWeights &l, int layer, int T, int position, int tile) {
+void Prefill::place(const LayerWeights &l, int layer, int tile) {
   const int H = model_.heads, Hkv = model_.kv_heads, D = model_.head_size, head = D * kTileRows;
-  const int at = position + tile * kTileRows, count = tokens_of(T, tile);
+  const Tile &of = tiles_[tile];
+  const int at = of.position(), count = of.count;
   const Number type = cache_->type;
   const size_t row = D * size_of(type), plane = cache_->paged() ? 0 : cache_->capacity * row;
-  uint8_t *const keys = cache_->paged() ? nullptr : cache_->layers[layer] + size_t(row_) * Hkv * plane + at * row;
+  uint8_t *const keys =
+      cache_->paged() ? nullptr : cache_->layers[layer] + size_t(of.sequence->row) * Hkv * plane + at * row;
   uint8_t *const values = cache_->paged() ? nullptr : keys + size_t(cache_->rows) * Hkv * plane;
   float *const q = q_.tile(tile), *const k = k_.tile(tile), *const v = v_.tile(tile);
-  const float *cos = angles_.tile(tile), *sin = cos + head / 2;
   if (l.q.bias) ops_.add_to_tile(q, l.q.bias, H * D);
   if (l.k.bias) ops_.add_to_tile(k, l.k.bias, Hkv * D);
   if (l.v.bias) ops_.add_to_tile(v, l.v.bias, Hkv * D);
-  const auto turn = [&](float *x, const float *norm, float factor) {
-    if (norm) ops_.norm_tile(x, norm, model_.norm_eps, D, x);
-    ops_.turn_tile(x, cos, sin, factor, D);
+  const int rotated = l.rope < 0 ? 0 : model_.ropes[l.rope].channels();
+  const float *cos = l.rope < 0 ? nullptr : angles_.tile(tile) + model_.ropes[l.rope].at * kTileRows;
+  const auto turn = [&](float *x, const Norm &norm, float factor) {
+    if (norm) norm_tile(ops_, norm, x, D, x);
+    if (rotated) ops_.turn_tile(x, cos, cos + rotated / 2 * kTileRows, factor, rotated);
+    if (rotated < D && factor != 1.0f) ops_.scale(x + rotated * kTileRows, factor, (D - rotated) * kTileRows);
   };
   static thread_local Buffer scratch;
   scratch.grow(head * sizeof(float));
@@ -191,11 +250,11 @@ void Prefill::place(const LayerWeights &l, int layer, int T, int position, int t
     if (type != Number::F32) ops_.store(type, rows, to, count * D);
   };
   const auto into_pages = [&](int h, int kind, const float *x) {
-    const PagedHead where{*cache_, pages_, layer, h, Hkv, D};
+    const PagedHead where{*cache_, of.sequence->pages, layer, h, Hkv, D};
     ops_.rows_of_tile(x, count, D, floats_of(scratch), D);
     for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
   };
-  for (int h = 0; h < H; ++h) turn(q + h * head, l.q_norm, 1.0f / std::sqrt(static_cast<float>(D)));
+  for (int h = 0; h < H; ++h) turn(q + h * head, l.q_norm, l.scale);
   if (cache_->turned) turn_back(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
     turn(k + h * head, l.k_norm, 1.0f);
@@ -208,7 +267,6 @@ void Prefill::place(const LayerWeights &l, int layer, int T, int position, int t
   }
 }
 
-// The tokens of a block from `tile` on, for all query heads of one key/value head.
 // The Hadamard matrix times all heads of a tile; it is its own inverse.
 void Prefill::turn_back(float *tile, int heads, int count) const {
   const int D = model_.head_size;
@@ -223,16 +281,19 @@ void Prefill::turn_back(float *tile, int heads, int count) const {
   }
 }
 
-void Prefill::attend(const LayerWeights &l, int layer, int T, int position, int tile, int kv) {
+// A block of neighbouring tiles from `tile` on, for all query heads of one key/value head.
+void Prefill::attend(const LayerWeights &l, int layer, int tile, int tiles, int kv) {
   const int Hkv = model_.kv_heads, D = model_.head_size, G = model_.heads / Hkv;
   const size_t head = size_t(kv) * G * D * kTileRows;
+  const Sequence &sequence = *tiles_[tile].sequence;
+  const Tile &end = tiles_[tile + tiles - 1];
   static thread_local Buffer scratch;  // of the thread that runs this
   scratch.grow(ops_.attend_block_scratch(G, D) * sizeof(float));
   AttendBlock a{};
   a.type = cache_->type, a.D = D, a.heads = G, a.window = l.window;
-  a.position = position + tile * kTileRows, a.count = std::min(kBlockTokens, T - tile * kTileRows);
+  a.position = tiles_[tile].position(), a.count = end.position() + end.count - a.position;
   a.pitch = q_.pitch, a.q = q_.tile(tile) + head, a.out = attended_.tile(tile) + head;
-  const std::pair<const Ops &, PagedHead> pages{ops_, {*cache_, pages_, layer, kv, Hkv, D}};
+  const std::pair<const Ops &, PagedHead> pages{ops_, {*cache_, sequence.pages, layer, kv, Hkv, D}};
   if (cache_->paged()) {
     a.pages = &pages;
     a.read = [](const void *p, int from, int count, float *k, float *v) {
@@ -242,36 +303,31 @@ void Prefill::attend(const LayerWeights &l, int layer, int T, int position, int 
     };
   } else {
     const size_t plane = cache_->capacity * D * size_of(cache_->type);
-    a.k = cache_->layers[layer] + (size_t(row_) * Hkv + kv) * plane;
+    a.k = cache_->layers[layer] + (size_t(sequence.row) * Hkv + kv) * plane;
     a.v = a.k + size_t(cache_->rows) * Hkv * plane;
   }
   ops_.attend_block(a, floats_of(scratch));
   if (cache_->turned)
-    for (int i = 0; i < a.count; i += kTileRows)
-      turn_back(attended_.tile(tile + i / kTileRows) + head, G, std::min(kTileRows, a.count - i));
+    for (int t = tile; t < tile + tiles; ++t) turn_back(attended_.tile(t) + head, G, tiles_[t].count);
 }
 
-// The head of the last `wanted` tokens, as rows.
-void Prefill::finish(int T, int wanted, float *logits) {
-  const int width = model_.width, first = (T - wanted) / kTileRows, skipped = T - wanted - first * kTileRows;
+// The head of all tokens of the pass, or of the last token of each tile, as rows.
+void Prefill::finish(bool all, float *logits) {
+  const int width = model_.width, M = all ? rows() : tiles();
   const Matrix &head = model_.head;
-  const int M = T - first * kTileRows;
-  operand_.M = wanted, operand_.K = width;
+  logits += size_t(tiles_.front().logits) * head.N;
   operand_.rows.grow(size_t(M) * width * sizeof(float));
-  float *const rows = floats_of(operand_.rows);
-  for_each(tiles_of(M), [&](int t) {
-    float *x = normed_.tile(t);
-    ops_.norm_tile(stream_.tile(first + t), model_.norm, model_.norm_eps, width, x);
-    ops_.rows_of_tile(x, tokens_of(M, t), width, rows + size_t(t) * kTileRows * width, width);
+  for_each(tiles(), [&](int t) {
+    const Tile &tile = tiles_[t];
+    const float *x = stream_.tile(t);
+    if (model_.norm) norm_tile(ops_, model_.norm, x, width, normed_.tile(t)), x = normed_.tile(t);
+    if (all) return ops_.rows_of_tile(x, tile.count, width, floats_of(operand_.rows) + size_t(tile.row) * width, width);
+    float *const row = floats_of(operand_.rows) + size_t(t) * width;
+    for (int i = 0; i < width; ++i) row[i] = x[i * kTileRows + tile.count - 1];
   });
-  if (skipped) std::copy_n(rows + size_t(skipped) * width, size_t(wanted) * width, rows);
-  multiply_rows(head, logits);
-  if (head.bias) for_each(wanted, [&](int m) { ops_.add(logits + size_t(m) * head.N, head.bias, head.N); });
+  multiply_rows(head, M, all && by_tiles(head), logits);
+  if (head.bias) for_each(M, [&](int m) { ops_.add(logits + size_t(m) * head.N, head.bias, head.N); });
   done(Head);
-}
-
-bool Prefill::by_tiles(const Matrix &m, int M) const {
-  return m.coded && m.coded->isa->gemm && M >= m.coded->isa->gemm->rows;
 }
 
 bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
@@ -279,12 +335,12 @@ bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
   return a.isa == b.isa && a.plan == b.plan && gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
 }
 
-// Announce x [M, K] for the products of `group`: afterwards `pack` is called for each tile, then `multiply`.
-void Prefill::expect(Tiles x, int M, int K, std::initializer_list<const Matrix *> group) {
+// Announce x [rows, K] for the products of `group`: afterwards `pack` is called for each tile, then `multiply`.
+void Prefill::expect(Tiles x, int K, std::initializer_list<const Matrix *> group) {
   Operand &o = operand_;
-  o.x = x, o.M = M, o.K = K, o.ways = 0, o.as_rows = false;
+  o.x = x, o.K = K, o.ways = 0, o.as_rows = false;
   for (const Matrix *m : group) {
-    if (!by_tiles(*m, M)) {
+    if (!by_tiles(*m)) {
       o.as_rows = true;
       continue;
     }
@@ -293,9 +349,9 @@ void Prefill::expect(Tiles x, int M, int K, std::initializer_list<const Matrix *
     if (o.ways == int(o.packed.size())) o.packed.emplace_back();
     auto &[weight, buffer] = o.packed[o.ways++];
     weight = m->coded;
-    buffer.grow(weight->isa->gemm->pack_bytes(*weight, M, model_.precision));
+    buffer.grow(weight->isa->gemm->pack_bytes(*weight, tiles() * kTileRows, model_.precision));
   }
-  if (o.as_rows) o.rows.grow(size_t(M) * K * sizeof(float));
+  if (o.as_rows) o.rows.grow(size_t(rows()) * K * sizeof(float));
 }
 
 // A tile of x, while it is in L1.
@@ -307,29 +363,27 @@ void Prefill::pack(int tile) {
     gemm.pack_tile(*weight, o.x.tile(tile), model_.precision,
                    buffer.data() + tile * gemm.pack_bytes(*weight, kTileRows, model_.precision));
   }
-  if (o.as_rows)
-    ops_.rows_of_tile(o.x.tile(tile), tokens_of(o.M, tile), o.K, floats_of(o.rows) + size_t(tile) * kTileRows * o.K,
-                      o.K);
+  const Tile &t = tiles_[tile];
+  if (o.as_rows) ops_.rows_of_tile(o.x.tile(tile), t.count, o.K, floats_of(o.rows) + size_t(t.row) * o.K, o.K);
 }
 
 // y = x W^T, or y += x W^T, without bias.
 void Prefill::multiply(std::initializer_list<Product> products, bool add) {
   const Operand &o = operand_;
-  const int tiles = tiles_of(o.M);
   items_.clear();
   for (const Product &p : products) {
     const Matrix &m = *p.m;
-    if (!by_tiles(m, o.M)) {
-      product_rows_.grow(size_t(o.M) * m.N * sizeof(float));
-      multiply_rows(m, floats_of(product_rows_));
-      for_each(tiles, [&](int t) {
-        ops_.tile_of_rows(floats_of(product_rows_) + size_t(t) * kTileRows * m.N, m.N, tokens_of(o.M, t), m.N, add,
+    if (!by_tiles(m)) {
+      product_rows_.grow(size_t(rows()) * m.N * sizeof(float));
+      multiply_rows(m, rows(), false, floats_of(product_rows_));
+      for_each(tiles(), [&](int t) {
+        ops_.tile_of_rows(floats_of(product_rows_) + size_t(tiles_[t].row) * m.N, m.N, tiles_[t].count, m.N, add,
                           p.y.tile(t));
       });
       continue;
     }
-    const auto way =
-        std::find_if(o.packed.begin(), o.packed.end(), [&](const auto &w) { return packs_alike(*w.first, *m.coded); });
+    const auto way = std::find_if(o.packed.begin(), o.packed.begin() + o.ways,
+                                  [&](const auto &w) { return packs_alike(*w.first, *m.coded); });
     for (int b = 0; b < m.coded->blocks; b += kBlocksOfItem)
       items_.push_back({&p, way->second.data(), b, std::min(m.coded->blocks, b + kBlocksOfItem)});
   }
@@ -337,15 +391,14 @@ void Prefill::multiply(std::initializer_list<Product> products, bool add) {
   for_each(int(items_.size()), [&](int i) {
     const auto &[product, packed, from, to] = items_[i];
     const Weight &w = *product->m->coded;
-    w.isa->gemm->run_tiles(w, packed, tiles, model_.precision, product->y.data, product->y.pitch, add, from, to);
+    w.isa->gemm->run_tiles(w, packed, tiles(), model_.precision, product->y.data, product->y.pitch, add, from, to);
   });
 }
 
-// y [M, N] = rows W^T.
-void Prefill::multiply_rows(const Matrix &m, float *y) {
+// y [M, N] = the operand's rows W^T.
+void Prefill::multiply_rows(const Matrix &m, int M, bool by_tiles, float *y) {
   const float *const x = floats_of(operand_.rows);
-  const int M = operand_.M;
-  if (m.coded) return matmul(x, M, *m.coded, y, model_.precision);
+  if (m.coded) return matmul(x, M, *m.coded, y, model_.precision, by_tiles);
   for_each((m.N + kOutputsOfItem - 1) / kOutputsOfItem, [&](int i) {
     const int from = i * kOutputsOfItem, to = std::min(m.N, from + kOutputsOfItem);
     for (int r = 0; r < M; r += kPlainRows)

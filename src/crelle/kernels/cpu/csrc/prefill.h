@@ -1,9 +1,11 @@
-// A prompt through a Llama-family model: T tokens in, logits of the last one (or of all) out.
+// Prompts through a decoder, or chunks of prompts: T tokens of several sequences in, logits of the last ones (or of
+// all) out.
 //
 // The same weights, the same cache and the same numerics as the decode step (decoder.h), another balance: products
 // have hundreds of rows, so that they are computed as tiles (gemm.h), and attention is as much work as a product. All
-// activations lie in tiles of 16 tokens side by side, [feature][16] (tiles.h): what products of tiles take and give.
-// Products by other kernels (no AMX, plain matrices, few tokens) see rows, turned before and after.
+// activations lie in tiles of 16 tokens of one sequence side by side, [feature][16] (tiles.h): what products of tiles
+// take and give. Products by other kernels (no AMX, plain matrices) see rows, transposed before and after; there the
+// last tile of a sequence has no padding.
 //
 // Each phase is spread over the pool in small independent items that threads take as they come: a thread that wakes
 // late or has to share its core takes fewer. Nothing depends on who computed an item.
@@ -14,11 +16,21 @@
 //   attention                                                                  by key/value head and 48 tokens
 //   output     pack; product, added to the stream                              by tiles; by runs of outputs
 //   mlp input  norm, pack                                                      by tiles
-//   gate, up   products;  SiLU * mul, pack                                     by runs of outputs; by tiles
+//   gate, up   products;  activation, pack                                     by runs of outputs; by tiles
 //   down       product, added to the stream                                    by runs of outputs
 //
-// A long prompt goes through in portions of up to kPortion tokens, which bounds the memory. Where only the last
-// token's logits are wanted, the last layer computes keys and values of all tokens but the rest of a few only.
+// A pass takes up to kTiles tiles, which bounds the memory. Where only last tokens' logits are wanted, the last layer
+// computes keys and values of all tokens but the rest of their tiles only.
+//
+// Batch-invariant: the bits of a token depend on the tokens before it in its sequence, not on how the prompt is cut
+// into chunks, nor on the other sequences of the pass. What is fixed:
+//   products   tiles wherever the instruction set has them, whatever the number of rows (short tiles are padded);
+//              sums over K run in order for each row, alone or beside others
+//   attention  keys in runs of 64 that begin at multiples of 64 from position 0 on; within a run sums run in order, and
+//              keys that a query does not see have the weight 0 and change nothing; keys and values are read from the
+//              cache, also those of the same chunk
+//   head       the last tokens of chunks: products by rows, as in the decode step; all tokens: tiles where there are
+//              any. The caller chooses, not the number of rows
 #pragma once
 
 #include <array>
@@ -34,28 +46,44 @@ namespace crelle::cpu {
 
 class Prefill {
 public:
-  static constexpr int kPortion = 512;
-  enum Phase { Embed, Input, Qkv, Place, Attention, Output, MlpInput, GateUp, Silu, Down, Head, kPhases };
+  static constexpr int kTiles = 32;
+  enum Phase { Embed, Input, Qkv, Place, Attention, Output, MlpInput, GateUp, Activate, Down, Head, kPhases };
+
+  // The next `count` tokens of a sequence: they stand at `position`, position + 1, … of a row of the cache, which holds
+  // all before them. Where the cache has pages, `pages` are those of the sequence and `row` is not looked at.
+  struct Sequence {
+    const int64_t *token;
+    int count, position, row;
+    const int32_t *pages;
+    bool wanted;  // the logits of its last token
+  };
 
   explicit Prefill(const Model &model);  // borrowed
 
-  // Tokens [T] stand at `position`, position + 1, ... of a row of the cache. logits [T, V], or [1, V] of the last.
-  // Tokens are the caller's own copy, and so are the pages of the sequence (where the cache has pages; `row` is not
-  // looked at then): arrays that Python hands over may change at any time. Any number of threads may call; they take
-  // turns.
-  void run(const Cache &cache, const int32_t *pages, const int64_t *token, int T, int position, int row, bool last,
-           float *logits);
+  // No two sequences share memory of the cache that one of them writes. logits: [all tokens, V] with `all`, else
+  // [sequences that are wanted, V]. Tokens and pages are the caller's own copy: arrays that Python hands over may
+  // change at any time. Any number of threads may call; they take turns.
+  void run(const Cache &cache, const std::vector<Sequence> &sequences, bool all, float *logits);
 
   using Times = std::array<double, kPhases>;
   Times seconds();  // in each phase, of the latest run
 
 private:
-  // Activations of a portion: tile t at data + t * pitch, features padded to what products of tiles write.
+  // Up to 16 tokens of one sequence.
+  struct Tile {
+    const Sequence *sequence;
+    int first, count;  // tokens [first, first + count) of the sequence's
+    int row;           // of the first token among the rows of the pass
+    int logits;        // the first row of logits that it gives; -1: none
+
+    int position() const { return sequence->position + first; }
+    bool before(const Tile &o) const { return sequence == o.sequence && first + count == o.first; }
+  };
+  // Activations of a pass: tile t at data + t * pitch, features padded to what products of tiles write.
   struct Tiles {
     float *data = nullptr;
     size_t pitch = 0;
     float *tile(int t) const { return data + t * pitch; }
-    Tiles from(int t) const { return {tile(t), pitch}; }
   };
   struct Product {
     const Matrix *m;
@@ -66,30 +94,35 @@ private:
     const uint8_t *packed;
     int from, to;
   };
-  // x [M, K] of one or several products: as rows where some product wants them, packed in every way that others want.
+  // x [rows, K] of one or several products: as rows where some product wants them, packed in every way that others
+  // want.
   struct Operand {
     Tiles x;
-    int M = 0, K = 0, ways = 0;
+    int K = 0, ways = 0;
     bool as_rows = false;
-    Buffer rows;                                            // float [M, K]
+    Buffer rows;                                            // float [rows, K]
     std::vector<std::pair<const Weight *, Buffer>> packed;  // the first `ways` are in use
   };
 
-  void portion(const int64_t *token, int T, int position, bool last, int wanted, float *logits);
-  void embed(const int64_t *token, int T, int position, int tile);
-  void layer(int i, int T, int position, int from);
-  void finish(int T, int wanted, float *logits);
-  void place(const LayerWeights &l, int layer, int T, int position, int tile);
-  void attend(const LayerWeights &l, int layer, int T, int position, int tile, int kv);
+  void pass(bool all, float *logits);
+  void embed(int tile);
+  void layer(int i, bool last);
+  void keep_wanted();
+  void finish(bool all, float *logits);
+  void place(const LayerWeights &l, int layer, int tile);
+  void attend(const LayerWeights &l, int layer, int tile, int tiles, int kv);
+  void add_to_stream(const Matrix &m, const Norm &post);
   void turn_back(float *tile, int heads, int count) const;
 
-  void expect(Tiles x, int M, int K, std::initializer_list<const Matrix *> group);
+  int tiles() const { return int(tiles_.size()); }
+  int rows() const { return tiles_.empty() ? 0 : tiles_.back().row + tiles_.back().count; }
+  void count_rows();
+  void expect(Tiles x, int K, std::initializer_list<const Matrix *> group);
   void pack(int tile);
   void multiply(std::initializer_list<Product> products, bool add = false);
-  void multiply_rows(const Matrix &m, float *y);
-  bool by_tiles(const Matrix &m, int M) const;
+  void multiply_rows(const Matrix &m, int M, bool by_tiles, float *y);
   bool packs_alike(const Weight &a, const Weight &b) const;
-  Tiles grow(Buffer &b, int T, int features);
+  Tiles grow(Buffer &b, int features);
   void done(Phase phase);
 
   const Model &model_;
@@ -97,8 +130,7 @@ private:
   int inner_ = 0;
   std::mutex mutex_;  // guards everything below
   const Cache *cache_ = nullptr;
-  const int32_t *pages_ = nullptr;
-  int row_ = 0;
+  std::vector<Tile> tiles_;  // of the pass
   Operand operand_;
   std::vector<Item> items_;
   Tiles stream_, normed_, q_, k_, v_, attended_, gate_, up_, angles_;

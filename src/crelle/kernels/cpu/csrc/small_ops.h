@@ -1,4 +1,4 @@
-// RMSNorm, rope, SiLU * mul and their kin over one row of floats.
+// Norms, rope, activations and their kin over one row of floats.
 //
 // Included inside a namespace of the including file, after lanes.h.
 
@@ -56,6 +56,27 @@ inline void rms_norm(const float *x, const float *weight, float eps, int n, floa
   for (; i < n; ++i) y[i] = x[i] * factor * weight[i];
 }
 
+// y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias
+inline void layer_norm(const float *x, const float *weight, const float *bias, float eps, int n, float *y) {
+  Vec sum = {}, squares = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum += load(x + i);
+  if (i < n) sum += load_first(x + i, n - i);
+  const float mean = sum_of(sum) / static_cast<float>(n);
+  for (i = 0; i + kLanes <= n; i += kLanes) {
+    const Vec v = load(x + i) - mean;
+    squares += v * v;
+  }
+  float rest = 0;
+  for (; i < n; ++i) rest += (x[i] - mean) * (x[i] - mean);
+  const float factor = 1.0f / __builtin_sqrtf((sum_of(squares) + rest) / static_cast<float>(n) + eps);
+  for (i = 0; i + kLanes <= n; i += kLanes) {
+    const Vec v = (load(x + i) - mean) * factor * load(weight + i);
+    store(y + i, bias ? v + load(bias + i) : v);
+  }
+  for (; i < n; ++i) y[i] = (x[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
 inline void turn(float *x, const float *cos, const float *sin, int D) {
   const int half = D / 2;
   int i = 0;
@@ -71,16 +92,60 @@ inline void turn(float *x, const float *cos, const float *sin, int D) {
   }
 }
 
-inline void silu_mul(float *gate, const float *up, int n) {
+struct Silu {
+  CRELLE_INLINE Vec operator()(Vec x) const { return x / (1.0f + exp_of(-x)); }
+};
+
+struct Relu {
+  CRELLE_INLINE Vec operator()(Vec x) const { return x < 0.0f ? Vec{} : x; }  // NaN stays NaN
+};
+
+// x / 2 (1 + tanh u) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+struct GeluTanh {
+  CRELLE_INLINE Vec operator()(Vec x) const {
+    const Vec u = x * (0.7978845608f + 0.0356774081f * (x * x));
+    return x / (1.0f + exp_of(-2.0f * u));
+  }
+};
+
+// x / 2 (1 + erf(x / sqrt(2))) by erfc(z) = t e^(-z^2 + p(t)), t = 1 / (1 + z / 2), z >= 0, to a relative 1.2e-7
+// (Numerical Recipes, 6.2): no cancellation for x < 0.
+struct Gelu {
+  CRELLE_INLINE Vec operator()(Vec x) const {
+    const Vec z = (x < 0.0f ? -x : x) * 0.7071067812f, t = 1.0f / (1.0f + 0.5f * z);
+    Vec p = all(0.17087277f);
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    p = p * t - 1.26551223f;
+    const Vec tail = 0.5f * t * exp_of(p - z * z);  // the normal distribution beyond |x|
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+  }
+};
+
+template <class F>
+CRELLE_INLINE void activate_with(F f, float *x, const float *up, int n) {
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const Vec g = load(gate + i);
-    store(gate + i, g / (1.0f + exp_of(-g)) * load(up + i));
+  if (!up) {
+    for (; i + kLanes <= n; i += kLanes) store(x + i, f(load(x + i)));
+    if (i < n) store_first(x + i, f(load_first(x + i, n - i)), n - i);
+    return;
   }
-  if (i < n) {
-    const Vec g = load_first(gate + i, n - i);
-    store_first(gate + i, g / (1.0f + exp_of(-g)) * load_first(up + i, n - i), n - i);
-  }
+  for (; i + kLanes <= n; i += kLanes) store(x + i, f(load(x + i)) * load(up + i));
+  if (i < n) store_first(x + i, f(load_first(x + i, n - i)) * load_first(up + i, n - i), n - i);
+}
+
+// x = f(x) * up, or f(x) where there is no up.
+inline void activate(Activation kind, float *x, const float *up, int n) {
+  if (kind == Activation::Silu) return activate_with(Silu{}, x, up, n);
+  if (kind == Activation::Gelu) return activate_with(Gelu{}, x, up, n);
+  if (kind == Activation::GeluTanh) return activate_with(GeluTanh{}, x, up, n);
+  activate_with(Relu{}, x, up, n);
 }
 
 inline void add(float *x, const float *y, int n) {
@@ -93,20 +158,4 @@ inline void scale(float *x, float factor, int n) {
   int i = 0;
   for (; i + kLanes <= n; i += kLanes) store(x + i, load(x + i) * factor);
   for (; i < n; ++i) x[i] *= factor;
-}
-
-// First the largest value, then where it stands. NaN is the largest, as numpy and torch have it.
-inline int argmax(const float *x, int n) {
-  int wrong = 0;
-  for (int i = 0; i < n; ++i) wrong |= x[i] != x[i];
-  for (int i = 0; wrong && i < n; ++i)
-    if (x[i] != x[i]) return i;
-  Vec tops = all(-__builtin_inff());
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) tops = larger(load(x + i), tops);
-  float top = top_of(tops);
-  for (; i < n; ++i) top = x[i] > top ? x[i] : top;
-  for (i = 0; i < n; ++i)
-    if (x[i] == top) return i;
-  return 0;
 }

@@ -90,6 +90,23 @@ inline void norm_tile(const float *x, const float *weight, float eps, int n, flo
   for (i = 0; i < n; ++i) store(y + i * kLanes, load(x + i * kLanes) * factor * weight[i]);
 }
 
+inline void layer_norm_tile(const float *x, const float *weight, const float *bias, float eps, int n, float *y) {
+  Vec sum = {}, squares = {};
+  for (int i = 0; i < n; ++i) sum += load(x + i * kLanes);
+  const Vec mean = sum / static_cast<float>(n);
+  for (int i = 0; i < n; ++i) {
+    const Vec v = load(x + i * kLanes) - mean;
+    squares += v * v;
+  }
+  const Vec variance = squares / static_cast<float>(n) + eps;
+  Vec factor;
+  for (int l = 0; l < kLanes; ++l) factor[l] = 1.0f / __builtin_sqrtf(variance[l]);
+  for (int i = 0; i < n; ++i) {
+    const Vec v = (load(x + i * kLanes) - mean) * factor * weight[i];
+    store(y + i * kLanes, bias ? v + bias[i] : v);
+  }
+}
+
 // Rope, and a factor: pairs (i, i + D/2); cos and sin [D/2][16].
 inline void turn_tile(float *x, const float *cos, const float *sin, float factor, int D) {
   float *y = x + D / 2 * kLanes;

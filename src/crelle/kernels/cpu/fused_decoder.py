@@ -1,8 +1,9 @@
-"""The fused decode step: a whole Llama-family model in C++, a few tokens at a time.
+"""The fused decoder: a whole model in C++, a decode step of a few tokens or prompts of many.
 
-    parts = ModelParts(width=..., layers=[LayerParts(...), ...], ...)
-    decoder = Decoder(parts)
-    logits = decoder.step(tokens, positions, kv)        # [B, V]; kv: per layer [2, rows, Hkv, capacity, D]
+    parts = ModelParts(spec=..., layers=[LayerParts(...), ...], ...)
+    decoder = FusedDecoder(parts)
+    logits = decoder.step(tokens, positions, kv)        # [B, V]; kv: per layer [2, rows, Hkv, capacity, D], or pages
+    logits = decoder.prefill(tokens, position, kv)      # [1, V]
 
 It takes prepared weights (crelle.kernels.cpu.planes.CpuWeight) and plain tensors (f32, f16, bf16: read where they lie,
 widened in registers) as they come, and gives what the same layers give one by one in f32: the products are the same
@@ -11,6 +12,7 @@ C++ kernels, the rest differs by the rounding of sums. `unsupported` says before
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +25,10 @@ from crelle.formats.kv import KVPages, turned_together
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.planes import CpuWeight, Precision
 from crelle.kernels.ops import Prepared
+from crelle.kernels.spec import DecoderSpec, LayerSpec, NormSpec
 
 Matrix = CpuWeight | Tensor  # [N, K]
-MAX_ROWS = 16  # sequences of one step
+MAX_ROWS = 16  # tokens of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,40 +40,46 @@ class LinearParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormParts:
+    """What a norm multiplies by and adds; the spec says the rest. Ones where a norm has no weight."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerParts:
-    """One transformer layer."""
+    """The tensors of one layer."""
 
     q: LinearParts
     k: LinearParts
     v: LinearParts
     o: LinearParts
-    gate: LinearParts
     up: LinearParts
     down: LinearParts
-    norm_attention: Tensor  # [width]
-    norm_mlp: Tensor  # [width]
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
-    window: int | None = None  # how far back attention sees; None = all the way
+    norm_attention: NormParts  # [width]
+    norm_mlp: NormParts  # [width]
+    gate: LinearParts | None = None  # gated feed-forwards
+    post_attention_norm: NormParts | None = None  # [width]; sandwich: of what attention adds to the stream
+    post_mlp_norm: NormParts | None = None
+    q_norm: NormParts | None = None  # [D]
+    k_norm: NormParts | None = None
 
     def linears(self) -> dict[str, LinearParts]:
-        return {n: getattr(self, n) for n in ("q", "k", "v", "o", "gate", "up", "down")}
+        found = {n: getattr(self, n) for n in ("q", "k", "v", "o", "gate", "up", "down")}
+        return {n: linear for n, linear in found.items() if linear is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelParts:
-    """A model taken apart. Rope turns pairs (i, i + D/2) of a head by position * frequency[i]."""
+    """A model taken apart: what it is (spec) and its tensors."""
 
-    width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    norm_eps: float
-    frequency: Tensor  # f32 [D/2]
+    spec: DecoderSpec
     embedding: Matrix  # [V, width]
     layers: Sequence[LayerParts]
-    norm: Tensor  # [width]
+    norm: NormParts | None  # [width]
     head: LinearParts  # [V, width]; may share the embedding's memory
+    positions: Tensor | None = None  # [rows, width]; learned positions
 
 
 def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
@@ -82,12 +91,38 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
     return f"kernel '{prepared.kernel.name}' multiplies the format '{w.format}', which the fused step cannot"
 
 
+def lacks(spec: DecoderSpec) -> str | None:
+    """Return what of a spec the fused decoder does not have, or None when it has all of it."""
+    first = spec.layers[0].attention
+    if spec.softcap is not None:
+        return "does not cap logits"
+    if spec.embedding_width != spec.width:
+        return f"has no projections between embeddings of {spec.embedding_width} and layers of {spec.width}"
+    if first.head_size % 2:
+        return f"needs an even head size, got {first.head_size}"
+    for i, layer in enumerate(spec.layers):
+        a = layer.attention
+        if layer.mlp.experts is not None:
+            return f"has no experts, layer {i} does"
+        if layer.placement == "post":
+            return f"norms what goes into a layer, not what comes out of it as layer {i} does"
+        if layer.parallel:
+            return f"runs attention and feed-forward one after the other, layer {i} side by side"
+        if a.softcap is not None:
+            return f"does not cap the scores of attention, layer {i} does"
+        if (a.heads, a.kv_heads, a.head_size) != (first.heads, first.kv_heads, first.head_size):
+            return f"needs heads of one shape in all layers, layer {i} has others"
+        if a.rope is not None and a.rope.channels > a.head_size:
+            return f"rotates at most the {a.head_size} channels of a head, got {a.rope.channels} in layer {i}"
+    return None
+
+
 def unsupported(parts: ModelParts) -> str | None:
     """Return why a model cannot be decoded by the fused step, or None when it can."""
     if (reason := available()) is not None:
         return f"the C++ extension {reason}"
-    if parts.head_size % 2:
-        return f"needs an even head size, got {parts.head_size}"
+    if (reason := lacks(parts.spec)) is not None:
+        return reason
     for name, m in _matrices(parts):
         if isinstance(m, CpuWeight):
             continue
@@ -117,8 +152,8 @@ class Paged:
 Cache = Sequence[Tensor] | Paged
 
 
-class Decoder:
-    """Decode steps of one model. Keeps its parts alive; holds on to the cache of the latest step.
+class FusedDecoder:
+    """Decode steps and prompts of one model. Keeps its parts alive; holds on to the cache of the latest step.
 
     Threads may share a decoder, each with caches of its own: calls take turns. What a call is about (tokens, positions,
     pages) is copied before it is checked, and its cache travels with it.
@@ -130,7 +165,7 @@ class Decoder:
         precisions: set[Precision] = {m.precision for _, m in _matrices(parts) if isinstance(m, CpuWeight)}
         self.vocabulary = _shape(parts.head.weight)[0]
         try:
-            self._core = core().Decoder(_plain(parts), precisions.pop() if precisions else "exact")
+            self._core = core().Decoder(_for_core(parts), precisions.pop() if precisions else "exact")
         except ValueError as e:
             raise UnsupportedError(f"the fused decode step cannot run this model: {e}") from e
         self._latest: tuple[list[Tensor], Any] = [], None  # a cache's tensors and what C++ knows them as
@@ -150,37 +185,41 @@ class Decoder:
         Appends each token's key and value at its position and attends over [0, position]. `kv` holds per layer
         [2, rows, Hkv, capacity, D] in f32, f16 or bf16, or pages; token i belongs to row rows[i], or to row i. Several
         tokens may be of one row: a piece of its prompt, whose later tokens see the earlier. want: indices (int64) of
-        the tokens whose logits are returned; default: all. A token has the same bits in whatever company.
+        the tokens whose logits are returned; default: all. Batch-invariant: a token has the same bits in any batch.
         """
-        some = () if want is None else (want.numpy(),)
         logits = torch.empty(len(tokens if want is None else want), self.vocabulary) if out is None else out
         where = tokens.numpy(), positions.numpy(), _numpy(rows), _table(kv)
-        self._core.step(self._bound(kv), *where, logits.numpy(), None, *some)
+        self._core.step(self._bound(kv), *where, logits.numpy(), _numpy(want))
         return logits
-
-    def step_greedy(self, tokens: Tensor, positions: Tensor, kv: Cache, *, rows: Tensor | None = None) -> Tensor:
-        """Return the most likely next tokens [B], the first of equals; the logits stay inside.
-
-        As numpy and torch have it, a logit that is NaN is the largest: its token is returned.
-        """
-        best = torch.empty(tokens.shape[0], dtype=torch.int64)
-        where = tokens.numpy(), positions.numpy(), _numpy(rows), _table(kv)
-        self._core.step(self._bound(kv), *where, None, best.numpy())
-        return best
-
-    def generate_greedy(self, token: int, position: int, kv: Cache, count: int, ends: Sequence[int] = ()) -> list[int]:
-        """Return up to `count` most likely tokens after `token`, the first of `ends` included; room must be there."""
-        out = torch.empty(count, dtype=torch.int64)
-        made = self._core.generate(self._bound(kv), token, position, _table(kv), out.numpy(), list(ends))
-        return out[:made].tolist()
 
     def prefill(self, tokens: Tensor, position: int, kv: Cache, *, row: int = 0, last: bool = True) -> Tensor:
         """Return logits f32 [1, V] of the last, or [T, V] of all, of tokens [T] that stand at `position` and behind it.
 
         Appends their keys and values to a row of the cache, which holds those of [0, position) and has room for all.
         """
-        logits = torch.empty(1 if last else tokens.shape[0], self.vocabulary)
-        self._core.prefill(self._bound(kv), tokens.numpy(), position, row, _table(kv), logits.numpy(), last)
+        count, at, rows = (torch.tensor([n]) for n in (len(tokens), position, row))
+        return self.prefill_batch(tokens, count, at, kv, rows=rows, want=torch.zeros(1).long() if last else None)
+
+    def prefill_batch(
+        self,
+        tokens: Tensor,
+        counts: Tensor,
+        positions: Tensor,
+        kv: Cache,
+        *,
+        rows: Tensor | None = None,
+        want: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits f32 [W, V] of the last tokens of the sequences `want` [W], or [T, V] of all tokens.
+
+        Chunks of the prompts of S sequences in one pass over the weights: the next counts[s] of tokens [T] stand at
+        positions[s] and behind it in row rows[s] (default: s) of the cache, which holds all before them. want: indices
+        of sequences, rising. All int64. Batch-invariant: the bits of a token depend neither on how its prompt was cut
+        into chunks nor on other sequences (csrc/prefill.h says how).
+        """
+        logits = torch.empty(len(tokens if want is None else want), self.vocabulary)
+        where = tokens.numpy(), counts.numpy(), positions.numpy(), _numpy(rows), _table(kv)
+        self._core.prefill(self._bound(kv), *where, logits.numpy(), _numpy(want))
         return logits
 
     def prefill_phases(self) -> dict[str, float]:
@@ -234,6 +273,8 @@ def _matrices(parts: ModelParts) -> Iterator[tuple[str, Matrix]]:
         for name, linear in layer.linears().items():
             yield f"{name} of layer {i}", linear.weight
     yield "the head", parts.head.weight
+    if parts.positions is not None:
+        yield "the table of positions", parts.positions
 
 
 def _numpy(t: Tensor | None) -> Any:
@@ -245,25 +286,59 @@ def _shape(m: Matrix) -> tuple[int, int]:
     return N, K
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """Names and what C++ reads under them."""
+def _for_core(parts: ModelParts) -> SimpleNamespace:
+    """Return what C++ reads: names of numbers, prepared weights, plain matrices as they are, vectors as f32."""
+    spec, ropes = parts.spec, parts.spec.ropes
+    first = spec.layers[0].attention
+    return SimpleNamespace(
+        width=spec.width,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_size=first.head_size,
+        ropes=[_vector(r.frequency) for r in ropes],
+        embedding=_matrix(parts.embedding),
+        embedding_scale=spec.embedding_scale,
+        positions=None if parts.positions is None else _matrix(parts.positions),
+        position_offset=spec.learned_positions or 0,
+        norm=_norm(parts.norm, spec.norm),
+        head=_linear(parts.head),
+        layers=[
+            _layer(part, layer, -1 if (rope := layer.attention.rope) is None else ropes.index(rope))
+            for part, layer in zip(parts.layers, spec.layers, strict=True)
+        ],
+    )
 
-    values: dict[str, Any]
 
-    def __getattr__(self, name: str) -> Any:
-        return self.values[name]
+def _layer(part: LayerParts, spec: LayerSpec, rope: int) -> SimpleNamespace:
+    norms = {n: _norm(getattr(part, n), spec.norm) for n in ("norm_attention", "norm_mlp")}
+    if spec.placement == "sandwich":
+        norms |= {n: _norm(getattr(part, n), spec.norm) for n in ("post_attention_norm", "post_mlp_norm")}
+    else:
+        norms |= {"post_attention_norm": None, "post_mlp_norm": None}
+    norms |= {n: _norm(getattr(part, n), spec.attention.qk_norm) for n in ("q_norm", "k_norm")}
+    return SimpleNamespace(
+        **{n: _linear(linear) for n, linear in {"gate": None, **part.linears()}.items()},
+        **norms,
+        activation=spec.mlp.activation,
+        window=spec.attention.window,
+        rope=rope,
+        scale=spec.attention.scale,
+    )
 
 
-def _plain(part: Any) -> Any:
-    """Turn parts into what C++ takes: prepared weights and plain matrices as they are, vectors as f32."""
-    if isinstance(part, CpuWeight):
-        return part.data
-    if isinstance(part, Tensor):
-        part = part.detach()
-        return part.contiguous() if part.dim() == 2 else part.float().contiguous()
-    if isinstance(part, LinearParts | LayerParts | ModelParts):
-        return _Plain({n: _plain(getattr(part, n)) for n in part.__dataclass_fields__})
-    if isinstance(part, list | tuple):
-        return [_plain(p) for p in part]
-    return part
+def _norm(part: NormParts | None, spec: NormSpec | None) -> SimpleNamespace | None:
+    if part is None or spec is None:
+        return None
+    return SimpleNamespace(kind=spec.kind, eps=spec.eps, weight=_vector(part.weight), bias=_vector(part.bias))
+
+
+def _linear(part: LinearParts | None) -> SimpleNamespace | None:
+    return None if part is None else SimpleNamespace(weight=_matrix(part.weight), bias=_vector(part.bias))
+
+
+def _matrix(m: Matrix) -> Any:
+    return m.data if isinstance(m, CpuWeight) else m.detach().contiguous()
+
+
+def _vector(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().float().contiguous()

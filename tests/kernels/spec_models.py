@@ -1,0 +1,182 @@
+"""Small random decoders of any spec, taken apart, and what they compute, in f64."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, ModelParts, NormParts
+from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from crelle.quantizers.scheme import parse
+
+WIDTH, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCABULARY, CONTEXT = 48, 4, 2, 12, 88, 101, 400
+
+
+def rope(base: float = 10000.0, channels: int = HEAD_SIZE) -> RopeSpec:
+    return RopeSpec(base ** -(torch.arange(0, channels, 2) / channels))
+
+
+_RMS = NormSpec("rms", 1e-5)
+
+
+def layer(norm: NormSpec = _RMS, **changes: Any) -> LayerSpec:
+    """A layer of a Llama, but for what is named: fields of AttentionSpec, MlpSpec and LayerSpec."""
+    attention = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5, rope=ROPE)
+    mlp = MlpSpec(inner=INNER, activation="silu", gated=True)
+    parts = {"attention": attention, "mlp": mlp}
+    for name, part in parts.items():
+        parts[name] = replace(part, **{k: v for k, v in changes.items() if k in part.__dataclass_fields__})
+    own = {k: v for k, v in changes.items() if k in LayerSpec.__dataclass_fields__}
+    return LayerSpec(**{**parts, "norm": norm, **own})
+
+
+def decoder(*layers: LayerSpec, **changes: Any) -> DecoderSpec:
+    made = {"width": WIDTH, "vocabulary": VOCABULARY, "context": CONTEXT, "norm": layers[0].norm, "tied": False}
+    return DecoderSpec(**{**made, "layers": layers, **changes})
+
+
+ROPE = rope()
+_LAYER_NORM = NormSpec("layer", 1e-5)
+_BIASED = {"norm": _LAYER_NORM, "bias": True, "gated": False, "rope": None}
+_QK_NORM = NormSpec("rms", 1e-6)
+_GEMMA = {"placement": "sandwich", "qk_norm": _QK_NORM, "activation": "gelu_tanh", "scale": 0.2}
+
+SPECS: dict[str, DecoderSpec] = {
+    "llama": decoder(layer(), layer()),
+    "layer norm": decoder(layer(_LAYER_NORM), layer(_LAYER_NORM)),
+    "plain mlp": decoder(layer(gated=False), layer(gated=False)),
+    "gelu": decoder(layer(activation="gelu"), layer(activation="gelu", gated=False)),
+    "gelu tanh": decoder(layer(activation="gelu_tanh"), layer(activation="gelu_tanh", gated=False)),
+    "relu": decoder(layer(activation="relu"), layer(activation="relu", gated=False)),
+    "biases": decoder(layer(bias=True), layer(bias=True, gated=False)),
+    "learned positions": decoder(layer(), layer(rope=None), learned_positions=0),
+    "offset of positions": decoder(layer(rope=None), layer(rope=None), learned_positions=2),
+    "embedding scale": decoder(layer(), layer(), embedding_scale=math.sqrt(WIDTH)),
+    "attention scale": decoder(layer(scale=0.1), layer(scale=0.7)),
+    "partial rope": decoder(layer(rope=rope(channels=4)), layer(rope=rope(channels=8))),
+    "rope by layer": decoder(layer(), layer(rope=rope(1e6)), layer(rope=None), layer()),
+    "sandwich": decoder(layer(placement="sandwich"), layer(placement="sandwich", bias=True)),
+    "sandwich of layer norms": decoder(*[layer(_LAYER_NORM, placement="sandwich")] * 2),
+    "qk norm": decoder(layer(qk_norm=_QK_NORM), layer(qk_norm=_LAYER_NORM)),
+    "windows by layer": decoder(layer(window=20), layer(), layer(window=70)),
+    "no last norm": decoder(layer(), layer(), norm=None),
+    "inner by layer": decoder(layer(), layer(inner=40), layer(inner=120)),
+    "gpt2": decoder(*[layer(**_BIASED, activation="gelu_tanh", kv_heads=HEADS)] * 3, learned_positions=0, tied=True),
+    "opt": decoder(*[layer(**_BIASED, activation="relu", kv_heads=HEADS)] * 3, learned_positions=2, tied=True),
+    "gemma3": decoder(
+        *(layer(**_GEMMA, window=24, rope=ROPE) for _ in range(5)),
+        layer(**_GEMMA, rope=rope(1e6)),
+        embedding_scale=math.sqrt(WIDTH),
+        tied=True,
+    ),
+}
+
+
+def random_parts(spec: DecoderSpec, scheme: str | None = None, seed: int = 5) -> ModelParts:
+    """Random tensors; matrices of the layers quantized where a scheme is given."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def vector(n: int, mean: float) -> Tensor:
+        return mean + 0.3 * torch.randn(n, generator=rng)
+
+    def linear(N: int, K: int, bias: bool) -> LinearParts:
+        w = torch.randn(N, K, generator=rng) * K**-0.5
+        coded = w if scheme is None else Cpu().prepare(parse(scheme).fit(w), torch.float32)
+        return LinearParts(weight=coded, bias=vector(N, 0.0) if bias else None)
+
+    def norm(n: int, spec: NormSpec) -> NormParts:
+        return NormParts(weight=vector(n, 1.0), bias=vector(n, 0.0) if spec.kind == "layer" else None)
+
+    def one(of: LayerSpec) -> LayerParts:
+        a, width, sandwich = of.attention, spec.width, of.placement == "sandwich"
+        q, kv = a.heads * a.head_size, a.kv_heads * a.head_size
+        return LayerParts(
+            q=linear(q, width, a.bias),
+            k=linear(kv, width, a.bias),
+            v=linear(kv, width, a.bias),
+            o=linear(width, q, a.bias),
+            gate=linear(of.mlp.inner, width, a.bias) if of.mlp.gated else None,
+            up=linear(of.mlp.inner, width, a.bias),
+            down=linear(width, of.mlp.inner, a.bias),
+            norm_attention=norm(width, of.norm),
+            norm_mlp=norm(width, of.norm),
+            post_attention_norm=norm(width, of.norm) if sandwich else None,
+            post_mlp_norm=norm(width, of.norm) if sandwich else None,
+            q_norm=None if a.qk_norm is None else norm(a.head_size, a.qk_norm),
+            k_norm=None if a.qk_norm is None else norm(a.head_size, a.qk_norm),
+        )
+
+    embedding = torch.randn(spec.vocabulary, spec.width, generator=rng)
+    first = spec.learned_positions
+    return ModelParts(
+        spec=spec,
+        embedding=embedding,
+        positions=None if first is None else torch.randn(first + spec.context, spec.width, generator=rng),
+        layers=[one(layer) for layer in spec.layers],
+        norm=None if spec.norm is None else norm(spec.width, spec.norm),
+        head=LinearParts(weight=embedding if spec.tied else linear(spec.vocabulary, spec.width, False).weight),
+    )
+
+
+def forward(parts: ModelParts, ids: Tensor) -> Tensor:
+    """Return logits f64 [T, V] of tokens [T]: the spec's docstring, line by line, over plain matrices."""
+    spec, T = parts.spec, len(ids)
+    at = torch.arange(T)
+    x = parts.embedding[ids].double() * spec.embedding_scale
+    if parts.positions is not None and spec.learned_positions is not None:
+        x = x + parts.positions[at + spec.learned_positions].double()
+    for part, of in zip(parts.layers, spec.layers, strict=True):
+        y = _attention(part, of.attention, _norm(x, part.norm_attention, of.norm), at)
+        x = x + (y if part.post_attention_norm is None else _norm(y, part.post_attention_norm, of.norm))
+        h = _norm(x, part.norm_mlp, of.norm)
+        y = _ACTIVATIONS[of.mlp.activation](_linear(h, part.up if part.gate is None else part.gate))
+        y = _linear(y if part.gate is None else y * _linear(h, part.up), part.down)
+        x = x + (y if part.post_mlp_norm is None else _norm(y, part.post_mlp_norm, of.norm))
+    if parts.norm is not None and spec.norm is not None:
+        x = _norm(x, parts.norm, spec.norm)
+    return _linear(x, parts.head)
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _linear(x: Tensor, part: LinearParts) -> Tensor:
+    assert isinstance(part.weight, Tensor)
+    return F.linear(x, part.weight.double(), None if part.bias is None else part.bias.double())
+
+
+def _norm(x: Tensor, part: NormParts, spec: NormSpec) -> Tensor:
+    if spec.kind == "rms":
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps) * part.weight.double()
+    assert part.bias is not None
+    return F.layer_norm(x, x.shape[-1:], part.weight.double(), part.bias.double(), spec.eps)
+
+
+def _attention(part: LayerParts, a: AttentionSpec, x: Tensor, at: Tensor) -> Tensor:
+    T = len(x)
+    q, k, v = (_linear(x, p).view(T, -1, a.head_size).transpose(0, 1) for p in (part.q, part.k, part.v))
+    if part.q_norm is not None and part.k_norm is not None and a.qk_norm is not None:
+        q, k = _norm(q, part.q_norm, a.qk_norm), _norm(k, part.k_norm, a.qk_norm)
+    if a.rope is not None:
+        q, k = _rotate(q, a.rope, at), _rotate(k, a.rope, at)
+    k, v = (t.repeat_interleave(a.heads // a.kv_heads, 0) for t in (k, v))
+    seen = at[:, None] >= at
+    if a.window is not None:
+        seen &= at[:, None] - at < a.window
+    scores = (q @ k.transpose(1, 2) * a.scale).masked_fill(~seen, -math.inf)
+    return _linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(T, -1), part.o)
+
+
+def _rotate(x: Tensor, rope: RopeSpec, at: Tensor) -> Tensor:
+    angle = at[:, None].double() * rope.frequency.double()
+    a, b, rest = x.split([rope.channels // 2, rope.channels // 2, x.shape[-1] - rope.channels], dim=-1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)
