@@ -27,10 +27,10 @@ def test_shapes_hold_all_tokens_and_fit_the_chip(kind: ScaleKind, P: int, group:
 @pytest.mark.parametrize("N", [16, 500, 4096, 12288, 22016])
 def test_thread_blocks_that_wait_for_each_other_run_at_once(N: int) -> None:
     w = replace(lay_out(random_weight(ScaleKind.BCQ, 3, 16, 4096, 128)), N=N)
-    config = batch_invariant.split_k(w, 132)
-    assert 1 <= config <= w.blocks
-    assert config == 1 or config * -(-N // 128) <= 132
-    assert 2 * config * -(-N // 128) > 132 or config == 8  # and few stand idle
+    splits = batch_invariant.split_k(w, 132)
+    assert 1 <= splits <= w.blocks
+    assert splits == 1 or splits * -(-N // 128) <= 132
+    assert 2 * splits * -(-N // 128) > 132 or splits == 8  # and few stand idle
 
 
 @pytest.mark.gpu

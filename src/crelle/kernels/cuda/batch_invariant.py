@@ -58,19 +58,19 @@ def product(x: gemm.PackedX, w: CudaWeight, bias: Tensor | None = None) -> Tenso
     M, device = x.tokens, x.xs.device
     assert M <= INVARIANT_ROWS
     if torch.cuda.get_device_capability() != (9, 0):
-        return gemm.product(x, w, bias, tile_config=_SM80)
+        return gemm.product(x, w, bias, config=_SM80)
     processors = multiprocessors()
-    s, config = tile_config(w, M, x.dtype, processors), split_k(w, processors)
+    s, splits = tile_config(w, M, x.dtype, processors), split_k(w, processors)
     count = -(-w.N // (64 * s.warpgroups))
-    grid = count * config if config > 1 else min(count, processors * s.occupancy)
-    sums = grid * s.tokens * 64 * s.warpgroups if config > 1 else 0
+    grid = count * splits if splits > 1 else min(count, processors * s.occupancy)
+    sums = grid * s.tokens * 64 * s.warpgroups if splits > 1 else 0
     partial = torch.empty(sums, dtype=torch.float32, device=device)
     y = torch.empty(M, w.N, dtype=x.dtype, device=device)
     load(*gemm.product_variant(w, s, x.dtype))(
         (grid, 1, 1),
         s.warpgroups * 128 + (128 if s.tokens > 128 else 32),
         *(w.words, w.scales, x.xs, bias, y, partial, x.semaphores),
-        *(w.N, M, w.blocks, w.words.shape[2], w.blocks_per_scale, 0 if config > 1 else count),
+        *(w.N, M, w.blocks, w.words.shape[2], w.blocks_per_scale, 0 if splits > 1 else count),
         shared=gemm.shared_bytes(w, s),
         pdl=True,
     )

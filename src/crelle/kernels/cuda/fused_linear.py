@@ -79,7 +79,7 @@ class FusedLinear:
         norm: Norm | None = None,
     ) -> Tensor | BitSerialX:
         """Return what `following` takes: then(y) encoded where the epilogue can do that, y otherwise."""
-        w = self._giving(then, following)
+        w = self._encoding_weight(then, following)
         if w is None:
             return self(x, op, norm)
         digits, bias, fold = self._digits(x, w, op, norm, self.bias)
@@ -96,7 +96,7 @@ class FusedLinear:
     ) -> tuple[Tensor, Tensor | BitSerialX]:
         """Return y, and what `following` takes: then(y) encoded where the epilogue can do that, y again otherwise."""
         kind: Prologue = "RMS_NORM" if then.bias is None else "LAYER_NORM"
-        w = self._giving(kind, following)
+        w = self._encoding_weight(kind, following)
         if w is None or then.weight is None:
             y = self(x, op, norm, residual)
             return y, y
