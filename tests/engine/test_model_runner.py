@@ -1,4 +1,4 @@
-"""Batches on pages: the numbers of the plain model, and for each sequence the same bits in whatever company."""
+"""Batches on pages: the logits of the plain model, and for each sequence the same bits in any batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +13,16 @@ from torch import Tensor
 
 from crelle import LLM, quantize
 from crelle.engine.block_manager import Copy
-from crelle.engine.memory import kv_heads
-from crelle.engine.model_runner import ModelRunner, centers
+from crelle.engine.model_runner import ModelRunner
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cpu
-from crelle.models.batched import Batched, View, exact_elementwise, exact_product
+from crelle.kernels.cpu.executor import CpuExecutor
+from crelle.kernels.cpu.fused_decoder import FusedDecoder
+from crelle.kernels.executor import Chunk
+from crelle.models.decoder import DecoderModel
+from crelle.models.eager_executor import EagerExecutor, invariant_elementwise, invariant_product
+from crelle.models.executors import key_centers
 from crelle.models.linear import QuantLinear
 
 # The largest difference of a logit, of size about 1, to the model's own forward: sums in another order; the C++ kernels
@@ -77,70 +81,73 @@ def random_ids(n: int, seed: int = 0) -> list[int]:
 
 
 class Pages:
-    """Sequences on pages of their own, in an order that is not that of time, run over in any portions."""
+    """Sequences on pages of their own, in an order that is not that of time, run in any chunks."""
 
-    def __init__(self, model: Batched, kv: str, sequences: int, length: int, seed: int = 0) -> None:
-        self.model, self.fmt = model, KVFormat.parse(kv)
-        each = -(-length // self.fmt.page)
-        c = model.model.c
-        sizes = (each * sequences, kv_heads(model.model), c.head_size, torch.float32, "cpu")
-        self.layers = [KVPages.new(self.fmt, *sizes) for _ in range(c.layers)]
-        order = torch.randperm(each * sequences, generator=torch.Generator().manual_seed(seed))
-        self.table, self.lengths = order.view(sequences, each).int(), [0] * sequences
-
-    def run(self, portions: dict[int, list[int]]) -> dict[int, Tensor]:
-        """Run over these tokens of these sequences in one pass; return the logits of all of them."""
-        tokens = sum(map(len, portions.values()))
-        found = self.some(portions, range(tokens))
-        return dict(zip(portions, found.split([len(ids) for ids in portions.values()]), strict=True))
-
-    def some(self, portions: dict[int, list[int]], wanted: Sequence[int]) -> Tensor:
-        """The same, but return the logits of only some tokens of the pass."""
-        starts, tokens = [0], []
-        for ids in portions.values():
-            tokens += ids
-            starts.append(len(tokens))
-        before = [self.lengths[b] for b in portions]
-        view = View(
-            self.layers,
-            self.table[list(portions)],
-            starts,
-            before,
-            centers(self.model.model, self.fmt),
-            self.model.exact,
+    def __init__(self, model: DecoderModel, kv: str, sequences: int, length: int, core: bool, exact: bool) -> None:
+        fmt = KVFormat.parse(kv)
+        each = -(-length // fmt.page)
+        spec, centers = model.spec, key_centers(model, fmt)
+        sizes = (each * sequences, spec.kv_heads, spec.head_size, torch.float32, "cpu")
+        self.layers = [KVPages.new(fmt, *sizes) for _ in spec.layers]
+        order = torch.randperm(each * sequences, generator=torch.Generator().manual_seed(0))
+        self.pages, self.lengths = order.view(sequences, each).tolist(), [0] * sequences
+        decoder: Any = model.decoder
+        self.executor: Any = (
+            CpuExecutor(decoder, self.layers, centers)
+            if core
+            else EagerExecutor(model, self.layers, centers, batch_invariant=exact)
         )
-        logits = self.model(tokens, view, wanted)
-        for b, ids in portions.items():
+
+    def run(self, chunks: dict[int, list[int]], wanted: Sequence[int] | None = None) -> dict[int, Tensor]:
+        """Run these prompt tokens of these sequences in one pass; return the logits of the last of each."""
+        want = list(chunks) if wanted is None else wanted
+        batch = [
+            Chunk(ids, self.lengths[b], self.pages[b], b in want, prompt=self.lengths[b] + len(ids))
+            for b, ids in chunks.items()
+        ]
+        logits = self.executor.run(batch)
+        for b, ids in chunks.items():
             self.lengths[b] += len(ids)
-        return logits
+        return dict(zip((b for b in chunks if b in want), logits, strict=True))
 
 
-def alone(model: Batched, kv: str, ids: list[int], portions: Sequence[int] = ()) -> Tensor:
-    pages, found, at = Pages(model, kv, 1, len(ids)), [], 0
-    for n in portions or [len(ids)]:
-        if part := ids[at : at + n]:
-            found.append(pages.run({0: part})[0])
+def alone(
+    model: DecoderModel, kv: str, ids: list[int], sizes: Sequence[int], core: bool, exact: bool = True
+) -> list[Tensor]:
+    """The logits of the last tokens of chunks of these sizes."""
+    pages, found, at = Pages(model, kv, 1, len(ids), core, exact), [], 0
+    for n in sizes:
+        found.append(pages.run({0: ids[at : at + n]})[0])
         at += n
-    return torch.cat(found)
+    return found
+
+
+def without_core(model: DecoderModel) -> bool:
+    return not isinstance(model.decoder, FusedDecoder)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("core", [True, False], ids=["core", "layers"])
-def test_logits_are_those_of_the_model(load: Any, name: str, exact: bool, core: bool) -> None:
+@pytest.mark.parametrize("how", ["core", "layers", "layers, not invariant"])
+def test_logits_are_those_of_the_model(load: Any, name: str, how: str) -> None:
     for scheme, tolerance in TOLERANCE.items():
         llm, ids = load(name, scheme), random_ids(40)
+        if how == "core" and without_core(llm.model):
+            pytest.skip("has no step in C++")
         want = llm.model(torch.tensor([ids]), llm.model.new_cache())[0]
-        got = alone(Batched(llm.model, exact=exact, core=core), "16", ids, [23, 1, 1, 15])
-        torch.testing.assert_close(got, want, rtol=0, atol=tolerance * float(want.abs().max()))
+        got = alone(llm.model, "16", ids, [23, 1, 1, 15], how == "core", exact=how != "layers, not invariant")
+        want = want[[22, 23, 24, 39]]
+        torch.testing.assert_close(torch.stack(got), want, rtol=0, atol=tolerance * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("kv", ["8", "4", "4:center=true,page=5"])
-def test_logits_are_those_of_the_model_with_coded_pages(load: Any, kv: str) -> None:
+@pytest.mark.parametrize("core", [True, False], ids=["core", "layers"])
+def test_logits_are_those_of_the_model_with_coded_pages(load: Any, kv: str, core: bool) -> None:
     llm, ids = load("llama"), random_ids(40)
-    want = llm.model(torch.tensor([ids]), llm.model.new_cache(kv=kv))[0]
+    if core and without_core(llm.model):
+        pytest.skip("has no step in C++")
+    want = llm.model(torch.tensor([ids]), llm.model.new_cache(kv=kv))[0, [9, 39]]
     # A value that lies between two codes may go either way.
-    assert (alone(Batched(llm.model), kv, ids) - want).norm() < 0.02 * want.norm()
+    assert (torch.stack(alone(llm.model, kv, ids, [10, 30], core)) - want).norm() < 0.02 * want.norm()
 
 
 CASES = [
@@ -163,45 +170,43 @@ if cpu.available() is None:
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(
     load: Any, name: str, scheme: str, kernel: str | None, kv: str, core: bool
 ) -> None:
-    model = Batched(load(name, scheme, kernel).model, core=core)
-    assert model.exact
-    if core and model.decoder is None:
+    model = load(name, scheme, kernel).model
+    if core and without_core(model):
         pytest.skip("has no step in C++")
 
     @quick
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6), label="lengths")
-        texts = [random_ids(n, seed) for seed, n in enumerate(lengths)]
-        pages, found = Pages(model, kv, len(texts), 40), {b: list[Tensor]() for b in range(len(texts))}
-        while live := [b for b, ids in enumerate(texts) if pages.lengths[b] < len(ids)]:
+        sequences = [random_ids(n, seed) for seed, n in enumerate(lengths)]
+        pages, found = Pages(model, kv, len(sequences), 40, core, True), dict[int, dict[int, Tensor]]()
+        while live := [b for b, ids in enumerate(sequences) if pages.lengths[b] < len(ids)]:
             chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True), label="who")
             n = data.draw(st.sampled_from([1, 2, 7, 17, 40]), label="tokens")
-            step = {b: texts[b][pages.lengths[b] : pages.lengths[b] + n] for b in chosen}
+            step = {b: sequences[b][pages.lengths[b] : pages.lengths[b] + n] for b in chosen}
             for b, logits in pages.run(step).items():
-                found[b].append(logits)
-        for b, ids in enumerate(texts):
-            assert torch.equal(torch.cat(found[b]), alone(model, kv, ids)), b
+                found.setdefault(b, {})[pages.lengths[b]] = logits
+        for b, ids in enumerate(sequences):
+            for end, logits in found[b].items():
+                assert torch.equal(logits, alone(model, kv, ids[:end], [end], core)[0]), (b, end)
 
     check()
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("core", [True, False], ids=["core", "layers"])
-@pytest.mark.parametrize("wanted", [[], [0], [0, 20], [39, 3], [12]])
-def test_tokens_whose_logits_nobody_wants_still_leave_their_keys(
-    load: Any, wanted: list[int], core: bool, exact: bool
-) -> None:
-    """40 tokens of three sequences: more than one call of the C++ step; the wanted ones may be in any of them."""
-    model = Batched(load("llama", "rtn:bits=4,group=24").model, core=core, exact=exact)
-    portions = {0: random_ids(1), 1: random_ids(25, 1), 2: random_ids(14, 2)}
-    every, few = (Pages(model, "16", 3, 30) for _ in range(2))
-    logits = torch.cat(list(every.run(portions).values()))
-    tolerance = 0.0 if exact else 2e-3 * float(logits.abs().max())
-    torch.testing.assert_close(few.some(portions, wanted), logits[wanted], rtol=0, atol=tolerance)
+@pytest.mark.parametrize("wanted", [[], [0], [0, 2], [1], [0, 1, 2]])
+def test_tokens_whose_logits_are_not_wanted_still_leave_their_keys(load: Any, wanted: list[int], core: bool) -> None:
+    model = load("llama", "rtn:bits=4,group=24").model
+    if core and without_core(model):
+        pytest.skip("has no step in C++")
+    chunks = {0: random_ids(1), 1: random_ids(25, 1), 2: random_ids(14, 2)}
+    every, few = (Pages(model, "16", 3, 30, core, True) for _ in range(2))
+    logits, some = every.run(chunks), few.run(chunks, wanted)
+    assert list(some) == wanted
+    assert all(torch.equal(some[b], logits[b]) for b in wanted)
     after = {0: random_ids(1, 3), 1: random_ids(2, 4), 2: random_ids(1, 5)}
     for b, want in every.run(after).items():
-        torch.testing.assert_close(few.run({b: after[b]})[b], want, rtol=0, atol=tolerance)
+        assert torch.equal(few.run({b: after[b]})[b], want)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -212,10 +217,10 @@ def test_activations_have_the_same_bits_in_any_number_of_rows(N: int, threads: i
     try:
         x = torch.randn(37, N, generator=torch.Generator().manual_seed(1))
         for f in (torch.nn.functional.silu, torch.nn.functional.gelu):
-            rows = torch.cat([exact_elementwise(f, row[None]) for row in x])
+            rows = torch.cat([invariant_elementwise(f, row[None]) for row in x])
             for M in (2, 16, 37):
-                assert torch.equal(exact_elementwise(f, x[:M]), rows[:M])
-                assert torch.equal(exact_elementwise(f, x[-M:]), rows[-M:])
+                assert torch.equal(invariant_elementwise(f, x[:M]), rows[:M])
+                assert torch.equal(invariant_elementwise(f, x[-M:]), rows[-M:])
     finally:
         torch.set_num_threads(before)
 
@@ -224,10 +229,10 @@ def test_activations_have_the_same_bits_in_any_number_of_rows(N: int, threads: i
 def test_products_have_the_same_bits_in_any_number_of_rows(load: Any, scheme: str) -> None:
     for linear in load("llama", scheme).model.linears()[:7]:
         x = torch.randn(70, linear.problem.K, generator=torch.Generator().manual_seed(2))
-        rows = torch.cat([exact_product(linear, row[None]) for row in x])
+        rows = torch.cat([invariant_product(linear, row[None]) for row in x])
         for M in (2, 15, 16, 17, 23, 24, 33, 70):
-            assert torch.equal(exact_product(linear, x[:M]), rows[:M])
-            assert torch.equal(exact_product(linear, x[-M:]), rows[-M:])
+            assert torch.equal(invariant_product(linear, x[:M]), rows[:M])
+            assert torch.equal(invariant_product(linear, x[-M:]), rows[-M:])
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "cpu-int8"])
@@ -237,8 +242,8 @@ def test_products_have_the_same_bits_on_every_instruction_set(isa: str, kernel: 
     w = UniformTensor.from_codes(codes, 4, torch.rand(70, 4, generator=random).half(), None, 64)
     linear = QuantLinear("some", w, torch.randn(70, generator=random), torch.float32, kernel)
     x = torch.randn(50, 200, generator=random)
-    rows = torch.cat([exact_product(linear, row[None]) for row in x])
-    assert all(torch.equal(exact_product(linear, x[-M:]), rows[-M:]) for M in (2, 9, 16, 17, 31, 50))
+    rows = torch.cat([invariant_product(linear, row[None]) for row in x])
+    assert all(torch.equal(invariant_product(linear, x[-M:]), rows[-M:]) for M in (2, 9, 16, 17, 31, 50))
     torch.testing.assert_close(rows, linear(x), rtol=0, atol=0.05 * float(rows.abs().max()))
 
 

@@ -44,7 +44,7 @@ def error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def take_apart(model: Llama, **changes: Any) -> ModelParts:
+def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
     """What models/fused.py does to get a decoder."""
 
     def part(w: Any) -> Matrix:

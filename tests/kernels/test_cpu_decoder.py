@@ -146,13 +146,13 @@ def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
     model = open_model(quantized)
     decoder = FusedDecoder(take_apart(model))
     lengths = [(7 * b + 3) % 71 + 1 for b in range(B)]
-    kv = [torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(model.c.layers)]
+    kv = [torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(len(model.spec.layers))]
     rows = torch.arange(B).flip(0).contiguous()
     next_tokens, wanted = some_tokens(B, seed=5), []
     for b, length in enumerate(lengths):
         prompt, cache = some_tokens(1, length, seed=b), model.new_cache()
         model(prompt, cache)
-        for layer in range(model.c.layers):
+        for layer in range(len(model.spec.layers)):
             kv[layer][:, rows[b], :, :length] = cache.layers[layer][:, 0, :, :length]
         cache.grow(1)
         alone = decoder.step(next_tokens[b : b + 1].contiguous(), torch.tensor([length]), cache.layers)
@@ -161,7 +161,7 @@ def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
     got = decoder.step(next_tokens, torch.tensor(lengths), kv, rows=rows, out=out)
     for b, (logits, own) in enumerate(wanted):
         assert torch.equal(got[b], logits)
-        for layer in range(model.c.layers):
+        for layer in range(len(model.spec.layers)):
             assert torch.equal(kv[layer][:, rows[b], :, lengths[b]], own[layer])
             assert kv[layer][:, rows[b], :, lengths[b] + 1 :].isnan().all()
 

@@ -64,13 +64,13 @@ class Guarded:
 
     def blocks(self, model: DecoderModel, capacity: int, dtype: torch.dtype, rows: int = 1) -> list[Tensor]:
         c = model.c
-        return [self.new((2, rows, c.kv_heads, capacity, c.head_size), dtype) for _ in range(c.layers)]
+        return [self.new((2, rows, c.kv_heads, capacity, c.head_size), dtype) for _ in c.layers]
 
     def pages(self, model: DecoderModel, text: str, tokens: int) -> Paged:
         fmt, c = KVFormat.parse(text), model.c
         count = -(-tokens // fmt.page)
         layers = []
-        for _ in range(c.layers):
+        for _ in c.layers:
             like = KVPages.new(fmt, count, c.kv_heads, c.head_size, torch.float16, "cpu")
             layers.append(KVPages(fmt, c.head_size, *(self.new(tuple(t.shape), t.dtype) for t in like.tensors())))
         table = torch.arange(count, dtype=torch.int32).flip(0).repeat(2, 1).contiguous()  # of two rows that are one
@@ -159,7 +159,9 @@ def test_timing_and_threads_may_change_meanwhile(model: DecoderModel, together: 
 
 
 @pytest.mark.parametrize("what", ["table", "position", "token", "row", "want"])
-def test_arrays_that_change_during_a_call_lead_nowhere(what: str, model: DecoderModel, together: Callable[..., None]) -> None:
+def test_arrays_that_change_during_a_call_lead_nowhere(
+    what: str, model: DecoderModel, together: Callable[..., None]
+) -> None:
     """A call sees a good value or refuses a bad one; it never acts on one that it did not check."""
     decoder, guarded = FusedDecoder(take_apart(model)), Guarded()
     paged = guarded.pages(model, "kv16", 32)

@@ -16,9 +16,11 @@ from crelle.errors import CrelleError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.formats.source import open_weights
 from crelle.kernels.cpu import available
+from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
-from crelle.models.batched import Batched, View
+from crelle.kernels.executor import Chunk
 from crelle.models.builder import Builder
+from crelle.models.eager_executor import EagerExecutor
 from crelle.models.fused import fuse
 from crelle.models.loader import Model, build, load
 from crelle.quantizers.driver import quantize
@@ -223,32 +225,32 @@ def test_a_model_tells_who_is_concerned(
             )
 
 
-def view(model: Model, fmt: KVFormat, layers: list[KVPages], starts: list[int], before: list[int], exact: bool) -> View:
-    width = 4
-    table = torch.arange(3 * width, dtype=torch.int32).view(3, width)
-    return View(layers, table, starts, before, [None] * model.c.layers, exact)
-
-
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("core", [True, False])
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("how", ["core", "layers", "layers, not invariant"])
 @pytest.mark.parametrize(("family", "scheme"), [("llama", SCHEMES[1]), ("llama", "f32"), ("opt", SCHEMES[2])])
-def test_a_batch_tells_who_is_concerned(
-    family: str, scheme: str, exact: bool, core: bool, value: float, spoiled: Spoiled
-) -> None:
+def test_a_batch_tells_who_is_concerned(family: str, scheme: str, how: str, value: float, spoiled: Spoiled) -> None:
     model = spoiled(family, scheme, value)
+    decoder, exact = model.decoder, how != "layers, not invariant"
+    if how == "core" and not isinstance(decoder, FusedDecoder):
+        pytest.skip("has no step in C++")
     for text in ("kv16", "kv8:center=false", "kv4:center=false"):
-        fmt, c = KVFormat.parse(text), model.c
+        fmt, s = KVFormat.parse(text), model.spec
 
-        def run(bad: bool, fmt: KVFormat = fmt, c: Any = c) -> Tensor:
-            batched = Batched(model, exact=exact, core=core)
-            layers = [KVPages.new(fmt, 12, c.kv_heads, c.head_size, torch.float32, "cpu") for _ in range(c.layers)]
-            tokens = [11] * 5 + [12] * 6 + [13] * 30
+        def run(bad: bool, fmt: KVFormat = fmt, s: Any = s) -> Tensor:
+            layers = [KVPages.new(fmt, 12, s.kv_heads, s.head_size, torch.float32, "cpu") for _ in s.layers]
+            none = [None] * len(s.layers)
+            executor: Any = (
+                CpuExecutor(decoder, layers)
+                if isinstance(decoder, FusedDecoder) and how == "core"
+                else EagerExecutor(model, layers, none, batch_invariant=exact)
+            )
+            prompts = [[11] * 5, [12] * 6, [13] * 30]
             if bad:
-                tokens[7] = SPOILED
-            first = batched(tokens, view(model, fmt, layers, [0, 5, 11, 41], [0, 0, 0], exact), [4, 10, 40])
-            then = batched([1, 2, 3], view(model, fmt, layers, [0, 1, 2, 3], [5, 6, 30], exact), [0, 1, 2])
-            return torch.cat([first, then])
+                prompts[1][2] = SPOILED
+            pages = [list(range(4 * b, 4 * b + 4)) for b in range(3)]
+            first = executor.run([Chunk(ids, 0, pages[b], True, prompt=len(ids)) for b, ids in enumerate(prompts)])
+            then = [Chunk([b + 1], len(ids), pages[b], True, prompt=len(ids)) for b, ids in enumerate(prompts)]
+            return torch.cat([first, executor.run(then)])
 
         check(run(False), run(True), [False, True, False] * 2, exact)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_batched_cuda import Texts, random_ids
+from test_cuda_executor import Texts, random_ids
 from test_graphed import LLAMA, OPT, WIDE
 
 from crelle.eval.shapes import RandomWeights

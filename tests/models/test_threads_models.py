@@ -13,8 +13,11 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.formats.source import open_weights
-from crelle.models.batched import Batched, View
+from crelle.kernels.cpu.executor import CpuExecutor
+from crelle.kernels.cpu.fused_decoder import FusedDecoder
+from crelle.kernels.executor import Chunk
 from crelle.models.builder import Builder
+from crelle.models.eager_executor import EagerExecutor
 from crelle.models.loader import Model, build
 from crelle.quantizers.driver import quantize
 
@@ -53,15 +56,22 @@ def test_forward_passes_with_caches_of_their_own(kv: int | str, model: Model) ->
 
 @pytest.mark.parametrize("core", [True, False])
 def test_batches_of_one_executor(core: bool, model: Model) -> None:
-    batched, c = Batched(model, core=core), model.c
-    fmt = KVFormat(16)
-    layers = [KVPages.new(fmt, 24, c.kv_heads, c.head_size, torch.float32, "cpu") for _ in range(c.layers)]
+    s = model.spec
+    layers = [KVPages.new(KVFormat(16), 24, s.kv_heads, s.head_size, torch.float32, "cpu") for _ in s.layers]
+    none = [None] * len(s.layers)
+    if core and not isinstance(model.decoder, FusedDecoder):
+        pytest.skip("has no step in C++")
+    executor: Any = (
+        CpuExecutor(model.decoder, layers)
+        if core and isinstance(model.decoder, FusedDecoder)
+        else EagerExecutor(model, layers, none)
+    )
 
     def batch(seat: int, length: int) -> Tensor:
-        table = torch.arange(6 * seat, 6 * seat + 6, dtype=torch.int32)[None]
+        pages = list(range(6 * seat, 6 * seat + 6))
         tokens = [(7 * i + seat) % 250 for i in range(length)]
-        first = batched(tokens, View(layers, table, [0, length], [0], [None] * c.layers), [length - 1])
-        then = batched([5], View(layers, table, [0, 1], [length], [None] * c.layers), [0])
+        first = executor.run([Chunk(tokens, 0, pages, True, prompt=length)])
+        then = executor.run([Chunk([5], length, pages, True, prompt=length)])
         return torch.cat([first, then])
 
     plans = [(0, 5), (1, 18), (2, 60), (3, 33)]

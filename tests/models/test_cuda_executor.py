@@ -8,9 +8,10 @@ from test_graphed import LLAMA, MISTRAL, OPT, make
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.models.batched_cuda import CudaBatch, why_not
+from crelle.kernels.cuda.executor import CudaExecutor, why_not
+from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
+from crelle.kernels.executor import Chunk
 from crelle.models.loader import Model
-from crelle.models.step_buffers import BUCKETS, Part, bucket_of
 
 gpu = pytest.mark.gpu
 CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL}
@@ -34,7 +35,7 @@ class Texts:
         each = -(-length // fmt.page)
         self.layers = [
             KVPages.new(fmt, each * sequences + 1, c.kv_heads, c.head_size, model.dtype, "cuda")
-            for _ in range(c.layers)
+            for _ in c.layers
         ]
         order = torch.randperm(each * sequences + 1, generator=torch.Generator().manual_seed(0))
         self.pages, self.left = order[:-1].view(sequences, each).tolist(), int(order[-1])
@@ -42,14 +43,14 @@ class Texts:
         for pages in self.layers:
             for t in pages.tensors():
                 t.view(torch.uint8)[self.left] = 255
-        centers = model.key_centers if fmt.center else [None] * c.layers
-        self.batch = CudaBatch(model, self.layers, centers, exact=exact)
+        centers = model.key_centers if fmt.center else [None] * len(c.layers)
+        self.batch = CudaExecutor(model, self.layers, centers, batch_invariant=exact)
 
     def run(self, new: dict[int, Sequence[int]], wanted: Sequence[int] | None = None) -> Tensor:
-        parts = [Part(ids, self.lengths[b], self.pages[b], wanted is None or b in wanted) for b, ids in new.items()]
+        parts = [Chunk(ids, self.lengths[b], self.pages[b], wanted is None or b in wanted) for b, ids in new.items()]
         for b, ids in new.items():
             self.lengths[b] += len(ids)
-        return self.batch(parts).clone()
+        return self.batch.run(parts).clone()
 
     def untouched(self) -> bool:
         return all(bool((t.view(torch.uint8)[self.left] == 255).all()) for p in self.layers for t in p.tensors())
