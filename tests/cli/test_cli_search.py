@@ -10,9 +10,10 @@ from in_process import run, succeed
 
 from crelle.eval.planned import smallest_meeting
 from crelle.formats.checkpoint import Checkpoint
+from crelle.quantizers.base import Setting
 from crelle.quantizers.driver import measure
-from crelle.quantizers.search import Plan, read_plan
-from crelle.quantizers.sensitivity import Setting
+from crelle.quantizers.plan_file import read_plan
+from crelle.quantizers.search import Plan
 
 SMALL = ("--rows", "2", "--length", "24", "--bits", "2,4", "--groups", "32,row", "--threads", "1")
 

@@ -17,10 +17,11 @@ from crelle.formats.source import open_weights
 from crelle.models.loader import load
 from crelle.models.opened import OpenLlama
 from crelle.quantizers.awq import AWQ
+from crelle.quantizers.base import LayerQuantizer
 from crelle.quantizers.calibrate import Calibrator, LayerWalk
 from crelle.quantizers.driver import Calibration, quantize
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import LayerQuantizer, parse
+from crelle.quantizers.scheme import parse
 
 KINDS: dict[str, dict[str, Any]] = {
     "grouped-query": {},

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from crelle.errors import SchemeError
 from crelle.formats.dense import DenseTensor
+from crelle.quantizers.base import Store, _read
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.hbcq import HBCQ
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import Store, _read, parse
+from crelle.quantizers.scheme import parse
 
 bits = st.integers(1, 8)
 group = st.one_of(st.just("row"), st.integers(1, 4096))

@@ -17,11 +17,13 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.formats.source import open_weights
 from crelle.models.opened import OpenLlama
+from crelle.quantizers.base import Setting
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.feedback import factor
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.hbcq import HBCQ
 from crelle.quantizers.opened import OpenLinear
+from crelle.quantizers.plan_file import read_plan, write_plan
 from crelle.quantizers.quick import quick_changes
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
@@ -30,13 +32,11 @@ from crelle.quantizers.search import (
     Front,
     Plan,
     choose,
-    read_plan,
     sizes_of,
     stored_bits,
     uniform,
-    write_plan,
 )
-from crelle.quantizers.sensitivity import Sensitivity, Setting, candidates, sensitivities, walk_back
+from crelle.quantizers.sensitivity import Sensitivity, candidates, sensitivities, walk_back
 
 SETTINGS = (Setting(1, 32), Setting(2, 32), Setting(3, 64), Setting(4, "row"))
 

@@ -125,7 +125,7 @@ def run(
 
 def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:
     """Return the scheme and the overrides of a plan file."""
-    from crelle.quantizers.search import read_plan
+    from crelle.quantizers.plan_file import read_plan
 
     plan = read_plan(path)
     return scheme or plan.scheme, dict(plan.overrides)

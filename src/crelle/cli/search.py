@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from crelle.eval.front import Picture
+    from crelle.quantizers.base import Setting
     from crelle.quantizers.search import Front, Plan
-    from crelle.quantizers.sensitivity import Setting
 
 NAME = "search"
 _RESULTS = ("plan.json", "front.html", "front.png")
@@ -74,7 +74,7 @@ def run(
     `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
     """
     from crelle.formats.destination import destination, refuse_other_files, refuse_overlap
-    from crelle.quantizers.search import write_plan
+    from crelle.quantizers.plan_file import write_plan
 
     if (target_bits is None) == (max_perplexity is None):
         raise SchemeError("give either --target-bits, e.g. 3.0, or --max-perplexity")
@@ -139,7 +139,8 @@ class _Job:
     ) -> "tuple[Front, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
         """Measure, and solve; also return what makes a picture of it."""
         from crelle.eval.front import Picture
-        from crelle.quantizers.search import Front, config_of, uniform
+        from crelle.quantizers.plan_file import config_of
+        from crelle.quantizers.search import Front, uniform
         from crelle.quantizers.sensitivity import sensitivities
 
         if per not in ("matrix", "kind"):
@@ -185,8 +186,9 @@ class _Job:
 
 
 def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[Setting]":
+    from crelle.quantizers.base import Setting
     from crelle.quantizers.scheme import parse
-    from crelle.quantizers.sensitivity import CANDIDATES, Setting, candidates
+    from crelle.quantizers.sensitivity import CANDIDATES, candidates
 
     default = CANDIDATES if target_bits is None else candidates(target_bits)
     found = []

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crelle.eval.plots import COLOURS, pyplot
+from crelle.quantizers.base import Setting
 from crelle.quantizers.search import Plan, kind_of
-from crelle.quantizers.sensitivity import Setting
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 340, 70, 46  # of the curve, in pixels
 

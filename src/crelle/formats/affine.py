@@ -13,18 +13,29 @@ Layout, planes and groups as in crelle.formats.bcq (plane 0 is the most signific
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.base import Spec, expect, take
-from crelle.formats.bcq import SCALE_DTYPES, BCQTensor, Planes, groups_in, planes_of, spread
+from crelle.formats.base import Spec, expect, register_format, take
+from crelle.formats.bcq import (
+    SCALE_DTYPES,
+    BCQTensor,
+    Planes,
+    groups_in,
+    plane_bits,
+    plane_sizes,
+    planes_of,
+    spread,
+)
 from crelle.formats.packing import pack_planes
+from crelle.formats.random_parts import RandomParts
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
 class AffineTensor(Planes):
     """w = low + scale * q, group-wise."""
@@ -56,6 +67,24 @@ class AffineTensor(Planes):
     def tensors(self) -> dict[str, Tensor]:
         return {"planes": self.planes, "scale": self.scale, "low": self.low}
 
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        P, N, K, G, C = plane_sizes(spec)
+        sample = RandomParts(N, K, C, generator)
+        scale, low = sample.grid(P)
+        return cls(sample.planes(P), K, G, scale, low)
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        P, _, K, _, C = plane_sizes(spec)
+        return plane_bits(P, K) + 32 * C
+
+    def scales(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "low": self.low}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> "AffineTensor":
+        return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         w = self.codes().to(wide).mul_(spread(self.scale.to(wide), self.group, self.K))
@@ -76,6 +105,7 @@ class AffineTensor(Planes):
         return AffineTensor(planes, self.K, self.group, scale, low)
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
 class NestedTensor(Planes):
     """Affine grids of several precisions that share their leading planes; as a weight it is its finest one."""
@@ -122,6 +152,26 @@ class NestedTensor(Planes):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"planes": self.planes, "scale": self.scale, "low": self.low}
+
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        P, N, K, G, C = plane_sizes(spec)
+        sample = RandomParts(N, K, C, generator)
+        grids = [sample.grid(p) for p in spec["precisions"]]
+        scale, low = (torch.stack(parts) for parts in zip(*grids, strict=True))  # [precisions, N, C]
+        return cls(sample.planes(P), K, G, scale, low, tuple(spec["precisions"]))
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        P, _, K, _, C = plane_sizes(spec)
+        return plane_bits(P, K) + 32 * C * len(spec["precisions"])
+
+    def scales(self) -> dict[str, Tensor]:
+        """None that train: a loss at the finest precision would not see the other ones."""
+        return {}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> "NestedTensor":
+        return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
 
     def at(self, bits: int) -> AffineTensor:
         """Return the model of the first `bits` planes: a view, nothing is copied."""

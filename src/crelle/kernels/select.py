@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.permuted import PermutedTensor
+from crelle.formats.composite import PermutedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Problem:
     format: str
     N: int
     K: int
-    bits: int
-    group: int
+    bits: float  # of a code; the average where they differ
+    group: int | None  # None where group sizes differ
     device: str  # "cpu" or "cuda"
     dtype: torch.dtype  # of x and y
     permuted: bool = False  # the inputs are put in another order first; any kernel can have that done for it
@@ -40,7 +40,8 @@ class Problem:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         order = ", inputs permuted" if self.permuted else ""
-        return f"{self.format} {self.N}x{self.K}, {self.bits} bits, group {self.group}{order}, {dtype} on {self.device}"
+        group = "several group sizes" if self.group is None else f"group {self.group}"
+        return f"{self.format} {self.N}x{self.K}, {self.bits:g} bits, {group}{order}, {dtype} on {self.device}"
 
 
 class Kernel(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from crelle.formats.permuted import PermutedTensor
+from crelle.formats.composite import PermutedTensor
 from crelle.kernels import cpu
 from crelle.kernels.cpu.decoder import (
     MAX_ROWS,

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, Spec
+from crelle.quantizers.base import Grid
 from crelle.quantizers.calibrate import LayerWalk
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.opened import OpenModel
-from crelle.quantizers.scheme import Grid
 from crelle.quantizers.search import Front
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.trained import Rounded
+from crelle.quantizers.trained import trainable_weight
 from crelle.quantizers.tune import Progress, Training, tune_block
 
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
@@ -71,15 +70,20 @@ class Auto(Grid):
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
         return self.grid_for(weight.shape[1]).fit(weight, stats)
 
+    def storage(self, shape: tuple[int, int]) -> Spec:
+        """The same grid in every matrix, as without the search."""
+        return self.grid_for(shape[1]).storage(shape)
+
     def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
         return {}
 
     def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
-        """Train the layer's affine matrices together against the full-precision layer."""
+        """Train the layer together against the full-precision one: the matrices whose format trains its weights."""
         if self.tune == "none" or not self.steps:
             return fitted
         linears, sources = walk.block.linears(), walk.full.linears()
-        coders = {n: Rounded(w, sources[n].weight) for n, w in fitted.items() if isinstance(w, AffineTensor)}
+        found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
+        coders = {n: coder for n, coder in found.items() if coder is not None}
         for name, coder in coders.items():
             linears[name].coder = coder
         x, y = walk.streams.here, walk.after

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import UniformTensor
+from crelle.quantizers.base import Grid, Group
 from crelle.quantizers.calibrate import LayerWalk
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.opened import Block, Fold
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import Grid, Group
 from crelle.quantizers.stats import Stats, require_stats
 
 _LEAST = 1e-4  # of the mean input: an input that is hardly ever there is not scaled down without end
@@ -90,6 +90,9 @@ class AWQ(Grid):
         if self.clip:
             weight = torch.cat([self._clipped(weight[rows], stats.hessian) for rows in row_slabs(N, K)])
         return self._rounding().fit(weight)
+
+    def format_settings(self) -> Spec:
+        return self._rounding().format_settings()
 
     def _clipped(self, w: Tensor, hessian: Tensor) -> Tensor:
         """Return the weights [N, K] cut to the ranges that round best."""

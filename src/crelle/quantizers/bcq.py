@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
 from crelle.quantizers.alternate import SortedGroups, alternate, better, levels_of
+from crelle.quantizers.base import Grid, Group
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
-from crelle.quantizers.scheme import Grid, Group
 from crelle.quantizers.stats import Stats
 
 
@@ -26,6 +27,7 @@ class BCQ(Grid):
     """Binary-coding quantization of the weights alone, no data."""
 
     scheme: ClassVar[str] = "bcq"
+    searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
     rounds: int = 20  # 0 = greedy; each round solves alpha and z, then the codes
@@ -44,6 +46,9 @@ class BCQ(Grid):
         parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K)]
         codes, alpha, z = (torch.cat(t) for t in zip(*parts, strict=True))  # [N, K], [N, C, P], [N, C]
         return BCQTensor.from_codes(codes, alpha.movedim(-1, 0), z if self.bias else None, group)
+
+    def format_settings(self) -> Spec:
+        return {"format": BCQTensor.format, "bias": self.bias}
 
     def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         g, real = to_groups(w, group)

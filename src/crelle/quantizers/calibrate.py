@@ -18,6 +18,7 @@ from torch import Tensor
 from crelle.formats.base import QuantTensor
 from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
 from crelle.quantizers.stats import Stats, Watch
+from crelle.quantizers.tune import relative_error
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
 
@@ -132,8 +133,6 @@ class LayerWalk:
     @torch.no_grad()
     def end(self) -> float:
         """Move both streams behind the layer; returns the relative error that the quantized one has there."""
-        from crelle.quantizers.tune import relative_error
-
         self.streams.here = self._calibrator._through(self.block, self.streams.here)
         self.streams.full = self.after
         self._calibrator.next += 1

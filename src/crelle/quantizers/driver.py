@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, SchemeError
-from crelle.formats.base import QuantTensor, nbytes
+from crelle.formats.base import QuantTensor, format_of, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.files import read_json, to_json, write_whole
@@ -33,9 +33,10 @@ from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.ownership import STAGE
 from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
+from crelle.quantizers.base import Keep, LayerQuantizer, Quantizer, Store
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.opened import OpenModel
-from crelle.quantizers.scheme import Keep, LayerQuantizer, Quantizer, Store, parse
+from crelle.quantizers.scheme import parse
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
@@ -280,7 +281,7 @@ def _as_stored(weights: Weights, module: str) -> QuantTensor:
     if isinstance(weights, GGUFFile) and weights.packed(name):
         return Store("fp16").fit(weights.read(name))
     stored = weights.matrix(module)
-    if stored.format != "dense":
+    if stored.quantized:
         return stored
     tensor = stored.tensors()["weight"]
     return Store(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
@@ -307,6 +308,6 @@ def _fingerprint(weights: Weights) -> list[list[str | int]]:
 
 def measure(checkpoint: Checkpoint) -> tuple[int, int]:
     """Return (bytes, weights) of the matrices that are not plain numbers; of all of them if there are none."""
-    encoded = [m for m, spec in checkpoint.specs.items() if spec["format"] != "dense"]
+    encoded = [m for m, spec in checkpoint.specs.items() if format_of(spec).quantized]
     chosen = encoded or [m for m in checkpoint.specs if _LAYER.match(f"{m}.")]
     return sum(nbytes(checkpoint.matrix(m)) for m in chosen), sum(prod(checkpoint.specs[m]["shape"]) for m in chosen)

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.affine import AffineTensor
+from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor
 from crelle.quantizers.alternate import SortedGroups, alternate, better, squared_error
+from crelle.quantizers.base import Group
 from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, feedback_by_group, improve, solve
-from crelle.quantizers.grouping import importances, storable, to_groups
+from crelle.quantizers.grouping import TINY, importances, storable, to_groups
 from crelle.quantizers.layerwise import Layerwise
-from crelle.quantizers.scheme import Group
 from crelle.quantizers.stats import Stats
 
 _SHRINK = [1.0 - 0.65 * i / 7 for i in range(8)]  # 1 … 0.35
-_TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class GPTQ(Layerwise):
     """Error feedback on a uniform grid, with an integer zero point or a free lowest level."""
 
     scheme: ClassVar[str] = "gptq"
+    searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
     free: bool = False  # whether a group's lowest level is any number, rather than a multiple of its scale
@@ -65,6 +66,11 @@ class GPTQ(Layerwise):
         zero = None if self.symmetric else levels.shift[..., 0].to(torch.uint8)
         return UniformTensor.from_codes(codes, self.bits, scales[..., 0], zero, levels.group)
 
+    def format_settings(self) -> Spec:
+        if self.free:
+            return {"format": AffineTensor.format}
+        return {"format": UniformTensor.format, "symmetric": self.symmetric}
+
     def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
         group = self.group_for(target.shape[1])
         if self.static:
@@ -95,9 +101,9 @@ class GPTQ(Layerwise):
         top = 2**self.bits - 1
         aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a zero point aside cuts one end more
         best = torch.full_like(s.squares, torch.inf)
-        scale, zero = torch.full_like(low, _TINY), torch.zeros_like(low)
+        scale, zero = torch.full_like(low, TINY), torch.zeros_like(low)
         for shrink, step in product(self._shrinks(), aside):
-            a = storable(((high - low) * (shrink / top)).clamp(min=_TINY)).float()
+            a = storable(((high - low) * (shrink / top)).clamp(min=TINY)).float()
             middle = torch.full_like(a, 2.0 ** (self.bits - 1))
             o = middle if self.symmetric else ((-low * shrink / a).round() + step).clamp(0, top)
             error = squared_error(s, a[:, None], -a * o, book)
@@ -112,10 +118,10 @@ class GPTQ(Layerwise):
     def _free(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:
         low, high = s.range()
         top = 2**self.bits - 1
-        middle, width = (low + high) / 2, ((high - low) / top).clamp(min=_TINY)
+        middle, width = (low + high) / 2, ((high - low) / top).clamp(min=TINY)
         starts = [(width[:, None] * f, middle - width * f * (top / 2)) for f in self._shrinks()]
         start = better(s, starts, book)
         scales, low = alternate(s, *start, book, 10, bias=True)
         low = torch.where(scales[:, 0] < 0, low + top * scales[:, 0], low)  # the same levels, the lowest first
-        scales, low = better(s, [start, (scales.abs().clamp(min=_TINY), low)], book)
+        scales, low = better(s, [start, (scales.abs().clamp(min=TINY), low)], book)
         return scales[:, 0], storable(low).float()

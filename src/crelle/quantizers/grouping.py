@@ -8,6 +8,7 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import groups_in
 
+TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
 _SLAB = 1 << 22  # weights that a solver works on at one time: bounds its memory, whatever the matrix
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
+from crelle.quantizers.base import Group
 from crelle.quantizers.bcq import binary_scales, signs
 from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, improve, solve
 from crelle.quantizers.grouping import from_groups, importances, storable, to_groups
 from crelle.quantizers.layerwise import Layerwise
-from crelle.quantizers.scheme import Group
 from crelle.quantizers.stats import Stats
 
 
@@ -28,6 +29,7 @@ class HBCQ(Layerwise):
     """Binary coding by the layer's output error."""
 
     scheme: ClassVar[str] = "hbcq"
+    searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
     rounds: int = 20  # of the alternating start
@@ -50,6 +52,9 @@ class HBCQ(Layerwise):
         codes, alpha = _written_one_way(fit, self.bits)
         z = storable(fit.levels.scales[..., self.bits]) if self.bias else None
         return BCQTensor.from_codes(codes, storable(alpha).movedim(-1, 0), z, fit.levels.group)
+
+    def format_settings(self) -> Spec:
+        return {"format": BCQTensor.format, "bias": self.bias}
 
     def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
         levels = self._levels(target, by.cost, self.group_for(target.shape[1]))

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.affine import NestedTensor
+from crelle.formats.base import Spec
+from crelle.quantizers.base import Group
 from crelle.quantizers.feedback import Factor, Fit, Levels, improve, mixing, row_errors, solve, sweep
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.layerwise import Layerwise
-from crelle.quantizers.scheme import Group
 from crelle.quantizers.stats import Stats
 
 _ROUNDS = 2  # of nearest codes and least squares before the feedback, which then sees to the rest
@@ -73,6 +74,9 @@ class Nested(Layerwise):
         scales = torch.stack([torch.cat(s) for s in zip(*(n.scales() for n in nests), strict=True)])  # [P, N, C, 2]
         codes, scales = torch.cat([n.codes for n in nests]), storable(scales)
         return NestedTensor.from_codes(codes, self.precisions, scales[..., 0], scales[..., 1], self.group_for(K))
+
+    def format_settings(self) -> Spec:
+        return {"format": NestedTensor.format, "precisions": list(self.precisions)}
 
     def _by_output(self, target: Tensor, hessian: Tensor, by: Factor) -> "_Nest":
         nest = self._start(target, by.cost, _ROUNDS)

@@ -5,23 +5,20 @@ in which the settings are further rows. The error comes within a fifth of GPTQ's
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from crelle.quantizers.base import Setting
 from crelle.quantizers.feedback import Factor
-from crelle.quantizers.grouping import importances, to_groups
-
-if TYPE_CHECKING:
-    from crelle.quantizers.sensitivity import Setting
+from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
 _BLOCK = 128  # inputs that are coded before what they leave is handed on
 
 
 @torch.no_grad()
-def quick_changes(target: Tensor, by: Factor, settings: "Sequence[Setting]") -> Tensor:
+def quick_changes(target: Tensor, by: Factor, settings: Sequence[Setting]) -> Tensor:
     """Return D [settings, R, K] of a target [R, K]: error feedback on free grids, without refinement.
 
     The settings are further rows of one pass.
@@ -50,14 +47,14 @@ def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tens
     return left
 
 
-def _grid(w: Tensor, cost: Tensor, s: "Setting") -> tuple[Tensor, Tensor]:
+def _grid(w: Tensor, cost: Tensor, s: Setting) -> tuple[Tensor, Tensor]:
     """Return scale and lowest level of each weight's group, both [R, K]: the best cut of the range, then regression."""
     G, K, top = s.group_for(w.shape[1]), w.shape[1], 2.0**s.bits - 1
     g, real = to_groups(w, G)  # [R, C, G]
     h = importances(cost, G)
     padded = torch.zeros_like(g, dtype=torch.bool) if real is None else ~real
     lowest, highest = g.masked_fill(padded, torch.inf).amin(-1), g.masked_fill(padded, -torch.inf).amax(-1)
-    middle, width = (lowest + highest) / 2, ((highest - lowest) / top).clamp(min=2.0**-24)
+    middle, width = (lowest + highest) / 2, ((highest - lowest) / top).clamp(min=TINY)
     best = torch.full_like(middle, torch.inf)
     scale, low = width, lowest
 

@@ -12,31 +12,21 @@ a million units: then sizes are rounded up. One table answers for every size up 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from crelle.errors import FormatError, SchemeError
-from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor, nbytes
-from crelle.formats.bcq import BCQTensor, UniformTensor, groups_in
-from crelle.formats.files import read_json, to_json, write_whole
-from crelle.quantizers.bcq import BCQ
+from crelle.errors import SchemeError
+from crelle.formats.base import format_of
+from crelle.quantizers.base import Grid, Setting
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import parse
-from crelle.quantizers.sensitivity import Sensitivity, Setting
+from crelle.quantizers.sensitivity import Sensitivity
 
-Config = RTN | BCQ | GPTQ | HBCQ
 Per = Literal["matrix", "kind"]
 Sizes = Mapping[str, Mapping[Setting, int]]  # bits of each module at each setting
 
 RECIPE = GPTQ(free=True)
-PLAN_VERSION = 1
 _UNITS = 1 << 18
 
 
@@ -45,24 +35,13 @@ def kind_of(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def stored_bits(recipe: Config, setting: Setting, shape: tuple[int, int]) -> int:
+def stored_bits(recipe: Grid, setting: Setting, shape: tuple[int, int]) -> int:
     """Return the bits that a matrix [N, K] takes at a setting, every scale counted: N times those of one row."""
-    N, K = shape
-    return 8 * N * nbytes(_empty_row(recipe, setting, K))
+    spec = recipe.storage_at(setting, shape)
+    return shape[0] * format_of(spec).row_bits(spec)
 
 
-def _empty_row(recipe: Config, setting: Setting, K: int) -> QuantTensor:
-    """Build one row in the recipe's format, so that its size is the format's own word."""
-    P, group = setting.bits, setting.group_for(K)
-    codes, number = torch.zeros(1, K, dtype=torch.uint8), torch.zeros(1, groups_in(K, group), dtype=torch.float16)
-    if isinstance(recipe, BCQ | HBCQ):
-        return BCQTensor.from_codes(codes, number.expand(P, *number.shape), number if recipe.bias else None, group)
-    if isinstance(recipe, GPTQ) and recipe.free:
-        return AffineTensor.from_codes(codes, P, number, number, group)
-    return UniformTensor.from_codes(codes, P, number, None if recipe.symmetric else number.to(torch.uint8), group)
-
-
-def sizes_of(sensitivities: Sequence[Sensitivity], recipe: Config = RECIPE) -> dict[str, dict[Setting, int]]:
+def sizes_of(sensitivities: Sequence[Sensitivity], recipe: Grid = RECIPE) -> dict[str, dict[Setting, int]]:
     """Return the bits of every matrix at every setting that was measured."""
     known: dict[tuple[Setting, tuple[int, int]], int] = {}
     for one in sensitivities:
@@ -79,7 +58,7 @@ class Plan:
     choices: dict[str, Setting]
     bits_per_weight: float  # over these matrices, every scale counted
     loss: float  # predicted increase
-    recipe: Config = RECIPE
+    recipe: Grid = RECIPE
     notes: dict[str, Any] = field(default_factory=dict)  # how it was made; goes into the file
 
     @property
@@ -93,7 +72,7 @@ class Plan:
         return {module: self._at(setting) for module, setting in self.choices.items()}
 
     def _at(self, setting: Setting) -> str:
-        return str(replace(self.recipe, bits=setting.bits, group=setting.group))
+        return str(self.recipe.at(setting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +93,7 @@ class Front:
         sensitivities: Sequence[Sensitivity],
         sizes: Sizes | None = None,
         *,
-        recipe: Config = RECIPE,
+        recipe: Grid = RECIPE,
         per: Per = "matrix",
         most_bits: float | None = None,
         units: int = _UNITS,
@@ -212,7 +191,7 @@ def choose(
     sizes: Sizes | None,
     target_bits: float,
     *,
-    recipe: Config = RECIPE,
+    recipe: Grid = RECIPE,
     per: Per = "matrix",
 ) -> Plan:
     """Return the plan with the least predicted loss in at most `target_bits` per weight."""
@@ -220,7 +199,7 @@ def choose(
 
 
 def uniform(
-    sensitivities: Sequence[Sensitivity], setting: Setting, sizes: Sizes | None = None, recipe: Config = RECIPE
+    sensitivities: Sequence[Sensitivity], setting: Setting, sizes: Sizes | None = None, recipe: Grid = RECIPE
 ) -> Plan:
     """Return the plan with one setting for all, to compare with."""
     sizes = sizes or sizes_of(sensitivities, recipe)
@@ -228,44 +207,3 @@ def uniform(
     bits = sum(sizes[one.module][setting] for one in sensitivities)
     choices = {one.module: setting for one in sensitivities}
     return Plan(choices, bits / weights, sum(one.losses[setting] for one in sensitivities), recipe)
-
-
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, for `crelle quantize --plan`."""
-    value = {
-        "plan_version": PLAN_VERSION,
-        "recipe": str(plan.recipe),
-        "scheme": plan.scheme,
-        "bits_per_weight": plan.bits_per_weight,
-        "predicted_loss": plan.loss,
-        "notes": plan.notes,
-        "overrides": plan.overrides,
-    }
-    write_whole(path, to_json(value))
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan back; what is wrong with the file is a sentence."""
-    value = read_json(path)
-    if value.get("plan_version") != PLAN_VERSION:
-        raise FormatError(f"{path} is not a plan of version {PLAN_VERSION}; make one with `crelle search`")
-    try:
-        recipe = config_of(value["recipe"])
-        parsed = {str(module): config_of(scheme) for module, scheme in value["overrides"].items()}
-        bits, loss, notes = float(value["bits_per_weight"]), float(value["predicted_loss"]), dict(value["notes"])
-    except (KeyError, TypeError, ValueError, AttributeError, SchemeError) as e:
-        raise FormatError(f"{path} is not a whole plan ({e}); make one with `crelle search`") from e
-    if not parsed:
-        raise FormatError(f"{path} names no matrix")
-    for module, config in parsed.items():
-        if replace(config, bits=recipe.bits, group=recipe.group) != recipe:
-            raise FormatError(f"{path}: the scheme of '{module}' is not '{recipe}' at other bits and group")
-    return Plan({m: Setting(c.bits, c.group) for m, c in parsed.items()}, bits, loss, recipe, notes)
-
-
-def config_of(scheme: str) -> Config:
-    """Parse a scheme that has bits and group to choose."""
-    config = parse(scheme)
-    if not isinstance(config, RTN | BCQ | GPTQ | HBCQ):
-        raise SchemeError(f"a plan chooses bits and group, which '{scheme}' does not have")
-    return config

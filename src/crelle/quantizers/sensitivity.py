@@ -18,36 +18,23 @@ layer). One pass forward, one back; in memory are one layer and the hidden state
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.quantizers.base import Setting
 from crelle.quantizers.feedback import factor
 from crelle.quantizers.grouping import require_finite
 from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
 from crelle.quantizers.quick import quick_changes
-from crelle.quantizers.scheme import Group
 
 Measure = Literal["fisher", "residual"]
 Progress = Callable[[int, int, str], None]
 
 _CHUNK = 1024  # tokens whose logits are in memory at one time
-
-
-class Setting(NamedTuple):
-    """What is chosen for a matrix."""
-
-    bits: int
-    group: Group
-
-    def group_for(self, K: int) -> int:
-        return K if self.group == "row" else min(self.group, K)
-
-    def __str__(self) -> str:
-        return f"{self.bits}/{self.group}"
 
 
 GROUPS = (32, 64, 96, 128, 192, 384)  # wider ones look good to the prediction, and are not

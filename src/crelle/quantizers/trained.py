@@ -10,6 +10,7 @@ All parameters are kept in units of the group's first step, so one learning rate
 a step a weight moves. Scales are rounded to f16 on the way, so what trains is what will be stored.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,7 @@ from torch import Tensor, nn
 from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
-from crelle.formats.bcq import BCQTensor, UniformTensor, spread
-from crelle.formats.packing import unpack_signs
-from crelle.quantizers.grouping import from_groups, to_groups
-
-_TINY = 2.0**-24  # the smallest positive f16
+from crelle.quantizers.grouping import TINY, from_groups, to_groups
 
 
 class _OnGrid(torch.autograd.Function):
@@ -74,7 +71,7 @@ class Rounded(nn.Module):
         self.low = nn.Parameter(start.low.float()[..., None] / step)
 
     def _grid(self) -> tuple[Tensor, Tensor]:
-        return _as_f16((self.scale * self.step).clamp(min=_TINY)), _as_f16(self.low * self.step)
+        return _as_f16((self.scale * self.step).clamp(min=TINY)), _as_f16(self.low * self.step)
 
     def forward(self) -> Tensor:
         scale, low = self._grid()
@@ -90,41 +87,49 @@ class Rounded(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Fixed codes; the numbers per group train. Its parameters are all that a task changes."""
-
-    unit: Tensor  # f32 [N, C]
+    """Fixed codes; the scales of the groups train. Its parameters are all that a task changes."""
 
     def __init__(self, start: QuantTensor) -> None:
         super().__init__()
-        if not isinstance(start, BCQTensor | UniformTensor | AffineTensor):
+        if not (scales := start.scales()):
             raise UnsupportedError(f"the format '{start.format}' has no scales that could be trained")
         self.start = start
-        numbers = {k: v.float() for k, v in start.tensors().items() if v.is_floating_point()}
-        unit = numbers["alpha"].abs().mean(0) if "alpha" in numbers else numbers["scale"].abs()
-        self.register_buffer("unit", unit.clamp(min=_TINY))
-        self.numbers = nn.ParameterDict({k: nn.Parameter(v / self.unit) for k, v in numbers.items()})
+        self.units = _units({name: t.float() for name, t in scales.items()})
+        self.scales = nn.ParameterDict({name: nn.Parameter(t.float() / self.units[name]) for name, t in scales.items()})
 
-    def _numbers(self) -> dict[str, Tensor]:
-        return {k: _as_f16(v * self.unit) for k, v in self.numbers.items()}
+    def _scales(self) -> dict[str, Tensor]:
+        return {name: _as_f16(t * self.units[name]) for name, t in self.scales.items()}
 
     def forward(self) -> Tensor:
-        s, n = self.start, self._numbers()
-        if isinstance(s, BCQTensor):
-            w = sum(spread(n["alpha"][p], s.group, s.K) * unpack_signs(s.planes[p], s.K) for p in range(s.bits))
-            return w + spread(n["z"], s.group, s.K) if "z" in n else w  # type: ignore[return-value]
-        codes = s.codes().float()
-        if isinstance(s, UniformTensor):
-            return (codes - spread(s.zeros().float(), s.group, s.K)) * spread(n["scale"], s.group, s.K)
-        return codes * spread(n["scale"], s.group, s.K) + spread(n["low"], s.group, s.K)
+        return self.start.with_scales(self._scales()).dequantize(torch.float32)
 
     @torch.no_grad()
     def export(self) -> QuantTensor:
-        numbers = {k: v.half() for k, v in self._numbers().items()}
-        return type(self.start).from_parts(self.start.spec(), self.start.tensors() | numbers)
+        return self.start.with_scales({name: t.half() for name, t in self._scales().items()})
 
 
-def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> Rounded | Frozen:
-    """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, affine grids only)."""
-    if what == "all" and isinstance(start, AffineTensor):
-        return Rounded(start, weight)
-    return Frozen(start)
+def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what each scale tensor is measured in: the step size of its group, or its own mean size."""
+    first = next(iter(scales.values())).abs()
+    step = first.flatten(0, -3).mean(0) if first.dim() > 2 else first
+    step = step.clamp(min=TINY)
+    return {
+        name: step if t.shape[-step.dim() :] == step.shape else t.abs().mean().clamp(min=TINY)
+        for name, t in scales.items()
+    }
+
+
+Trainable = Rounded | Frozen  # modules whose forward gives a weight and whose `export` gives a tensor to store
+_WEIGHTS: dict[str, Callable[[Any, Tensor | None], Rounded]] = {AffineTensor.format: Rounded}  # by format
+
+
+def trainable_weight(start: QuantTensor, weight: Tensor | None) -> Rounded | None:
+    """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
+    make = _WEIGHTS.get(start.format)
+    return None if make is None else make(start, weight)
+
+
+def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> Trainable:
+    """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
+    module = trainable_weight(start, weight) if what == "all" else None
+    return Frozen(start) if module is None else module

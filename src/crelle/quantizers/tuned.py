@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.ownership import STATE
@@ -93,7 +93,7 @@ def _install(
     coders: dict[str, Rounded | Frozen] = {}
     for block in student.blocks:
         for name, linear in block.linears().items():
-            if checkpoint.specs[name]["format"] == "dense":
+            if not format_of(checkpoint.specs[name]).quantized:
                 continue
             source = sources[name].weight if name in sources else None
             coders[name] = trainable(checkpoint.matrix(name).to(device), source, what).to(device)

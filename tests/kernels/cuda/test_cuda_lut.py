@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.bcq import BCQTensor
-from crelle.formats.permuted import PermutedTensor
+from crelle.formats.composite import PermutedTensor
 from crelle.kernels.cuda import build, lut
 from crelle.kernels.cuda.layout import Kind
 from crelle.kernels.cuda.lut import LutWeight, Shape, Variant
