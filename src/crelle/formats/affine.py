@@ -35,23 +35,35 @@ from crelle.formats.packing import pack_planes
 from crelle.formats.random_parts import RandomParts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grid(Planes):
+    """Planes with a scale and a lowest level per group."""
+
+    scale: Tensor  # float [N, C]; nested: [precisions, N, C]
+    low: Tensor  # of the same shape
+
+    @classmethod
+    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
+        return ["planes", "scale", "low"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"planes": self.planes, "scale": self.scale, "low": self.low}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> Self:
+        return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
+
+
 @register_format
 @dataclass(frozen=True, slots=True, eq=False)
-class AffineTensor(Planes):
+class AffineTensor(_Grid):
     """w = low + scale * q, group-wise."""
 
     format: ClassVar[str] = "affine"
-    scale: Tensor  # float [N, C]
-    low: Tensor  # float [N, C]
 
     @classmethod
     def from_codes(cls, codes: Tensor, bits: int, scale: Tensor, low: Tensor, group: int) -> Self:
         """Build from codes [N, K]."""
         return cls(pack_planes(codes, bits), codes.shape[-1], group, scale.contiguous(), low.contiguous())
-
-    @classmethod
-    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
-        return ["planes", "scale", "low"]
 
     @classmethod
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
@@ -63,9 +75,6 @@ class AffineTensor(Planes):
 
     def spec(self) -> Spec:
         return {"format": self.format, **self.dimensions()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"planes": self.planes, "scale": self.scale, "low": self.low}
 
     @classmethod
     def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
@@ -81,9 +90,6 @@ class AffineTensor(Planes):
 
     def scales(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "low": self.low}
-
-    def with_scales(self, scales: Mapping[str, Tensor]) -> "AffineTensor":
-        return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -107,12 +113,10 @@ class AffineTensor(Planes):
 
 @register_format
 @dataclass(frozen=True, slots=True, eq=False)
-class NestedTensor(Planes):
+class NestedTensor(_Grid):
     """Affine grids of several precisions that share their leading planes; as a weight it is its finest one."""
 
     format: ClassVar[str] = "nested"
-    scale: Tensor  # float [precisions, N, C]
-    low: Tensor  # float [precisions, N, C]
     precisions: tuple[int, ...]  # ascending; the last is the number of planes
 
     @classmethod
@@ -122,10 +126,6 @@ class NestedTensor(Planes):
         """Build from the finest codes [N, K]."""
         planes = pack_planes(codes, precisions[-1])
         return cls(planes, codes.shape[-1], group, scale.contiguous(), low.contiguous(), precisions)
-
-    @classmethod
-    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
-        return ["planes", "scale", "low"]
 
     @classmethod
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
@@ -150,9 +150,6 @@ class NestedTensor(Planes):
     def spec(self) -> Spec:
         return {"format": self.format, **self.dimensions(), "precisions": list(self.precisions)}
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"planes": self.planes, "scale": self.scale, "low": self.low}
-
     @classmethod
     def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
         P, N, K, G, C = plane_sizes(spec)
@@ -169,9 +166,6 @@ class NestedTensor(Planes):
     def scales(self) -> dict[str, Tensor]:
         """None that train: a loss at the finest precision would not see the other ones."""
         return {}
-
-    def with_scales(self, scales: Mapping[str, Tensor]) -> "NestedTensor":
-        return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
 
     def at(self, bits: int) -> AffineTensor:
         """Return the model of the first `bits` planes: a view, nothing is copied."""
