@@ -18,15 +18,15 @@ _HOME = {
     "Sampling": "crelle.engine.sampler",
     "CrelleError": "crelle.errors",
     "perplexity": "crelle.eval.perplexity",
-    "Text": "crelle.engine.compress",
-    "quantize": "crelle.engine.compress",
+    "Text": "crelle.engine.quantize",
+    "quantize": "crelle.engine.quantize",
 }
 
 __all__ = ["LLM", "Completion", "CrelleError", "Sampling", "Text", "__version__", "perplexity", "quantize"]
 
 if TYPE_CHECKING:
-    from crelle.engine.compress import Text, quantize
     from crelle.engine.llm import LLM, Completion
+    from crelle.engine.quantize import Text, quantize
     from crelle.engine.sampler import Sampling
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity

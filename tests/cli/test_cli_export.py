@@ -18,7 +18,7 @@ from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters.gptq import export_gptq, pack
 from crelle.formats.importers.gptq import GPTQDirectory
 from crelle.formats.source import open_weights
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 SIZES = {**foreign.SMALL, "vocab_size": 288}
 

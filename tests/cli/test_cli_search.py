@@ -11,7 +11,7 @@ from in_process import run, succeed
 from crelle.eval.planned import smallest_meeting
 from crelle.formats.checkpoint import Checkpoint
 from crelle.quantizers.base import Setting
-from crelle.quantizers.driver import measure
+from crelle.quantizers.pipeline import measure
 from crelle.quantizers.plan_file import read_plan
 from crelle.quantizers.search import Plan
 

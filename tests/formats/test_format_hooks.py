@@ -22,7 +22,7 @@ from crelle.kernels.select import Problem, explain
 from crelle.quantizers.base import Grid, Setting
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import stored_bits
-from crelle.quantizers.trained import Frozen, trainable
+from crelle.quantizers.ste import Frozen, trainable
 from crelle.quantizers.underflow import underflow
 
 SCHEMES = (

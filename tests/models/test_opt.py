@@ -22,7 +22,7 @@ from crelle.models.opt import OPT
 from crelle.quantizers import driver
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.driver import Calibration
+from crelle.quantizers.pipeline import Calibration
 
 # The largest difference of a logit, of size about 1; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"transformers": 1e-4, "cache": 2e-5, "reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}

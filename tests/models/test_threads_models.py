@@ -16,7 +16,7 @@ from crelle.formats.source import open_weights
 from crelle.models.batched import Batched, View
 from crelle.models.builder import Builder
 from crelle.models.loader import Model, build
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 
 @pytest.fixture(scope="module")

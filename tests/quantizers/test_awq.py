@@ -19,7 +19,7 @@ from crelle.models.opened import OpenLlama
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.base import LayerQuantizer
 from crelle.quantizers.calibrate import Calibrator, LayerWalk
-from crelle.quantizers.driver import Calibration, quantize
+from crelle.quantizers.pipeline import Calibration, quantize
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
 

@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from crelle.engine.calibration import rows_of, sampled_rows
-from crelle.engine.compress import Text, quantize
+from crelle.engine.calibration_data import rows_of, sampled_rows
+from crelle.engine.quantize import Text, quantize
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.checkpoint import Checkpoint

@@ -19,12 +19,12 @@ from crelle.formats.source import open_weights
 from crelle.models.opened import OpenLlama
 from crelle.quantizers.base import Setting
 from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.feedback import factor
+from crelle.quantizers.fast_error import quick_changes
 from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.opened import OpenLinear
+from crelle.quantizers.layer_api import OpenLinear
 from crelle.quantizers.plan_file import read_plan, write_plan
-from crelle.quantizers.quick import quick_changes
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import (

@@ -8,7 +8,7 @@ import typer
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
-    from crelle.engine.compress import Text
+    from crelle.engine.quantize import Text
 
 CalibrationText = Annotated[
     Path | None,
@@ -22,7 +22,7 @@ CalibrationText = Annotated[
 
 def calibration_text(file: Path | None, *, rows: int, length: int) -> "Text":
     """Read the text; without a file, half of the rows are Python's documentation and half the model's own writing."""
-    from crelle.engine.compress import Text
+    from crelle.engine.quantize import Text
     from crelle.eval.text import read_text
 
     if rows < 1 or length < 8:

@@ -76,7 +76,7 @@ def run(
 
     A run that was killed continues with `--resume` and ends in the same bytes.
     """
-    from crelle.engine.compress import quantize
+    from crelle.engine.quantize import quantize
     from crelle.formats.destination import destination, refuse_overlap
     from crelle.quantizers.scheme import parse
 

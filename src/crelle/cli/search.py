@@ -118,7 +118,7 @@ class _Job:
     """The model taken apart, and its calibration rows."""
 
     def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int) -> None:
-        from crelle.engine.calibration import rows_of
+        from crelle.engine.calibration_data import rows_of
         from crelle.engine.tokenizer import Tokenizer
         from crelle.eval.text import read_text
         from crelle.formats.source import open_weights
@@ -160,7 +160,7 @@ class _Job:
     def smallest(
         self, plans: "list[Plan]", most: float, text: Path | None, context: int, windows: int
     ) -> "tuple[Plan, dict[float, float]]":
-        from crelle.engine.calibration import rows_of
+        from crelle.engine.calibration_data import rows_of
         from crelle.eval.planned import dequantized, open_perplexity, smallest_meeting
         from crelle.eval.text import read_text
 

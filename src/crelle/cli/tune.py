@@ -9,7 +9,7 @@ from crelle.cli.console import Device, Json, Threads, draw_whole, out, print_jso
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
-    from crelle.quantizers.tuned import TuneReport
+    from crelle.quantizers.finetune import TuneReport
 
 NAME = "tune"
 
@@ -55,10 +55,10 @@ def run(
 
     `crelle tune out/m-3bit out/m-3bit-poems --text poems.txt`
     """
-    from crelle.engine.compress import tune_checkpoint
+    from crelle.engine.quantize import tune_checkpoint
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_overlap
-    from crelle.quantizers.tune import Training
+    from crelle.quantizers.training import Training
 
     use_threads(threads)
     refuse_overlap(destination(target), source, teacher, text)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.layer_api import OpenModel
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import Plan
 

@@ -18,7 +18,7 @@ from crelle.models.llama import LlamaConfig
 from crelle.models.loader import read_config
 from crelle.models.opt import OPTConfig
 from crelle.models.rope import Rope
-from crelle.quantizers.opened import Block, Fold, OpenLinear
+from crelle.quantizers.layer_api import Block, Fold, OpenLinear
 
 Config = TypeVar("Config", LlamaConfig, OPTConfig)
 

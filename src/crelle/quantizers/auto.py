@@ -2,8 +2,8 @@
 
     1. a size for every matrix   free grids (crelle.formats.affine), finer where it pays (crelle.quantizers.search)
     2. codes                     GPTQ with the error that came in as part of its goal, refined (crelle.quantizers.gptq)
-    3. block by block            weights, scales and lows trained through the rounding (crelle.quantizers.tune)
-    4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.tune)
+    3. block by block            weights, scales and lows trained through the rounding (crelle.quantizers.training)
+    4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.training)
 
 Steps 1 to 3 look at a calibration text only; they are what a CPU does in minutes.
 """
@@ -19,12 +19,12 @@ from crelle.formats.base import QuantTensor, Spec
 from crelle.quantizers.base import Grid
 from crelle.quantizers.calibrate import LayerWalk
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.layer_api import OpenModel
 from crelle.quantizers.search import Front
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.trained import trainable_weight
-from crelle.quantizers.tune import Progress, Training, tune_block
+from crelle.quantizers.ste import trainable_weight
+from crelle.quantizers.training import Progress, Training, tune_block
 
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
 

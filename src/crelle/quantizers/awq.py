@@ -23,7 +23,7 @@ from crelle.formats.bcq import UniformTensor
 from crelle.quantizers.base import Grid, Group
 from crelle.quantizers.calibrate import LayerWalk
 from crelle.quantizers.grouping import require_finite, row_slabs
-from crelle.quantizers.opened import Block, Fold
+from crelle.quantizers.layer_api import Block, Fold
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.stats import Stats, require_stats
 

@@ -1,7 +1,7 @@
 """Binary coding: choose planes b_p in {-1, +1} and scales alpha_p, z that minimise sum (w - z - sum_p alpha_p b_p)^2.
 
 Greedy (rounds=0): z = mean(w); then plane by plane, b = sign(residual), alpha = mean |residual|.
-Alternating: from a start, codes and scales in turn (crelle.quantizers.alternate), which never raises the error.
+Alternating: from a start, codes and scales in turn (crelle.quantizers.alternating_ls), which never raises the error.
 Three starts: greedy, the uniform grid, and the best of one plane fewer with a greedy plane more. Each group keeps the
 start or end that is best once its scales are rounded to f16, so the stored error is never above greedy's and never
 rises with a plane.
@@ -16,7 +16,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
-from crelle.quantizers.alternate import SortedGroups, alternate, better, levels_of
+from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, levels_of
 from crelle.quantizers.base import Grid, Group
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
+from crelle.quantizers.layer_api import Block, OpenLinear, OpenModel, half_products
 from crelle.quantizers.stats import Stats, Watch
-from crelle.quantizers.tune import relative_error
+from crelle.quantizers.training import relative_error
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
 

@@ -19,11 +19,11 @@ from crelle.errors import SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor
-from crelle.quantizers.alternate import SortedGroups, alternate, better, squared_error
+from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, squared_error
 from crelle.quantizers.base import Group
-from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, feedback_by_group, improve, solve
+from crelle.quantizers.gptq_solver import Factor, Fit, Levels, descend, feedback, feedback_by_group, improve, solve
 from crelle.quantizers.grouping import TINY, importances, storable, to_groups
-from crelle.quantizers.layerwise import Layerwise
+from crelle.quantizers.hessian_base import Layerwise
 from crelle.quantizers.stats import Stats
 
 _SHRINK = [1.0 - 0.65 * i / 7 for i in range(8)]  # 1 … 0.35

@@ -1,7 +1,7 @@
 """Binary coding that knows the layer's inputs: the scales, then the codes, then the scales again, by the output error.
 
     1. scales   alternating least squares as in crelle.quantizers.bcq, each weight weighted by its input's importance
-    2. codes    one pass with error feedback on the 2^P levels of each group (crelle.quantizers.feedback)
+    2. codes    one pass with error feedback on the 2^P levels of each group (crelle.quantizers.gptq_solver)
     3. solve    alpha and z of a whole row at once
     4. refine   rounds of: each code set to its best level given all others, and step 3 again
 Scales are rounded to f16 before any code is chosen for them.
@@ -18,9 +18,9 @@ from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
 from crelle.quantizers.base import Group
 from crelle.quantizers.bcq import binary_scales, signs
-from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, improve, solve
+from crelle.quantizers.gptq_solver import Factor, Fit, Levels, descend, feedback, improve, solve
 from crelle.quantizers.grouping import from_groups, importances, storable, to_groups
-from crelle.quantizers.layerwise import Layerwise
+from crelle.quantizers.hessian_base import Layerwise
 from crelle.quantizers.stats import Stats
 
 

@@ -21,10 +21,10 @@ from crelle.errors import SchemeError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import Spec
 from crelle.quantizers.base import Group
-from crelle.quantizers.feedback import Factor, Fit, Levels, improve, mixing, row_errors, solve, sweep
 from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.gptq_solver import Factor, Fit, Levels, improve, mixing, row_errors, solve, sweep
 from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
-from crelle.quantizers.layerwise import Layerwise
+from crelle.quantizers.hessian_base import Layerwise
 from crelle.quantizers.stats import Stats
 
 _ROUNDS = 2  # of nearest codes and least squares before the feedback, which then sees to the rest

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.quantizers.base import Setting
-from crelle.quantizers.feedback import factor
+from crelle.quantizers.fast_error import quick_changes
+from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.grouping import require_finite
-from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
-from crelle.quantizers.quick import quick_changes
+from crelle.quantizers.layer_api import Block, OpenLinear, OpenModel, half_products
 
 Measure = Literal["fisher", "residual"]
 Progress = Callable[[int, int, str], None]

@@ -22,10 +22,10 @@ from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.ownership import STATE
 from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.driver import Progress, plan
-from crelle.quantizers.opened import OpenModel
-from crelle.quantizers.trained import Frozen, Rounded, trainable
-from crelle.quantizers.tune import EndToEnd, Network, Training
+from crelle.quantizers.layer_api import OpenModel
+from crelle.quantizers.pipeline import Progress, plan
+from crelle.quantizers.ste import Frozen, Rounded, trainable
+from crelle.quantizers.training import EndToEnd, Network, Training
 from crelle.version import __version__
 
 What = Literal["scales", "all"]

@@ -1,6 +1,6 @@
 """Kill a quantizing run at every step that touches the disk, take it up again, and compare with an undisturbed run.
 
-    python dying.py SOURCE DIRECTORY fresh|overwrite
+    python crash_points.py SOURCE DIRECTORY fresh|overwrite
 
 A script of its own, because it forks: a process that has only just loaded torch can be copied in no time, so that every
 step can have its death. A step is a write (which dies half way), an fsync, a rename or a deletion. Prints one JSON
@@ -21,7 +21,7 @@ import torch
 
 from crelle.formats import files
 from crelle.formats.destination import replaced_copies
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 SCHEME, OTHER = "rtn:bits=3,group=16", "rtn:bits=2,group=32"
 

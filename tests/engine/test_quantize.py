@@ -7,7 +7,7 @@ import pytest
 from conftest import write_tiny_model
 
 from crelle.engine import compress
-from crelle.engine.compress import Text, quantize
+from crelle.engine.quantize import Text, quantize
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.quantizers import driver

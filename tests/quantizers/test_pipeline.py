@@ -22,7 +22,7 @@ from crelle.formats.base import nbytes
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.source import HFDirectory
 from crelle.quantizers import driver
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 from crelle.quantizers.scheme import parse
 
 SCHEME = "rtn:bits=3,group=16"
@@ -290,7 +290,7 @@ def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, mon
 def test_death_at_any_step_loses_nothing(tmp_path: Path, mode: str) -> None:
     source = write_tiny_model(tmp_path / "m", num_hidden_layers=2, hidden_size=24, intermediate_size=40, head_dim=4)
     (tmp_path / "work").mkdir()
-    script = Path(__file__).with_name("dying.py")
+    script = Path(__file__).with_name("crash_points.py")
     command = [sys.executable, script, source, tmp_path / "work", mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

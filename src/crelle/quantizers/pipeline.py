@@ -35,7 +35,7 @@ from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import Keep, LayerQuantizer, Quantizer, Store
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.layer_api import OpenModel
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.underflow import underflow

@@ -1,6 +1,6 @@
 """Quantize a model, whatever the scheme needs for it: calibration rows, a model taken apart, an end-to-end training.
 
-`crelle.quantizers.driver` works on weights alone; here the tokenizer and the models join in.
+`crelle.quantizers.pipeline` works on weights alone; here the tokenizer and the models join in.
 """
 
 import os
@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from crelle.engine.calibration import rows_of, sampled_rows
+from crelle.engine.calibration_data import rows_of, sampled_rows
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.checkpoint import Checkpoint
@@ -21,12 +21,12 @@ from crelle.formats.ownership import STAGE, remove_directory
 from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import build, choose_device, read_config
 from crelle.models.opened import open_model
-from crelle.quantizers import driver
+from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
-from crelle.quantizers.driver import Calibration, Report
+from crelle.quantizers.finetune import TuneReport, What, tune
+from crelle.quantizers.pipeline import Calibration, Report
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.tune import Training
-from crelle.quantizers.tuned import TuneReport, What, tune
+from crelle.quantizers.training import Training
 
 Stage = Callable[[int, int, str], None]
 _PLANNING_ROWS = 16
@@ -82,7 +82,7 @@ def quantize(
         assert text is not None
         report = _in_two_stages(source, out, auto, calibration, text, options)  # type: ignore[arg-type]
     else:
-        report = driver.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
+        report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
     return replace(report, seconds=perf_counter() - begun)
 
 
@@ -125,7 +125,7 @@ def _in_two_stages(
     """First the calibrated model, beside `out`; then its end-to-end training, which becomes `out`."""
     base = _stage_of(out)
     scheme = str(replace(auto, tune="short"))
-    first = driver.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
+    first = pipeline.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_config(weights).context)
@@ -146,7 +146,7 @@ def _in_two_stages(
         progress=options["progress"],  # type: ignore[arg-type]
     )
     left = remove_directory(base)
-    size, count = driver.measure(Checkpoint(out, verify=False))
+    size, count = pipeline.measure(Checkpoint(out, verify=False))
     warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
     return Report(out, str(auto), 8 * size / max(1, count), size, report.seconds, 0, warnings)
 

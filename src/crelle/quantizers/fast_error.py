@@ -1,6 +1,6 @@
 """A quick fit of some rows at many settings at once: what a setting would do to a matrix, not how to encode it.
 
-Grids by a search of the range and two regressions, codes by one pass of error feedback (crelle.quantizers.feedback)
+Grids by a search of the range and two regressions, codes by one pass of error feedback (crelle.quantizers.gptq_solver)
 in which the settings are further rows. The error comes within a fifth of GPTQ's on a free grid without refinement.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from crelle.quantizers.base import Setting
-from crelle.quantizers.feedback import Factor
+from crelle.quantizers.gptq_solver import Factor
 from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4

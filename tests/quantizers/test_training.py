@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crelle.engine.calibration import rows_of
-from crelle.engine.compress import Text, quantize, tune_checkpoint
+from crelle.engine.calibration_data import rows_of
+from crelle.engine.quantize import Text, quantize, tune_checkpoint
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
@@ -19,8 +19,8 @@ from crelle.models.opened import OpenLlama
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.trained import Frozen, Rounded, trainable
-from crelle.quantizers.tune import EndToEnd, Network, Training, relative_error, tune_block
+from crelle.quantizers.ste import Frozen, Rounded, trainable
+from crelle.quantizers.training import EndToEnd, Network, Training, relative_error, tune_block
 
 CPU = torch.device("cpu")
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60

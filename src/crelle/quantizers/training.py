@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
 from crelle.formats.files import whole_file
-from crelle.quantizers.opened import Block, OpenModel, half_products
+from crelle.quantizers.layer_api import Block, OpenModel, half_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How to train. Rates are in units of a group's first step (see crelle.quantizers.trained)."""
+    """How to train. Rates are in units of a group's first step (see crelle.quantizers.ste)."""
 
     steps: int
     batch: int = 8  # sequences

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.quantizers.base import Grid
-from crelle.quantizers.feedback import Factor, Fit, Levels, factor
+from crelle.quantizers.gptq_solver import Factor, Fit, Levels, factor
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.stats import Stats, require_stats
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.quantizers import feedback as tools
 from crelle.quantizers.bcq import signs
-from crelle.quantizers.feedback import (
+from crelle.quantizers.gptq_solver import (
     Fit,
     Levels,
     best_scales,
