@@ -7,14 +7,15 @@ import pytest
 from conftest import write_tiny_model
 
 from crelle.engine import compress
-from crelle.engine.quantize import Text, quantize
+from crelle.engine.calibration_data import CalibrationData
+from crelle.engine.quantize import quantize
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.quantizers import driver
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 FULL = "auto:bits=4.5,tune=full,steps=2,end=2,own=2"
-TEXT = Text(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
+TEXT = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
 
 
 @pytest.fixture

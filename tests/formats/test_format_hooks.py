@@ -19,10 +19,10 @@ from crelle.formats.composite import PermutedTensor
 from crelle.kernels import ops
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.select import Problem, explain
-from crelle.quantizers.base import Grid, Setting
+from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import stored_bits
-from crelle.quantizers.ste import Frozen, trainable
+from crelle.quantizers.ste import ScaleTuner, trainable
 from crelle.quantizers.underflow import underflow
 
 SCHEMES = (
@@ -116,7 +116,7 @@ class TwoWidthsTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TwoWidthsConfig(Grid):
+class TwoWidthsConfig(GroupedConfig):
     """A quantizer of the toy format: only what random weights and search need."""
 
     scheme: ClassVar[str] = "two-widths"
@@ -124,7 +124,7 @@ class TwoWidthsConfig(Grid):
     bits: int = 4
     group: int = 8
 
-    def storage_at(self, setting: Setting, shape: tuple[int, int]) -> Spec:
+    def storage_at(self, setting: BitConfig, shape: tuple[int, int]) -> Spec:
         return {"format": TwoWidthsTensor.format, "shape": list(shape)}
 
 
@@ -179,7 +179,7 @@ def test_a_wrapper_passes_the_hooks_on() -> None:
     w = PermutedTensor.random(spec, random_generator(0, "cpu"))
     assert PermutedTensor.from_parts(w.spec(), w.tensors()).spec() == w.spec() == spec
     assert 6 * w.row_bits(spec) == 8 * nbytes(w.inner)
-    coder = Frozen(w)
+    coder = ScaleTuner(w)
     torch.testing.assert_close(coder(), w.dequantize())
     assert torch.equal(coder.export().tensors()["order"], w.order)
 
@@ -188,7 +188,7 @@ def test_plain_and_nested_matrices_have_no_scales_to_train() -> None:
     for scheme in ("bf16", "bcq-nested:bits=3,group=8"):
         spec = parse(scheme).storage((4, 16))
         with pytest.raises(UnsupportedError, match="has no scales that could be trained"):
-            Frozen(format_of(spec).random(spec, random_generator(0, "cpu")))
+            ScaleTuner(format_of(spec).random(spec, random_generator(0, "cpu")))
 
 
 def test_an_unknown_format_is_a_sentence() -> None:
@@ -212,7 +212,7 @@ def test_a_new_format_multiplies_with_the_reference_kernels() -> None:
 def test_a_new_format_trains_its_scales() -> None:
     w = toy()
     coder = trainable(w, None, "all")  # nothing trains its weights, so its scales do
-    assert isinstance(coder, Frozen)
+    assert isinstance(coder, ScaleTuner)
     torch.testing.assert_close(coder(), w.dequantize())
     goal = 2 * w.dequantize()
     optimizer = torch.optim.Adam(coder.parameters(), lr=0.02)
@@ -242,7 +242,7 @@ def test_a_new_format_goes_through_a_checkpoint_inspect_and_search(tmp_path: Pat
     layer = next(x for x in facts["layers"] if x["name"] == name)
     assert (layer["format"], layer["bits"], layer["group"]) == ("two-widths", 5.0, None)
     assert facts["bytes"] == nbytes(w)  # the plain matrix is listed, not counted
-    assert stored_bits(TwoWidthsConfig(), Setting(3, 8), (12, 20)) == 8 * (nbytes(w) - 4)  # the gain is stored once
+    assert stored_bits(TwoWidthsConfig(), BitConfig(3, 8), (12, 20)) == 8 * (nbytes(w) - 4)  # the gain is stored once
 
 
 def test_weights_too_small_for_a_new_format_are_told() -> None:

@@ -18,7 +18,7 @@ from crelle.models.loader import load
 from crelle.models.opened import OpenLlama
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.base import LayerQuantizer
-from crelle.quantizers.calibrate import Calibrator, LayerWalk
+from crelle.quantizers.calibrate import Calibrator, LayerCalibration
 from crelle.quantizers.pipeline import Calibration, quantize
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
@@ -51,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_model(tmp_path_factory.mktemp("awq") / "m", request.param)
 
 
-def first_walk(path: Path) -> LayerWalk:
+def first_walk(path: Path) -> LayerCalibration:
     return Calibrator(OpenLlama(open_weights(path)), TOKENS, half=False).begin()
 
 

@@ -8,7 +8,7 @@ import typer
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
-    from crelle.engine.quantize import Text
+    from crelle.engine.calibration_data import CalibrationData
 
 CalibrationText = Annotated[
     Path | None,
@@ -20,12 +20,12 @@ CalibrationText = Annotated[
 ]
 
 
-def calibration_text(file: Path | None, *, rows: int, length: int) -> "Text":
+def calibration_text(file: Path | None, *, rows: int, length: int) -> "CalibrationData":
     """Read the text; without a file, half of the rows are Python's documentation and half the model's own writing."""
-    from crelle.engine.quantize import Text
+    from crelle.engine.calibration_data import CalibrationData
     from crelle.eval.text import read_text
 
     if rows < 1 or length < 8:
         raise SchemeError(f"--rows must be at least 1 and --length at least 8, got {rows} and {length}")
     own = 0 if file is not None else rows // 2
-    return Text(text=read_text(file), rows=rows - own, length=length, own=own)
+    return CalibrationData(text=read_text(file), rows=rows - own, length=length, own=own)

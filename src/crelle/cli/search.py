@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from crelle.eval.front import Picture
-    from crelle.quantizers.base import Setting
-    from crelle.quantizers.search import Front, Plan
+    from crelle.quantizers.base import BitConfig
+    from crelle.quantizers.search import ParetoFront, Plan
 
 NAME = "search"
 _RESULTS = ("plan.json", "front.html", "front.png")
@@ -135,12 +135,12 @@ class _Job:
         self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.c.context), rows)
 
     def front(
-        self, settings: "list[Setting]", recipe: str, per: str
-    ) -> "tuple[Front, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
+        self, settings: "list[BitConfig]", recipe: str, per: str
+    ) -> "tuple[ParetoFront, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
         """Measure, and solve; also return what makes a picture of it."""
         from crelle.eval.front import Picture
         from crelle.quantizers.plan_file import config_of
-        from crelle.quantizers.search import Front, uniform
+        from crelle.quantizers.search import ParetoFront, uniform
         from crelle.quantizers.sensitivity import sensitivities
 
         if per not in ("matrix", "kind"):
@@ -148,7 +148,7 @@ class _Job:
         config = config_of(recipe)
         with tracking("measuring") as track:
             measured = sensitivities(self.model, self.rows, settings, device=self.device, progress=track)
-        front = Front(measured, recipe=config, per="kind" if per == "kind" else "matrix")
+        front = ParetoFront(measured, recipe=config, per="kind" if per == "kind" else "matrix")
 
         def picture(plans: "list[Plan]", chosen: "Plan", perplexities: dict[float, float]) -> "Picture":
             alike = {s: uniform(measured, s, recipe=config) for s in settings}
@@ -185,8 +185,8 @@ class _Job:
         return plan, tried
 
 
-def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[Setting]":
-    from crelle.quantizers.base import Setting
+def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[BitConfig]":
+    from crelle.quantizers.base import BitConfig
     from crelle.quantizers.scheme import parse
     from crelle.quantizers.sensitivity import CANDIDATES, candidates
 
@@ -195,7 +195,7 @@ def _settings(target_bits: float | None, bits: str | None, groups: str | None) -
     for b in bits.split(",") if bits else sorted({str(s.bits) for s in default}):
         for g in groups.split(",") if groups else dict.fromkeys(str(s.group) for s in default):
             config: Any = parse(f"rtn:bits={b.strip()},group={g.strip()}")  # checks both, and says what is wrong
-            found.append(Setting(config.bits, config.group))
+            found.append(BitConfig(config.bits, config.group))
     return list(dict.fromkeys(found))
 
 

@@ -4,6 +4,7 @@ A row begins as a window does in `crelle eval`: with BOS where the tokenizer add
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,20 @@ from torch import Tensor
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.models.loader import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationData:
+    """The text to calibrate and train on, and how much of it."""
+
+    text: str
+    rows: int = 64  # sequences for calibration
+    length: int = 512  # tokens of a sequence
+    own: int = 0  # sequences that the model itself generates, besides
+    seed: int = 0
+
+
+Text = CalibrationData  # the name that it had in the public API
 
 
 def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:

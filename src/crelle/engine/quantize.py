@@ -5,14 +5,14 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from crelle.engine.calibration_data import rows_of, sampled_rows
+from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.checkpoint import Checkpoint
@@ -34,23 +34,12 @@ _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 _WORDS = 16  # tokens of the text that the model goes on from
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """What to calibrate and train on."""
-
-    text: str
-    rows: int = 64  # for calibration
-    length: int = 512  # tokens of a row
-    own: int = 0  # rows that the model itself writes, besides
-    seed: int = 0
-
-
 def quantize(
     source: str | Path,
     out: str | Path,
     scheme: str,
     *,
-    text: Text | None = None,
+    text: CalibrationData | None = None,
     device: str = "auto",
     head: str | None = None,
     overrides: Mapping[str, str] | None = None,
@@ -86,7 +75,9 @@ def quantize(
     return replace(report, seconds=perf_counter() - begun)
 
 
-def _calibration(source: str | Path, text: Text, device: torch.device, progress: Stage | None) -> Calibration:
+def _calibration(
+    source: str | Path, text: CalibrationData, device: torch.device, progress: Stage | None
+) -> Calibration:
     weights = open_weights(source)
     length = min(text.length, read_config(weights).context)
     rows = rows_of(Tokenizer.of(weights), text.text, length, text.rows, text.seed)
@@ -120,7 +111,12 @@ def _own_rows(
 
 
 def _in_two_stages(
-    source: str | Path, out: Path, auto: Auto, calibration: Calibration, text: Text, options: dict[str, object]
+    source: str | Path,
+    out: Path,
+    auto: Auto,
+    calibration: Calibration,
+    text: CalibrationData,
+    options: dict[str, object],
 ) -> Report:
     """First the calibrated model, beside `out`; then its end-to-end training, which becomes `out`."""
     base = _stage_of(out)

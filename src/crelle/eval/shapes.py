@@ -23,10 +23,10 @@ from crelle.formats.base import QuantTensor, bits_per_weight
 from crelle.models.llama import LlamaConfig
 from crelle.models.loader import read_config
 from crelle.models.opt import OPTConfig
-from crelle.quantizers.base import Store
+from crelle.quantizers.base import Cast
 from crelle.quantizers.scheme import parse
 
-_PLAIN = Store("fp16")  # what is not inside a layer
+_PLAIN = Cast("fp16")  # what is not inside a layer
 _BIAS = 0.02  # standard deviation
 
 

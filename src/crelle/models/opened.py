@@ -18,7 +18,7 @@ from crelle.models.llama import LlamaConfig
 from crelle.models.loader import read_config
 from crelle.models.opt import OPTConfig
 from crelle.models.rope import Rope
-from crelle.quantizers.layer_api import Block, Fold, OpenLinear
+from crelle.quantizers.layer_api import Block, ScaleFold, TrainableLinear
 
 Config = TypeVar("Config", LlamaConfig, OPTConfig)
 
@@ -53,7 +53,7 @@ class _OpenBuilder(Builder):
     def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> Any:
         weight = (w or self.matrix(module, N, K)).dequantize(torch.float32)
         bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
-        return OpenLinear(module, weight, bias)
+        return TrainableLinear(module, weight, bias)
 
 
 class _Block(nn.Module):
@@ -64,9 +64,9 @@ class _Block(nn.Module):
     def __init__(self, layer: nn.Module, prefix: str) -> None:
         super().__init__()
         self.layer, self.prefix = layer, prefix
-        self._linears = {m.name: m for m in layer.modules() if isinstance(m, OpenLinear)}
+        self._linears = {m.name: m for m in layer.modules() if isinstance(m, TrainableLinear)}
 
-    def linears(self) -> dict[str, OpenLinear]:
+    def linears(self) -> dict[str, TrainableLinear]:
         return self._linears
 
     def stages(self) -> list[tuple[str, ...]]:
@@ -84,13 +84,13 @@ class _LlamaBlock(_Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, self.angles(x.shape[1], x.device, x.dtype), _NoCache())  # type: ignore[no-any-return]
 
-    def folds(self) -> list[Fold]:
+    def folds(self) -> list[ScaleFold]:
         qkv, _, gate_up, down = self.stages()
         norm, norm_mlp = (f"{self.prefix}.{n}.weight" for n in self._norms)
         up = f"{self.prefix}.mlp.up_proj.weight"
-        folds = [Fold(norm, qkv), Fold(norm_mlp, gate_up), Fold(up, down)]
+        folds = [ScaleFold(norm, qkv), ScaleFold(norm_mlp, gate_up), ScaleFold(up, down)]
         if self.c.heads == self.c.kv_heads:  # otherwise several inputs of o share one row of v
-            folds.append(Fold(f"{self.prefix}.self_attn.v_proj.weight", (f"{self.prefix}.self_attn.o_proj",)))
+            folds.append(ScaleFold(f"{self.prefix}.self_attn.v_proj.weight", (f"{self.prefix}.self_attn.o_proj",)))
         return folds
 
     def vectors(self) -> dict[str, Tensor]:
@@ -108,12 +108,12 @@ class _OPTBlock(_Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, _NoCache())  # type: ignore[no-any-return]
 
-    def folds(self) -> list[Fold]:
+    def folds(self) -> list[ScaleFold]:
         """No norm takes a scale: a fold has no place for its bias, and behind attention the residual reads it too."""
         _, out, _, fc2 = self.stages()
-        folds = [Fold(f"{self.prefix}.self_attn.v_proj.weight", out)]
+        folds = [ScaleFold(f"{self.prefix}.self_attn.v_proj.weight", out)]
         if self.c.activation == "relu":  # relu(x / s) = relu(x) / s
-            folds.append(Fold(f"{self.prefix}.fc1.weight", fc2))
+            folds.append(ScaleFold(f"{self.prefix}.fc1.weight", fc2))
         return folds
 
     def vectors(self) -> dict[str, Tensor]:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
-from crelle.quantizers.base import Grid
-from crelle.quantizers.calibrate import LayerWalk
+from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.layer_api import OpenModel
-from crelle.quantizers.search import Front
+from crelle.quantizers.layer_api import CalibrationModel
+from crelle.quantizers.search import ParetoFront
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.ste import trainable_weight
@@ -30,7 +30,7 @@ _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Auto(Grid):
+class Auto(GroupedConfig):
     """At most `bits` per weight, every scale counted."""
 
     scheme: ClassVar[str] = "auto"
@@ -59,12 +59,14 @@ class Auto(Grid):
                     return GPTQ(bits=bits, group=group, free=True)
         raise SchemeError(f"{self.bits} bits per weight are too few for a row of {K} inputs")
 
-    def plan(self, model: OpenModel, rows: Tensor, device: torch.device, progress: Progress | None) -> dict[str, str]:
+    def plan(
+        self, model: CalibrationModel, rows: Tensor, device: torch.device, progress: Progress | None
+    ) -> dict[str, str]:
         """Return the scheme of every matrix, by module; empty where there is nothing to choose."""
         if not self.search:
             return {}
         measured = sensitivities(model, rows, candidates(self.bits), device=device, seed=self.seed, progress=progress)
-        front = Front(measured)
+        front = ParetoFront(measured)
         return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
@@ -74,10 +76,10 @@ class Auto(Grid):
         """The same grid in every matrix, as without the search."""
         return self.grid_for(shape[1]).storage(shape)
 
-    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
+    def before_layer(self, walk: LayerCalibration) -> dict[str, Tensor]:
         return {}
 
-    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, walk: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         """Train the layer together against the full-precision one: the matrices whose format trains its weights."""
         if self.tune == "none" or not self.steps:
             return fitted

@@ -20,10 +20,10 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import UniformTensor
-from crelle.quantizers.base import Grid, Group
-from crelle.quantizers.calibrate import LayerWalk
+from crelle.quantizers.base import Group, GroupedConfig
+from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.grouping import require_finite, row_slabs
-from crelle.quantizers.layer_api import Block, Fold
+from crelle.quantizers.layer_api import Block, ScaleFold
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.stats import Stats, require_stats
 
@@ -32,7 +32,7 @@ _CLIPS = [1.0 - 0.05 * i for i in range(11)]  # 1 … 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class AWQ(Grid):
+class AWQ(GroupedConfig):
     """Round to nearest after scaling inputs by how large they are."""
 
     scheme: ClassVar[str] = "awq"
@@ -44,7 +44,7 @@ class AWQ(Grid):
     steps: int = 20  # of the exponent; 0: no scaling
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         self._rounding()
         if not 0 <= self.steps <= 1000:
             raise SchemeError(f"steps must be 0 to 1000, got {self.steps}")
@@ -52,7 +52,7 @@ class AWQ(Grid):
     def _rounding(self) -> RTN:
         return RTN(self.bits, self.group, self.symmetric)
 
-    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
+    def before_layer(self, walk: LayerCalibration) -> dict[str, Tensor]:
         """Scale the layer's inputs; what it computes stays as it was. Returns the changed norms and biases."""
         changed: dict[str, Tensor] = {}
         for fold in walk.full.folds():
@@ -66,7 +66,7 @@ class AWQ(Grid):
             changed |= vectors
         return changed
 
-    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, walk: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         return fitted
 
     def scales(self, weights: list[Tensor], stats: Stats) -> Tensor:
@@ -135,7 +135,7 @@ def _exact(s: Tensor, named: tuple[str, Tensor | None]) -> tuple[Tensor, dict[st
     return torch.where(divided != 0, vector / divided, s), {name: divided}
 
 
-def _apply(block: Block, fold: Fold, s: Tensor, divided: dict[str, Tensor]) -> None:
+def _apply(block: Block, fold: ScaleFold, s: Tensor, divided: dict[str, Tensor]) -> None:
     """Divide what makes an input by s, multiply the columns that read it."""
     linears, norms = block.linears(), block.vectors()
     for name in fold.readers:

@@ -13,13 +13,13 @@ from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import MAX_BITS
 from crelle.formats.dense import DenseTensor
-from crelle.quantizers.calibrate import LayerWalk
+from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.stats import Stats
 
 Group = int | Literal["row"]
 
 
-class Setting(NamedTuple):
+class BitConfig(NamedTuple):
     """Bits and group size of one matrix: what a search chooses."""
 
     bits: int
@@ -54,17 +54,17 @@ class Quantizer(Protocol):
 class LayerQuantizer(Protocol):
     """A config that also works on a layer as a whole, before or after its matrices are fitted."""
 
-    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
+    def before_layer(self, walk: LayerCalibration) -> dict[str, Tensor]:
         """Change the layer's weights without changing what it computes; return changed tensors that are no matrices."""
         ...
 
-    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, walk: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         """Improve the fitted matrices together."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class Cast:
     """Keep a matrix as numbers, at 16 or 32 bits."""
 
     name: str
@@ -91,7 +91,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Passthrough:
     """Leave a matrix as the source stores it; the driver takes it from there encoded, without asking `fit`."""
 
     calibrated: ClassVar[bool] = False
@@ -106,7 +106,7 @@ class Keep:
         return "keep"
 
 
-class Grid:
+class GroupedConfig:
     """Base of the configs with `bits` and `group`: checks them, and writes the config as a scheme string."""
 
     __slots__ = ()
@@ -127,21 +127,21 @@ class Grid:
 
     def group_for(self, K: int) -> int:
         """Return the group size in a matrix of K inputs: never more than a row."""
-        return Setting(self.bits, self.group).group_for(K)
+        return BitConfig(self.bits, self.group).group_for(K)
 
     def format_settings(self) -> Spec:
         """Return the format that `fit` stores and its settings, besides shape, bits and group."""
         raise NotImplementedError
 
     def storage(self, shape: tuple[int, int]) -> Spec:
-        return self.storage_at(Setting(self.bits, self.group), shape)
+        return self.storage_at(BitConfig(self.bits, self.group), shape)
 
-    def storage_at(self, setting: Setting, shape: tuple[int, int]) -> Spec:
+    def storage_at(self, setting: BitConfig, shape: tuple[int, int]) -> Spec:
         """Return what `storage` would at other bits and group."""
         sizes = {"shape": list(shape), "bits": setting.bits, "group": setting.group_for(shape[1])}
         return {**self.format_settings(), **sizes}
 
-    def at(self, setting: Setting) -> Self:
+    def at(self, setting: BitConfig) -> Self:
         """Return this config at other bits and group."""
         return replace(self, bits=setting.bits, group=setting.group)  # type: ignore[type-var]
 

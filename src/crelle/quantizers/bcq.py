@@ -17,13 +17,13 @@ from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
 from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, levels_of
-from crelle.quantizers.base import Grid, Group
+from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class BCQ(Grid):
+class BCQ(GroupedConfig):
     """Binary-coding quantization of the weights alone, no data."""
 
     scheme: ClassVar[str] = "bcq"
@@ -34,7 +34,7 @@ class BCQ(Grid):
     bias: bool = True  # whether there is a z per group
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         if self.rounds < 0:
             raise SchemeError(f"rounds must be 0 (greedy) or more, got {self.rounds}")
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.quantizers.layer_api import Block, OpenLinear, OpenModel, half_products
-from crelle.quantizers.stats import Stats, Watch
+from crelle.quantizers.layer_api import Block, CalibrationModel, TrainableLinear, half_products
+from crelle.quantizers.stats import Stats, StatsCollector
 from crelle.quantizers.training import relative_error
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
@@ -28,7 +28,7 @@ class _SeenError(Exception):
 
 
 @dataclass(slots=True)
-class Streams:
+class HiddenStates:
     """Hidden states before a layer: in the full-precision model and in the quantized one, [S, T, width]."""
 
     full: Tensor
@@ -40,7 +40,7 @@ class Calibrator:
 
     def __init__(
         self,
-        model: OpenModel,
+        model: CalibrationModel,
         tokens: Tensor,
         *,
         device: torch.device | str = "cpu",
@@ -50,7 +50,7 @@ class Calibrator:
         self.model, self.device, self.batch, self.half = model, torch.device(device), batch, half
         with torch.no_grad():
             x = torch.cat([model.embed(t.to(self.device)) for t in torch.split(tokens, batch)])
-        self.streams = Streams(x, x.clone())
+        self.streams = HiddenStates(x, x.clone())
         self.next = 0
 
     def at(self, name: str) -> bool:
@@ -58,11 +58,11 @@ class Calibrator:
         return self.next < self.model.layers and name == self.model.layer_name(self.next)
 
     @torch.no_grad()
-    def begin(self) -> "LayerWalk":
+    def begin(self) -> "LayerCalibration":
         """Build the next layer and run the full-precision stream through it."""
         full, block = self.model.block(self.next), self.model.block(self.next)
         after = self._through(full, self.streams.full)
-        return LayerWalk(self, full, block, after)
+        return LayerCalibration(self, full, block, after)
 
     @torch.no_grad()
     def skip(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
@@ -76,7 +76,7 @@ class Calibrator:
             return torch.cat([block(part) for part in torch.split(x, self.batch)])
 
 
-class LayerWalk:
+class LayerCalibration:
     """One layer between its two streams."""
 
     def __init__(self, calibrator: Calibrator, full: Block, block: Block, after: Tensor) -> None:
@@ -86,7 +86,7 @@ class LayerWalk:
         self._token_weight = (weight / weight.mean()).sqrt_()
 
     @property
-    def streams(self) -> Streams:
+    def streams(self) -> HiddenStates:
         return self._calibrator.streams
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class LayerWalk:
     def stats(self, name: str) -> Stats:
         """Return the stats of the input of one linear, as the block stands now."""
         K = self.block.linears()[name].weight.shape[1]
-        watch = Watch(K, self._calibrator.device, cross=True)
+        watch = StatsCollector(K, self._calibrator.device, cross=True)
         for weight, full, here in self._batches():
             with half_products(self._calibrator.device, self._calibrator.half):
                 x, x_full = _input(self.block, name, here), _input(self.full, name, full)
@@ -147,7 +147,7 @@ def _input(block: Block, name: str, x: Tensor) -> Tensor:
         seen.append(value)
         raise _SeenError
 
-    linear: OpenLinear = block.linears()[name]
+    linear: TrainableLinear = block.linears()[name]
     linear.watch = watch
     try:
         block(x)

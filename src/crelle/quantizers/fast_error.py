@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crelle.quantizers.base import Setting
-from crelle.quantizers.gptq_solver import Factor
+from crelle.quantizers.base import BitConfig
+from crelle.quantizers.gptq_solver import LDLFactor
 from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
@@ -18,7 +18,7 @@ _BLOCK = 128  # inputs that are coded before what they leave is handed on
 
 
 @torch.no_grad()
-def quick_changes(target: Tensor, by: Factor, settings: Sequence[Setting]) -> Tensor:
+def fast_errors(target: Tensor, by: LDLFactor, settings: Sequence[BitConfig]) -> Tensor:
     """Return D [settings, R, K] of a target [R, K]: error feedback on free grids, without refinement.
 
     The settings are further rows of one pass.
@@ -47,7 +47,7 @@ def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tens
     return left
 
 
-def _grid(w: Tensor, cost: Tensor, s: Setting) -> tuple[Tensor, Tensor]:
+def _grid(w: Tensor, cost: Tensor, s: BitConfig) -> tuple[Tensor, Tensor]:
     """Return scale and lowest level of each weight's group, both [R, K]: the best cut of the range, then regression."""
     G, K, top = s.group_for(w.shape[1]), w.shape[1], 2.0**s.bits - 1
     g, real = to_groups(w, G)  # [R, C, G]

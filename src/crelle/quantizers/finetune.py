@@ -22,9 +22,9 @@ from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.ownership import STATE
 from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.layer_api import OpenModel
+from crelle.quantizers.layer_api import CalibrationModel
 from crelle.quantizers.pipeline import Progress, plan
-from crelle.quantizers.ste import Frozen, Rounded, trainable
+from crelle.quantizers.ste import ScaleTuner, STEWeight, trainable
 from crelle.quantizers.training import EndToEnd, Network, Training
 from crelle.version import __version__
 
@@ -50,7 +50,7 @@ def tune(
     training: Training,
     *,
     tokens: Tensor,
-    open_model: Callable[[Weights, torch.device], OpenModel],
+    open_model: Callable[[Weights, torch.device], CalibrationModel],
     device: torch.device,
     what: What = "scales",
     scheme: str | None = None,
@@ -87,10 +87,10 @@ def tune(
 
 def _install(
     checkpoint: Checkpoint, student: Network, full: Network | None, what: What, device: torch.device
-) -> dict[str, Rounded | Frozen]:
+) -> dict[str, STEWeight | ScaleTuner]:
     """Give every encoded linear of the student something that trains; returns it by module name."""
     sources = {} if full is None else {n: one for b in full.blocks for n, one in b.linears().items()}
-    coders: dict[str, Rounded | Frozen] = {}
+    coders: dict[str, STEWeight | ScaleTuner] = {}
     for block in student.blocks:
         for name, linear in block.linears().items():
             if not format_of(checkpoint.specs[name]).quantized:

@@ -21,16 +21,16 @@ from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor
 from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, squared_error
 from crelle.quantizers.base import Group
-from crelle.quantizers.gptq_solver import Factor, Fit, Levels, descend, feedback, feedback_by_group, improve, solve
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, feedback_by_group, improve, solve
 from crelle.quantizers.grouping import TINY, importances, storable, to_groups
-from crelle.quantizers.hessian_base import Layerwise
+from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
 _SHRINK = [1.0 - 0.65 * i / 7 for i in range(8)]  # 1 … 0.35
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQ(Layerwise):
+class GPTQ(HessianConfig):
     """Error feedback on a uniform grid, with an integer zero point or a free lowest level."""
 
     scheme: ClassVar[str] = "gptq"
@@ -46,7 +46,7 @@ class GPTQ(Layerwise):
     target: bool = True
 
     def __post_init__(self) -> None:
-        Layerwise.__post_init__(self)
+        HessianConfig.__post_init__(self)
         if self.act_order and not self.static:
             raise SchemeError(
                 "with act_order=true the feedback does not meet the inputs group by group, "
@@ -71,7 +71,7 @@ class GPTQ(Layerwise):
             return {"format": AffineTensor.format}
         return {"format": UniformTensor.format, "symmetric": self.symmetric}
 
-    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         group = self.group_for(target.shape[1])
         if self.static:
             fit = feedback(target, by, self.levels(target, by.cost, group))

@@ -71,7 +71,7 @@ class Fit(NamedTuple):
         return Fit(torch.where(rows[:, None], self.codes, other.codes), self.levels.where(rows, other.levels))
 
 
-class Factor(NamedTuple):
+class LDLFactor(NamedTuple):
     """H (damped) = M D Mᵀ for the inputs in the order in which they are coded."""
 
     order: Tensor  # int64 [K]
@@ -80,7 +80,7 @@ class Factor(NamedTuple):
     damped: Tensor  # f32 [K, K], H as it was decomposed, in the original order
 
 
-def factor(hessian: Tensor, damp: float, *, act_order: bool) -> Factor:
+def factor(hessian: Tensor, damp: float, *, act_order: bool) -> LDLFactor:
     """Decompose the Hessian, adding `damp` times its mean diagonal, and more where that does not make it definite."""
     if not torch.isfinite(hessian).all():
         raise SchemeError("the statistics of a layer's inputs hold NaN or infinity")
@@ -101,7 +101,7 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool) -> Factor:
     root = root.flip(0, 1)
     scale = root.diagonal()
     cost = torch.empty_like(scale).scatter_(0, order, scale.square())
-    return Factor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
+    return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
 
 
 class Choice(Protocol):
@@ -112,7 +112,7 @@ class Choice(Protocol):
         ...
 
 
-class _Ladder(NamedTuple):
+class SortedLevels(NamedTuple):
     """The levels of one group in ascending order: a binary search finds the nearest."""
 
     values: Tensor  # f32 [N, L]
@@ -125,13 +125,13 @@ class _Ladder(NamedTuple):
         return self.values.gather(1, rank)[:, 0], self.codes.gather(1, rank)[:, 0]
 
 
-def _ladders(levels: Levels) -> list[_Ladder]:
+def _ladders(levels: Levels) -> list[SortedLevels]:
     values, codes = levels.values().transpose(0, 1).contiguous().sort(-1)  # [C, N, L]
     borders = (values[..., 1:] + values[..., :-1]) / 2
-    return [_Ladder(*parts) for parts in zip(values, codes, borders, strict=True)]
+    return [SortedLevels(*parts) for parts in zip(values, codes, borders, strict=True)]
 
 
-def feedback(target: Tensor, by: Factor, levels: Levels) -> Fit:
+def feedback(target: Tensor, by: LDLFactor, levels: Levels) -> Fit:
     """Choose the codes with error feedback."""
     ladders = _ladders(levels)
     group_of = (by.order // levels.group).tolist()
@@ -140,16 +140,16 @@ def feedback(target: Tensor, by: Factor, levels: Levels) -> Fit:
     return Fit(codes.T.contiguous(), levels)
 
 
-def feedback_by_group(target: Tensor, by: Factor, group: int, find: Callable[[Tensor, slice], Levels]) -> Fit:
+def feedback_by_group(target: Tensor, by: LDLFactor, group: int, find: Callable[[Tensor, slice], Levels]) -> Fit:
     """Choose the codes with error feedback, and the levels of a group when the pass, in the inputs' order, reaches it.
 
     `find` gets the weights [N, G] of a group, as the feedback has made them, and its place.
     """
     K = target.shape[1]
     parts: list[Levels] = []
-    ladders: list[_Ladder] = []
+    ladders: list[SortedLevels] = []
 
-    def ladder(i: int, want: Tensor) -> _Ladder:
+    def ladder(i: int, want: Tensor) -> SortedLevels:
         if i % group == 0:
             place = slice(i, min(i + group, K))
             parts.append(find(want[place].T, place))

@@ -18,14 +18,14 @@ from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
 from crelle.quantizers.base import Group
 from crelle.quantizers.bcq import binary_scales, signs
-from crelle.quantizers.gptq_solver import Factor, Fit, Levels, descend, feedback, improve, solve
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, improve, solve
 from crelle.quantizers.grouping import from_groups, importances, storable, to_groups
-from crelle.quantizers.hessian_base import Layerwise
+from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class HBCQ(Layerwise):
+class HBCQ(HessianConfig):
     """Binary coding by the layer's output error."""
 
     scheme: ClassVar[str] = "hbcq"
@@ -42,7 +42,7 @@ class HBCQ(Layerwise):
     target: bool = True
 
     def __post_init__(self) -> None:
-        Layerwise.__post_init__(self)
+        HessianConfig.__post_init__(self)
         if self.rounds < 0:
             raise SchemeError(f"rounds must be 0 (greedy) or more, got {self.rounds}")
 
@@ -56,7 +56,7 @@ class HBCQ(Layerwise):
     def format_settings(self) -> Spec:
         return {"format": BCQTensor.format, "bias": self.bias}
 
-    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         levels = self._levels(target, by.cost, self.group_for(target.shape[1]))
         alone = by._replace(mix=torch.zeros_like(by.mix))  # no input hears of another: each takes the nearest level
         fit = feedback(target, by if self.feedback else alone, levels)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers.base import Grid
-from crelle.quantizers.gptq_solver import Factor, Fit, Levels, factor
+from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, factor
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.stats import Stats, require_stats
 
 
-class Layerwise(Grid):
+class HessianConfig(GroupedConfig):
     """Base of the configs that minimise the error of a layer's output on its calibration inputs."""
 
     __slots__ = ()
@@ -23,7 +23,7 @@ class Layerwise(Grid):
     target: bool  # aim at the weight that also undoes the error of the layers before, where that is known
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         if not 0 <= self.damp <= 1:
             raise SchemeError(f"damp must be 0 to 1, got {self.damp}")
         if self.refine < 0:
@@ -43,7 +43,7 @@ class Layerwise(Grid):
         )
         return Fit(torch.cat([f.codes for f in fits]), levels)
 
-    def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, Factor]:
+    def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, LDLFactor]:
         """Return the weight [N, K] to aim at, the Hessian and its factor, or say what is wrong with them."""
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
@@ -51,6 +51,6 @@ class Layerwise(Grid):
         target = stats.target(weight) if self.target else weight
         return target, stats.hessian, factor(stats.hessian, self.damp, act_order=self.act_order)
 
-    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         """Return codes and levels for some rows of the weight wanted."""
         raise NotImplementedError

@@ -19,7 +19,7 @@ def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted and able, cache_enabled=False)
 
 
-class OpenLinear(nn.Module):
+class TrainableLinear(nn.Module):
     """y = x Wᵀ + bias, where W can be replaced or made by something that trains, and x can be watched."""
 
     weight: Tensor  # f32 [N, K]
@@ -38,7 +38,7 @@ class OpenLinear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class ScaleFold:
     """Linears that read one input, and the vector or rows before them into which a scale of that input can go.
 
     `source` scales: for a norm its weight [K]; for a linear its output rows [K, …] (and bias).
@@ -53,7 +53,7 @@ class Block(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def linears(self) -> dict[str, OpenLinear]:
+    def linears(self) -> dict[str, TrainableLinear]:
         """By full name, in the order in which they run."""
         ...
 
@@ -61,14 +61,14 @@ class Block(Protocol):
         """Names of linears that read the same input, in the order in which they run."""
         ...
 
-    def folds(self) -> Sequence[Fold]: ...
+    def folds(self) -> Sequence[ScaleFold]: ...
 
     def vectors(self) -> dict[str, Tensor]:
         """The other tensors (norms) by full name; they may be changed in place."""
         ...
 
 
-class OpenModel(Protocol):
+class CalibrationModel(Protocol):
     """A model whose layers are built when they are asked for, in f32."""
 
     @property

@@ -22,9 +22,9 @@ from crelle.formats.affine import NestedTensor
 from crelle.formats.base import Spec
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import Factor, Fit, Levels, improve, mixing, row_errors, solve, sweep
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, improve, mixing, row_errors, solve, sweep
 from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
-from crelle.quantizers.hessian_base import Layerwise
+from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
 _ROUNDS = 2  # of nearest codes and least squares before the feedback, which then sees to the rest
@@ -32,7 +32,7 @@ _ROUNDS_ALONE = 8  # where no data follows
 
 
 @dataclass(frozen=True, slots=True)
-class Nested(Layerwise):
+class Nested(HessianConfig):
     """Planes that are a model at each of several precisions."""
 
     scheme: ClassVar[str] = "bcq-nested"
@@ -47,7 +47,7 @@ class Nested(Layerwise):
     target: bool = True
 
     def __post_init__(self) -> None:
-        Layerwise.__post_init__(self)
+        HessianConfig.__post_init__(self)
         if not 1 <= self.lowest <= self.bits:
             raise SchemeError(f"lowest must be 1 to bits = {self.bits}, got {self.lowest}")
         if not 0.01 <= self.balance <= 100:
@@ -78,7 +78,7 @@ class Nested(Layerwise):
     def format_settings(self) -> Spec:
         return {"format": NestedTensor.format, "precisions": list(self.precisions)}
 
-    def _by_output(self, target: Tensor, hessian: Tensor, by: Factor) -> "_Nest":
+    def _by_output(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
         nest = self._start(target, by.cost, _ROUNDS)
         codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
         codes[by.order] = self._pass(nest, target[:, by.order], None, by.mix, by.order.tolist())
@@ -114,7 +114,7 @@ class Nested(Layerwise):
         codes = [choice.code(c) for c in grouped.reshape(N * C, G).T.expand(len(values), G, N * C).unbind(1)]
         return nest._replace(codes=from_groups(torch.stack(codes, -1).reshape(N, C, G), w.shape[1]))
 
-    def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: Factor) -> "_Nest":
+    def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
         """Set each code to what is best for all precisions given all others, in the rows where that helps."""
         errors = torch.cat([target - f.levels.decode(f.codes) for f in nest.fits()]).T.contiguous()
         codes = self._pass(nest, target, errors, mixing(by.damped), list(range(target.shape[1]))).T
@@ -201,7 +201,7 @@ def _argmin(cost: Tensor) -> Tensor:
     return code[0]
 
 
-def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: Factor) -> _Nest:
+def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor) -> _Nest:
     """Return the same codes with the best scales of each precision."""
     return nest._replace(levels=tuple(improve(target, hessian, by.damped, f, [solve]).levels for f in nest.fits()))
 

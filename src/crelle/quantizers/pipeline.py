@@ -33,9 +33,9 @@ from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.ownership import STAGE
 from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.base import Keep, LayerQuantizer, Quantizer, Store
+from crelle.quantizers.base import Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.layer_api import OpenModel
+from crelle.quantizers.layer_api import CalibrationModel
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.underflow import underflow
@@ -46,7 +46,7 @@ _DENSE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Shard:
     """What is read, quantized and written together: a layer, or one of the matrices around the layers."""
 
     name: str
@@ -59,7 +59,7 @@ class Calibration:
     """A text for the schemes that need one, and a way to take the model apart."""
 
     tokens: Tensor  # int64 [S, T]
-    open: Callable[[Weights, torch.device], OpenModel]
+    open: Callable[[Weights, torch.device], CalibrationModel]
     device: torch.device
 
     def fingerprint(self) -> str:
@@ -110,7 +110,7 @@ def quantize(
     weights = open_weights(source, encoded=True)
     if weights.path.is_dir():
         check_copied_files(weights.path)
-    if isinstance(weights, Checkpoint) and weights.scheme != str(Keep()):
+    if isinstance(weights, Checkpoint) and weights.scheme != str(Passthrough()):
         raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
@@ -170,7 +170,7 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
     return _report(Checkpoint(out), 0.0, 0, tuple(found.get("warnings", ())))
 
 
-def plan(weights: Weights) -> list[Unit]:
+def plan(weights: Weights) -> list[Shard]:
     """Group a model's tensors into units: first what stands before the layers, the layers, then the rest."""
     members: dict[str, list[str]] = {}
     for name in weights.names():
@@ -181,7 +181,7 @@ def plan(weights: Weights) -> list[Unit]:
     if not any(_LAYER.match(f"{key}.") for key in members):
         raise FormatError(f"{weights.path} has no numbered layers, so there is nothing to quantize")
     keys = sorted(members, key=_natural)
-    return [Unit(k, tuple(sorted(members[k])), sum(prod(weights.shape(n)) for n in members[k])) for k in keys]
+    return [Shard(k, tuple(sorted(members[k])), sum(prod(weights.shape(n)) for n in members[k])) for k in keys]
 
 
 def _natural(text: str) -> list[tuple[int, int | str]]:
@@ -192,7 +192,7 @@ def _natural(text: str) -> list[tuple[int, int | str]]:
 Encoded = tuple[dict[str, QuantTensor], dict[str, Tensor], list[str]]
 
 
-def _quantize_unit(weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer]) -> Encoded:
+def _quantize_unit(weights: Weights, unit: Shard, default: Quantizer, special: Mapping[str, Quantizer]) -> Encoded:
     """Return a unit's matrices, encoded, by module; its other tensors by name; and warnings."""
     matrices: dict[str, QuantTensor] = {}
     others: dict[str, Tensor] = {}
@@ -237,7 +237,7 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
 
 
 def _quantize_layer(
-    weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
+    weights: Weights, unit: Shard, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
 ) -> Encoded:
     """The same for a layer through which a calibration text walks."""
 
@@ -272,19 +272,19 @@ def _quantize_layer(
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:
     """Tell whether a matrix goes from the source to the checkpoint as it is, encoded or not."""
-    return isinstance(next((q for p, q in special.items() if fnmatchcase(module, p)), default), Keep)
+    return isinstance(next((q for p, q in special.items() if fnmatchcase(module, p)), default), Passthrough)
 
 
 def _as_stored(weights: Weights, module: str) -> QuantTensor:
     """Keep a matrix as it is; f32 that a GGUF reader made from fewer bits is kept as f16, other types as f32."""
     name = f"{module}.weight"
     if isinstance(weights, GGUFFile) and weights.packed(name):
-        return Store("fp16").fit(weights.read(name))
+        return Cast("fp16").fit(weights.read(name))
     stored = weights.matrix(module)
     if stored.quantized:
         return stored
     tensor = stored.tensors()["weight"]
-    return Store(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
+    return Cast(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
 
 
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.files import read_json, to_json, write_whole
-from crelle.quantizers.base import Grid, Setting
+from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import Plan
 
@@ -39,14 +39,14 @@ def read_plan(path: Path) -> Plan:
     if not parsed:
         raise FormatError(f"{path} names no matrix")
     for module, config in parsed.items():
-        if config.at(Setting(recipe.bits, recipe.group)) != recipe:
+        if config.at(BitConfig(recipe.bits, recipe.group)) != recipe:
             raise FormatError(f"{path}: the scheme of '{module}' is not '{recipe}' at other bits and group")
-    return Plan({m: Setting(c.bits, c.group) for m, c in parsed.items()}, bits, loss, recipe, notes)
+    return Plan({m: BitConfig(c.bits, c.group) for m, c in parsed.items()}, bits, loss, recipe, notes)
 
 
-def config_of(scheme: str) -> Grid:
+def config_of(scheme: str) -> GroupedConfig:
     """Parse a scheme that has bits and group to choose."""
     config = parse(scheme)
-    if not (isinstance(config, Grid) and config.searchable):
+    if not (isinstance(config, GroupedConfig) and config.searchable):
         raise SchemeError(f"a plan chooses bits and group, which '{scheme}' does not have")
     return config

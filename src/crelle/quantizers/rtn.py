@@ -15,13 +15,13 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor, spread
-from crelle.quantizers.base import Grid, Group
+from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.grouping import TINY, from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class RTN(Grid):
+class RTN(GroupedConfig):
     """Round to nearest: seconds for a model, no data; fine at 4 bits and more."""
 
     scheme: ClassVar[str] = "rtn"
@@ -31,7 +31,7 @@ class RTN(Grid):
     symmetric: bool = False
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         if self.symmetric and self.bits == 1:
             raise SchemeError("a symmetric grid of 1 bit has no level above zero; use bcq:bits=1,bias=false")
 

@@ -16,25 +16,25 @@
 from crelle.errors import SchemeError
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.awq import AWQ
-from crelle.quantizers.base import Grid, Keep, Quantizer, Store
+from crelle.quantizers.base import Cast, GroupedConfig, Passthrough, Quantizer
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.hbcq import HBCQ
 from crelle.quantizers.nested import Nested
 from crelle.quantizers.rtn import RTN
 
-CONFIGS: dict[str, type[Grid]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Auto)}
+CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Auto)}
 
 
 def parse(scheme: str) -> Quantizer:
     """Return the quantizer that a scheme string names."""
     name, _, rest = scheme.strip().partition(":")
-    if name in (*Store.DTYPES, "keep"):
+    if name in (*Cast.DTYPES, "keep"):
         if rest:
             raise SchemeError(f"scheme '{name}' takes no settings, got '{rest}'")
-        return Keep() if name == "keep" else Store(name)
+        return Passthrough() if name == "keep" else Cast(name)
     if name not in CONFIGS:
-        raise SchemeError(f"there is no scheme '{name}'; known are: {', '.join([*Store.DTYPES, *CONFIGS, 'keep'])}")
+        raise SchemeError(f"there is no scheme '{name}'; known are: {', '.join([*Cast.DTYPES, *CONFIGS, 'keep'])}")
     settings: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         key, eq, value = (part.strip() for part in item.partition("="))

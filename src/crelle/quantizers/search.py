@@ -19,12 +19,12 @@ import numpy as np
 
 from crelle.errors import SchemeError
 from crelle.formats.base import format_of
-from crelle.quantizers.base import Grid, Setting
+from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.sensitivity import Sensitivity
 
 Per = Literal["matrix", "kind"]
-Sizes = Mapping[str, Mapping[Setting, int]]  # bits of each module at each setting
+Sizes = Mapping[str, Mapping[BitConfig, int]]  # bits of each module at each setting
 
 RECIPE = GPTQ(free=True)
 _UNITS = 1 << 18
@@ -35,15 +35,15 @@ def kind_of(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def stored_bits(recipe: Grid, setting: Setting, shape: tuple[int, int]) -> int:
+def stored_bits(recipe: GroupedConfig, setting: BitConfig, shape: tuple[int, int]) -> int:
     """Return the bits that a matrix [N, K] takes at a setting, every scale counted: N times those of one row."""
     spec = recipe.storage_at(setting, shape)
     return shape[0] * format_of(spec).row_bits(spec)
 
 
-def sizes_of(sensitivities: Sequence[Sensitivity], recipe: Grid = RECIPE) -> dict[str, dict[Setting, int]]:
+def sizes_of(sensitivities: Sequence[Sensitivity], recipe: GroupedConfig = RECIPE) -> dict[str, dict[BitConfig, int]]:
     """Return the bits of every matrix at every setting that was measured."""
-    known: dict[tuple[Setting, tuple[int, int]], int] = {}
+    known: dict[tuple[BitConfig, tuple[int, int]], int] = {}
     for one in sensitivities:
         for setting in one.losses:
             if (setting, one.shape) not in known:
@@ -55,10 +55,10 @@ def sizes_of(sensitivities: Sequence[Sensitivity], recipe: Grid = RECIPE) -> dic
 class Plan:
     """A setting for every matrix."""
 
-    choices: dict[str, Setting]
+    choices: dict[str, BitConfig]
     bits_per_weight: float  # over these matrices, every scale counted
     loss: float  # predicted increase
-    recipe: Grid = RECIPE
+    recipe: GroupedConfig = RECIPE
     notes: dict[str, Any] = field(default_factory=dict)  # how it was made; goes into the file
 
     @property
@@ -71,7 +71,7 @@ class Plan:
         """Every module with its scheme, for `crelle quantize --override` and `quantize(overrides=...)`."""
         return {module: self._at(setting) for module, setting in self.choices.items()}
 
-    def _at(self, setting: Setting) -> str:
+    def _at(self, setting: BitConfig) -> str:
         return str(self.recipe.at(setting))
 
 
@@ -80,12 +80,12 @@ class _Item:
     """Matrices that share one setting, with the settings worth having: larger ones lose less."""
 
     modules: tuple[str, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[BitConfig, ...]
     sizes: tuple[int, ...]  # ascending
     losses: tuple[float, ...]  # descending
 
 
-class Front:
+class ParetoFront:
     """The best plan at every size up to `most_bits` per weight (None: as large as any plan is)."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Front:
         sensitivities: Sequence[Sensitivity],
         sizes: Sizes | None = None,
         *,
-        recipe: Grid = RECIPE,
+        recipe: GroupedConfig = RECIPE,
         per: Per = "matrix",
         most_bits: float | None = None,
         units: int = _UNITS,
@@ -146,7 +146,7 @@ class Front:
         return self._plan(min(room // self._unit, len(self._best) - 1))
 
     def _plan(self, room: int) -> Plan:
-        choices: dict[str, Setting] = {}
+        choices: dict[str, BitConfig] = {}
         bits, loss = 0, 0.0
         for item, picks in zip(reversed(self._items), self._picks[::-1], strict=True):
             s = int(picks[room])
@@ -191,15 +191,15 @@ def choose(
     sizes: Sizes | None,
     target_bits: float,
     *,
-    recipe: Grid = RECIPE,
+    recipe: GroupedConfig = RECIPE,
     per: Per = "matrix",
 ) -> Plan:
     """Return the plan with the least predicted loss in at most `target_bits` per weight."""
-    return Front(sensitivities, sizes, recipe=recipe, per=per, most_bits=target_bits).at(target_bits)
+    return ParetoFront(sensitivities, sizes, recipe=recipe, per=per, most_bits=target_bits).at(target_bits)
 
 
 def uniform(
-    sensitivities: Sequence[Sensitivity], setting: Setting, sizes: Sizes | None = None, recipe: Grid = RECIPE
+    sensitivities: Sequence[Sensitivity], setting: BitConfig, sizes: Sizes | None = None, recipe: GroupedConfig = RECIPE
 ) -> Plan:
     """Return the plan with one setting for all, to compare with."""
     sizes = sizes or sizes_of(sensitivities, recipe)

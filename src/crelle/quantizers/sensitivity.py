@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers.base import Setting
-from crelle.quantizers.fast_error import quick_changes
+from crelle.quantizers.base import BitConfig
+from crelle.quantizers.fast_error import fast_errors
 from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.grouping import require_finite
-from crelle.quantizers.layer_api import Block, OpenLinear, OpenModel, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, TrainableLinear, half_products
 
 Measure = Literal["fisher", "residual"]
 Progress = Callable[[int, int, str], None]
@@ -40,11 +40,11 @@ _CHUNK = 1024  # tokens whose logits are in memory at one time
 GROUPS = (32, 64, 96, 128, 192, 384)  # wider ones look good to the prediction, and are not
 
 
-def candidates(target_bits: float) -> tuple[Setting, ...]:
+def candidates(target_bits: float) -> tuple[BitConfig, ...]:
     """Return settings worth measuring for a target: a good plan at 2.3 bits also has matrices of 4."""
     least = max(1, min(6, int(target_bits - 0.15)))  # the scales take their share
     bits = range(max(1 if least == 1 else 2, least - 1), least + 3)
-    return tuple(Setting(b, group) for b in bits for group in GROUPS)
+    return tuple(BitConfig(b, group) for b in bits for group in GROUPS)
 
 
 CANDIDATES = candidates(2.35)
@@ -56,13 +56,13 @@ class Sensitivity:
 
     module: str
     shape: tuple[int, int]
-    losses: dict[Setting, float]
+    losses: dict[BitConfig, float]
 
 
 def sensitivities(
-    model: OpenModel,
+    model: CalibrationModel,
     tokens: Tensor,
-    settings: Sequence[Setting] = CANDIDATES,
+    settings: Sequence[BitConfig] = CANDIDATES,
     *,
     measure: Measure = "fisher",
     weight_rows: int = 128,  # of each matrix
@@ -83,7 +83,9 @@ def sensitivities(
         if progress:
             progress(done, 3 * L, "forward")
 
-    walk = walk_back(model, tokens, measure=measure, batch=batch, seed=seed, half=half, device=device, progress=forward)
+    walk = backward_stats(
+        model, tokens, measure=measure, batch=batch, seed=seed, half=half, device=device, progress=forward
+    )
     for block, heard in walk:
         stages = [[(block.linears()[name], heard[name]) for name in stage] for stage in block.stages()]
         found.append([one for stage in stages for one in _stage(stage, settings, weight_rows, rng)])
@@ -92,10 +94,10 @@ def sensitivities(
     return [one for layer in reversed(found) for one in layer]
 
 
-class Heard:
+class GradientStats:
     """What one linear's inputs and the gradients at its outputs were like; sums over tokens."""
 
-    def __init__(self, linear: OpenLinear) -> None:
+    def __init__(self, linear: TrainableLinear) -> None:
         N, K = linear.weight.shape
         device = linear.weight.device
         self.squares = torch.zeros(N, device=device)  # of gradients
@@ -125,8 +127,8 @@ class Heard:
         return self.hessian / self.squares.sum().clamp(min=1e-38)
 
 
-def walk_back(
-    model: OpenModel,
+def backward_stats(
+    model: CalibrationModel,
     tokens: Tensor,
     *,
     measure: Measure = "fisher",
@@ -135,7 +137,7 @@ def walk_back(
     half: bool = True,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[Block, dict[str, Heard]]]:
+) -> Iterator[tuple[Block, dict[str, GradientStats]]]:
     """Run forward through all layers, then yield them from the last to the first, with what their linears heard."""
     device = torch.device(device)
     rng = torch.Generator(device).manual_seed(seed)
@@ -161,13 +163,13 @@ def walk_back(
             signs = torch.randint(0, 2, after.shape, generator=rng, device=device).float() * 2 - 1
             pull = signs / after.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
         root = after.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-        heard = {name: Heard(linear) for name, linear in block.linears().items()}
+        heard = {name: GradientStats(linear) for name, linear in block.linears().items()}
         parts = zip(torch.split(x, batch), torch.split(pull, batch), torch.split(root, batch), strict=True)
         pull, after = torch.cat([_back(block, through, *part, heard) for part in parts]), x
         yield block, heard
 
 
-def _sampled_loss_gradient(model: OpenModel, x: Tensor, rng: torch.Generator, half: bool) -> Tensor:
+def _sampled_loss_gradient(model: CalibrationModel, x: Tensor, rng: torch.Generator, half: bool) -> Tensor:
     """Return the gradient at the last hidden states of the summed loss, each next token drawn from the model itself."""
     parts = []
     for part in torch.split(x.flatten(0, 1), _CHUNK):
@@ -185,12 +187,12 @@ def _back(
     x: Tensor,
     pull: Tensor,
     root: Tensor,
-    heard: dict[str, Heard],
+    heard: dict[str, GradientStats],
 ) -> Tensor:
     """Let every linear be heard; return the gradient at the block's input."""
     x = x.detach().requires_grad_()
 
-    def listen(linear: OpenLinear, given: tuple[Tensor], out: Tensor) -> None:
+    def listen(linear: TrainableLinear, given: tuple[Tensor], out: Tensor) -> None:
         seen = given[0].detach()
         out.register_hook(lambda gradient: heard[linear.name].hear(seen, gradient, root))  # type: ignore[no-untyped-call]
 
@@ -206,13 +208,16 @@ def _back(
 
 @torch.no_grad()
 def _stage(
-    stage: Sequence[tuple[OpenLinear, Heard]], settings: Sequence[Setting], weight_rows: int, rng: torch.Generator
+    stage: Sequence[tuple[TrainableLinear, GradientStats]],
+    settings: Sequence[BitConfig],
+    weight_rows: int,
+    rng: torch.Generator,
 ) -> list[Sensitivity]:
     """Predict for linears that read one input: their rows go through the feedback together."""
     by = factor(stage[0][1].calibrated / stage[0][1].tokens, 0.01, act_order=True)
     picks = [_pick(heard.importance, weight_rows, rng) for _, heard in stage]
     target = torch.cat([require_finite(m.weight)[rows] for (m, _), (rows, _) in zip(stage, picks, strict=True)])
-    changes = torch.split(quick_changes(target, by, settings), [len(rows) for rows, _ in picks], 1)
+    changes = torch.split(fast_errors(target, by, settings), [len(rows) for rows, _ in picks], 1)
     found = []
     for (linear, heard), change, (_, share) in zip(stage, changes, picks, strict=True):
         errors = ((change @ heard.weighted) * change).sum(-1).double()  # [settings, rows]
@@ -221,7 +226,7 @@ def _stage(
     return found
 
 
-def _shape(m: OpenLinear) -> tuple[int, int]:
+def _shape(m: TrainableLinear) -> tuple[int, int]:
     N, K = m.weight.shape
     return N, K
 

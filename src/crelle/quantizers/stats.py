@@ -55,7 +55,7 @@ def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
     return stats
 
 
-class Watch:
+class StatsCollector:
     """Collects the Stats of one input; `see` takes what arrives, and what would have arrived in full precision."""
 
     def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False) -> None:

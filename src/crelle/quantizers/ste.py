@@ -1,10 +1,10 @@
 """Weights that train: modules that give a linear layer its numbers, and in the end a tensor of our formats.
 
-Rounded     an affine grid; weights, scales and lows train through the rounding (straight-through):
+STEWeight     an affine grid; weights, scales and lows train through the rounding (straight-through):
                 v = (w - low) / scale     q = clamp(round(v), 0, 2^P - 1)     ŵ = low + scale q
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
-Frozen      codes stay as they are, only the numbers per group train (AlphaTuning): for every format with planes
+ScaleTuner      codes stay as they are, only the numbers per group train (AlphaTuning): for every format with planes
 
 All parameters are kept in units of the group's first step, so one learning rate fits every layer: it says what part of
 a step a weight moves. Scales are rounded to f16 on the way, so what trains is what will be stored.
@@ -49,7 +49,7 @@ def _as_f16(x: Tensor) -> Tensor:
     return x + (x.half().float() - x).detach()
 
 
-class Rounded(nn.Module):
+class STEWeight(nn.Module):
     """An affine grid whose weights, scales and lows train."""
 
     step: Tensor  # f32 [N, C, 1]
@@ -86,7 +86,7 @@ class Rounded(nn.Module):
         return AffineTensor.from_codes(codes, self.bits, scale[..., 0].half(), low[..., 0].half(), self.group)
 
 
-class Frozen(nn.Module):
+class ScaleTuner(nn.Module):
     """Fixed codes; the scales of the groups train. Its parameters are all that a task changes."""
 
     def __init__(self, start: QuantTensor) -> None:
@@ -119,11 +119,11 @@ def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-Trainable = Rounded | Frozen  # modules whose forward gives a weight and whose `export` gives a tensor to store
-_WEIGHTS: dict[str, Callable[[Any, Tensor | None], Rounded]] = {AffineTensor.format: Rounded}  # by format
+Trainable = STEWeight | ScaleTuner  # modules whose forward gives a weight and whose `export` gives a tensor to store
+_WEIGHTS: dict[str, Callable[[Any, Tensor | None], STEWeight]] = {AffineTensor.format: STEWeight}  # by format
 
 
-def trainable_weight(start: QuantTensor, weight: Tensor | None) -> Rounded | None:
+def trainable_weight(start: QuantTensor, weight: Tensor | None) -> STEWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
     make = _WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
@@ -132,4 +132,4 @@ def trainable_weight(start: QuantTensor, weight: Tensor | None) -> Rounded | Non
 def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> Trainable:
     """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
     module = trainable_weight(start, weight) if what == "all" else None
-    return Frozen(start) if module is None else module
+    return ScaleTuner(start) if module is None else module

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
 from crelle.formats.files import whole_file
-from crelle.quantizers.layer_api import Block, OpenModel, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, half_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def _rate(step: int, t: Training) -> float:
     return 0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, step / t.steps))) / 2
 
 
-class Stepper:
+class TrainStep:
     """Takes optimizer steps on a loss. On a GPU the first few run as they are, then one is recorded as a CUDA graph and
     replayed: launching thousands of small kernels from Python takes three times as long as running them.
     """
@@ -131,7 +131,7 @@ def tune_block(
             out = block(xb)
         return relative_error(out.float(), yb)
 
-    step = Stepper(loss, coders, t, device)
+    step = TrainStep(loss, coders, t, device)
     order = torch.Generator().manual_seed(t.seed)
     losses: list[Tensor] = []
     for i in range(t.steps):
@@ -149,11 +149,11 @@ def relative_error(out: Tensor, target: Tensor) -> Tensor:
 class Network:
     """A whole open model in memory."""
 
-    model: OpenModel
+    model: CalibrationModel
     blocks: Sequence[Block]
 
     @classmethod
-    def of(cls, model: OpenModel) -> "Network":
+    def of(cls, model: CalibrationModel) -> "Network":
         return cls(model, [model.block(i) for i in range(model.layers)])
 
     def hidden(self, rows: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class EndToEnd:
     ) -> None:
         self.student, self.coders, self.teacher = student, list(coders), teacher
         self.tokens, self.t, self.device = tokens, t, device
-        self.step = Stepper(self._loss_of, self.coders, t, device)
+        self.step = TrainStep(self._loss_of, self.coders, t, device)
         self.losses: list[float] = []
 
     def run(self, state: Path | None = None, progress: Progress | None = None, save_every: float = 60.0) -> list[float]:
