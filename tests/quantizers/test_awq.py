@@ -61,7 +61,7 @@ def test_folding_leaves_the_function_as_it_was(model: Path) -> None:
     weights = {n: x.weight.clone() for n, x in walk.full.linears().items()}
     changed = AWQ(bits=3, group=24).before_layer(walk)
     for block in (walk.full, walk.block):
-        after = block(walk.streams.full)
+        after = block(walk.hidden.full)
         assert (after - before).abs().max() < 1e-5 * before.abs().max()
     assert any((x.weight - weights[n]).abs().max() > 0.01 for n, x in walk.full.linears().items())
     for name, linear in walk.full.linears().items():
@@ -193,7 +193,7 @@ def test_a_resumed_layer_has_its_norms_and_biases(tmp_path: Path) -> None:
     walk.end()
     later = Calibrator(OpenLlama(open_weights(path)), TOKENS)
     later.skip(fitted, changed)
-    assert torch.equal(later.streams.here, at_once.streams.here)
+    assert torch.equal(later.hidden.quantized, at_once.hidden.quantized)
 
 
 def test_it_is_a_scheme_that_works_on_layers() -> None:

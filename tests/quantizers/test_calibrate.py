@@ -1,4 +1,4 @@
-"""A text walking through the layers: the sums it leaves, the streams it feeds, runs that die and go on."""
+"""Sequences that run through the layers: the sums they leave, the hidden states, runs that die and go on."""
 
 from math import prod
 from pathlib import Path
@@ -39,10 +39,10 @@ def test_the_open_model_computes_what_the_model_computes(tiny_model: Path) -> No
 
 def test_stats_are_the_sums_of_their_definition() -> None:
     x, full = torch.randn(40, 5), torch.randn(40, 5)
-    watch = StatsCollector(5, cross=True)
+    collector = StatsCollector(5, cross=True)
     for part in (slice(0, 7), slice(7, 40)):
-        watch.see(x[part], full[part])
-    stats = watch.stats()
+        collector.add(x[part], full[part])
+    stats = collector.stats()
     torch.testing.assert_close(stats.hessian, x.T @ x / 40)
     torch.testing.assert_close(stats.cross, full.T @ x / 40)
     torch.testing.assert_close(stats.absmax, x.abs().amax(0))
@@ -56,12 +56,12 @@ def test_the_target_undoes_the_error_that_came_in() -> None:
     generator = torch.Generator().manual_seed(1)
     full = torch.randn(400, 8, generator=generator)
     here = full @ (torch.eye(8) + 0.2 * torch.randn(8, 8, generator=generator))
-    watch = StatsCollector(8, cross=True)
-    watch.see(here, full)
+    collector = StatsCollector(8, cross=True)
+    collector.add(here, full)
     weight = torch.randn(4, 8, generator=generator)
-    target = watch.stats().target(weight)
+    target = collector.stats().target(weight)
     assert (here @ target.T - full @ weight.T).norm() < 0.2 * (here @ weight.T - full @ weight.T).norm()
-    without = Stats(watch.stats().hessian, torch.ones(8), torch.ones(8), 400)
+    without = Stats(collector.stats().hessian, torch.ones(8), torch.ones(8), 400)
     assert without.target(weight) is weight
 
 
@@ -81,8 +81,8 @@ def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
         for name, w in matrices.items():
             block.linears()[name].weight = w.dequantize()
         here = block(here)
-    torch.testing.assert_close(calibrator.streams.full, full)
-    torch.testing.assert_close(calibrator.streams.here, here)
+    torch.testing.assert_close(calibrator.hidden.full, full)
+    torch.testing.assert_close(calibrator.hidden.quantized, here)
     assert not torch.allclose(here, full)
 
 

@@ -11,7 +11,7 @@ from problems import correlated, stats_of, weight
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers import feedback as tools
+from crelle.quantizers import gptq_solver as tools
 from crelle.quantizers.bcq import signs
 from crelle.quantizers.gptq_solver import (
     Fit,

@@ -95,12 +95,12 @@ def test_a_block_comes_nearer_to_its_target(tiny_model: Path) -> None:
         linear.coder = trainable(start, linear.weight, "all")
         coders.append(linear.coder)
     with torch.no_grad():
-        before = float(relative_error(walk.block(walk.streams.here), walk.after))
+        before = float(relative_error(walk.block(walk.hidden.quantized), walk.after))
     losses = tune_block(
-        walk.block, coders, walk.streams.here, walk.after, Training(steps=40, rate=2e-2, half=False), CPU
+        walk.block, coders, walk.hidden.quantized, walk.after, Training(steps=40, rate=2e-2, half=False), CPU
     )
     with torch.no_grad():
-        after = float(relative_error(walk.block(walk.streams.here), walk.after))
+        after = float(relative_error(walk.block(walk.hidden.quantized), walk.after))
     assert len(losses) == 40
     assert after < 0.8 * before
 

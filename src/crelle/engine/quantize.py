@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -24,11 +24,11 @@ from crelle.models.opened import open_model
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.finetune import TuneReport, What, tune
+from crelle.quantizers.layer_api import Progress
 from crelle.quantizers.pipeline import Calibration, Report
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.training import Training
 
-Stage = Callable[[int, int, str], None]
 _PLANNING_ROWS = 16
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 _WORDS = 16  # tokens of the text that the model goes on from
@@ -45,7 +45,7 @@ def quantize(
     overrides: Mapping[str, str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
     begun = perf_counter()
@@ -76,7 +76,7 @@ def quantize(
 
 
 def _calibration(
-    source: str | Path, text: CalibrationData, device: torch.device, progress: Stage | None
+    source: str | Path, text: CalibrationData, device: torch.device, progress: Progress | None
 ) -> Calibration:
     weights = open_weights(source)
     length = min(text.length, read_config(weights).context)
@@ -87,14 +87,14 @@ def _calibration(
     return Calibration(rows, open_model, device)
 
 
-def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Stage | None) -> dict[str, str]:
+def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Progress | None) -> dict[str, str]:
     """Choose bits and group for every matrix."""
     model = calibration.open(open_weights(source), calibration.device)
     return auto.plan(model, calibration.tokens[:_PLANNING_ROWS], calibration.device, progress)
 
 
 def _own_rows(
-    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Stage | None
+    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
 ) -> Tensor:
     """Let the full-precision model write rows: half begin with some words of the text, half with a single token of it.
 
@@ -175,7 +175,7 @@ def tune_checkpoint(
     device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> TuneReport:
     """Train a checkpoint end to end on a text, towards a teacher where there is one."""
     out = destination(out)

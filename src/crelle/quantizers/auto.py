@@ -19,12 +19,12 @@ from crelle.formats.base import QuantTensor, Spec
 from crelle.quantizers.base import GroupedConfig
 from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.layer_api import CalibrationModel
+from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.search import ParetoFront
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.ste import trainable_weight
-from crelle.quantizers.training import Progress, Training, tune_block
+from crelle.quantizers.training import Training, tune_block
 
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
 
@@ -76,21 +76,21 @@ class Auto(GroupedConfig):
         """The same grid in every matrix, as without the search."""
         return self.grid_for(shape[1]).storage(shape)
 
-    def before_layer(self, walk: LayerCalibration) -> dict[str, Tensor]:
+    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         return {}
 
-    def after_layer(self, walk: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         """Train the layer together against the full-precision one: the matrices whose format trains its weights."""
         if self.tune == "none" or not self.steps:
             return fitted
-        linears, sources = walk.block.linears(), walk.full.linears()
+        linears, sources = layer.block.linears(), layer.full.linears()
         found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
         coders = {n: coder for n, coder in found.items() if coder is not None}
         for name, coder in coders.items():
             linears[name].coder = coder
-        x, y = walk.streams.here, walk.after
+        x, y = layer.hidden.quantized, layer.after
         with torch.enable_grad():
-            tune_block(walk.block, list(coders.values()), x, y, self._training(), x.device)
+            tune_block(layer.block, list(coders.values()), x, y, self._training(), x.device)
         for name in coders:
             linears[name].coder = None
         return fitted | {n: c.export() for n, c in coders.items()}

@@ -52,21 +52,21 @@ class AWQ(GroupedConfig):
     def _rounding(self) -> RTN:
         return RTN(self.bits, self.group, self.symmetric)
 
-    def before_layer(self, walk: LayerCalibration) -> dict[str, Tensor]:
+    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         """Scale the layer's inputs; what it computes stays as it was. Returns the changed norms and biases."""
         changed: dict[str, Tensor] = {}
-        for fold in walk.full.folds():
-            weights = [walk.full.linears()[name].weight for name in fold.readers]
-            s = self.scales(weights, walk.stats(fold.readers[0]))
+        for fold in layer.full.folds():
+            weights = [layer.full.linears()[name].weight for name in fold.readers]
+            s = self.scales(weights, layer.stats(fold.readers[0]))
             if (s == 1).all():
                 continue
-            s, vectors = _exact(s, _vector(walk.full, fold.source))
-            for block in (walk.full, walk.block):
+            s, vectors = _exact(s, _vector(layer.full, fold.source))
+            for block in (layer.full, layer.block):
                 _apply(block, fold, s, vectors)
             changed |= vectors
         return changed
 
-    def after_layer(self, walk: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         return fitted
 
     def scales(self, weights: list[Tensor], stats: Stats) -> Tensor:

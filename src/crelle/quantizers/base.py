@@ -52,20 +52,20 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class LayerQuantizer(Protocol):
-    """A config that also works on a layer as a whole, before or after its matrices are fitted."""
+    """A config that also works on a decoder layer as a whole, before or after its matrices are fitted."""
 
-    def before_layer(self, walk: LayerCalibration) -> dict[str, Tensor]:
+    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         """Change the layer's weights without changing what it computes; return changed tensors that are no matrices."""
         ...
 
-    def after_layer(self, walk: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         """Improve the fitted matrices together."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Keep a matrix as numbers, at 16 or 32 bits."""
+    """Store a matrix unquantized, in f16, bf16 or f32."""
 
     name: str
 
@@ -92,7 +92,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Passthrough:
-    """Leave a matrix as the source stores it; the driver takes it from there encoded, without asking `fit`."""
+    """Leave a matrix as the source stores it: the pipeline copies it, encoded or not, without calling `fit`."""
 
     calibrated: ClassVar[bool] = False
 
@@ -107,7 +107,7 @@ class Passthrough:
 
 
 class GroupedConfig:
-    """Base of the configs with `bits` and `group`: checks them, and writes the config as a scheme string."""
+    """Base of the configs with `bits` and `group`: checks them, and formats the config as a scheme string."""
 
     __slots__ = ()
     scheme: ClassVar[str]
@@ -147,11 +147,11 @@ class GroupedConfig:
 
     def __str__(self) -> str:
         shown = [f for f in fields(self) if f.name in ("bits", "group") or getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{self.scheme}:" + ",".join(f"{f.name}={_written(getattr(self, f.name))}" for f in shown)
+        return f"{self.scheme}:" + ",".join(f"{f.name}={_format_value(getattr(self, f.name))}" for f in shown)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> Self:
-        """Build the config from key=value strings; an unknown key or a bad value is a sentence."""
+        """Build the config from key=value strings; an unknown key or a bad value raises SchemeError."""
         types = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         for key, text in settings.items():
@@ -161,7 +161,7 @@ class GroupedConfig:
         return cls(**values)
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

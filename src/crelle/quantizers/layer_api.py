@@ -1,7 +1,7 @@
-"""A model taken apart for calibration and training: its layers one by one, with the weights in the open.
+"""The interface between quantizers and models: decoder layers one by one, with linears whose weights can be replaced.
 
-Quantizers stand below models, so what they need of a model is written down here and `crelle.models.opened` builds it
-from the very layers that are served: only the linears are of another make.
+Quantizers are a layer below models in the import order, so the protocols that calibration and training need are defined
+here, and models/ implements them with the very decoder layers that are served: only the linears are TrainableLinear.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Progress = Callable[[int, int, str], None]  # (done, total, what), called after each piece of work
+
 
 def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
-    """Let products run in bf16 where the machine has instructions for it; sums and the residual stream stay f32."""
+    """Autocast matrix products to bf16 where the hardware has instructions for it; sums and residuals stay f32."""
     able = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted and able, cache_enabled=False)
 
 
 class TrainableLinear(nn.Module):
-    """y = x Wᵀ + bias, where W can be replaced or made by something that trains, and x can be watched."""
+    """y = x Wᵀ + bias, where W can be replaced or computed by a trainable module, and x can be observed."""
 
     weight: Tensor  # f32 [N, K]
 
@@ -28,8 +30,8 @@ class TrainableLinear(nn.Module):
         super().__init__()
         self.name, self.bias = name, bias
         self.register_buffer("weight", weight, persistent=False)
-        self.coder: nn.Module | None = None  # gives W [N, K] instead of `weight`
-        self.watch: Callable[[Tensor], None] | None = None
+        self.coder: nn.Module | None = None  # computes W [N, K] instead of `weight`
+        self.watch: Callable[[Tensor], None] | None = None  # called with every input
 
     def forward(self, x: Tensor) -> Tensor:
         if self.watch is not None:
@@ -39,9 +41,9 @@ class TrainableLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ScaleFold:
-    """Linears that read one input, and the vector or rows before them into which a scale of that input can go.
+    """Linears that share an input, and the tensor before them into which a scale of that input can be folded.
 
-    `source` scales: for a norm its weight [K]; for a linear its output rows [K, …] (and bias).
+    `source` is a norm's weight [K], or the weight of a linear, whose output rows [K, …] (and bias) are scaled.
     """
 
     source: str  # full name of the tensor, e.g. model.layers.0.input_layernorm.weight
@@ -49,33 +51,33 @@ class ScaleFold:
 
 
 class Block(Protocol):
-    """One layer: hidden states [B, T, width] to hidden states."""
+    """One decoder layer: hidden states [B, T, width] to hidden states."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def linears(self) -> dict[str, TrainableLinear]:
-        """By full name, in the order in which they run."""
+        """Return the linears by full name, in execution order."""
         ...
 
     def stages(self) -> Sequence[tuple[str, ...]]:
-        """Names of linears that read the same input, in the order in which they run."""
+        """Return the names of linears that read the same input, in execution order."""
         ...
 
     def folds(self) -> Sequence[ScaleFold]: ...
 
     def vectors(self) -> dict[str, Tensor]:
-        """The other tensors (norms) by full name; they may be changed in place."""
+        """Return the other tensors (norms) by full name; they may be changed in place."""
         ...
 
 
 class CalibrationModel(Protocol):
-    """A model whose layers are built when they are asked for, in f32."""
+    """A model whose decoder layers are built on demand, in f32."""
 
     @property
     def layers(self) -> int: ...
 
     def layer_name(self, i: int) -> str:
-        """The prefix of a layer's tensors, e.g. model.layers.0."""
+        """Return the prefix of a layer's tensors, e.g. model.layers.0."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -85,9 +87,9 @@ class CalibrationModel(Protocol):
     def block(self, i: int) -> Block: ...
 
     def finish(self, x: Tensor) -> Tensor:
-        """The last norm: what the output head reads."""
+        """Apply the final norm: returns what the output head reads."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits [..., V] of finished hidden states."""
+        """Return logits [..., V] of hidden states after `finish`."""
         ...

@@ -29,10 +29,9 @@ from crelle.quantizers.base import BitConfig
 from crelle.quantizers.fast_error import fast_errors
 from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.grouping import require_finite
-from crelle.quantizers.layer_api import Block, CalibrationModel, TrainableLinear, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, TrainableLinear, half_products
 
 Measure = Literal["fisher", "residual"]
-Progress = Callable[[int, int, str], None]
 
 _CHUNK = 1024  # tokens whose logits are in memory at one time
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
 from crelle.formats.files import whole_file
-from crelle.quantizers.layer_api import Block, CalibrationModel, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,6 @@ class Training:
     half: bool = True  # bf16 products where the machine has them; parameters and sums stay f32
 
 
-Progress = Callable[[int, int, str], None]
 _CHUNK = 512  # tokens whose logits are in memory at one time on a CPU
 
 
