@@ -1,6 +1,6 @@
-"""Quantize a model, whatever the scheme needs for it: calibration rows, a model taken apart, an end-to-end training.
+"""Quantize a model with everything that a scheme needs: calibration data, a calibration model, end-to-end training.
 
-`crelle.quantizers.pipeline` works on weights alone; here the tokenizer and the models join in.
+`crelle.quantizers.pipeline` works on weights alone; this module adds tokenizer and models.
 """
 
 import os
@@ -31,7 +31,7 @@ from crelle.quantizers.training import Training
 
 _PLANNING_ROWS = 16
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
-_WORDS = 16  # tokens of the text that the model goes on from
+_PROMPT = 16  # tokens of the text that the model continues
 
 
 def quantize(
@@ -47,7 +47,7 @@ def quantize(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
+    """Quantize `source` into a checkpoint at `out`; schemes that calibrate need `text`."""
     begun = perf_counter()
     out = destination(out)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
@@ -96,16 +96,16 @@ def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Pr
 def _own_rows(
     weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
 ) -> Tensor:
-    """Let the full-precision model write rows: half begin with some words of the text, half with a single token of it.
+    """Sample sequences from the full-precision model: half continue 16 tokens of the text, half a single token of it.
 
-    The first half stays with the text's subjects and manner, the other wanders off to whatever else the model knows.
+    The first half stays close to the text's domain, the other covers whatever else the model knows.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build(weights, device, dtype=dtype)
     chance = torch.Generator().manual_seed(seed)
     flat = rows.flatten()
-    at = torch.randint(0, len(flat) - _WORDS, (count,), generator=chance)
-    openings = flat[at[:, None] + torch.arange(_WORDS)]
+    at = torch.randint(0, len(flat) - _PROMPT, (count,), generator=chance)
+    openings = flat[at[:, None] + torch.arange(_PROMPT)]
     openings[count // 2 :, 1:] = -1
     return sampled_rows(model, openings, length, seed=seed, batch=1024, progress=progress)
 
@@ -118,7 +118,7 @@ def _in_two_stages(
     text: CalibrationData,
     options: dict[str, object],
 ) -> Report:
-    """First the calibrated model, beside `out`; then its end-to-end training, which becomes `out`."""
+    """Write the calibrated model beside `out`, then train it end to end into `out`."""
     base = _stage_of(out)
     scheme = str(replace(auto, tune="short"))
     first = pipeline.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def tune_checkpoint(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> TuneReport:
-    """Train a checkpoint end to end on a text, towards a teacher where there is one."""
+    """Train a checkpoint end to end on a text, distilling from a teacher where there is one."""
     out = destination(out)
     refuse_overlap(out, source, teacher)
     refuse_existing(out, resume=resume, overwrite=overwrite)

@@ -1,11 +1,11 @@
-"""The recipe we recommend: `auto:bits=X` is the best model we can make in at most X bits per weight.
+"""The recommended recipe: `auto:bits=X` is the best model we can make in at most X bits per weight.
 
-    1. a size for every matrix   free grids (crelle.formats.affine), finer where it pays (crelle.quantizers.search)
-    2. codes                     GPTQ with the error that came in as part of its goal, refined (crelle.quantizers.gptq)
-    3. block by block            weights, scales and lows trained through the rounding (crelle.quantizers.training)
+    1. mixed precision           bits and group of every matrix, on affine grids (crelle.quantizers.search)
+    2. codes                     GPTQ that also compensates the error of its inputs, refined (crelle.quantizers.gptq)
+    3. block by block            weights, scales and lows trained with an STE (crelle.quantizers.training)
     4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.training)
 
-Steps 1 to 3 look at a calibration text only; they are what a CPU does in minutes.
+Steps 1 to 3 need calibration data only, and minutes on a CPU.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ class Auto(GroupedConfig):
     tune: Literal["none", "short", "full"] = "short"
     search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
     steps: int = 64  # of block-wise training, per layer
-    rate: float = 0.0  # of it, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
+    rate: float = 0.0  # learning rate, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
     end: int = 3000  # steps of end-to-end training, with tune=full
-    own: int = 2048  # rows of text that the model itself writes for it
+    own: int = 2048  # sequences that the model itself generates for it
     seed: int = 0
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
 
@@ -52,7 +52,7 @@ class Auto(GroupedConfig):
             raise SchemeError(f"steps must be 0 or more, got {self.steps}")
 
     def grid_for(self, K: int) -> GPTQ:
-        """Return the plain choice for K inputs: as many bits as fit, and the smallest group that then fits."""
+        """Return the default for K inputs: as many bits as fit, and the smallest group that then fits."""
         for bits in range(min(8, int(self.bits)), 0, -1):
             for group in (*(g for g in _GROUPS if g <= K), K):
                 if bits + 32 * -(-K // group) / K <= self.bits:
@@ -96,10 +96,10 @@ class Auto(GroupedConfig):
         return fitted | {n: c.export() for n, c in coders.items()}
 
     def _training(self) -> Training:
-        # The finer the grid, the smaller its steps against the weights, and the more of them a weight may move.
+        # The finer the grid, the smaller its steps relative to the weights, and the more of them a weight may move.
         rate = self.rate or 5e-3 * 2 ** max(0.0, round(self.bits - 3.35, 6))
         return Training(steps=self.steps, batch=8, rate=rate, scale_rate=rate / 2, seed=self.seed)
 
     def end_to_end(self) -> Training:
-        """How `tune=full` trains the whole model."""
+        """Return the hyperparameters with which `tune=full` trains the whole model."""
         return Training(steps=self.end, batch=8, rate=3e-3, scale_rate=1.5e-3, warmup=50, seed=self.seed)

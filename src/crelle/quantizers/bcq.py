@@ -2,9 +2,9 @@
 
 Greedy (rounds=0): z = mean(w); then plane by plane, b = sign(residual), alpha = mean |residual|.
 Alternating: from a start, codes and scales in turn (crelle.quantizers.alternating_ls), which never raises the error.
-Three starts: greedy, the uniform grid, and the best of one plane fewer with a greedy plane more. Each group keeps the
-start or end that is best once its scales are rounded to f16, so the stored error is never above greedy's and never
-rises with a plane.
+Three initializations: greedy, the uniform grid, and the best solution of one plane fewer with a greedy plane more. Each
+group keeps the best initial or final solution after its scales are rounded to f16, so the stored error is never above
+greedy's and never rises with a plane.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class BCQ(GroupedConfig):
 def binary_scales(g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
     """Return alpha [R, P] and z [R] for groups [R, G] whose weights have importance h (None: all 1; padding has 0).
 
-    They are written one way: alphas positive and descending, so that plane 0 matters most.
+    In canonical order: alphas positive and descending, so plane 0 is the most significant.
     """
     alpha, z = _greedy(g, h, P, bias)
     if rounds:

@@ -1,11 +1,11 @@
 """Uniform grids chosen by the layer's output error: GPTQ (arXiv 2210.17323), then refinement.
 
-    1. scales  per group the range, cut by some factor, with the least error weighted by the inputs' importance, which
-               is their cost in step 2; a free grid also alternates between codes and least squares
+    1. scales  per group the clipped range with the least error weighted by the columns' importance, which is their
+               cost in step 2; a free grid also alternates between codes and least squares
     2. codes   one pass with error feedback
-    3. refine  all scales of a row solved at once; then rounds of: each code set to its best level given all others,
-               and the scales again. A second round is worth 1 %.
-Scales are rounded to f16 before any code is chosen for them.
+    3. refine  least squares for all scales of a row; then rounds of coordinate descent over the codes, and the scales
+               again. A second round gains 1 %.
+Scales are rounded to f16 before codes are chosen for them.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class GPTQ(HessianConfig):
     searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
-    free: bool = False  # whether a group's lowest level is any number, rather than a multiple of its scale
+    free: bool = False  # affine grid: a group's lowest level is any value, not a multiple of its scale
     symmetric: bool = False
     act_order: bool = True
     static: bool = True  # scales fixed before the feedback; otherwise when it reaches their group
@@ -80,7 +80,7 @@ class GPTQ(HessianConfig):
         return improve(target, hessian, by.damped, fit, [solve, descend] * self.refine + [solve] * (self.refine > 0))
 
     def levels(self, w: Tensor, cost: Tensor, group: int) -> Levels:
-        """Return the grids that suit the weights [N, K] best, input k being as important as cost[k]."""
+        """Return the grids with the least error on the weights [N, K], column k weighted by cost[k]."""
         g, _ = to_groups(w, group)
         N, C, G = g.shape
         h = importances(cost, group).expand(N, C, G).flatten(0, 1)
@@ -99,7 +99,7 @@ class GPTQ(HessianConfig):
             high = torch.maximum(-low, high)
             low = -high
         top = 2**self.bits - 1
-        aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a zero point aside cuts one end more
+        aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a shifted zero point clips one end more
         best = torch.full_like(s.squares, torch.inf)
         scale, zero = torch.full_like(low, TINY), torch.zeros_like(low)
         for shrink, step in product(self._shrinks(), aside):
@@ -112,7 +112,7 @@ class GPTQ(HessianConfig):
         return scale, zero
 
     def _shrinks(self) -> list[float]:
-        """Return the factors to try; many levels reach far enough that cutting much off never pays."""
+        """Return the clipping factors to try; with many levels strong clipping never pays."""
         return _SHRINK if self.bits <= 4 else _SHRINK[:3]
 
     def _free(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What the quantizers have in common that see a layer's inputs: settings, and the way from a weight to a solution."""
+"""Base of the quantizers that use the Hessian of a layer's inputs: settings, and from a weight to codes and levels."""
 
 from typing import ClassVar
 
@@ -17,10 +17,10 @@ class HessianConfig(GroupedConfig):
 
     __slots__ = ()
     calibrated: ClassVar[bool] = True
-    act_order: bool  # inputs with the largest activations are coded first
+    act_order: bool  # columns with the largest activations are rounded first
     damp: float  # of the Hessian's mean diagonal, added to its diagonal
-    refine: int  # rounds of descent and solving after the feedback
-    target: bool  # aim at the weight that also undoes the error of the layers before, where that is known
+    refine: int  # rounds of coordinate descent and solving after the feedback
+    target: bool  # compensate the error of the layers before too, where that is known
 
     def __post_init__(self) -> None:
         GroupedConfig.__post_init__(self)
@@ -44,7 +44,7 @@ class HessianConfig(GroupedConfig):
         return Fit(torch.cat([f.codes for f in fits]), levels)
 
     def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, LDLFactor]:
-        """Return the weight [N, K] to aim at, the Hessian and its factor, or say what is wrong with them."""
+        """Return the target weight [N, K], the Hessian and its factorization; raises on stats that do not fit."""
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
@@ -52,5 +52,5 @@ class HessianConfig(GroupedConfig):
         return target, stats.hessian, factor(stats.hessian, self.damp, act_order=self.act_order)
 
     def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
-        """Return codes and levels for some rows of the weight wanted."""
+        """Return codes and levels for some rows of the target weight."""
         raise NotImplementedError

@@ -1,12 +1,12 @@
-"""Which bits and which group for which matrix: the least predicted loss at a given size.
+"""Mixed precision: bits and group size of every matrix with the least predicted loss at a given size.
 
 Every matrix has one setting; sizes add up, and so, to second order, do the losses (crelle.quantizers.sensitivity). That
 is the multiple-choice knapsack problem, and dynamic programming over the size solves it exactly:
 
     best_i[c] = min over settings s of  best_{i-1}[c - size_i(s)] + loss_i(s)          c in units of size
 
-The unit is what divides all differences of sizes, so nothing is rounded, unless that would make more than a quarter of
-a million units: then sizes are rounded up. One table answers for every size up to its end: the whole front.
+The unit is the greatest common divisor of all differences of sizes, so nothing is rounded, unless that would make more
+than a quarter of a million units: then sizes are rounded up. One table holds the whole Pareto front.
 """
 
 import math
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def scheme(self) -> str:
-        """The recipe with the commonest setting: what holds for matrices that are not named."""
+        """The recipe with the most common setting: for matrices that are not named."""
         return self._at(Counter(self.choices.values()).most_common(1)[0][0])
 
     @property
@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Matrices that share one setting, with the settings worth having: larger ones lose less."""
+    """Matrices that share one setting, with its Pareto-optimal settings: larger ones lose less."""
 
     modules: tuple[str, ...]
     settings: tuple[BitConfig, ...]
@@ -86,7 +86,7 @@ class _Item:
 
 
 class ParetoFront:
-    """The best plan at every size up to `most_bits` per weight (None: as large as any plan is)."""
+    """The best plan at every size up to `most_bits` per weight (None: no limit)."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ def _items(sensitivities: Sequence[Sensitivity], sizes: Sizes, per: Per) -> list
         if not all(math.isfinite(loss) for _, loss, _ in options) or not options:
             raise SchemeError(f"the sensitivities of '{name}' are not all numbers; the model or its text may be broken")
         useful = [options[0]]
-        for option in options[1:]:  # a setting that is larger and no better is never chosen
+        for option in options[1:]:  # drop dominated settings: larger and no better
             if option[1] < useful[-1][1]:
                 useful.append(option)
         bits, losses, settings = zip(*useful, strict=True)

@@ -1,13 +1,13 @@
-"""Weights that train: modules that give a linear layer its numbers, and in the end a tensor of our formats.
+"""Trainable quantized weights: modules that compute a linear layer's weight, and in the end export a QuantTensor.
 
-STEWeight     an affine grid; weights, scales and lows train through the rounding (straight-through):
+STEWeight     an affine grid; weights, scales and lows train with a straight-through estimator (STE):
                 v = (w - low) / scale     q = clamp(round(v), 0, 2^P - 1)     ŵ = low + scale q
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
-ScaleTuner      codes stay as they are, only the numbers per group train (AlphaTuning): for every format with planes
+ScaleTuner      codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
-All parameters are kept in units of the group's first step, so one learning rate fits every layer: it says what part of
-a step a weight moves. Scales are rounded to f16 on the way, so what trains is what will be stored.
+All parameters are stored in units of the group's initial step size, so one learning rate fits every layer. Scales are
+rounded to f16 in the forward pass, so what trains is what will be stored.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from crelle.quantizers.grouping import TINY, from_groups, to_groups
 
 
 class _OnGrid(torch.autograd.Function):
-    """w [N, C, G] (in steps) on the grid of its group; the gradient is straight-through, recomputed, not remembered."""
+    """w [N, C, G] (in steps) on the grid of its group; straight-through gradient, recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, step: Tensor, scale: Tensor, low: Tensor, top: int) -> Tensor:
@@ -45,7 +45,7 @@ class _OnGrid(torch.autograd.Function):
 
 
 def _as_f16(x: Tensor) -> Tensor:
-    """The value that f16 would keep, with the gradient of x itself."""
+    """Round to f16, with a straight-through gradient."""
     return x + (x.half().float() - x).detach()
 
 
@@ -55,7 +55,7 @@ class STEWeight(nn.Module):
     step: Tensor  # f32 [N, C, 1]
 
     def __init__(self, start: AffineTensor, weight: Tensor | None = None) -> None:
-        """Begin with the codes of `start`; `weight` [N, K] says where in its bin each weight begins."""
+        """Start from the codes of `start`; `weight` [N, K] gives the initial position of each weight in its bin."""
         super().__init__()
         self.bits, self.group, self.K = start.bits, start.group, start.K
         step = start.scale.float()[..., None]  # [N, C, 1]
@@ -63,7 +63,7 @@ class STEWeight(nn.Module):
         on_grid = start.dequantize(torch.float32)
         w, _ = to_groups(on_grid, self.group)
         if weight is not None:
-            # The codes were chosen with care: a weight may lean towards its source, but not out of its bin.
+            # Keep the codes of `start`: a weight moves towards its full-precision value, but not out of its bin.
             off = to_groups(weight.float() - on_grid, self.group)[0] / step
             w = w + off.clamp_(-0.45, 0.45) * step
         self.w = nn.Parameter((w / step).contiguous())
@@ -87,7 +87,7 @@ class STEWeight(nn.Module):
 
 
 class ScaleTuner(nn.Module):
-    """Fixed codes; the scales of the groups train. Its parameters are all that a task changes."""
+    """Fixed codes, trainable scales: its parameters are all that a task changes."""
 
     def __init__(self, start: QuantTensor) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ScaleTuner(nn.Module):
 
 
 def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what each scale tensor is measured in: the step size of its group, or its own mean size."""
+    """Return the unit of each scale tensor: the step size of its group, or its own mean magnitude."""
     first = next(iter(scales.values())).abs()
     step = first.flatten(0, -3).mean(0) if first.dim() > 2 else first
     step = step.clamp(min=TINY)
@@ -119,7 +119,7 @@ def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-Trainable = STEWeight | ScaleTuner  # modules whose forward gives a weight and whose `export` gives a tensor to store
+Trainable = STEWeight | ScaleTuner  # forward() computes a weight, export() returns the tensor to store
 _WEIGHTS: dict[str, Callable[[Any, Tensor | None], STEWeight]] = {AffineTensor.format: STEWeight}  # by format
 
 

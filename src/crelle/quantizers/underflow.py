@@ -1,8 +1,8 @@
-"""Weights too small for the scales that a format stores.
+"""Warnings about weights that underflow the f16 scales of a format.
 
 The smallest f16 is 2^-24 = 6e-8, and below 2^-14 it keeps ever fewer bits. A group whose largest scale is below
-2^-19 has lost the last five of its eleven bits; far below 2^-24 it becomes zeros. That is no error, for such weights
-may not matter, but it must not happen without a word.
+2^-19 has lost the last five of its eleven bits; far below 2^-24 it becomes zeros. That is no error, since such weights
+may not matter, but the user is told.
 """
 
 from collections.abc import Callable
