@@ -1,4 +1,4 @@
-"""The text that calibrated schemes look at, as the commands take it."""
+"""The --calib option: calibration data for the schemes that need it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,13 +15,13 @@ CalibrationText = Annotated[
     typer.Option(
         "--calib",
         metavar="FILE",
-        help="A UTF-8 text like what the model will read. Default: Python's documentation and the model's own text.",
+        help="A UTF-8 text like what the model will read. Default: Python's documentation and the model's own samples.",
     ),
 ]
 
 
 def calibration_text(file: Path | None, *, rows: int, length: int) -> "CalibrationData":
-    """Read the text; without a file, half of the rows are Python's documentation and half the model's own writing."""
+    """Read the text; without a file, half of the sequences are Python's documentation, half sampled from the model."""
     from crelle.engine.calibration_data import CalibrationData
     from crelle.eval.text import read_text
 

@@ -1,4 +1,4 @@
-"""crelle inspect: what is in a checkpoint."""
+"""crelle inspect: the matrices of a checkpoint, their formats and sizes."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""crelle search: which bits and which group for which matrix."""
+"""crelle search: mixed precision, bits and group size of every matrix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 NAME = "search"
 _RESULTS = ("plan.json", "front.html", "front.png")
-_POINTS = 33  # plans of the front that are shown, and among which --max-perplexity chooses: five or six are tried
+_POINTS = (
+    33  # plans of the Pareto front that are shown, and among which --max-perplexity chooses: five or six are tried
+)
 
 
 def run(
@@ -33,8 +35,8 @@ def run(
     calib: Annotated[
         Path | None, typer.Option("--calib", metavar="FILE", help="UTF-8 text to measure on; default: Python's docs.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows of the calibration text.")] = 16,
-    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text for --max-perplexity; default: Python's documentation.")
     ] = None,
@@ -62,8 +64,8 @@ def run(
 ) -> None:
     """Choose bits and group for every matrix, so that the model is as good as its size allows.
 
-    What each setting of each matrix would cost is predicted from one forward and one backward pass through the
-    full-precision model; then the best plan is found exactly, at every size at once. `--max-perplexity` quantizes in
+    The loss of each setting of each matrix is predicted from one forward and one backward pass through the
+    full-precision model; then the whole Pareto front is solved exactly. `--max-perplexity` quantizes in
     memory and measures, and takes the smallest plan that meets it.
 
     **Examples**
@@ -115,7 +117,7 @@ def run(
 
 
 class _Job:
-    """The model taken apart, and its calibration rows."""
+    """The calibration model and its calibration sequences."""
 
     def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int) -> None:
         from crelle.engine.calibration_data import rows_of
@@ -137,7 +139,7 @@ class _Job:
     def front(
         self, settings: "list[BitConfig]", recipe: str, per: str
     ) -> "tuple[ParetoFront, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
-        """Measure, and solve; also return what makes a picture of it."""
+        """Measure sensitivities and solve; also return a function that plots the result."""
         from crelle.eval.front import Picture
         from crelle.quantizers.plan_file import config_of
         from crelle.quantizers.search import ParetoFront, uniform
