@@ -1,6 +1,6 @@
 """A uniform grid that may begin anywhere, and several grids nested in the same codes.
 
-    AffineTensor   w = low + scale * q                     q = 0 ... 2^P - 1, low a number, not a multiple of scale
+    AffineTensor   w = low + scale * q                     q = 0 ... 2^P - 1, low any value, not a multiple of scale
     NestedTensor   w = low_p + scale_p * (q >> (P - p))    for each precision p on offer: the first p planes of the same
                                                            codes with a scale and a low of their own
 
@@ -25,11 +25,11 @@ from crelle.formats.bcq import (
     SCALE_DTYPES,
     BCQTensor,
     Planes,
+    expand_groups,
     groups_in,
     plane_bits,
     plane_sizes,
     planes_of,
-    spread,
 )
 from crelle.formats.packing import pack_planes
 from crelle.formats.random_parts import RandomParts
@@ -93,8 +93,8 @@ class AffineTensor(_Grid):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        w = self.codes().to(wide).mul_(spread(self.scale.to(wide), self.group, self.K))
-        return w.add_(spread(self.low.to(wide), self.group, self.K)).to(dtype)
+        w = self.codes().to(wide).mul_(expand_groups(self.scale.to(wide), self.group, self.K))
+        return w.add_(expand_groups(self.low.to(wide), self.group, self.K)).to(dtype)
 
     def to_bcq(self) -> BCQTensor:
         """Return the same grid as planes with alphas, in f32; z is rounded once (within 2^-24 of the largest level)."""

@@ -37,7 +37,7 @@ def groups_in(K: int, group: int) -> int:
     return -(-K // group)
 
 
-def spread(per_group: Tensor, group: int, K: int) -> Tensor:
+def expand_groups(per_group: Tensor, group: int, K: int) -> Tensor:
     """Repeat one value per group [..., C] over the inputs [..., K]."""
     return per_group.repeat_interleave(group, dim=-1)[..., :K]
 
@@ -154,9 +154,9 @@ class BCQTensor(Planes):
         N, K = self.shape
         w = torch.zeros(N, K, dtype=wide, device=self.device)
         for p in reversed(range(self.bits)):  # small terms first, so that the sum rounds least
-            w += spread(self.alpha[p].to(wide), self.group, K) * unpack_signs(self.planes[p], K, wide)
+            w += expand_groups(self.alpha[p].to(wide), self.group, K) * unpack_signs(self.planes[p], K, wide)
         if self.z is not None:
-            w += spread(self.z.to(wide), self.group, K)
+            w += expand_groups(self.z.to(wide), self.group, K)
         return w.to(dtype)
 
     def rows(self, which: slice | Tensor) -> "BCQTensor":
@@ -237,11 +237,16 @@ class UniformTensor(Planes):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         zero, scale = self.zeros().to(wide), self.scale.to(wide)
-        w = self.codes().to(wide).sub_(spread(zero, self.group, self.K)).mul_(spread(scale, self.group, self.K))
+        w = (
+            self.codes()
+            .to(wide)
+            .sub_(expand_groups(zero, self.group, self.K))
+            .mul_(expand_groups(scale, self.group, self.K))
+        )
         return w.to(dtype)
 
     def to_bcq(self) -> BCQTensor:
-        """Return the same numbers as planes with alphas; exact for f16 and bf16 scales: every product fits f32."""
+        """Return the same values as planes with alphas; exact for f16 and bf16 scales: every product fits f32."""
         scale = self.scale.to(torch.float32)
         place = torch.tensor([2.0 ** (self.bits - 2 - p) for p in range(self.bits)], device=self.device)
         alpha = place[:, None, None] * scale  # [P, N, C]

@@ -71,8 +71,8 @@ def _grid(w: Tensor, cost: Tensor, s: BitConfig) -> tuple[Tensor, Tensor]:
         slope = (spread_q * g * h).sum(-1) / (spread_q.square() * h).sum(-1).clamp(min=1e-12)
         a = torch.where(slope > 0, slope, scale)
         keep_better(a, mean_w - a * mean_q)
-    spread = torch.arange(K, device=w.device) // G
-    return scale[:, spread], low[:, spread]
+    group_of = torch.arange(K, device=w.device) // G
+    return scale[:, group_of], low[:, group_of]
 
 
 def _codes(g: Tensor, scale: Tensor, low: Tensor, top: float) -> Tensor:

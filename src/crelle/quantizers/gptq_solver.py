@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.bcq import spread
+from crelle.formats.bcq import expand_groups
 from crelle.quantizers.grouping import from_groups, to_groups
 
 _BLOCK = 64  # columns per block: errors reach later blocks by one matrix product
@@ -49,7 +49,7 @@ class Levels:
         features = self.book.T[:, codes.long()]
         if self.shift is None:
             return features
-        return features - spread(self.shift.movedim(-1, 0), self.group, codes.shape[1])
+        return features - expand_groups(self.shift.movedim(-1, 0), self.group, codes.shape[1])
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the weights that codes [N, K] stand for."""

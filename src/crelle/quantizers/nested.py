@@ -213,8 +213,8 @@ def _least_squares(w: Tensor, fit: Fit, h: Tensor) -> Levels:
     mass = h.sum(-1)
     t_mean, q_mean = (h * t).sum(-1) / mass, (h * q).sum(-1) / mass
     q = q - q_mean[..., None]
-    spread, both = (h * q * q).sum(-1), (h * q * (t - t_mean[..., None])).sum(-1)
-    scale = both / spread.clamp(min=1e-12 * mass)
-    scale = torch.where((spread > 1e-6 * mass) & (scale > 0), scale, levels.scales[..., 0])
+    variance, both = (h * q * q).sum(-1), (h * q * (t - t_mean[..., None])).sum(-1)
+    scale = both / variance.clamp(min=1e-12 * mass)
+    scale = torch.where((variance > 1e-6 * mass) & (scale > 0), scale, levels.scales[..., 0])
     scales = torch.stack([scale, t_mean - scale * q_mean], -1).half().float()
     return replace(levels, scales=scales)

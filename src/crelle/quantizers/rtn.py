@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
-from crelle.formats.bcq import UniformTensor, spread
+from crelle.formats.bcq import UniformTensor, expand_groups
 from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.grouping import TINY, from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats
@@ -52,7 +52,7 @@ class RTN(GroupedConfig):
         K = weight.shape[1]
         group = self.group_for(K)
         codes, scale, zero = self._fit_rows(weight, group)
-        return (codes - spread(zero.float(), group, K)).mul_(spread(scale.float(), group, K))
+        return (codes - expand_groups(zero.float(), group, K)).mul_(expand_groups(scale.float(), group, K))
 
     def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         top = 2**self.bits - 1
