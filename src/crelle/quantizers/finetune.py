@@ -24,7 +24,7 @@ from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.pipeline import plan
-from crelle.quantizers.ste import Trainable, trainable
+from crelle.quantizers.ste import TrainableWeight, trainable
 from crelle.quantizers.training import EndToEnd, Network, Training
 from crelle.version import __version__
 
@@ -87,10 +87,10 @@ def tune(
 
 def _install(
     checkpoint: Checkpoint, student: Network, full: Network | None, what: What, device: torch.device
-) -> dict[str, Trainable]:
+) -> dict[str, TrainableWeight]:
     """Put a trainable module into every quantized linear of the student; returns them by module name."""
     sources = {} if full is None else {n: one for b in full.blocks for n, one in b.linears().items()}
-    coders: dict[str, Trainable] = {}
+    coders: dict[str, TrainableWeight] = {}
     for block in student.blocks:
         for name, linear in block.linears().items():
             if not format_of(checkpoint.specs[name]).quantized:

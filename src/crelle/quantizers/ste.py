@@ -1,10 +1,10 @@
 """Trainable quantized weights: modules that compute a linear layer's weight, and in the end export a QuantTensor.
 
-STEWeight     an affine grid; weights, scales and lows train with a straight-through estimator (STE):
+STEWeight   an affine grid; weights, scales and lows train with a straight-through estimator (STE):
                 v = (w - low) / scale     q = clamp(round(v), 0, 2^P - 1)     ŵ = low + scale q
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
-ScaleTuner      codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
+ScaleTuner  codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
 All parameters are stored in units of the group's initial step size, so one learning rate fits every layer. Scales are
 rounded to f16 in the forward pass, so what trains is what will be stored.
@@ -49,7 +49,15 @@ def _as_f16(x: Tensor) -> Tensor:
     return x + (x.half().float() - x).detach()
 
 
-class STEWeight(nn.Module):
+class TrainableWeight(nn.Module):
+    """Computes the weight [N, K] of a linear. A parameter named `w` holds weights, all others are scales."""
+
+    def export(self) -> QuantTensor:
+        """Return the tensor to store."""
+        raise NotImplementedError
+
+
+class STEWeight(TrainableWeight):
     """An affine grid whose weights, scales and lows train."""
 
     step: Tensor  # f32 [N, C, 1]
@@ -86,7 +94,7 @@ class STEWeight(nn.Module):
         return AffineTensor.from_codes(codes, self.bits, scale[..., 0].half(), low[..., 0].half(), self.group)
 
 
-class ScaleTuner(nn.Module):
+class ScaleTuner(TrainableWeight):
     """Fixed codes, trainable scales: its parameters are all that a task changes."""
 
     def __init__(self, start: QuantTensor) -> None:
@@ -119,17 +127,17 @@ def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-Trainable = STEWeight | ScaleTuner  # forward() computes a weight, export() returns the tensor to store
-_WEIGHTS: dict[str, Callable[[Any, Tensor | None], STEWeight]] = {AffineTensor.format: STEWeight}  # by format
+# Modules that train the weights of a format through the rounding; a format that has one adds it here.
+STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {AffineTensor.format: STEWeight}
 
 
-def trainable_weight(start: QuantTensor, weight: Tensor | None) -> STEWeight | None:
+def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
-    make = _WEIGHTS.get(start.format)
+    make = STE_WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
 
 
-def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> Trainable:
+def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> TrainableWeight:
     """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
     module = trainable_weight(start, weight) if what == "all" else None
     return ScaleTuner(start) if module is None else module

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
+from crelle.formats.bcq import groups_in
 from crelle.formats.composite import PermutedTensor
 from crelle.quantizers.grouping import to_groups
 
@@ -23,14 +24,17 @@ def underflow(name: str, stored: QuantTensor, source: Callable[[], Tensor]) -> s
     scales = [t for t in inner.tensors().values() if t.is_floating_point()]
     if not any(t.dtype == torch.float16 for t in scales):
         return None
-    by_row = not inner.quantized or inner.group is None  # without groups of one size, rows count as groups
+    N, K = inner.shape
+    per_group = (N, groups_in(K, inner.group)) if inner.quantized and inner.group else None
+    by_row = any(t.shape[-2:] != per_group for t in scales)  # without one group size, rows count as groups
     if by_row:
         scales = [inner.dequantize()]
-    small = torch.stack([_largest(t, inner.shape[0], by_row) for t in scales]).amax(0) < COARSE  # [N, C]
+    small = torch.stack([_largest(t, N, by_row) for t in scales]).amax(0) < COARSE  # [N, C]
     if not bool(small.any()):
         return None
     weight = source().to(small.device, torch.float32)
-    groups, _ = to_groups(weight if order is None else weight[:, order.long()], inner.group or inner.shape[1])
+    weight = weight if order is None else weight[:, order.long()]
+    groups, _ = to_groups(weight, K if by_row or inner.group is None else inner.group)
     size = groups.abs().amax(-1)  # [N, C]
     lost = small & (size > 0)
     if by_row:  # what was f16 before is the same after
