@@ -20,6 +20,7 @@ from crelle.engine.llm import LLM
 from crelle.eval.smollm2 import smollm2
 from crelle.formats.kv import KVFormat, dequantize, quantize, turn
 from crelle.models.cache import KVCache
+from crelle.models.rope import angles, rotate
 
 CONTEXT, WINDOWS = 1024, 3
 KV4 = KVFormat(4)
@@ -57,14 +58,14 @@ def turned_halves(x: Tensor, group: int) -> Tensor:
 
 def ways(llm: LLM) -> dict[str, tuple[float, Way]]:
     """Return by name the bits per value, keys and values together, and how keys are rounded."""
-    rope, centers = llm.model.c.rope, llm.model.key_centers
-    cos, sin = rope.angles(torch.arange(CONTEXT), torch.float32)
+    centers = llm.model.key_centers
+    cos, sin = angles(llm.model.spec.ropes[0], torch.arange(CONTEXT), torch.float32)
 
     def centered(f: Callable[[Tensor], Tensor]) -> Way:
         return lambda i, k: f(k - centers[i]) + centers[i]
 
     def before_rope(page: int) -> Way:
-        return lambda i, k: rope.turn(by_channel(rope.turn(k, cos, -sin), page, halves), cos, sin)
+        return lambda i, k: rotate(by_channel(rotate(k, cos, -sin), page, halves), cos, sin)
 
     def first(f: Callable[[Tensor], Tensor]) -> Way:
         return lambda i, k: torch.cat([f(k[:, :1]), centered(turned)(i, k[:, 1:])], 1)

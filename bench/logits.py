@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from crelle import LLM, Sampling, quantize
-from crelle.engine.compress import Text
+from crelle import LLM, Sampling, Text, quantize
 from crelle.eval.smollm2 import smollm2
 from crelle.kernels import cpu
 from crelle.kernels.threads import set_threads

@@ -17,7 +17,7 @@ import torch
 from conftest import Run
 from tiny_gguf import write_tiny_gguf
 
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 SCHEME = "rtn:bits=4,group=32"
 Done = subprocess.CompletedProcess[str]

@@ -18,15 +18,27 @@ _HOME = {
     "Sampling": "crelle.engine.sampler",
     "CrelleError": "crelle.errors",
     "perplexity": "crelle.eval.perplexity",
-    "Text": "crelle.engine.compress",
-    "quantize": "crelle.engine.compress",
+    "CalibrationData": "crelle.engine.calibration_data",
+    "Text": "crelle.engine.calibration_data",
+    "quantize": "crelle.engine.quantize",
 }
 
-__all__ = ["LLM", "Completion", "CrelleError", "Sampling", "Text", "__version__", "perplexity", "quantize"]
+__all__ = [
+    "LLM",
+    "CalibrationData",
+    "Completion",
+    "CrelleError",
+    "Sampling",
+    "Text",  # CalibrationData under its earlier name
+    "__version__",
+    "perplexity",
+    "quantize",
+]
 
 if TYPE_CHECKING:
-    from crelle.engine.compress import Text, quantize
+    from crelle.engine.calibration_data import CalibrationData, Text
     from crelle.engine.llm import LLM, Completion
+    from crelle.engine.quantize import quantize
     from crelle.engine.sampler import Sampling
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity

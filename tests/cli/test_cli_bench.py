@@ -10,7 +10,7 @@ from in_process import run
 
 from crelle.eval import accuracy, gemv
 from crelle.kernels import cpu
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=f"the C++ core {cpu.available()}")
 

@@ -9,7 +9,7 @@ from in_process import run, succeed
 from tiny_gguf import write_tiny_gguf
 
 from crelle.eval import smollm2
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 SCHEME = ("--scheme", "rtn:bits=4,group=32")

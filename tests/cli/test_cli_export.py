@@ -14,11 +14,11 @@ from conftest import write_tiny_model
 from crelle.errors import CrelleError, SchemeError
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import JOURNAL, CheckpointWriter
+from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters.gptq import export_gptq, pack
 from crelle.formats.importers.gptq import GPTQDirectory
-from crelle.formats.permuted import PermutedTensor
 from crelle.formats.source import open_weights
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 SIZES = {**foreign_packers.SMALL, "vocab_size": 288}
 

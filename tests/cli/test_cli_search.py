@@ -10,9 +10,10 @@ from in_process import run, succeed
 
 from crelle.eval.planned import smallest_meeting
 from crelle.formats.checkpoint import Checkpoint
-from crelle.quantizers.driver import measure
-from crelle.quantizers.search import Plan, read_plan
-from crelle.quantizers.sensitivity import Setting
+from crelle.quantizers.base import BitConfig
+from crelle.quantizers.pipeline import measure
+from crelle.quantizers.plan_file import read_plan
+from crelle.quantizers.search import Plan
 
 SMALL = ("--rows", "2", "--length", "24", "--bits", "2,4", "--groups", "32,row", "--threads", "1")
 
@@ -84,7 +85,7 @@ def test_max_perplexity_takes_the_smallest_that_meets_it(tiny_model: Path, tmp_p
 
 
 def test_bisection_finds_the_smallest() -> None:
-    plans = [Plan({"m": Setting(2, 32)}, float(bits), 1.0 / bits) for bits in range(1, 20)]
+    plans = [Plan({"m": BitConfig(2, 32)}, float(bits), 1.0 / bits) for bits in range(1, 20)]
     for most in range(1, 20):
         found, tried = smallest_meeting(plans, most, lambda p: 20 - p.bits_per_weight)
         assert found is not None

@@ -16,7 +16,7 @@ from crelle.formats.source import open_weights
 from crelle.kernels import cpu
 from crelle.models.fused import Decoder
 from crelle.models.loader import build
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 TOKENS = torch.randint(0, 259, (2, 24), generator=torch.Generator().manual_seed(0))
 

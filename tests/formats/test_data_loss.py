@@ -16,7 +16,7 @@ from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.files import write_whole
 from crelle.formats.source import open_weights
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 RECIPE = {"scheme": "some", "source": "here"}
 FIRST, SECOND = "crelle-00001-of-00002.safetensors", "crelle-00002-of-00002.safetensors"

@@ -13,7 +13,7 @@ from crelle.engine.sampler import Sampling
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.source import open_weights
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 EARLIER = Path(__file__).with_name("earlier_checkpoint")  # rtn:bits=4,group=8 of a random Llama with one layer
@@ -77,8 +77,8 @@ def test_an_earlier_checkpoint_is_read_as_before(tmp_path: Path) -> None:
 
 def test_an_earlier_checkpoint_can_go_on(tmp_path: Path) -> None:
     """Tuning and exporting take the shards' names from the config, not from a pattern."""
-    from crelle.engine.compress import tune_checkpoint
-    from crelle.quantizers.tune import Training
+    from crelle.engine.quantize import tune_checkpoint
+    from crelle.quantizers.training import Training
 
     old = shutil.copytree(EARLIER, tmp_path / "old")
     text = "a small text to train on, " * 40

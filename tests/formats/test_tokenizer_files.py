@@ -9,7 +9,7 @@ from conftest import write_tiny_model
 
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import copy_tokenizer_files
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 SCHEME = "rtn:bits=4,group=8"
 BLOB = "0123456789abcdef" * 4

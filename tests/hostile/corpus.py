@@ -22,7 +22,7 @@ from foreign_packers import SMALL, awq_gemm, compressed, compressed_config, gptq
 from targets import small_gguf
 from tiny_gguf import write_tiny_gguf
 
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 MARK = "CRELLE_HOSTILE_MARK"  # the environment variable that names the file which foreign code would make
 CODE = f"import os, pathlib\npathlib.Path(os.environ['{MARK}']).touch()\n"

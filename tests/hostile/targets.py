@@ -28,7 +28,7 @@ from crelle.formats.importers.gguf_tokenizer import build_tokenizer
 from crelle.formats.rust import panics_are
 from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import read_spec
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 DTYPES = {"i32": torch.int32, "i64": torch.int64, "f16": torch.float16, "f32": torch.float32, "i8": torch.int8}
 

@@ -89,7 +89,7 @@ def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
 
 
 def quantize(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
-    from crelle.quantizers.driver import quantize as run
+    from crelle.quantizers.pipeline import quantize as run
 
     run(source, to, scheme, overrides=overrides)
     return to

@@ -146,7 +146,9 @@ def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
     model = open_model(quantized)
     decoder = FusedDecoder(take_apart(model))
     lengths = [(7 * b + 3) % 71 + 1 for b in range(B)]
-    kv = [torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(len(model.spec.layers))]
+    kv = [
+        torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(len(model.spec.layers))
+    ]
     rows = torch.arange(B).flip(0).contiguous()
     next_tokens, wanted = some_tokens(B, seed=5), []
     for b, length in enumerate(lengths):

@@ -34,8 +34,7 @@ class Texts:
         fmt, c = KVFormat.parse(kv), model.c
         each = -(-length // fmt.page)
         self.layers = [
-            KVPages.new(fmt, each * sequences + 1, c.kv_heads, c.head_size, model.dtype, "cuda")
-            for _ in c.layers
+            KVPages.new(fmt, each * sequences + 1, c.kv_heads, c.head_size, model.dtype, "cuda") for _ in c.layers
         ]
         order = torch.randperm(each * sequences + 1, generator=torch.Generator().manual_seed(0))
         self.pages, self.left = order[:-1].view(sequences, each).tolist(), int(order[-1])

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.compress import Text, tune_checkpoint
+from crelle.engine.quantize import Text, tune_checkpoint
 from crelle.errors import FormatError, UnsupportedError
 from crelle.models.families import families
 from crelle.models.loader import load
-from crelle.quantizers.tune import Training
+from crelle.quantizers.training import Training
 
 TOKENS = 200
 COMMON = {"vocab_size": 259, "bos_token_id": 256, "eos_token_id": 258}

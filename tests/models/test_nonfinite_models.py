@@ -23,7 +23,7 @@ from crelle.models.builder import Builder
 from crelle.models.eager_executor import EagerExecutor
 from crelle.models.fused import fuse
 from crelle.models.loader import Model, build, load
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 VALUES = [math.nan, math.inf, -math.inf]
 SPOILED = 7  # the token whose embedding is not finite

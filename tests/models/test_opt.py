@@ -18,10 +18,10 @@ from crelle.formats.source import open_weights
 from crelle.kernels import cpu
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, load, tied_to
-from crelle.quantizers import driver
+from crelle.quantizers import pipeline
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.driver import Calibration
+from crelle.quantizers.pipeline import Calibration
 
 # The largest difference of a logit, of size about 1; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"transformers": 1e-4, "cache": 2e-5, "reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}
@@ -304,7 +304,7 @@ def test_folding_leaves_the_function_as_it_was(small: Path) -> None:
     walk = Calibrator(open_model(open_weights(small)), random_tokens(40, batch=6), half=False).begin()
     weights = {n: x.weight.clone() for n, x in walk.full.linears().items()}
     changed = AWQ(bits=3, group=24).before_layer(walk)
-    after = walk.full(walk.streams.full)
+    after = walk.full(walk.hidden.full)
     assert (after - walk.after).abs().max() < 1e-5 * walk.after.abs().max()
     at = "model.decoder.layers.0"
     assert changed.keys() == {f"{at}.self_attn.v_proj.bias", f"{at}.fc1.bias"}
@@ -319,7 +319,7 @@ def test_gelu_takes_no_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24", "awq:bits=3,group=24"])
 def test_calibrated_schemes_beat_rounding(scheme: str, small: Path, tmp_path: Path) -> None:
     tokens = random_tokens(64, batch=12)
-    driver.quantize(small, tmp_path / "q", scheme, calibration=Calibration(tokens, open_model, CPU))
+    pipeline.quantize(small, tmp_path / "q", scheme, calibration=Calibration(tokens, open_model, CPU))
     quantize(small, tmp_path / "rtn", "rtn:bits=3,group=24")
     full, fitted, rounded = (ours(path, tokens, (64,)) for path in (small, tmp_path / "q", tmp_path / "rtn"))
     assert (fitted - full).square().mean() < (rounded - full).square().mean()

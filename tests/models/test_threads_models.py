@@ -19,7 +19,7 @@ from crelle.kernels.executor import Chunk
 from crelle.models.builder import Builder
 from crelle.models.eager_executor import EagerExecutor
 from crelle.models.loader import Model, build
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 
 @pytest.fixture(scope="module")

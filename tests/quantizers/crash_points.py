@@ -21,7 +21,7 @@ import torch
 
 from crelle.formats import files
 from crelle.formats.destination import replaced_copies
-from crelle.quantizers.driver import quantize
+from crelle.quantizers.pipeline import quantize
 
 SCHEME, OTHER = "rtn:bits=3,group=16", "rtn:bits=2,group=32"
 

@@ -17,10 +17,11 @@ from crelle.formats.source import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import load
 from crelle.quantizers.awq import AWQ
-from crelle.quantizers.calibrate import Calibrator, LayerWalk
-from crelle.quantizers.driver import Calibration, quantize
+from crelle.quantizers.base import LayerQuantizer
+from crelle.quantizers.calibrate import Calibrator, LayerCalibration
+from crelle.quantizers.pipeline import Calibration, quantize
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import LayerQuantizer, parse
+from crelle.quantizers.scheme import parse
 
 KINDS: dict[str, dict[str, Any]] = {
     "grouped-query": {},
@@ -50,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_model(tmp_path_factory.mktemp("awq") / "m", request.param)
 
 
-def first_walk(path: Path) -> LayerWalk:
+def first_walk(path: Path) -> LayerCalibration:
     return Calibrator(CalibrationModel(open_weights(path)), TOKENS, half=False).begin()
 
 
@@ -60,7 +61,7 @@ def test_folding_leaves_the_function_as_it_was(model: Path) -> None:
     weights = {n: x.weight.clone() for n, x in walk.full.linears().items()}
     changed = AWQ(bits=3, group=24).before_layer(walk)
     for block in (walk.full, walk.block):
-        after = block(walk.streams.full)
+        after = block(walk.hidden.full)
         assert (after - before).abs().max() < 1e-5 * before.abs().max()
     assert any((x.weight - weights[n]).abs().max() > 0.01 for n, x in walk.full.linears().items())
     for name, linear in walk.full.linears().items():
@@ -192,7 +193,7 @@ def test_a_resumed_layer_has_its_norms_and_biases(tmp_path: Path) -> None:
     walk.end()
     later = Calibrator(CalibrationModel(open_weights(path)), TOKENS)
     later.skip(fitted, changed)
-    assert torch.equal(later.streams.here, at_once.streams.here)
+    assert torch.equal(later.hidden.quantized, at_once.hidden.quantized)
 
 
 def test_it_is_a_scheme_that_works_on_layers() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import QuantTensor
-from crelle.formats.bcq import spread
+from crelle.formats.bcq import expand_groups
 from crelle.quantizers import grouping
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.rtn import RTN
@@ -181,7 +181,7 @@ def test_every_weight_has_the_nearest_level(bias: bool, case: tuple[Tensor, int 
         q = BCQ(bits=P, group=group, bias=bias, rounds=rounds).fit(w)
         z = torch.zeros(1, q.alpha.shape[2]) if q.z is None else q.z.double()
         levels = [
-            spread((torch.tensor(s)[:, None, None] * q.alpha.double()).sum(0) + z, q.group, q.K)
+            expand_groups((torch.tensor(s)[:, None, None] * q.alpha.double()).sum(0) + z, q.group, q.K)
             for s in product([-1.0, 1.0], repeat=P)
         ]
         nearest = (torch.stack(levels) - w.double()).abs().amin(0)

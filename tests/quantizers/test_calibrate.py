@@ -1,4 +1,4 @@
-"""A text walking through the layers: the sums it leaves, the streams it feeds, runs that die and go on."""
+"""Sequences that run through the layers: the sums they leave, the hidden states, runs that die and go on."""
 
 from math import prod
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from crelle.engine.calibration import rows_of, sampled_rows
-from crelle.engine.compress import Text, quantize
+from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
+from crelle.engine.quantize import quantize
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.stats import Stats, Watch
+from crelle.quantizers.stats import Stats, StatsCollector
 
 CPU = torch.device("cpu")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -39,10 +39,10 @@ def test_the_open_model_computes_what_the_model_computes(tiny_model: Path) -> No
 
 def test_stats_are_the_sums_of_their_definition() -> None:
     x, full = torch.randn(40, 5), torch.randn(40, 5)
-    watch = Watch(5, cross=True)
+    collector = StatsCollector(5, cross=True)
     for part in (slice(0, 7), slice(7, 40)):
-        watch.see(x[part], full[part])
-    stats = watch.stats()
+        collector.add(x[part], full[part])
+    stats = collector.stats()
     torch.testing.assert_close(stats.hessian, x.T @ x / 40)
     torch.testing.assert_close(stats.cross, full.T @ x / 40)
     torch.testing.assert_close(stats.absmax, x.abs().amax(0))
@@ -56,12 +56,12 @@ def test_the_target_undoes_the_error_that_came_in() -> None:
     generator = torch.Generator().manual_seed(1)
     full = torch.randn(400, 8, generator=generator)
     here = full @ (torch.eye(8) + 0.2 * torch.randn(8, 8, generator=generator))
-    watch = Watch(8, cross=True)
-    watch.see(here, full)
+    collector = StatsCollector(8, cross=True)
+    collector.add(here, full)
     weight = torch.randn(4, 8, generator=generator)
-    target = watch.stats().target(weight)
+    target = collector.stats().target(weight)
     assert (here @ target.T - full @ weight.T).norm() < 0.2 * (here @ weight.T - full @ weight.T).norm()
-    without = Stats(watch.stats().hessian, torch.ones(8), torch.ones(8), 400)
+    without = Stats(collector.stats().hessian, torch.ones(8), torch.ones(8), 400)
     assert without.target(weight) is weight
 
 
@@ -81,8 +81,8 @@ def test_the_streams_are_those_of_the_two_models(tiny_model: Path) -> None:
         for name, w in matrices.items():
             block.linears()[name].weight = w.dequantize()
         here = block(here)
-    torch.testing.assert_close(calibrator.streams.full, full)
-    torch.testing.assert_close(calibrator.streams.here, here)
+    torch.testing.assert_close(calibrator.hidden.full, full)
+    torch.testing.assert_close(calibrator.hidden.quantized, here)
     assert not torch.allclose(here, full)
 
 
@@ -103,7 +103,7 @@ def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> Non
 
 @pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=2"])
 def test_a_calibrated_run_that_died_ends_in_the_same_bytes(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
-    text = Text(text=TEXT, rows=4, length=32)
+    text = CalibrationData(text=TEXT, rows=4, length=32)
     quantize(tiny_model, tmp_path / "whole", scheme, text=text, device="cpu")
 
     def dying(done: int, total: int, note: str) -> None:
@@ -125,9 +125,9 @@ def test_another_text_is_not_the_same_run(tiny_model: Path, tmp_path: Path) -> N
 
     scheme = "gptq:bits=3,group=24"
     with pytest.raises(KeyboardInterrupt):
-        quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), progress=stop)
+        quantize(tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), progress=stop)
     with pytest.raises(Exception, match="calibration"):
-        quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=3, length=32), resume=True)
+        quantize(tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=3, length=32), resume=True)
 
 
 def test_a_scheme_that_needs_data_says_so(tiny_model: Path, tmp_path: Path) -> None:
@@ -139,7 +139,9 @@ def test_a_scheme_that_needs_data_says_so(tiny_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("bits", [1.9, 2.35, 3.1, 4.6])
 def test_auto_stays_within_its_bits(tiny_model: Path, tmp_path: Path, bits: float) -> None:
     scheme = f"auto:bits={bits},steps=1"
-    report = quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
+    report = quantize(
+        tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
+    )
     assert bits - 0.9 < report.bits_per_weight <= bits
     assert Checkpoint(tmp_path / "q").scheme == scheme
 
@@ -180,7 +182,9 @@ SCHEMES = [
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_bits_reported_are_the_bytes_on_disk(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
-    report = quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
+    report = quantize(
+        tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
+    )
     checkpoint = Checkpoint(tmp_path / "q")
     coded = {m: spec for m, spec in checkpoint.specs.items() if spec["format"] != "dense"}
     assert coded.keys() == {m for m in checkpoint.specs if ".layers." in m}

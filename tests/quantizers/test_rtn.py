@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.bcq import UniformTensor, spread
+from crelle.formats.bcq import UniformTensor, expand_groups
 from crelle.quantizers import grouping
+from crelle.quantizers.base import Group
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import Group
 
 quick = settings(deadline=None, max_examples=60)
 F16 = 2.0**-11  # how far a number moves, relatively, when it is rounded to f16
@@ -33,8 +33,8 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, RTN]:
 
 def grid(q: UniformTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return step, lowest and highest level of every weight's grid, f64 [N, K]."""
-    step = spread(q.scale.double(), q.group, q.K)
-    zero = spread(q.zeros().double(), q.group, q.K)
+    step = expand_groups(q.scale.double(), q.group, q.K)
+    zero = expand_groups(q.zeros().double(), q.group, q.K)
     return step, -zero * step, (2**q.bits - 1 - zero) * step
 
 

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from crelle.errors import SchemeError
 from crelle.formats.dense import DenseTensor
+from crelle.quantizers.base import Cast, _read
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.hbcq import HBCQ
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import Store, _read, parse
+from crelle.quantizers.scheme import parse
 
 bits = st.integers(1, 8)
 group = st.one_of(st.just("row"), st.integers(1, 4096))
@@ -34,11 +35,11 @@ gptq = st.builds(GPTQ, **calibrated, act_order=st.just(False), static=st.boolean
 hbcq = st.builds(
     HBCQ, **calibrated, rounds=st.integers(0, 99), feedback=st.booleans(), solve=st.booleans(), bias=st.booleans()
 )
-store = st.builds(Store, st.sampled_from(["fp16", "bf16", "fp32"]))
+store = st.builds(Cast, st.sampled_from(["fp16", "bf16", "fp32"]))
 
 
 @given(rtn | bcq | gptq | hbcq | store)
-def test_scheme_strings_round_trip(quantizer: RTN | BCQ | GPTQ | HBCQ | Store) -> None:
+def test_scheme_strings_round_trip(quantizer: RTN | BCQ | GPTQ | HBCQ | Cast) -> None:
     assert parse(str(quantizer)) == quantizer
     assert str(parse(str(quantizer))) == str(quantizer)
 
@@ -122,14 +123,14 @@ def test_garbage_is_parsed_or_refused_but_never_breaks(scheme: str) -> None:
 )
 def test_store_keeps_the_numbers_at_its_width(name: str, dtype: torch.dtype) -> None:
     w = torch.randn(3, 5)
-    stored = Store(name).fit(w)
+    stored = Cast(name).fit(w)
     assert isinstance(stored, DenseTensor)
     assert torch.equal(stored.weight, w.to(dtype))
 
 
 def test_a_weight_beyond_f16_is_refused() -> None:
     with pytest.raises(SchemeError, match="does not fit the range of fp16"):
-        Store("fp16").fit(torch.tensor([[1e6]]))
+        Cast("fp16").fit(torch.tensor([[1e6]]))
 
 
 def test_named_choices_are_read_as_their_names() -> None:

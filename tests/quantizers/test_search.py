@@ -17,28 +17,28 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.formats.source import open_weights
 from crelle.models.calibration_model import CalibrationModel
+from crelle.quantizers.base import BitConfig
 from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.feedback import factor
+from crelle.quantizers.fast_error import fast_errors
 from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.opened import OpenLinear
-from crelle.quantizers.quick import quick_changes
+from crelle.quantizers.layer_api import TrainableLinear
+from crelle.quantizers.plan_file import read_plan, write_plan
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import (
     RECIPE,
-    Front,
+    ParetoFront,
     Plan,
     choose,
-    read_plan,
     sizes_of,
     stored_bits,
     uniform,
-    write_plan,
 )
-from crelle.quantizers.sensitivity import Sensitivity, Setting, candidates, sensitivities, walk_back
+from crelle.quantizers.sensitivity import Sensitivity, backward_stats, candidates, sensitivities
 
-SETTINGS = (Setting(1, 32), Setting(2, 32), Setting(3, 64), Setting(4, "row"))
+SETTINGS = (BitConfig(1, 32), BitConfig(2, 32), BitConfig(3, 64), BitConfig(4, "row"))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,11 @@ def text(rows: int, length: int) -> Tensor:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[Sensitivity], dict[str, dict[Setting, int]]]:
+def problems(draw: st.DrawFn) -> tuple[list[Sensitivity], dict[str, dict[BitConfig, int]]]:
     count, options = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     found, sizes = [], {}
     for i in range(count):
-        settings = [Setting(bits, 32) for bits in range(1, options + 1)]
+        settings = [BitConfig(bits, 32) for bits in range(1, options + 1)]
         losses = draw(st.lists(st.floats(0, 100), min_size=options, max_size=options))
         found.append(Sensitivity(f"m.{i}", (1, 100), dict(zip(settings, losses, strict=True))))
         bits = draw(st.lists(st.integers(1, 1000), min_size=options, max_size=options))
@@ -94,7 +94,7 @@ def test_no_choice_within_the_size_is_better(problem: tuple, target: float) -> N
 @given(problems(), st.integers(1, 30))
 def test_coarse_units_never_exceed_the_target(problem: tuple, units: int) -> None:
     found, sizes = problem
-    front = Front(found, sizes, units=units)
+    front = ParetoFront(found, sizes, units=units)
     for target in (front.least_bits, front.least_bits + 1, 10.0):
         plan = front.at(target)
         assert sum(sizes[m][s] for m, s in plan.choices.items()) <= target * 100 * len(found) + 1e-6
@@ -102,26 +102,26 @@ def test_coarse_units_never_exceed_the_target(problem: tuple, units: int) -> Non
 
 @given(problems())
 def test_the_front_falls(problem: tuple) -> None:
-    plans = Front(*problem).plans(20)
+    plans = ParetoFront(*problem).plans(20)
     for small, large in itertools.pairwise(plans):
         assert small.bits_per_weight < large.bits_per_weight
         assert small.loss > large.loss
 
 
 def test_one_setting_per_kind() -> None:
-    losses = {Setting(2, 32): 1.0, Setting(3, 32): 0.1}
+    losses = {BitConfig(2, 32): 1.0, BitConfig(3, 32): 0.1}
     names = [f"model.layers.{i}.mlp.{kind}" for i in range(3) for kind in ("up", "down")]
     found = [Sensitivity(n, (8, 64), {s: v * (1 + ("down" in n)) for s, v in losses.items()}) for n in names]
     plan = choose(found, None, 3.6, per="kind")
-    assert {plan.choices[n] for n in names if "down" in n} == {Setting(3, 32)}
-    assert {plan.choices[n] for n in names if "up" in n} == {Setting(2, 32)}
+    assert {plan.choices[n] for n in names if "down" in n} == {BitConfig(3, 32)}
+    assert {plan.choices[n] for n in names if "up" in n} == {BitConfig(2, 32)}
     assert list(plan.choices) != []
     assert choose(found, None, 3.7).loss < plan.loss  # a matrix for itself can use what a kind leaves
 
 
 def test_a_loss_that_is_no_number_is_a_sentence() -> None:
     with pytest.raises(SchemeError, match="not all numbers"):
-        choose([Sensitivity("a", (1, 8), {Setting(2, 8): math.nan})], None, 9.0)
+        choose([Sensitivity("a", (1, 8), {BitConfig(2, 8): math.nan})], None, 9.0)
     with pytest.raises(SchemeError, match="no matrix"):
         choose([], None, 3.0)
 
@@ -130,8 +130,8 @@ def test_a_loss_that_is_no_number_is_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("recipe", [GPTQ(free=True), GPTQ(), GPTQ(symmetric=True), RTN(), BCQ(), HBCQ(bias=False)])
-@pytest.mark.parametrize("setting", [Setting(2, 32), Setting(3, 48), Setting(4, "row"), Setting(3, 500)])
-def test_sizes_are_those_of_the_tensors(recipe: RTN, setting: Setting) -> None:
+@pytest.mark.parametrize("setting", [BitConfig(2, 32), BitConfig(3, 48), BitConfig(4, "row"), BitConfig(3, 500)])
+def test_sizes_are_those_of_the_tensors(recipe: RTN, setting: BitConfig) -> None:
     N, K = 6, 100
     config = parse(Plan({"m": setting}, 0.0, 0.0, recipe).overrides["m"])
     fitted = config.fit(weight(N, K), correlated(K))
@@ -155,12 +155,12 @@ def test_a_plan_s_size_is_that_of_the_model_it_leads_to(opened: CalibrationModel
 def test_what_is_heard_is_what_autograd_says(opened: CalibrationModel) -> None:
     """Against plain autograd through the whole model at once, with the same tokens drawn."""
     tokens = text(3, 17)
-    got = {n: h for _, heard in walk_back(opened, tokens, batch=2, seed=5, half=False) for n, h in heard.items()}
+    got = {n: h for _, heard in backward_stats(opened, tokens, batch=2, seed=5, half=False) for n, h in heard.items()}
     blocks = [opened.block(i) for i in range(opened.layers)]
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
-    def listen(linear: OpenLinear, given: tuple[Tensor], out: Tensor) -> None:
+    def listen(linear: TrainableLinear, given: tuple[Tensor], out: Tensor) -> None:
         inputs[linear.name], outputs[linear.name] = given[0].detach(), out
 
     x = opened.embed(tokens).requires_grad_()
@@ -183,8 +183,8 @@ def test_what_is_heard_is_what_autograd_says(opened: CalibrationModel) -> None:
 def test_quick_changes_are_those_of_a_quantizer() -> None:
     w, stats = weight(24, 100), correlated(100)
     by = factor(stats.hessian, 0.01, act_order=True)
-    settings = [Setting(2, 32), Setting(2, 100), Setting(4, 48), Setting(8, 32)]
-    changes = quick_changes(w, by, settings)
+    settings = [BitConfig(2, 32), BitConfig(2, 100), BitConfig(4, 48), BitConfig(8, 32)]
+    changes = fast_errors(w, by, settings)
     assert changes.shape == (4, 24, 100)
     for setting, change in zip(settings, changes, strict=True):
         quantizer = GPTQ(bits=setting.bits, group=setting.group, free=True, refine=0)
@@ -195,7 +195,7 @@ def test_quick_changes_are_those_of_a_quantizer() -> None:
 def test_more_bits_lose_less(measured: list[Sensitivity]) -> None:
     assert len(measured) == 21
     for one in measured:
-        assert one.losses[Setting(1, 32)] > one.losses[Setting(2, 32)] > one.losses[Setting(3, 64)] > 0
+        assert one.losses[BitConfig(1, 32)] > one.losses[BitConfig(2, 32)] > one.losses[BitConfig(3, 64)] > 0
 
 
 @pytest.mark.parametrize("measure", ["fisher", "residual"])
@@ -213,7 +213,7 @@ def test_measuring_again_gives_the_same(opened: CalibrationModel) -> None:
 
 def test_the_predicted_increase_is_that_of_the_divergence(opened: CalibrationModel) -> None:
     """At 8 bits the expansion holds: the sum over matrices is the KL divergence that rounding one of them causes."""
-    tokens, setting = text(6, 60), Setting(5, 32)
+    tokens, setting = text(6, 60), BitConfig(5, 32)
     module = "model.layers.1.mlp.down_proj"
     found = sensitivities(opened, tokens, [setting], half=False)
     predicted = next(one.losses[setting] for one in found if one.module == module)

@@ -11,7 +11,7 @@ from conftest import write_tiny_model
 from crelle.errors import CrelleError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.models.calibration_model import open_model
-from crelle.quantizers.driver import Calibration, quantize
+from crelle.quantizers.pipeline import Calibration, quantize
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 PLAIN = [

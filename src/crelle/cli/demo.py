@@ -40,7 +40,7 @@ def run(
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_existing, refuse_other_files
     from crelle.formats.files import to_json, write_whole, writing
-    from crelle.quantizers.driver import quantize
+    from crelle.quantizers.pipeline import quantize
 
     use_threads(threads)
     targets = {scheme: scheme.replace(":", "-").replace(",", "-") for scheme in ("fp16", *SCHEMES)}

@@ -1,4 +1,4 @@
-"""crelle inspect: what is in a checkpoint."""
+"""crelle inspect: the matrices of a checkpoint, their formats and sizes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,8 @@ def run(model: Model, json: Json = False) -> None:
     for layer in facts["layers"]:
         N, K = layer["shape"]
         per_weight, megabytes = f"{layer['bits_per_weight']:.3f}", f"{layer['bytes'] / 1e6:.3f}"
-        cells = (layer["name"], layer["format"], f"{N} x {K}", str(layer["bits"]), str(layer["group"]))
+        group = "several" if layer["group"] is None else str(layer["group"])
+        cells = (layer["name"], layer["format"], f"{N} x {K}", f"{layer['bits']:g}", group)
         table.add_row(*cells, per_weight, megabytes)
     out.print(table)
     out.print(
@@ -53,13 +54,16 @@ def describe(model: Any) -> dict[str, Any]:
     weights = open_weights(model, encoded=True)
     modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
     layers: list[dict[str, Any]] = []
+    counted: list[dict[str, Any]] = []  # the quantized ones; all of them where there are none
     for name in modules:
         w = weights.matrix(name)
         facts = {"name": name, "format": w.format, "shape": list(w.shape), "bits": w.bits, "group": w.group}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
+        if w.quantized:
+            counted.append(layers[-1])
     if not layers:
         raise FormatError(f"{model} holds no matrix, so there is nothing to show")
-    counted = [x for x in layers if x["format"] != "dense"] or layers
+    counted = counted or layers
     count = sum(x["shape"][0] * x["shape"][1] for x in counted)
     size = sum(x["bytes"] for x in counted)
     root = weights.path

@@ -1,4 +1,4 @@
-"""crelle quantize: make a model small."""
+"""crelle quantize: quantize a model into a checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,10 +30,10 @@ def run(
         Path | None, typer.Option("--plan", help="A plan of `crelle search`: bits and group of every matrix.")
     ] = None,
     calib: CalibrationText = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows of the text that calibrated schemes look at.")] = 64,
-    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 64,
+    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
     device: Device = "cpu",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was killed.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
     ] = False,
@@ -44,7 +44,7 @@ def run(
 
     **Schemes**
 
-    - `auto:bits=3.35`: the recipe we recommend, at most that many bits per weight, every scale counted; minutes on a
+    - `auto:bits=3.35`: the recommended recipe, at most that many bits per weight, every scale counted; minutes on a
       CPU. `auto:bits=3.35,tune=full` adds end-to-end training: better still, minutes on a GPU, hours on a CPU
 
     - `fp16`, `bf16`, `fp32`: only stored at that width
@@ -56,13 +56,13 @@ def run(
     - `bcq:bits=3,group=64`: binary coding by alternating least squares, better at 2 and 3 bits
       (`rounds=0` greedy, `bias=false` without z)
 
-    - `gptq:bits=3,group=128`: error feedback on calibration data (`free=true`: grids that begin anywhere);
+    - `gptq:bits=3,group=128`: error feedback on calibration data (`free=true`: affine grids);
       `awq:bits=4,group=128`: activation-aware scales; `hbcq:bits=3,group=128`: binary coding with error feedback
 
     - `bcq-nested:bits=4,group=128`: one checkpoint that serves 2, 3 and 4 bits
 
-    `auto`, `gptq`, `awq`, `hbcq` and `bcq-nested` look at a text: `--calib FILE`. Without one they take Python's
-    documentation and text that the model writes itself.
+    `auto`, `gptq`, `awq`, `hbcq` and `bcq-nested` calibrate on data: `--calib FILE`. Without it they take Python's
+    documentation and text sampled from the model itself.
 
     `group` is how many inputs share a scale: smaller is better and larger on disk; `group=row` shares over a row.
 
@@ -76,7 +76,7 @@ def run(
 
     A run that was killed continues with `--resume` and ends in the same bytes.
     """
-    from crelle.engine.compress import quantize
+    from crelle.engine.quantize import quantize
     from crelle.formats.destination import destination, refuse_overlap
     from crelle.quantizers.scheme import parse
 
@@ -113,7 +113,7 @@ def run(
         print_json(report)
         return
     if report.resumed_units:
-        err.print(f"took over {report.resumed_units} finished shards")
+        err.print(f"resumed with {report.resumed_units} finished shards")
     out.print(
         f"{report.out}: {report.scheme}, {report.bits_per_weight:.3f} bits per weight, "
         f"{report.bytes / 1e6:.1f} MB of quantized weights, {report.seconds:.1f} s",
@@ -125,7 +125,7 @@ def run(
 
 def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:
     """Return the scheme and the overrides of a plan file."""
-    from crelle.quantizers.search import read_plan
+    from crelle.quantizers.plan_file import read_plan
 
     plan = read_plan(path)
     return scheme or plan.scheme, dict(plan.overrides)

@@ -1,4 +1,4 @@
-"""crelle search: which bits and which group for which matrix."""
+"""crelle search: mixed precision, bits and group size of every matrix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from crelle.eval.front import Picture
-    from crelle.quantizers.search import Front, Plan
-    from crelle.quantizers.sensitivity import Setting
+    from crelle.quantizers.base import BitConfig
+    from crelle.quantizers.search import ParetoFront, Plan
 
 NAME = "search"
 _RESULTS = ("plan.json", "front.html", "front.png")
-_POINTS = 33  # plans of the front that are shown, and among which --max-perplexity chooses: five or six are tried
+_POINTS = (
+    33  # plans of the Pareto front that are shown, and among which --max-perplexity chooses: five or six are tried
+)
 
 
 def run(
@@ -33,8 +35,8 @@ def run(
     calib: Annotated[
         Path | None, typer.Option("--calib", metavar="FILE", help="UTF-8 text to measure on; default: Python's docs.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows of the calibration text.")] = 16,
-    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text for --max-perplexity; default: Python's documentation.")
     ] = None,
@@ -62,8 +64,8 @@ def run(
 ) -> None:
     """Choose bits and group for every matrix, so that the model is as good as its size allows.
 
-    What each setting of each matrix would cost is predicted from one forward and one backward pass through the
-    full-precision model; then the best plan is found exactly, at every size at once. `--max-perplexity` quantizes in
+    The loss of each setting of each matrix is predicted from one forward and one backward pass through the
+    full-precision model; then the whole Pareto front is solved exactly. `--max-perplexity` quantizes in
     memory and measures, and takes the smallest plan that meets it.
 
     **Examples**
@@ -74,7 +76,7 @@ def run(
     `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
     """
     from crelle.formats.destination import destination, refuse_other_files, refuse_overlap
-    from crelle.quantizers.search import write_plan
+    from crelle.quantizers.plan_file import write_plan
 
     if (target_bits is None) == (max_perplexity is None):
         raise SchemeError("give either --target-bits, e.g. 3.0, or --max-perplexity")
@@ -115,10 +117,10 @@ def run(
 
 
 class _Job:
-    """The model taken apart, and its calibration rows."""
+    """The calibration model and its calibration sequences."""
 
     def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int) -> None:
-        from crelle.engine.calibration import rows_of
+        from crelle.engine.calibration_data import rows_of
         from crelle.engine.tokenizer import Tokenizer
         from crelle.eval.text import read_text
         from crelle.formats.source import open_weights
@@ -135,11 +137,12 @@ class _Job:
         self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.spec.context), rows)
 
     def front(
-        self, settings: "list[Setting]", recipe: str, per: str
-    ) -> "tuple[Front, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
-        """Measure, and solve; also return what makes a picture of it."""
+        self, settings: "list[BitConfig]", recipe: str, per: str
+    ) -> "tuple[ParetoFront, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
+        """Measure sensitivities and solve; also return a function that plots the result."""
         from crelle.eval.front import Picture
-        from crelle.quantizers.search import Front, config_of, uniform
+        from crelle.quantizers.plan_file import config_of
+        from crelle.quantizers.search import ParetoFront, uniform
         from crelle.quantizers.sensitivity import sensitivities
 
         if per not in ("matrix", "kind"):
@@ -147,7 +150,7 @@ class _Job:
         config = config_of(recipe)
         with tracking("measuring") as track:
             measured = sensitivities(self.model, self.rows, settings, device=self.device, progress=track)
-        front = Front(measured, recipe=config, per="kind" if per == "kind" else "matrix")
+        front = ParetoFront(measured, recipe=config, per="kind" if per == "kind" else "matrix")
 
         def picture(plans: "list[Plan]", chosen: "Plan", perplexities: dict[float, float]) -> "Picture":
             alike = {s: uniform(measured, s, recipe=config) for s in settings}
@@ -159,7 +162,7 @@ class _Job:
     def smallest(
         self, plans: "list[Plan]", most: float, text: Path | None, context: int, windows: int
     ) -> "tuple[Plan, dict[float, float]]":
-        from crelle.engine.calibration import rows_of
+        from crelle.engine.calibration_data import rows_of
         from crelle.eval.planned import dequantized, open_perplexity, smallest_meeting
         from crelle.eval.text import read_text
 
@@ -184,16 +187,17 @@ class _Job:
         return plan, tried
 
 
-def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[Setting]":
+def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[BitConfig]":
+    from crelle.quantizers.base import BitConfig
     from crelle.quantizers.scheme import parse
-    from crelle.quantizers.sensitivity import CANDIDATES, Setting, candidates
+    from crelle.quantizers.sensitivity import CANDIDATES, candidates
 
     default = CANDIDATES if target_bits is None else candidates(target_bits)
     found = []
     for b in bits.split(",") if bits else sorted({str(s.bits) for s in default}):
         for g in groups.split(",") if groups else dict.fromkeys(str(s.group) for s in default):
             config: Any = parse(f"rtn:bits={b.strip()},group={g.strip()}")  # checks both, and says what is wrong
-            found.append(Setting(config.bits, config.group))
+            found.append(BitConfig(config.bits, config.group))
     return list(dict.fromkeys(found))
 
 

@@ -9,7 +9,7 @@ from crelle.cli.console import Device, Json, Threads, draw_whole, out, print_jso
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
-    from crelle.quantizers.tuned import TuneReport
+    from crelle.quantizers.finetune import TuneReport
 
 NAME = "tune"
 
@@ -19,24 +19,26 @@ def run(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
     teacher: Annotated[
         Path | None,
-        typer.Option("--teacher", metavar="SRC", help="The full-precision model; without it the text is the goal."),
+        typer.Option(
+            "--teacher", metavar="SRC", help="The full-precision model to distil from; default: language-model loss."
+        ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option("--text", metavar="FILE", help="What to train on. Default: Python's documentation."),
     ] = None,
-    own: Annotated[int, typer.Option("--own", help="Rows of text that the teacher writes itself, besides.")] = 0,
+    own: Annotated[int, typer.Option("--own", help="Sequences sampled from the teacher, besides the text.")] = 0,
     train: Annotated[
-        str, typer.Option("--train", help="What trains: scales (the codes stay) or all (weights too; affine grids).")
+        str, typer.Option("--train", help="What trains: scales (codes fixed) or all (weights too; affine grids).")
     ] = "scales",
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 200,
-    batch: Annotated[int, typer.Option("--batch", help="Rows of a step.")] = 8,
-    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences per optimizer step.")] = 8,
+    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
     rate: Annotated[
         float, typer.Option("--rate", help="Learning rate, in steps of the grid; scales move at half of it.")
     ] = 2e-3,
-    seed: Annotated[int, typer.Option("--seed", help="For the order of the text and the teacher's writing.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="For batches and for what the teacher samples.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was killed.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
     ] = False,
@@ -44,9 +46,9 @@ def run(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Train the numbers of a quantized model end to end, and write a new checkpoint.
+    """Train the scales (and weights) of a quantized model end to end, and write a new checkpoint.
 
-    With `--teacher` the loss is the divergence from the full-precision model's predictions; without, the plain
+    With `--teacher` the loss is the KL divergence from the full-precision model; without, the plain
     language-model loss on the text: AlphaTuning to a task. The loss curve is drawn in OUT/training.png.
 
     **Examples**
@@ -55,10 +57,10 @@ def run(
 
     `crelle tune out/m-3bit out/m-3bit-poems --text poems.txt`
     """
-    from crelle.engine.compress import tune_checkpoint
+    from crelle.engine.quantize import tune_checkpoint
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_overlap
-    from crelle.quantizers.tune import Training
+    from crelle.quantizers.training import Training
 
     use_threads(threads)
     refuse_overlap(destination(target), source, teacher, text)
@@ -88,7 +90,8 @@ def run(
         return
     first, last = (sum(part) / len(part) for part in (report.losses[:10], report.losses[-10:]))
     out.print(
-        f"{report.out}: {report.trained:,} numbers trained in {report.seconds:.0f} s, loss {first:.4f} to {last:.4f}",
+        f"{report.out}: {report.trained:,} parameters trained in {report.seconds:.0f} s, "
+        f"loss {first:.4f} to {last:.4f}",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -96,7 +99,7 @@ def run(
 
 
 def draw_losses(report: "TuneReport") -> None:
-    """Keep the losses beside the checkpoint as numbers, and as a picture where matplotlib is installed."""
+    """Write the losses beside the checkpoint, and plot them where matplotlib is installed."""
     from crelle.errors import UnsupportedError
     from crelle.eval.plots import plot_curve
     from crelle.formats.files import to_json, write_whole
@@ -108,4 +111,4 @@ def draw_losses(report: "TuneReport") -> None:
             lambda path: plot_curve(path, report.losses, "Loss of the training", "step", "loss"),
         )
     except UnsupportedError as e:
-        out.print(f"no picture: {e}", highlight=False)
+        out.print(f"no plot: {e}", highlight=False)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crelle.eval.plots import COLOURS, pyplot
+from crelle.quantizers.base import BitConfig
 from crelle.quantizers.search import Plan, kind_of
-from crelle.quantizers.sensitivity import Setting
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 340, 70, 46  # of the curve, in pixels
 
@@ -21,7 +21,7 @@ class Picture:
     title: str
     plans: Sequence[Plan]  # the front, from small to large
     chosen: Plan
-    uniforms: Mapping[Setting, Plan]  # one setting for all matrices, to compare with
+    uniforms: Mapping[BitConfig, Plan]  # one setting for all matrices, to compare with
     perplexities: Mapping[float, float]  # of the plans that were tried, by bits per weight
 
     def rows(self) -> list[tuple[Plan, bool]]:
@@ -93,7 +93,7 @@ def _shown(plans: Sequence[Plan]) -> list[Plan]:
     return [p for p in plans if p.loss > 0]  # a logarithm's worth
 
 
-def _shown_uniforms(uniforms: Mapping[Setting, Plan]) -> dict[Setting, Plan]:
+def _shown_uniforms(uniforms: Mapping[BitConfig, Plan]) -> dict[BitConfig, Plan]:
     return {s: p for s, p in uniforms.items() if p.loss > 0}
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.opened import OpenModel
+from crelle.quantizers.layer_api import CalibrationModel
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import Plan
 
@@ -17,7 +17,11 @@ Progress = Callable[[int, int, str], None]
 
 @torch.no_grad()
 def dequantized(
-    model: OpenModel, overrides: Mapping[str, str], rows: Tensor, device: torch.device, progress: Progress | None = None
+    model: CalibrationModel,
+    overrides: Mapping[str, str],
+    rows: Tensor,
+    device: torch.device,
+    progress: Progress | None = None,
 ) -> dict[str, Tensor]:
     """Quantize the linears as `crelle quantize` does and return the numbers that their bits stand for."""
     recipes = {module: parse(scheme) for module, scheme in overrides.items()}
@@ -35,7 +39,11 @@ def dequantized(
 
 @torch.no_grad()
 def open_perplexity(
-    model: OpenModel, windows: Tensor, device: torch.device, weights: Mapping[str, Tensor] | None = None, batch: int = 2
+    model: CalibrationModel,
+    windows: Tensor,
+    device: torch.device,
+    weights: Mapping[str, Tensor] | None = None,
+    batch: int = 2,
 ) -> float:
     """Return the perplexity over windows [S, T] with some weights replaced; as `crelle eval`, layer by layer."""
     x = model.embed(windows.to(device))

@@ -22,9 +22,10 @@ from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.formats.base import QuantTensor, bits_per_weight
 from crelle.models.loader import architecture
 from crelle.models.tensor_shapes import tensor_shapes
-from crelle.quantizers.scheme import Store, parse
+from crelle.quantizers.base import Cast
+from crelle.quantizers.scheme import parse
 
-_PLAIN = Store("fp16")  # what is not inside a layer
+_PLAIN = Cast("fp16")  # what is not inside a layer
 _BIAS = 0.02  # standard deviation
 
 

@@ -1,6 +1,6 @@
 """A uniform grid that may begin anywhere, and several grids nested in the same codes.
 
-    AffineTensor   w = low + scale * q                     q = 0 ... 2^P - 1, low a number, not a multiple of scale
+    AffineTensor   w = low + scale * q                     q = 0 ... 2^P - 1, low any value, not a multiple of scale
     NestedTensor   w = low_p + scale_p * (q >> (P - p))    for each precision p on offer: the first p planes of the same
                                                            codes with a scale and a low of their own
 
@@ -13,34 +13,57 @@ Layout, planes and groups as in crelle.formats.bcq (plane 0 is the most signific
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.base import Spec, expect, take
-from crelle.formats.bcq import SCALE_DTYPES, BCQTensor, Planes, groups_in, planes_of, spread
+from crelle.formats.base import Spec, expect, register_format, take
+from crelle.formats.bcq import (
+    SCALE_DTYPES,
+    BCQTensor,
+    Planes,
+    expand_groups,
+    groups_in,
+    plane_bits,
+    plane_sizes,
+    planes_of,
+)
 from crelle.formats.packing import pack_planes
+from crelle.formats.random_parts import RandomParts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AffineTensor(Planes):
+class _Grid(Planes):
+    """Planes with a scale and a lowest level per group."""
+
+    scale: Tensor  # float [N, C]; nested: [precisions, N, C]
+    low: Tensor  # of the same shape
+
+    @classmethod
+    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
+        return ["planes", "scale", "low"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"planes": self.planes, "scale": self.scale, "low": self.low}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> Self:
+        return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
+
+
+@register_format
+@dataclass(frozen=True, slots=True, eq=False)
+class AffineTensor(_Grid):
     """w = low + scale * q, group-wise."""
 
     format: ClassVar[str] = "affine"
-    scale: Tensor  # float [N, C]
-    low: Tensor  # float [N, C]
 
     @classmethod
     def from_codes(cls, codes: Tensor, bits: int, scale: Tensor, low: Tensor, group: int) -> Self:
         """Build from codes [N, K]."""
         return cls(pack_planes(codes, bits), codes.shape[-1], group, scale.contiguous(), low.contiguous())
-
-    @classmethod
-    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
-        return ["planes", "scale", "low"]
 
     @classmethod
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
@@ -53,13 +76,25 @@ class AffineTensor(Planes):
     def spec(self) -> Spec:
         return {"format": self.format, **self.dimensions()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"planes": self.planes, "scale": self.scale, "low": self.low}
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        P, N, K, G, C = plane_sizes(spec)
+        sample = RandomParts(N, K, C, generator)
+        scale, low = sample.grid(P)
+        return cls(sample.planes(P), K, G, scale, low)
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        P, _, K, _, C = plane_sizes(spec)
+        return plane_bits(P, K) + 32 * C
+
+    def scales(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "low": self.low}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        w = self.codes().to(wide).mul_(spread(self.scale.to(wide), self.group, self.K))
-        return w.add_(spread(self.low.to(wide), self.group, self.K)).to(dtype)
+        w = self.codes().to(wide).mul_(expand_groups(self.scale.to(wide), self.group, self.K))
+        return w.add_(expand_groups(self.low.to(wide), self.group, self.K)).to(dtype)
 
     def to_bcq(self) -> BCQTensor:
         """Return the same grid as planes with alphas, in f32; z is rounded once (within 2^-24 of the largest level)."""
@@ -76,13 +111,12 @@ class AffineTensor(Planes):
         return AffineTensor(planes, self.K, self.group, scale, low)
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
-class NestedTensor(Planes):
+class NestedTensor(_Grid):
     """Affine grids of several precisions that share their leading planes; as a weight it is its finest one."""
 
     format: ClassVar[str] = "nested"
-    scale: Tensor  # float [precisions, N, C]
-    low: Tensor  # float [precisions, N, C]
     precisions: tuple[int, ...]  # ascending; the last is the number of planes
 
     @classmethod
@@ -92,10 +126,6 @@ class NestedTensor(Planes):
         """Build from the finest codes [N, K]."""
         planes = pack_planes(codes, precisions[-1])
         return cls(planes, codes.shape[-1], group, scale.contiguous(), low.contiguous(), precisions)
-
-    @classmethod
-    def parts(cls, spec: Mapping[str, Any]) -> list[str]:
-        return ["planes", "scale", "low"]
 
     @classmethod
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
@@ -120,8 +150,22 @@ class NestedTensor(Planes):
     def spec(self) -> Spec:
         return {"format": self.format, **self.dimensions(), "precisions": list(self.precisions)}
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"planes": self.planes, "scale": self.scale, "low": self.low}
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        P, N, K, G, C = plane_sizes(spec)
+        sample = RandomParts(N, K, C, generator)
+        grids = [sample.grid(p) for p in spec["precisions"]]
+        scale, low = (torch.stack(parts) for parts in zip(*grids, strict=True))  # [precisions, N, C]
+        return cls(sample.planes(P), K, G, scale, low, tuple(spec["precisions"]))
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        P, _, K, _, C = plane_sizes(spec)
+        return plane_bits(P, K) + 32 * C * len(spec["precisions"])
+
+    def scales(self) -> dict[str, Tensor]:
+        """None that train: a loss at the finest precision would not see the other ones."""
+        return {}
 
     def at(self, bits: int) -> AffineTensor:
         """Return the model of the first `bits` planes: a view, nothing is copied."""

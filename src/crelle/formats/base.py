@@ -1,13 +1,26 @@
-"""What every weight format answers, and the table that finds a format by its name.
+"""The QuantTensor protocol that every weight format implements, and the registry that finds a format by its name.
 
 A QuantTensor is a weight matrix W [N outputs, K inputs] in some encoding. It is immutable, knows its cost in bytes,
-can be turned back into numbers, and can be taken apart into plain tensors (for a file) and put together again:
+can be dequantized, and can be taken apart into plain tensors (for a file) and put together again:
 
     cls.from_parts(q.spec(), q.tensors())  ==  q
+
+Hooks. Search, training, random weights, `inspect` and the reference kernel know a format by these alone:
+
+    cls.random(spec, generator)     random weights for speed and tests, in the bytes that a real matrix has
+    cls.row_bits(spec)              stored bits of one output row, known before anything is quantized (search, sizes)
+    q.scales(), q.with_scales(...)  the floating-point scales that train while the codes stay; `dequantize` must be
+                                    differentiable in them
+    q.quantized                     whether the matrix counts as quantized in sizes and bits per weight
+
+A `spec` is what `q.spec()` returns: "format", "shape" and the format's own settings. Nothing requires one number of
+bits or one group size for the whole matrix: where they differ inside it, `bits` is the average and `group` is None.
+A new format is a module with a class under `@register_format`; crelle.formats.builtin imports those
+that come with Crelle.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,29 +35,41 @@ class QuantTensor(Protocol):
     """A weight matrix [N, K] in one of our encodings."""
 
     format: ClassVar[str]
+    quantized: ClassVar[bool]  # False for plain floating-point matrices
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     @property
-    def bits(self) -> int:
-        """Bits of one code, scales not counted."""
+    def bits(self) -> float:
+        """Bits of one code, scales not counted; the average where codes differ in width."""
         ...
 
     @property
-    def group(self) -> int:
-        """Inputs that share one set of scales; K where a whole row does."""
+    def group(self) -> int | None:
+        """Inputs that share one set of scales, K where a whole row does; None where group sizes differ."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers that the bits stand for, [N, K]."""
+        """Return the values that the codes stand for, [N, K]; differentiable in the scales."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the stored tensors by their short names; their bytes are the format's whole cost."""
+        ...
+
+    def scales(self) -> dict[str, Tensor]:
+        """Return the trainable scale tensors by their names in `tensors`; {} where there are none to train.
+
+        The first one is the step size of a group, [..., N, C]: training measures the others of that shape in it.
+        """
+        ...
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> Self:
+        """Return a copy with the same codes and these scales, of any floating-point type; others stay as they are."""
         ...
 
     def spec(self) -> Spec:
@@ -66,6 +91,36 @@ class QuantTensor(Protocol):
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Check and assemble; raises FormatError with a sentence when the parts do not fit."""
         ...
+
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        """Return random weights of standard deviation 1/sqrt(K) with this spec, on the generator's device."""
+        ...
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        """Return the stored bits of one output row of a matrix with this spec, every scale counted."""
+        ...
+
+
+FORMATS: dict[str, type[QuantTensor]] = {}  # by name: every format that a checkpoint may hold
+_Format = TypeVar("_Format", bound=type[QuantTensor])
+
+
+def register_format(cls: _Format) -> _Format:
+    """Class decorator: make a format known by its name."""
+    if (known := FORMATS.get(cls.format)) is not None and known.__qualname__ != cls.__qualname__:
+        raise FormatError(f"the format '{cls.format}' is registered twice: {known.__name__} and {cls.__name__}")
+    FORMATS[cls.format] = cls
+    return cls
+
+
+def format_of(spec: Mapping[str, Any]) -> type[QuantTensor]:
+    """Return the class of the format that a spec names."""
+    name = spec.get("format")
+    if not isinstance(name, str) or name not in FORMATS:
+        raise FormatError(f"there is no format {name!r} (known: {', '.join(sorted(FORMATS))})")
+    return FORMATS[name]
 
 
 def nbytes(w: QuantTensor) -> int:

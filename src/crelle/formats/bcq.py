@@ -17,15 +17,16 @@ Bits per weight: BCQ  P + 16 (P + 1) / G;  uniform  P + (16 + P) / G.   Source: 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.base import Spec, expect, shape_of, take
+from crelle.formats.base import Spec, expect, register_format, shape_of, take
 from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
+from crelle.formats.random_parts import RandomParts
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_BITS = 8
@@ -36,7 +37,7 @@ def groups_in(K: int, group: int) -> int:
     return -(-K // group)
 
 
-def spread(per_group: Tensor, group: int, K: int) -> Tensor:
+def expand_groups(per_group: Tensor, group: int, K: int) -> Tensor:
     """Repeat one value per group [..., C] over the inputs [..., K]."""
     return per_group.repeat_interleave(group, dim=-1)[..., :K]
 
@@ -45,6 +46,7 @@ def spread(per_group: Tensor, group: int, K: int) -> Tensor:
 class Planes:
     """What all plane encodings share: the planes, K (the packing rounds it up) and the group."""
 
+    quantized: ClassVar[bool] = True
     planes: Tensor  # uint8 [P, N, ceil(K/8)]
     K: int
     group: int
@@ -69,6 +71,18 @@ class Planes:
         return unpack_planes(self.planes, self.K)
 
 
+def plane_sizes(spec: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
+    """Return (P, N, K, G, C) of a spec: planes, outputs, inputs, group size, groups in a row."""
+    N, K = shape_of(spec)
+    P, G = spec["bits"], spec["group"]
+    return P, N, K, G, groups_in(K, G)
+
+
+def plane_bits(P: int, K: int) -> int:
+    """Return the stored bits of a row of P planes: whole bytes."""
+    return P * 8 * -(-K // 8)
+
+
 def planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> tuple[Tensor, int, int]:
     """Check what all plane encodings share and return (planes, K, group)."""
     N, K = shape_of(spec)
@@ -80,6 +94,7 @@ def planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
     return expect(tensors, "planes", (bits, N, -(-K // 8)), (torch.uint8,), where), K, group
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
 class BCQTensor(Planes):
     """w = z + sum_p alpha_p b_p, group-wise."""
@@ -113,14 +128,35 @@ class BCQTensor(Planes):
         parts = {"planes": self.planes, "alpha": self.alpha}
         return parts if self.z is None else parts | {"z": self.z}
 
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        """Alphas halve from plane to plane, as those of real weights roughly do."""
+        P, N, K, G, C = plane_sizes(spec)
+        sample = RandomParts(N, K, C, generator)
+        place = torch.tensor([2.0**-p for p in range(P)], device=generator.device)
+        place *= sample.std / place.square().sum().sqrt()
+        alpha = (place[:, None, None] * sample.jitter(P, N, C)).half()
+        return cls(sample.planes(P), K, G, alpha, sample.offset().half() if spec["bias"] else None)
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        P, _, K, _, C = plane_sizes(spec)
+        return plane_bits(P, K) + 16 * C * (P + bool(spec["bias"]))
+
+    def scales(self) -> dict[str, Tensor]:
+        return {"alpha": self.alpha} if self.z is None else {"alpha": self.alpha, "z": self.z}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> "BCQTensor":
+        return replace(self, alpha=scales.get("alpha", self.alpha), z=scales.get("z", self.z))
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         N, K = self.shape
         w = torch.zeros(N, K, dtype=wide, device=self.device)
         for p in reversed(range(self.bits)):  # small terms first, so that the sum rounds least
-            w += spread(self.alpha[p].to(wide), self.group, K) * unpack_signs(self.planes[p], K, wide)
+            w += expand_groups(self.alpha[p].to(wide), self.group, K) * unpack_signs(self.planes[p], K, wide)
         if self.z is not None:
-            w += spread(self.z.to(wide), self.group, K)
+            w += expand_groups(self.z.to(wide), self.group, K)
         return w.to(dtype)
 
     def rows(self, which: slice | Tensor) -> "BCQTensor":
@@ -132,6 +168,7 @@ class BCQTensor(Planes):
         return BCQTensor(self.planes.to(device), self.K, self.group, self.alpha.to(device), z)
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
 class UniformTensor(Planes):
     """w = scale * (q - zero), group-wise."""
@@ -168,6 +205,29 @@ class UniformTensor(Planes):
         parts = {"planes": self.planes, "scale": self.scale}
         return parts if self.zero is None else parts | {"zero": self.zero}
 
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        """Zero points are one of the two codes in the middle."""
+        P, N, K, G, C = plane_sizes(spec)
+        sample = RandomParts(N, K, C, generator)
+        scale = (sample.step(P) * sample.jitter(N, C)).half()
+        if spec["symmetric"]:
+            return cls(sample.planes(P), K, G, scale, None)
+        middle = 1 << (P - 1)
+        zero = torch.randint(middle - 1, middle + 1, (N, C), generator=generator, device=scale.device)
+        return cls(sample.planes(P), K, G, scale, pack_stream(zero, P))
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        P, _, K, _, C = plane_sizes(spec)
+        return plane_bits(P, K) + 16 * C + (0 if spec["symmetric"] else 8 * -(-C * P // 8))
+
+    def scales(self) -> dict[str, Tensor]:
+        return {"scale": self.scale}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> "UniformTensor":
+        return replace(self, scale=scales.get("scale", self.scale))
+
     def zeros(self) -> Tensor:
         """Return the zero points as integers uint8 [N, C]."""
         if self.zero is None:
@@ -177,11 +237,16 @@ class UniformTensor(Planes):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         zero, scale = self.zeros().to(wide), self.scale.to(wide)
-        w = self.codes().to(wide).sub_(spread(zero, self.group, self.K)).mul_(spread(scale, self.group, self.K))
+        w = (
+            self.codes()
+            .to(wide)
+            .sub_(expand_groups(zero, self.group, self.K))
+            .mul_(expand_groups(scale, self.group, self.K))
+        )
         return w.to(dtype)
 
     def to_bcq(self) -> BCQTensor:
-        """Return the same numbers as planes with alphas; exact for f16 and bf16 scales: every product fits f32."""
+        """Return the same values as planes with alphas; exact for f16 and bf16 scales: every product fits f32."""
         scale = self.scale.to(torch.float32)
         place = torch.tensor([2.0 ** (self.bits - 2 - p) for p in range(self.bits)], device=self.device)
         alpha = place[:, None, None] * scale  # [P, N, C]

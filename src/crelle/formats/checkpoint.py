@@ -41,10 +41,8 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, CrelleError, FormatError
-from crelle.formats.affine import AffineTensor, NestedTensor
-from crelle.formats.base import QuantTensor, Spec, shape_of
-from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.dense import DenseTensor
+from crelle.formats import builtin  # noqa: F401  # registers the formats
+from crelle.formats.base import FORMATS, QuantTensor, Spec, shape_of
 from crelle.formats.destination import (
     destination,
     of_replaced,
@@ -80,13 +78,9 @@ from crelle.formats.ownership import (
     remove_files,
     same_directory,
 )
-from crelle.formats.permuted import PermutedTensor
 from crelle.formats.tokenizer_files import copy_tokenizer_files
 
 FORMAT_VERSION = 1
-FORMATS: dict[str, type[QuantTensor]] = {
-    c.format: c for c in (BCQTensor, UniformTensor, AffineTensor, NestedTensor, PermutedTensor, DenseTensor)
-}
 _KEYS = {"quant_method": str, "format_version": int, "scheme": str, "overrides": dict, "tensors": dict, "shards": dict}
 
 

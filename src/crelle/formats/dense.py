@@ -1,4 +1,8 @@
-"""Weights that nobody quantized: f32, f16 or bf16 [N, K], as they are. 32 or 16 bits per weight."""
+"""Weights that are not quantized: f32, f16 or bf16 [N, K]. 32 or 16 bits per weight.
+
+The stored tensor tells its own dtype; only the spec of a matrix that does not exist yet (`random`, `row_bits`) may name
+one: {"format": "dense", "shape": [N, K], "dtype": "bfloat16"}; float16 where it does not.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +11,19 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from crelle.formats.base import Spec, expect, shape_of, take
+from crelle.errors import FormatError
+from crelle.formats.base import Spec, expect, register_format, shape_of, take
 
 DENSE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseTensor:
     """A plain matrix behind the interface that the encoded ones have."""
 
     format: ClassVar[str] = "dense"
+    quantized: ClassVar[bool] = False
     weight: Tensor  # [N, K]
 
     @property
@@ -41,6 +48,12 @@ class DenseTensor:
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight}
 
+    def scales(self) -> dict[str, Tensor]:
+        return {}
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> "DenseTensor":
+        return self
+
     def spec(self) -> Spec:
         return {"format": self.format, "shape": list(self.shape)}
 
@@ -58,3 +71,21 @@ class DenseTensor:
     def from_parts(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         take(spec, cls, {"format", "shape"})
         return cls(expect(tensors, "weight", shape_of(spec), DENSE_DTYPES, cls.format))
+
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        N, K = shape_of(spec)
+        weight = torch.randn(N, K, generator=generator, dtype=_dtype_of(spec), device=generator.device)
+        return cls(weight.mul_(K**-0.5))
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        return 8 * _dtype_of(spec).itemsize * shape_of(spec)[1]
+
+
+def _dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
+    name = spec.get("dtype", "float16")
+    names = {str(d).removeprefix("torch."): d for d in DENSE_DTYPES}
+    if name not in names:
+        raise FormatError(f"dense: the dtype should be one of {', '.join(names)}, got {name!r}")
+    return names[name]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.permuted import PermutedTensor
+from crelle.formats.composite import PermutedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Problem:
     format: str
     N: int
     K: int
-    bits: int
-    group: int
+    bits: float  # of a code; the average where they differ
+    group: int | None  # None where group sizes differ
     device: str  # "cpu" or "cuda"
     dtype: torch.dtype  # of x and y
     permuted: bool = False  # the weight's columns are permuted; any kernel can have x permuted for it
@@ -41,7 +41,8 @@ class Problem:
         dtype = str(self.dtype).removeprefix("torch.")
         perm = ", inputs permuted" if self.permuted else ""
         act = "" if self.activation == "float" else f", {self.activation} activations"
-        what = f"{self.format} {self.N}x{self.K}, {self.bits} bits, group {self.group}"
+        group = "several group sizes" if self.group is None else f"group {self.group}"
+        what = f"{self.format} {self.N}x{self.K}, {self.bits:g} bits, {group}"
         return f"{what}{perm}{act}, {dtype} on {self.device}"
 
 

@@ -1,8 +1,10 @@
 """Readable torch kernels: the oracle of every other kernel, and the last resort.
 
 dense        a weight that is not quantized, as it is
-dequantized  quantized weights turned back into numbers once, at load: quick anywhere, 2 or 4 bytes a weight
-reference    turned back into numbers at every call, a slab of rows at a time: small, slow, plain
+dequantized  quantized weights dequantized once, at load: quick anywhere, 2 or 4 bytes a weight
+reference    dequantized at every call, a slab of rows at a time: small, slow, plain
+
+They know a weight by the hooks of crelle.formats.base alone, so they run every format.
 """
 
 from typing import ClassVar
@@ -10,15 +12,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from crelle.formats.base import QuantTensor
+from crelle.formats import builtin  # noqa: F401  # registers the formats
+from crelle.formats.base import QuantTensor, format_of
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 
-_SLAB = 1 << 22  # weights that `reference` holds as numbers at one time
+_SLAB = 1 << 22  # weights that `reference` holds dequantized at one time
 
 
 def matmul_fp64(x: Tensor, w: QuantTensor) -> Tensor:
     """Return x @ W.T in f64: what every kernel is measured against."""
     return x.double() @ w.dequantize(torch.float64).T
+
+
+def _quantized(problem: Problem) -> bool:
+    return format_of({"format": problem.format}).quantized
 
 
 class Dense(FloatInput):
@@ -27,7 +34,7 @@ class Dense(FloatInput):
     name: ClassVar[str] = "dense"
 
     def supports(self, problem: Problem) -> str | None:
-        if problem.format != "dense":
+        if _quantized(problem):
             return f"takes plain matrices only, not '{problem.format}'"
         return takes_floats(problem)
 
@@ -39,12 +46,13 @@ class Dense(FloatInput):
 
 
 class Dequantized(Dense):
-    """Multiply by the numbers that the codes stand for, computed once."""
+    """Multiply by the dequantized weight, computed once."""
 
     name: ClassVar[str] = "dequantized"
 
     def supports(self, problem: Problem) -> str | None:
         return takes_floats(problem) if problem.format != "dense" else "has nothing to dequantize in a plain matrix"
+        return None if _quantized(problem) else "has nothing to dequantize in a plain matrix"
 
 
 class Reference(FloatInput):

@@ -17,7 +17,7 @@ from crelle.models.decoder import Compute, Experts, InputLayer, Layer, OutputLay
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.rope import angles
-from crelle.quantizers.opened import Block, Fold, OpenLinear
+from crelle.quantizers.layer_api import Block, ScaleFold, TrainableLinear
 
 
 class _NoCache:
@@ -51,7 +51,7 @@ class _OpenBuilder(Builder):
     def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> Any:
         weight = (w or self.matrix(module, N, K)).dequantize(torch.float32)
         bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
-        return OpenLinear(module, weight, bias)
+        return TrainableLinear(module, weight, bias)
 
 
 class CalibrationBlock(nn.Module):
@@ -61,7 +61,7 @@ class CalibrationBlock(nn.Module):
         super().__init__()
         self.layer, self.spec, self._compute = layer, layer.spec, compute
         self._arch, self._index = arch, i
-        self._linears = {m.name: m for m in layer.modules() if isinstance(m, OpenLinear)}
+        self._linears = {m.name: m for m in layer.modules() if isinstance(m, TrainableLinear)}
 
     def forward(self, x: Tensor) -> Tensor:
         rope = self.spec.attention.rope
@@ -71,7 +71,7 @@ class CalibrationBlock(nn.Module):
     def _name(self, slot: str) -> str:
         return self._arch.names.of_layer(self._index, slot)
 
-    def linears(self) -> dict[str, OpenLinear]:
+    def linears(self) -> dict[str, TrainableLinear]:
         return self._linears
 
     def stages(self) -> list[tuple[str, ...]]:
@@ -84,7 +84,7 @@ class CalibrationBlock(nn.Module):
             stages = [[x for x in (mlp.gate, mlp.up) if x is not None], [mlp.down]]
         return [tuple(linear.name for linear in stage) for stage in attention + stages]
 
-    def folds(self) -> list[Fold]:
+    def folds(self) -> list[ScaleFold]:
         """Scales of inputs that what stands before can take over.
 
         A layer norm takes none: a fold has no place for its bias, and one that stands behind attention or feed-forward
@@ -94,11 +94,11 @@ class CalibrationBlock(nn.Module):
         folds = []
         if s.norm.kind == "rms" and s.placement != "post" and not s.parallel and s.mlp.experts is None:
             qkv, _, inner, *_ = self.stages()
-            folds = [Fold(f"{name('norm_attention')}.weight", qkv), Fold(f"{name('norm_mlp')}.weight", inner)]
+            folds = [ScaleFold(f"{name('norm_attention')}.weight", qkv), ScaleFold(f"{name('norm_mlp')}.weight", inner)]
         if s.mlp.experts is None and (s.mlp.gated or s.mlp.activation == "relu"):
-            folds.append(Fold(f"{name('up')}.weight", (name("down"),)))
+            folds.append(ScaleFold(f"{name('up')}.weight", (name("down"),)))
         if s.attention.heads == s.attention.kv_heads:  # otherwise several inputs of o share one row of v
-            folds.append(Fold(f"{name('v')}.weight", (name("o"),)))
+            folds.append(ScaleFold(f"{name('v')}.weight", (name("o"),)))
         return folds
 
     def vectors(self) -> dict[str, Tensor]:

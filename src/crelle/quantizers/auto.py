@@ -1,11 +1,11 @@
-"""The recipe we recommend: `auto:bits=X` is the best model we can make in at most X bits per weight.
+"""The recommended recipe: `auto:bits=X` is the best model we can make in at most X bits per weight.
 
-    1. a size for every matrix   free grids (crelle.formats.affine), finer where it pays (crelle.quantizers.search)
-    2. codes                     GPTQ with the error that came in as part of its goal, refined (crelle.quantizers.gptq)
-    3. block by block            weights, scales and lows trained through the rounding (crelle.quantizers.tune)
-    4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.tune)
+    1. mixed precision           bits and group of every matrix, on affine grids (crelle.quantizers.search)
+    2. codes                     GPTQ that also compensates the error of its inputs, refined (crelle.quantizers.gptq)
+    3. block by block            weights, scales and lows trained with an STE (crelle.quantizers.training)
+    4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.training)
 
-Steps 1 to 3 look at a calibration text only; they are what a CPU does in minutes.
+Steps 1 to 3 need calibration data only, and minutes on a CPU.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,22 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor
-from crelle.quantizers.calibrate import LayerWalk
+from crelle.formats.base import QuantTensor, Spec
+from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.opened import OpenModel
-from crelle.quantizers.scheme import Grid
-from crelle.quantizers.search import Front
+from crelle.quantizers.layer_api import CalibrationModel, Progress
+from crelle.quantizers.search import ParetoFront
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.trained import Rounded
-from crelle.quantizers.tune import Progress, Training, tune_block
+from crelle.quantizers.ste import trainable_weight
+from crelle.quantizers.training import Training, tune_block
 
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Auto(Grid):
+class Auto(GroupedConfig):
     """At most `bits` per weight, every scale counted."""
 
     scheme: ClassVar[str] = "auto"
@@ -40,9 +39,9 @@ class Auto(Grid):
     tune: Literal["none", "short", "full"] = "short"
     search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
     steps: int = 64  # of block-wise training, per layer
-    rate: float = 0.0  # of it, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
+    rate: float = 0.0  # learning rate, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
     end: int = 3000  # steps of end-to-end training, with tune=full
-    own: int = 2048  # rows of text that the model itself writes for it
+    own: int = 2048  # sequences that the model itself generates for it
     seed: int = 0
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
 
@@ -53,47 +52,54 @@ class Auto(Grid):
             raise SchemeError(f"steps must be 0 or more, got {self.steps}")
 
     def grid_for(self, K: int) -> GPTQ:
-        """Return the plain choice for K inputs: as many bits as fit, and the smallest group that then fits."""
+        """Return the default for K inputs: as many bits as fit, and the smallest group that then fits."""
         for bits in range(min(8, int(self.bits)), 0, -1):
             for group in (*(g for g in _GROUPS if g <= K), K):
                 if bits + 32 * -(-K // group) / K <= self.bits:
                     return GPTQ(bits=bits, group=group, free=True)
         raise SchemeError(f"{self.bits} bits per weight are too few for a row of {K} inputs")
 
-    def plan(self, model: OpenModel, rows: Tensor, device: torch.device, progress: Progress | None) -> dict[str, str]:
+    def plan(
+        self, model: CalibrationModel, rows: Tensor, device: torch.device, progress: Progress | None
+    ) -> dict[str, str]:
         """Return the scheme of every matrix, by module; empty where there is nothing to choose."""
         if not self.search:
             return {}
         measured = sensitivities(model, rows, candidates(self.bits), device=device, seed=self.seed, progress=progress)
-        front = Front(measured)
+        front = ParetoFront(measured)
         return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
         return self.grid_for(weight.shape[1]).fit(weight, stats)
 
-    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
+    def storage(self, shape: tuple[int, int]) -> Spec:
+        """The same grid in every matrix, as without the search."""
+        return self.grid_for(shape[1]).storage(shape)
+
+    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         return {}
 
-    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
-        """Train the layer's affine matrices together against the full-precision layer."""
+    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+        """Train the layer together against the full-precision one: the matrices whose format trains its weights."""
         if self.tune == "none" or not self.steps:
             return fitted
-        linears, sources = walk.block.linears(), walk.full.linears()
-        coders = {n: Rounded(w, sources[n].weight) for n, w in fitted.items() if isinstance(w, AffineTensor)}
+        linears, sources = layer.block.linears(), layer.full.linears()
+        found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
+        coders = {n: coder for n, coder in found.items() if coder is not None}
         for name, coder in coders.items():
             linears[name].coder = coder
-        x, y = walk.streams.here, walk.after
+        x, y = layer.hidden.quantized, layer.after
         with torch.enable_grad():
-            tune_block(walk.block, list(coders.values()), x, y, self._training(), x.device)
+            tune_block(layer.block, list(coders.values()), x, y, self._training(), x.device)
         for name in coders:
             linears[name].coder = None
         return fitted | {n: c.export() for n, c in coders.items()}
 
     def _training(self) -> Training:
-        # The finer the grid, the smaller its steps against the weights, and the more of them a weight may move.
+        # The finer the grid, the smaller its steps relative to the weights, and the more of them a weight may move.
         rate = self.rate or 5e-3 * 2 ** max(0.0, round(self.bits - 3.35, 6))
         return Training(steps=self.steps, batch=8, rate=rate, scale_rate=rate / 2, seed=self.seed)
 
     def end_to_end(self) -> Training:
-        """How `tune=full` trains the whole model."""
+        """Return the hyperparameters with which `tune=full` trains the whole model."""
         return Training(steps=self.end, batch=8, rate=3e-3, scale_rate=1.5e-3, warmup=50, seed=self.seed)

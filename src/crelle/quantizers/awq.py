@@ -2,10 +2,10 @@
 
     W x = (W diag(s)) (x / s)
 
-1. scale  An input that is large has weights whose rounding costs much: with s > 1 they get finer steps relative to
-          their size. s = absmean^a; per fold the exponent a of 0, 1/steps … 1 with the least output error
-          Σ_readers tr(D H Dᵀ),  D = W - Q(W s) / s.  The division by s goes into what makes x, the weight of a norm or
-          the rows of a linear, so nothing of it is left to do when the model runs.
+1. scale  Rounding the weights of a large input is costly: with s > 1 they get finer steps relative to their size.
+          s = absmean^a; per fold the exponent a of 0, 1/steps … 1 with the least output error
+          Σ_readers tr(D H Dᵀ),  D = W - Q(W s) / s.  The division by s is folded into what computes x, the weight of a
+          norm or the rows of a linear, so it costs nothing at inference.
 2. clip   Per group, in turn, the range [f min, f max], f = 1 … 1/2, whose rounding gives the least output error given
           all other groups.
 3. round  as crelle.quantizers.rtn does; the result is a UniformTensor.
@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import UniformTensor
-from crelle.quantizers.calibrate import LayerWalk
+from crelle.quantizers.base import Group, GroupedConfig
+from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.grouping import require_finite, row_slabs
-from crelle.quantizers.opened import Block, Fold
+from crelle.quantizers.layer_api import Block, ScaleFold
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import Grid, Group
 from crelle.quantizers.stats import Stats, require_stats
 
-_LEAST = 1e-4  # of the mean input: an input that is hardly ever there is not scaled down without end
+_LEAST = 1e-4  # of the mean magnitude: bounds the scale of inputs that are almost always 0
 _CLIPS = [1.0 - 0.05 * i for i in range(11)]  # 1 … 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class AWQ(Grid):
-    """Round to nearest after scaling inputs by how large they are."""
+class AWQ(GroupedConfig):
+    """Round to nearest after scaling inputs by their magnitude."""
 
     scheme: ClassVar[str] = "awq"
     calibrated: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class AWQ(Grid):
     steps: int = 20  # of the exponent; 0: no scaling
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         self._rounding()
         if not 0 <= self.steps <= 1000:
             raise SchemeError(f"steps must be 0 to 1000, got {self.steps}")
@@ -52,25 +52,25 @@ class AWQ(Grid):
     def _rounding(self) -> RTN:
         return RTN(self.bits, self.group, self.symmetric)
 
-    def before_layer(self, walk: LayerWalk) -> dict[str, Tensor]:
-        """Scale the layer's inputs; what it computes stays as it was. Returns the changed norms and biases."""
+    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
+        """Fold scales into the layer, which computes the same as before. Returns the changed norms and biases."""
         changed: dict[str, Tensor] = {}
-        for fold in walk.full.folds():
-            weights = [walk.full.linears()[name].weight for name in fold.readers]
-            s = self.scales(weights, walk.stats(fold.readers[0]))
+        for fold in layer.full.folds():
+            weights = [layer.full.linears()[name].weight for name in fold.readers]
+            s = self.scales(weights, layer.stats(fold.readers[0]))
             if (s == 1).all():
                 continue
-            s, vectors = _exact(s, _vector(walk.full, fold.source))
-            for block in (walk.full, walk.block):
+            s, vectors = _exact(s, _vector(layer.full, fold.source))
+            for block in (layer.full, layer.block):
                 _apply(block, fold, s, vectors)
             changed |= vectors
         return changed
 
-    def after_layer(self, walk: LayerWalk, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         return fitted
 
     def scales(self, weights: list[Tensor], stats: Stats) -> Tensor:
-        """Return the scales [K] with which the weights [N, K] that read one input are rounded best."""
+        """Return the scales [K] with the least output error for the weights [N, K] that share an input."""
         size = stats.absmean / stats.absmean.mean().clamp(min=1e-30)
         size = size.clamp(min=_LEAST)
         best, least = torch.ones_like(size), float("inf")
@@ -91,14 +91,19 @@ class AWQ(Grid):
             weight = torch.cat([self._clipped(weight[rows], stats.hessian) for rows in row_slabs(N, K)])
         return self._rounding().fit(weight)
 
+    def format_settings(self) -> Spec:
+        return self._rounding().format_settings()
+
     def _clipped(self, w: Tensor, hessian: Tensor) -> Tensor:
-        """Return the weights [N, K] cut to the ranges that round best."""
+        """Return the weights [N, K] clipped to the ranges with the least output error."""
         K, group, rounding = w.shape[1], self.group_for(w.shape[1]), self._rounding()
         clipped, error = w.clone(), w - rounding.rounded(w)
         for begin in range(0, K, group):
             place = slice(begin, min(begin + group, K))
             here, H = w[:, place], hessian[place, place]
-            others = error @ hessian[:, place] - error[:, place] @ H  # [N, G], what the other groups' errors pull at
+            others = (
+                error @ hessian[:, place] - error[:, place] @ H
+            )  # [N, G], coupling with the errors of the other groups
             least = torch.full_like(here[:, :1], torch.inf)
             low, high = here.amin(1, keepdim=True).clamp(max=0), here.amax(1, keepdim=True).clamp(min=0)
             if self.symmetric:
@@ -124,7 +129,7 @@ def _vector(block: Block, source: str) -> tuple[str, Tensor | None]:
 
 
 def _exact(s: Tensor, named: tuple[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return scales near s and the vector divided by them: numbers of 8 bits, which any checkpoint can hold."""
+    """Return scales near s and the vector divided by them: bf16 values, exact in any checkpoint dtype."""
     name, vector = named
     if vector is None:
         return s, {}
@@ -132,8 +137,8 @@ def _exact(s: Tensor, named: tuple[str, Tensor | None]) -> tuple[Tensor, dict[st
     return torch.where(divided != 0, vector / divided, s), {name: divided}
 
 
-def _apply(block: Block, fold: Fold, s: Tensor, divided: dict[str, Tensor]) -> None:
-    """Divide what makes an input by s, multiply the columns that read it."""
+def _apply(block: Block, fold: ScaleFold, s: Tensor, divided: dict[str, Tensor]) -> None:
+    """Divide what computes an input by s, multiply the columns that read it."""
     linears, norms = block.linears(), block.vectors()
     for name in fold.readers:
         linears[name].weight = linears[name].weight * s

@@ -1,10 +1,10 @@
 """Binary coding: choose planes b_p in {-1, +1} and scales alpha_p, z that minimise sum (w - z - sum_p alpha_p b_p)^2.
 
 Greedy (rounds=0): z = mean(w); then plane by plane, b = sign(residual), alpha = mean |residual|.
-Alternating: from a start, codes and scales in turn (crelle.quantizers.alternate), which never raises the error.
-Three starts: greedy, the uniform grid, and the best of one plane fewer with a greedy plane more. Each group keeps the
-start or end that is best once its scales are rounded to f16, so the stored error is never above greedy's and never
-rises with a plane.
+Alternating: from a start, codes and scales in turn (crelle.quantizers.alternating_ls), which never raises the error.
+Three initializations: greedy, the uniform grid, and the best solution of one plane fewer with a greedy plane more. Each
+group keeps the best initial or final solution after its scales are rounded to f16, so the stored error is never above
+greedy's and never rises with a plane.
 """
 
 from dataclasses import dataclass
@@ -14,25 +14,27 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
-from crelle.quantizers.alternate import SortedGroups, alternate, better, levels_of
+from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, levels_of
+from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
-from crelle.quantizers.scheme import Grid, Group
 from crelle.quantizers.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class BCQ(Grid):
+class BCQ(GroupedConfig):
     """Binary-coding quantization of the weights alone, no data."""
 
     scheme: ClassVar[str] = "bcq"
+    searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
     rounds: int = 20  # 0 = greedy; each round solves alpha and z, then the codes
     bias: bool = True  # whether there is a z per group
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         if self.rounds < 0:
             raise SchemeError(f"rounds must be 0 (greedy) or more, got {self.rounds}")
 
@@ -44,6 +46,9 @@ class BCQ(Grid):
         parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K)]
         codes, alpha, z = (torch.cat(t) for t in zip(*parts, strict=True))  # [N, K], [N, C, P], [N, C]
         return BCQTensor.from_codes(codes, alpha.movedim(-1, 0), z if self.bias else None, group)
+
+    def format_settings(self) -> Spec:
+        return {"format": BCQTensor.format, "bias": self.bias}
 
     def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         g, real = to_groups(w, group)
@@ -59,7 +64,7 @@ class BCQ(Grid):
 def binary_scales(g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
     """Return alpha [R, P] and z [R] for groups [R, G] whose weights have importance h (None: all 1; padding has 0).
 
-    They are written one way: alphas positive and descending, so that plane 0 matters most.
+    In canonical order: alphas positive and descending, so plane 0 is the most significant.
     """
     alpha, z = _greedy(g, h, P, bias)
     if rounds:

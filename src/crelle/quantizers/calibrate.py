@@ -1,12 +1,11 @@
-"""Calibration: a text walks through the model layer by layer, twice.
+"""Calibration: token sequences run through the model layer by layer, in full precision and quantized side by side.
 
-One stream is the full-precision model, the other runs through the layers as they were quantized. A layer is fitted in
-stages (q k v, then o, then gate and up, then down), each with the inputs that really reach it from what was quantized
-before, so later matrices can make up for the error of earlier ones.
+A layer is quantized in stages (q k v, then o, then gate and up, then down). The stats of a stage are collected on the
+inputs that reach it from everything quantized before, so later matrices compensate the error of earlier ones.
 
-A token's weight in the sums is 1/|y_t|², y the residual stream behind the layer: the next norm divides by it, and
-without it a handful of tokens with huge activations would decide everything. In memory: one layer (twice), both
-streams [S, T, width], one K² Hessian.
+A token's weight in the sums is 1/|y_t|², y the residual stream after the layer: the next norm divides by it, and
+without it a handful of tokens with huge activations would dominate. In memory: one layer (twice), both hidden states
+[S, T, width], one K² Hessian.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,30 +15,31 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
-from crelle.quantizers.stats import Stats, Watch
+from crelle.quantizers.layer_api import Block, CalibrationModel, TrainableLinear, half_products
+from crelle.quantizers.stats import Stats, StatsCollector
+from crelle.quantizers.training import relative_error
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
 
 
 class _SeenError(Exception):
-    """Raised by a watch once a stage's input is known: the rest of the layer need not run."""
+    """Raised once a stage's input is known: the rest of the layer need not run."""
 
 
 @dataclass(slots=True)
-class Streams:
-    """Hidden states before a layer: in the full-precision model and in the quantized one, [S, T, width]."""
+class HiddenStates:
+    """Hidden states before a layer, [S, T, width]."""
 
-    full: Tensor
-    here: Tensor
+    full: Tensor  # in the full-precision model
+    quantized: Tensor  # in the model as quantized so far
 
 
 class Calibrator:
-    """Walks a text through the model; `layer` must be called (or `skip`) for each layer in turn."""
+    """Runs sequences through the model; `begin` (or `skip`) is called for each layer in turn."""
 
     def __init__(
         self,
-        model: OpenModel,
+        model: CalibrationModel,
         tokens: Tensor,
         *,
         device: torch.device | str = "cpu",
@@ -49,34 +49,34 @@ class Calibrator:
         self.model, self.device, self.batch, self.half = model, torch.device(device), batch, half
         with torch.no_grad():
             x = torch.cat([model.embed(t.to(self.device)) for t in torch.split(tokens, batch)])
-        self.streams = Streams(x, x.clone())
+        self.hidden = HiddenStates(x, x.clone())
         self.next = 0
 
     def at(self, name: str) -> bool:
-        """Tell whether a unit is the layer whose turn it is."""
+        """Tell whether a shard is the next layer."""
         return self.next < self.model.layers and name == self.model.layer_name(self.next)
 
     @torch.no_grad()
-    def begin(self) -> "LayerWalk":
-        """Build the next layer and run the full-precision stream through it."""
+    def begin(self) -> "LayerCalibration":
+        """Build the next layer and run the full-precision hidden states through it."""
         full, block = self.model.block(self.next), self.model.block(self.next)
-        after = self._through(full, self.streams.full)
-        return LayerWalk(self, full, block, after)
+        after = self._through(full, self.hidden.full)
+        return LayerCalibration(self, full, block, after)
 
     @torch.no_grad()
     def skip(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
-        """Walk through a layer that an earlier run has already quantized."""
-        walk = self.begin()
-        walk.put(fitted, vectors)
-        walk.end()
+        """Run through a layer that an earlier run has already quantized."""
+        layer = self.begin()
+        layer.put(fitted, vectors)
+        layer.end()
 
     def _through(self, block: Block, x: Tensor) -> Tensor:
         with half_products(self.device, self.half):
             return torch.cat([block(part) for part in torch.split(x, self.batch)])
 
 
-class LayerWalk:
-    """One layer between its two streams."""
+class LayerCalibration:
+    """Calibration of one layer: its full-precision and its quantized copy, and the hidden states before it."""
 
     def __init__(self, calibrator: Calibrator, full: Block, block: Block, after: Tensor) -> None:
         self.full, self.block, self.after = full, block, after
@@ -85,8 +85,8 @@ class LayerWalk:
         self._token_weight = (weight / weight.mean()).sqrt_()
 
     @property
-    def streams(self) -> Streams:
-        return self._calibrator.streams
+    def hidden(self) -> HiddenStates:
+        return self._calibrator.hidden
 
     @torch.no_grad()
     def fit(self, fit: Fit) -> dict[str, QuantTensor]:
@@ -103,21 +103,21 @@ class LayerWalk:
     def stats(self, name: str) -> Stats:
         """Return the stats of the input of one linear, as the block stands now."""
         K = self.block.linears()[name].weight.shape[1]
-        watch = Watch(K, self._calibrator.device, cross=True)
-        for weight, full, here in self._batches():
+        collector = StatsCollector(K, self._calibrator.device, cross=True)
+        for weight, full, quantized in self._batches():
             with half_products(self._calibrator.device, self._calibrator.half):
-                x, x_full = _input(self.block, name, here), _input(self.full, name, full)
-            watch.see(weight[..., None] * x, weight[..., None] * x_full)
-        return watch.stats()
+                x, x_full = _input(self.block, name, quantized), _input(self.full, name, full)
+            collector.add(weight[..., None] * x, weight[..., None] * x_full)
+        return collector.stats()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         size = self._calibrator.batch
-        parts = (torch.split(t, size) for t in (self._token_weight, self.streams.full, self.streams.here))
+        parts = (torch.split(t, size) for t in (self._token_weight, self.hidden.full, self.hidden.quantized))
         return zip(*parts, strict=True)
 
     @torch.no_grad()
     def put(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
-        """Let the block run with quantized weights (and norms that a quantizer changed)."""
+        """Put quantized weights (and norms that a quantizer changed) into the block."""
         linears = self.block.linears()
         for name, w in fitted.items():
             linears[name].weight = w.dequantize(torch.float32).to(self._calibrator.device)
@@ -131,13 +131,11 @@ class LayerWalk:
 
     @torch.no_grad()
     def end(self) -> float:
-        """Move both streams behind the layer; returns the relative error that the quantized one has there."""
-        from crelle.quantizers.tune import relative_error
-
-        self.streams.here = self._calibrator._through(self.block, self.streams.here)
-        self.streams.full = self.after
+        """Move both hidden states past the layer; returns the relative error of the quantized ones."""
+        self.hidden.quantized = self._calibrator._through(self.block, self.hidden.quantized)
+        self.hidden.full = self.after
         self._calibrator.next += 1
-        return float(relative_error(self.streams.here, self.streams.full))
+        return float(relative_error(self.hidden.quantized, self.hidden.full))
 
 
 def _input(block: Block, name: str, x: Tensor) -> Tensor:
@@ -148,7 +146,7 @@ def _input(block: Block, name: str, x: Tensor) -> Tensor:
         seen.append(value)
         raise _SeenError
 
-    linear: OpenLinear = block.linears()[name]
+    linear: TrainableLinear = block.linears()[name]
     linear.watch = watch
     try:
         block(x)

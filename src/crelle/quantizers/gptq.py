@@ -1,11 +1,11 @@
 """Uniform grids chosen by the layer's output error: GPTQ (arXiv 2210.17323), then refinement.
 
-    1. scales  per group the range, cut by some factor, with the least error weighted by the inputs' importance, which
-               is their cost in step 2; a free grid also alternates between codes and least squares
+    1. scales  per group the clipped range with the least error weighted by the columns' importance, which is their
+               cost in step 2; a free grid also alternates between codes and least squares
     2. codes   one pass with error feedback
-    3. refine  all scales of a row solved at once; then rounds of: each code set to its best level given all others,
-               and the scales again. A second round is worth 1 %.
-Scales are rounded to f16 before any code is chosen for them.
+    3. refine  least squares for all scales of a row; then rounds of coordinate descent over the codes, and the scales
+               again. A second round gains 1 %.
+Scales are rounded to f16 before codes are chosen for them.
 """
 
 from dataclasses import dataclass
@@ -17,26 +17,27 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.affine import AffineTensor
+from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor
-from crelle.quantizers.alternate import SortedGroups, alternate, better, squared_error
-from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, feedback_by_group, improve, solve
-from crelle.quantizers.grouping import importances, storable, to_groups
-from crelle.quantizers.layerwise import Layerwise
-from crelle.quantizers.scheme import Group
+from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, squared_error
+from crelle.quantizers.base import Group
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, feedback_by_group, improve, solve
+from crelle.quantizers.grouping import TINY, importances, storable, to_groups
+from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
 _SHRINK = [1.0 - 0.65 * i / 7 for i in range(8)]  # 1 … 0.35
-_TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQ(Layerwise):
+class GPTQ(HessianConfig):
     """Error feedback on a uniform grid, with an integer zero point or a free lowest level."""
 
     scheme: ClassVar[str] = "gptq"
+    searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
-    free: bool = False  # whether a group's lowest level is any number, rather than a multiple of its scale
+    free: bool = False  # affine grid: a group's lowest level is any value, not a multiple of its scale
     symmetric: bool = False
     act_order: bool = True
     static: bool = True  # scales fixed before the feedback; otherwise when it reaches their group
@@ -45,7 +46,7 @@ class GPTQ(Layerwise):
     target: bool = True
 
     def __post_init__(self) -> None:
-        Layerwise.__post_init__(self)
+        HessianConfig.__post_init__(self)
         if self.act_order and not self.static:
             raise SchemeError(
                 "with act_order=true the feedback does not meet the inputs group by group, "
@@ -65,7 +66,12 @@ class GPTQ(Layerwise):
         zero = None if self.symmetric else levels.shift[..., 0].to(torch.uint8)
         return UniformTensor.from_codes(codes, self.bits, scales[..., 0], zero, levels.group)
 
-    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+    def format_settings(self) -> Spec:
+        if self.free:
+            return {"format": AffineTensor.format}
+        return {"format": UniformTensor.format, "symmetric": self.symmetric}
+
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         group = self.group_for(target.shape[1])
         if self.static:
             fit = feedback(target, by, self.levels(target, by.cost, group))
@@ -74,7 +80,7 @@ class GPTQ(Layerwise):
         return improve(target, hessian, by.damped, fit, [solve, descend] * self.refine + [solve] * (self.refine > 0))
 
     def levels(self, w: Tensor, cost: Tensor, group: int) -> Levels:
-        """Return the grids that suit the weights [N, K] best, input k being as important as cost[k]."""
+        """Return the grids with the least error on the weights [N, K], column k weighted by cost[k]."""
         g, _ = to_groups(w, group)
         N, C, G = g.shape
         h = importances(cost, group).expand(N, C, G).flatten(0, 1)
@@ -93,11 +99,11 @@ class GPTQ(Layerwise):
             high = torch.maximum(-low, high)
             low = -high
         top = 2**self.bits - 1
-        aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a zero point aside cuts one end more
+        aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a shifted zero point clips one end more
         best = torch.full_like(s.squares, torch.inf)
-        scale, zero = torch.full_like(low, _TINY), torch.zeros_like(low)
+        scale, zero = torch.full_like(low, TINY), torch.zeros_like(low)
         for shrink, step in product(self._shrinks(), aside):
-            a = storable(((high - low) * (shrink / top)).clamp(min=_TINY)).float()
+            a = storable(((high - low) * (shrink / top)).clamp(min=TINY)).float()
             middle = torch.full_like(a, 2.0 ** (self.bits - 1))
             o = middle if self.symmetric else ((-low * shrink / a).round() + step).clamp(0, top)
             error = squared_error(s, a[:, None], -a * o, book)
@@ -106,16 +112,16 @@ class GPTQ(Layerwise):
         return scale, zero
 
     def _shrinks(self) -> list[float]:
-        """Return the factors to try; many levels reach far enough that cutting much off never pays."""
+        """Return the clipping factors to try; with many levels strong clipping never pays."""
         return _SHRINK if self.bits <= 4 else _SHRINK[:3]
 
     def _free(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:
         low, high = s.range()
         top = 2**self.bits - 1
-        middle, width = (low + high) / 2, ((high - low) / top).clamp(min=_TINY)
+        middle, width = (low + high) / 2, ((high - low) / top).clamp(min=TINY)
         starts = [(width[:, None] * f, middle - width * f * (top / 2)) for f in self._shrinks()]
         start = better(s, starts, book)
         scales, low = alternate(s, *start, book, 10, bias=True)
         low = torch.where(scales[:, 0] < 0, low + top * scales[:, 0], low)  # the same levels, the lowest first
-        scales, low = better(s, [start, (scales.abs().clamp(min=_TINY), low)], book)
+        scales, low = better(s, [start, (scales.abs().clamp(min=TINY), low)], book)
         return scales[:, 0], storable(low).float()

@@ -1,4 +1,4 @@
-"""Rows cut into groups: every solver works on a plain matrix of groups, whatever K and the group size are."""
+"""Rows split into groups: every solver works on a plain matrix of groups, whatever K and the group size are."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,18 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import groups_in
 
+TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
 _SLAB = 1 << 22  # weights that a solver works on at one time: bounds its memory, whatever the matrix
 
 
 def row_slabs(N: int, K: int) -> Iterator[slice]:
-    """Cut N rows of K weights into slabs that bound a solver's memory."""
+    """Split N rows of K weights into slabs that bound a solver's memory."""
     step = max(1, _SLAB // K)
     return (slice(n, min(n + step, N)) for n in range(0, N, step))
 
 
 def to_groups(w: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
-    """Return w [N, K] as groups [N, C, G] and which elements are real (None: all; a last group may be short)."""
+    """Return w [N, K] as groups [N, C, G] and a mask of what is no padding (None: all; the last group may be short)."""
     N, K = w.shape
     C = groups_in(K, group)
     if C * group == K:
@@ -34,7 +35,7 @@ def from_groups(g: Tensor, K: int) -> Tensor:
 
 
 def require_finite(w: Tensor) -> Tensor:
-    """Return w as f32; NaN or infinity in a weight is a broken model, not something to round."""
+    """Return w as f32; raises FormatError on NaN or infinity."""
     w = w.to(torch.float32)
     if not torch.isfinite(w).all():
         raise FormatError("the weight holds NaN or infinity")
@@ -42,7 +43,7 @@ def require_finite(w: Tensor) -> Tensor:
 
 
 def importances(cost: Tensor, group: int) -> Tensor:
-    """Return how much each input of a group counts [C, G], 1 on average, padding 0, an input of the group never 0."""
+    """Return the importance of each column of a group [C, G], 1 on average; positive, padding 0."""
     h, real = to_groups(cost[None].float(), group)  # [1, C, G]
     mask = torch.ones_like(h) if real is None else real.float()
     mean = (h * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
@@ -51,7 +52,7 @@ def importances(cost: Tensor, group: int) -> Tensor:
 
 
 def storable(t: Tensor) -> Tensor:
-    """Return scales as f16; weights beyond its range are a sentence, not an infinity."""
+    """Return scales as f16; raises SchemeError on values beyond its range."""
     stored = t.to(torch.float16)
     if not torch.isfinite(stored).all():
         raise SchemeError(f"a scale of {t.abs().max().item():.3g} is beyond the range of f16")

@@ -1,10 +1,10 @@
-"""Binary coding that knows the layer's inputs: the scales, then the codes, then the scales again, by the output error.
+"""Binary coding that minimises the layer's output error.
 
-    1. scales   alternating least squares as in crelle.quantizers.bcq, each weight weighted by its input's importance
-    2. codes    one pass with error feedback on the 2^P levels of each group (crelle.quantizers.feedback)
-    3. solve    alpha and z of a whole row at once
-    4. refine   rounds of: each code set to its best level given all others, and step 3 again
-Scales are rounded to f16 before any code is chosen for them.
+    1. scales   alternating least squares as in crelle.quantizers.bcq, each weight weighted by its column's importance
+    2. codes    one pass with error feedback on the 2^P levels of each group (crelle.quantizers.gptq_solver)
+    3. solve    least squares for alpha and z of a whole row
+    4. refine   rounds of coordinate descent over the codes, and step 3 again
+Scales are rounded to f16 before codes are chosen for them.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
+from crelle.quantizers.base import Group
 from crelle.quantizers.bcq import binary_scales, signs
-from crelle.quantizers.feedback import Factor, Fit, Levels, descend, feedback, improve, solve
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, improve, solve
 from crelle.quantizers.grouping import from_groups, importances, storable, to_groups
-from crelle.quantizers.layerwise import Layerwise
-from crelle.quantizers.scheme import Group
+from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class HBCQ(Layerwise):
+class HBCQ(HessianConfig):
     """Binary coding by the layer's output error."""
 
     scheme: ClassVar[str] = "hbcq"
+    searchable: ClassVar[bool] = True
     bits: int = 3
     group: Group = 128
     rounds: int = 20  # of the alternating start
@@ -40,20 +42,23 @@ class HBCQ(Layerwise):
     target: bool = True
 
     def __post_init__(self) -> None:
-        Layerwise.__post_init__(self)
+        HessianConfig.__post_init__(self)
         if self.rounds < 0:
             raise SchemeError(f"rounds must be 0 (greedy) or more, got {self.rounds}")
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> BCQTensor:
         """Return the weight [N, K] as P planes with their scales."""
         fit = self.solution(weight, stats)
-        codes, alpha = _written_one_way(fit, self.bits)
+        codes, alpha = _canonical(fit, self.bits)
         z = storable(fit.levels.scales[..., self.bits]) if self.bias else None
         return BCQTensor.from_codes(codes, storable(alpha).movedim(-1, 0), z, fit.levels.group)
 
-    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
+    def format_settings(self) -> Spec:
+        return {"format": BCQTensor.format, "bias": self.bias}
+
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         levels = self._levels(target, by.cost, self.group_for(target.shape[1]))
-        alone = by._replace(mix=torch.zeros_like(by.mix))  # no input hears of another: each takes the nearest level
+        alone = by._replace(mix=torch.zeros_like(by.mix))  # no error propagation: each weight takes the nearest level
         fit = feedback(target, by if self.feedback else alone, levels)
         scales = [solve] if self.solve else []
         return improve(target, hessian, by.damped, fit, scales + [descend, *scales] * self.refine)
@@ -70,7 +75,7 @@ class HBCQ(Layerwise):
         return Levels(book, storable(alpha).float().reshape(N, C, -1), group)
 
 
-def _written_one_way(fit: Fit, P: int) -> tuple[Tensor, Tensor]:
+def _canonical(fit: Fit, P: int) -> tuple[Tensor, Tensor]:
     """Return codes and alphas of the same weights with the alphas positive and descending: plane 0 matters most."""
     codes, levels = fit
     alpha = levels.scales[..., :P]
@@ -80,6 +85,6 @@ def _written_one_way(fit: Fit, P: int) -> tuple[Tensor, Tensor]:
     for p in range(P):
         plane = order[..., p : p + 1]  # which plane is now at place p
         bit = (grouped >> (P - 1 - plane)) & 1
-        turned = alpha.gather(-1, plane) < 0
-        result |= ((bit ^ turned) << (P - 1 - p)).to(torch.uint8)
+        negative = alpha.gather(-1, plane) < 0
+        result |= ((bit ^ negative) << (P - 1 - p)).to(torch.uint8)
     return from_groups(result, codes.shape[1]), ordered

@@ -2,13 +2,13 @@
 
     w_p = low_p + scale_p (q >> (P - p))        p = lowest … P        minimise  Σ_p balance^p tr((T - Ŵ_p) H (T - Ŵ_p)ᵀ)
 
-To fit the coarsest planes first and freeze them would let the finest pay: at 2 bits the error feedback moves weights by
-whole 2-bit steps, from which finer bits cannot come back (the 4-bit model then has four times the error of one fitted
+Fitting the coarsest planes first and freezing them would cost the finest precision: at 2 bits the error feedback moves
+weights by whole 2-bit steps, which finer bits cannot undo (the 4-bit model then has four times the error of one fitted
 alone). So every code is chosen for all precisions at once:
 
     1. scales  the finest grid as `gptq:free=true` starts, coarser ones in it; rounds of nearest codes and least squares
-    2. codes   one pass with error feedback; each precision has its own errors to make up for, the code is common
-    3. refine  rounds of: the scales of each precision solved, each code set to what is best for all precisions
+    2. codes   one pass with error feedback; each precision compensates its own errors, the code is common
+    3. refine  rounds of least squares for the scales of each precision and coordinate descent over the common codes
 """
 
 from dataclasses import dataclass, replace
@@ -19,20 +19,21 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.affine import NestedTensor
-from crelle.quantizers.feedback import Factor, Fit, Levels, improve, mixing, row_errors, solve, sweep
+from crelle.formats.base import Spec
+from crelle.quantizers.base import Group
 from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, improve, mixing, row_errors, solve, sweep
 from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
-from crelle.quantizers.layerwise import Layerwise
-from crelle.quantizers.scheme import Group
+from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
-_ROUNDS = 2  # of nearest codes and least squares before the feedback, which then sees to the rest
-_ROUNDS_ALONE = 8  # where no data follows
+_ROUNDS = 2  # of nearest codes and least squares before the error feedback
+_ROUNDS_ALONE = 8  # without calibration data
 
 
 @dataclass(frozen=True, slots=True)
-class Nested(Layerwise):
-    """Planes that are a model at each of several precisions."""
+class Nested(HessianConfig):
+    """Bit-planes that serve several precisions."""
 
     scheme: ClassVar[str] = "bcq-nested"
     bits: int = 4
@@ -46,7 +47,7 @@ class Nested(Layerwise):
     target: bool = True
 
     def __post_init__(self) -> None:
-        Layerwise.__post_init__(self)
+        HessianConfig.__post_init__(self)
         if not 1 <= self.lowest <= self.bits:
             raise SchemeError(f"lowest must be 1 to bits = {self.bits}, got {self.lowest}")
         if not 0.01 <= self.balance <= 100:
@@ -74,7 +75,10 @@ class Nested(Layerwise):
         codes, scales = torch.cat([n.codes for n in nests]), storable(scales)
         return NestedTensor.from_codes(codes, self.precisions, scales[..., 0], scales[..., 1], self.group_for(K))
 
-    def _by_output(self, target: Tensor, hessian: Tensor, by: Factor) -> "_Nest":
+    def format_settings(self) -> Spec:
+        return {"format": NestedTensor.format, "precisions": list(self.precisions)}
+
+    def _by_output(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
         nest = self._start(target, by.cost, _ROUNDS)
         codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
         codes[by.order] = self._pass(nest, target[:, by.order], None, by.mix, by.order.tolist())
@@ -85,7 +89,7 @@ class Nested(Layerwise):
         return _solved(nest, target, hessian, by) if self.refine else nest
 
     def _start(self, w: Tensor, cost: Tensor, rounds: int) -> "_Nest":
-        """Return grids and codes that suit the weights [N, K], input k being as important as cost[k]."""
+        """Return initial grids and codes for the weights [N, K], column k weighted by cost[k]."""
         group = self.group_for(w.shape[1])
         finest = GPTQ(bits=self.bits, group=group, free=True).levels(w, cost, group)
         scale, low = finest.scales.unbind(-1)
@@ -102,7 +106,7 @@ class Nested(Layerwise):
         return nest
 
     def _nearest(self, nest: "_Nest", w: Tensor) -> "_Nest":
-        """Return the codes that are best for all precisions where no input hears of another."""
+        """Return the best common codes without error propagation."""
         grouped, _ = to_groups(w, nest.group)  # [N, C, G]
         N, C, G = grouped.shape
         values = nest.values().reshape(len(self.precisions), N * C, -1)
@@ -110,8 +114,8 @@ class Nested(Layerwise):
         codes = [choice.code(c) for c in grouped.reshape(N * C, G).T.expand(len(values), G, N * C).unbind(1)]
         return nest._replace(codes=from_groups(torch.stack(codes, -1).reshape(N, C, G), w.shape[1]))
 
-    def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: Factor) -> "_Nest":
-        """Set each code to what is best for all precisions given all others, in the rows where that helps."""
+    def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
+        """Coordinate descent over the common codes, kept in the rows where the error falls."""
         errors = torch.cat([target - f.levels.decode(f.codes) for f in nest.fits()]).T.contiguous()
         codes = self._pass(nest, target, errors, mixing(by.damped), list(range(target.shape[1]))).T
         found = nest._replace(codes=codes.contiguous())
@@ -119,7 +123,7 @@ class Nested(Layerwise):
         return nest._replace(codes=torch.where(won[:, None], found.codes, nest.codes))
 
     def _pass(self, nest: "_Nest", target: Tensor, errors: Tensor | None, mix: Tensor, inputs: list[int]) -> Tensor:
-        """Sweep over the inputs, the rows of all precisions side by side; returns the common codes [K, N]."""
+        """Sweep over the columns, the rows of all precisions side by side; returns the common codes [K, N]."""
         weights = self._weights(target)
         choices = [_Choice.of(v, weights) for v in nest.values().unbind(2)]
         rows = target.T.repeat(1, len(self.precisions))  # [K, P N]
@@ -164,7 +168,7 @@ class _Choice(NamedTuple):
     """A group's levels at P precisions: the code is one for all of them."""
 
     values: Tensor  # f32 [P, N, L]
-    middle: Tensor  # f32 [N], taken off before anything is squared
+    middle: Tensor  # f32 [N], subtracted before squaring
     pull: Tensor  # f32 [P, L, N]  Σ_p weight_p (v_p - want_p)² = bend - Σ_p pull_p want_p + what no code changes
     bend: Tensor  # f32 [L, N]
 
@@ -188,7 +192,7 @@ class _Choice(NamedTuple):
 
 
 def _argmin(cost: Tensor) -> Tensor:
-    """Return where [L, N] is least along L, a power of two: a knock-out, twenty times quicker than torch's argmin."""
+    """Return where [L, N] is least along L, a power of two: pairwise, twenty times faster than torch's argmin."""
     code = torch.arange(len(cost), dtype=torch.uint8, device=cost.device)[:, None].expand_as(cost)
     while (half := len(cost) // 2) > 0:
         first = cost[:half] <= cost[half:]
@@ -197,20 +201,20 @@ def _argmin(cost: Tensor) -> Tensor:
     return code[0]
 
 
-def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: Factor) -> _Nest:
+def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor) -> _Nest:
     """Return the same codes with the best scales of each precision."""
     return nest._replace(levels=tuple(improve(target, hessian, by.damped, f, [solve]).levels for f in nest.fits()))
 
 
 def _least_squares(w: Tensor, fit: Fit, h: Tensor) -> Levels:
-    """Return the grids by least squares with importances h [C, G]; as they were where the codes do not tell."""
+    """Return the grids by least squares with importances h [C, G]; unchanged where the codes do not determine them."""
     codes, levels = fit
     (t, _), (q, _) = to_groups(w, levels.group), to_groups(codes.float(), levels.group)
     mass = h.sum(-1)
     t_mean, q_mean = (h * t).sum(-1) / mass, (h * q).sum(-1) / mass
     q = q - q_mean[..., None]
-    spread, both = (h * q * q).sum(-1), (h * q * (t - t_mean[..., None])).sum(-1)
-    scale = both / spread.clamp(min=1e-12 * mass)
-    scale = torch.where((spread > 1e-6 * mass) & (scale > 0), scale, levels.scales[..., 0])
+    variance, both = (h * q * q).sum(-1), (h * q * (t - t_mean[..., None])).sum(-1)
+    scale = both / variance.clamp(min=1e-12 * mass)
+    scale = torch.where((variance > 1e-6 * mass) & (scale > 0), scale, levels.scales[..., 0])
     scales = torch.stack([scale, t_mean - scale * q_mean], -1).half().float()
     return replace(levels, scales=scales)

@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.bcq import UniformTensor, spread
-from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, to_groups
-from crelle.quantizers.scheme import Grid, Group
+from crelle.formats.base import Spec
+from crelle.formats.bcq import UniformTensor, expand_groups
+from crelle.quantizers.base import Group, GroupedConfig
+from crelle.quantizers.grouping import TINY, from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats
-
-_TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
 
 
 @dataclass(frozen=True, slots=True)
-class RTN(Grid):
+class RTN(GroupedConfig):
     """Round to nearest: seconds for a model, no data; fine at 4 bits and more."""
 
     scheme: ClassVar[str] = "rtn"
+    searchable: ClassVar[bool] = True
     bits: int = 4
     group: Group = 128
     symmetric: bool = False
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         if self.symmetric and self.bits == 1:
             raise SchemeError("a symmetric grid of 1 bit has no level above zero; use bcq:bits=1,bias=false")
 
@@ -44,12 +44,15 @@ class RTN(Grid):
         codes, scale, zero = (torch.cat(t) for t in zip(*parts, strict=True))
         return UniformTensor.from_codes(codes, self.bits, scale, None if self.symmetric else zero, group)
 
+    def format_settings(self) -> Spec:
+        return {"format": UniformTensor.format, "symmetric": self.symmetric}
+
     def rounded(self, weight: Tensor) -> Tensor:
         """Return what `fit` would make of a weight f32 [N, K], without storing it."""
         K = weight.shape[1]
         group = self.group_for(K)
         codes, scale, zero = self._fit_rows(weight, group)
-        return (codes - spread(zero.float(), group, K)).mul_(spread(scale.float(), group, K))
+        return (codes - expand_groups(zero.float(), group, K)).mul_(expand_groups(scale.float(), group, K))
 
     def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         top = 2**self.bits - 1
@@ -60,15 +63,7 @@ class RTN(Grid):
         else:
             low, high = g.amin(-1).clamp(max=0), g.amax(-1).clamp(min=0)
             scale = (high - low) / top
-            zero = (-low / scale.clamp(min=_TINY)).round().clamp(0, top)
-        stored = _storable(scale)
+            zero = (-low / scale.clamp(min=TINY)).round().clamp(0, top)
+        stored = storable(scale.clamp(min=TINY))
         codes = (g / stored.float().unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, top)
         return from_groups(codes.to(torch.uint8), w.shape[1]), stored, zero.to(torch.uint8)
-
-
-def _storable(scale: Tensor) -> Tensor:
-    """Return the scales as f16; weights beyond its range are a sentence, not an infinity."""
-    stored = scale.clamp(min=_TINY).to(torch.float16)
-    if not torch.isfinite(stored).all():
-        raise SchemeError(f"a group's scale {scale.max().item():.3g} is beyond the range of f16")
-    return stored

@@ -1,42 +1,32 @@
-"""Which bits and which group for which matrix: the least predicted loss at a given size.
+"""Mixed precision: bits and group size of every matrix with the least predicted loss at a given size.
 
 Every matrix has one setting; sizes add up, and so, to second order, do the losses (crelle.quantizers.sensitivity). That
 is the multiple-choice knapsack problem, and dynamic programming over the size solves it exactly:
 
     best_i[c] = min over settings s of  best_{i-1}[c - size_i(s)] + loss_i(s)          c in units of size
 
-The unit is what divides all differences of sizes, so nothing is rounded, unless that would make more than a quarter of
-a million units: then sizes are rounded up. One table answers for every size up to its end: the whole front.
+The unit is the greatest common divisor of all differences of sizes, so nothing is rounded, unless that would make more
+than a quarter of a million units: then sizes are rounded up. One table holds the whole Pareto front.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from crelle.errors import FormatError, SchemeError
-from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor, nbytes
-from crelle.formats.bcq import BCQTensor, UniformTensor, groups_in
-from crelle.formats.files import read_json, to_json, write_whole
-from crelle.quantizers.bcq import BCQ
+from crelle.errors import SchemeError
+from crelle.formats.base import format_of
+from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.scheme import parse
-from crelle.quantizers.sensitivity import Sensitivity, Setting
+from crelle.quantizers.sensitivity import Sensitivity
 
-Config = RTN | BCQ | GPTQ | HBCQ
 Per = Literal["matrix", "kind"]
-Sizes = Mapping[str, Mapping[Setting, int]]  # bits of each module at each setting
+Sizes = Mapping[str, Mapping[BitConfig, int]]  # bits of each module at each setting
 
 RECIPE = GPTQ(free=True)
-PLAN_VERSION = 1
 _UNITS = 1 << 18
 
 
@@ -45,26 +35,15 @@ def kind_of(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def stored_bits(recipe: Config, setting: Setting, shape: tuple[int, int]) -> int:
+def stored_bits(recipe: GroupedConfig, setting: BitConfig, shape: tuple[int, int]) -> int:
     """Return the bits that a matrix [N, K] takes at a setting, every scale counted: N times those of one row."""
-    N, K = shape
-    return 8 * N * nbytes(_empty_row(recipe, setting, K))
+    spec = recipe.storage_at(setting, shape)
+    return shape[0] * format_of(spec).row_bits(spec)
 
 
-def _empty_row(recipe: Config, setting: Setting, K: int) -> QuantTensor:
-    """Build one row in the recipe's format, so that its size is the format's own word."""
-    P, group = setting.bits, setting.group_for(K)
-    codes, number = torch.zeros(1, K, dtype=torch.uint8), torch.zeros(1, groups_in(K, group), dtype=torch.float16)
-    if isinstance(recipe, BCQ | HBCQ):
-        return BCQTensor.from_codes(codes, number.expand(P, *number.shape), number if recipe.bias else None, group)
-    if isinstance(recipe, GPTQ) and recipe.free:
-        return AffineTensor.from_codes(codes, P, number, number, group)
-    return UniformTensor.from_codes(codes, P, number, None if recipe.symmetric else number.to(torch.uint8), group)
-
-
-def sizes_of(sensitivities: Sequence[Sensitivity], recipe: Config = RECIPE) -> dict[str, dict[Setting, int]]:
+def sizes_of(sensitivities: Sequence[Sensitivity], recipe: GroupedConfig = RECIPE) -> dict[str, dict[BitConfig, int]]:
     """Return the bits of every matrix at every setting that was measured."""
-    known: dict[tuple[Setting, tuple[int, int]], int] = {}
+    known: dict[tuple[BitConfig, tuple[int, int]], int] = {}
     for one in sensitivities:
         for setting in one.losses:
             if (setting, one.shape) not in known:
@@ -76,15 +55,15 @@ def sizes_of(sensitivities: Sequence[Sensitivity], recipe: Config = RECIPE) -> d
 class Plan:
     """A setting for every matrix."""
 
-    choices: dict[str, Setting]
+    choices: dict[str, BitConfig]
     bits_per_weight: float  # over these matrices, every scale counted
     loss: float  # predicted increase
-    recipe: Config = RECIPE
+    recipe: GroupedConfig = RECIPE
     notes: dict[str, Any] = field(default_factory=dict)  # how it was made; goes into the file
 
     @property
     def scheme(self) -> str:
-        """The recipe with the commonest setting: what holds for matrices that are not named."""
+        """The recipe with the most common setting: for matrices that are not named."""
         return self._at(Counter(self.choices.values()).most_common(1)[0][0])
 
     @property
@@ -92,29 +71,29 @@ class Plan:
         """Every module with its scheme, for `crelle quantize --override` and `quantize(overrides=...)`."""
         return {module: self._at(setting) for module, setting in self.choices.items()}
 
-    def _at(self, setting: Setting) -> str:
-        return str(replace(self.recipe, bits=setting.bits, group=setting.group))
+    def _at(self, setting: BitConfig) -> str:
+        return str(self.recipe.at(setting))
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Matrices that share one setting, with the settings worth having: larger ones lose less."""
+    """Matrices that share one setting, with its Pareto-optimal settings: larger ones lose less."""
 
     modules: tuple[str, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[BitConfig, ...]
     sizes: tuple[int, ...]  # ascending
     losses: tuple[float, ...]  # descending
 
 
-class Front:
-    """The best plan at every size up to `most_bits` per weight (None: as large as any plan is)."""
+class ParetoFront:
+    """The best plan at every size up to `most_bits` per weight (None: no limit)."""
 
     def __init__(
         self,
         sensitivities: Sequence[Sensitivity],
         sizes: Sizes | None = None,
         *,
-        recipe: Config = RECIPE,
+        recipe: GroupedConfig = RECIPE,
         per: Per = "matrix",
         most_bits: float | None = None,
         units: int = _UNITS,
@@ -167,7 +146,7 @@ class Front:
         return self._plan(min(room // self._unit, len(self._best) - 1))
 
     def _plan(self, room: int) -> Plan:
-        choices: dict[str, Setting] = {}
+        choices: dict[str, BitConfig] = {}
         bits, loss = 0, 0.0
         for item, picks in zip(reversed(self._items), self._picks[::-1], strict=True):
             s = int(picks[room])
@@ -199,7 +178,7 @@ def _items(sensitivities: Sequence[Sensitivity], sizes: Sizes, per: Per) -> list
         if not all(math.isfinite(loss) for _, loss, _ in options) or not options:
             raise SchemeError(f"the sensitivities of '{name}' are not all numbers; the model or its text may be broken")
         useful = [options[0]]
-        for option in options[1:]:  # a setting that is larger and no better is never chosen
+        for option in options[1:]:  # drop dominated settings: larger and no better
             if option[1] < useful[-1][1]:
                 useful.append(option)
         bits, losses, settings = zip(*useful, strict=True)
@@ -212,15 +191,15 @@ def choose(
     sizes: Sizes | None,
     target_bits: float,
     *,
-    recipe: Config = RECIPE,
+    recipe: GroupedConfig = RECIPE,
     per: Per = "matrix",
 ) -> Plan:
     """Return the plan with the least predicted loss in at most `target_bits` per weight."""
-    return Front(sensitivities, sizes, recipe=recipe, per=per, most_bits=target_bits).at(target_bits)
+    return ParetoFront(sensitivities, sizes, recipe=recipe, per=per, most_bits=target_bits).at(target_bits)
 
 
 def uniform(
-    sensitivities: Sequence[Sensitivity], setting: Setting, sizes: Sizes | None = None, recipe: Config = RECIPE
+    sensitivities: Sequence[Sensitivity], setting: BitConfig, sizes: Sizes | None = None, recipe: GroupedConfig = RECIPE
 ) -> Plan:
     """Return the plan with one setting for all, to compare with."""
     sizes = sizes or sizes_of(sensitivities, recipe)
@@ -228,44 +207,3 @@ def uniform(
     bits = sum(sizes[one.module][setting] for one in sensitivities)
     choices = {one.module: setting for one in sensitivities}
     return Plan(choices, bits / weights, sum(one.losses[setting] for one in sensitivities), recipe)
-
-
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, for `crelle quantize --plan`."""
-    value = {
-        "plan_version": PLAN_VERSION,
-        "recipe": str(plan.recipe),
-        "scheme": plan.scheme,
-        "bits_per_weight": plan.bits_per_weight,
-        "predicted_loss": plan.loss,
-        "notes": plan.notes,
-        "overrides": plan.overrides,
-    }
-    write_whole(path, to_json(value))
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan back; what is wrong with the file is a sentence."""
-    value = read_json(path)
-    if value.get("plan_version") != PLAN_VERSION:
-        raise FormatError(f"{path} is not a plan of version {PLAN_VERSION}; make one with `crelle search`")
-    try:
-        recipe = config_of(value["recipe"])
-        parsed = {str(module): config_of(scheme) for module, scheme in value["overrides"].items()}
-        bits, loss, notes = float(value["bits_per_weight"]), float(value["predicted_loss"]), dict(value["notes"])
-    except (KeyError, TypeError, ValueError, AttributeError, SchemeError) as e:
-        raise FormatError(f"{path} is not a whole plan ({e}); make one with `crelle search`") from e
-    if not parsed:
-        raise FormatError(f"{path} names no matrix")
-    for module, config in parsed.items():
-        if replace(config, bits=recipe.bits, group=recipe.group) != recipe:
-            raise FormatError(f"{path}: the scheme of '{module}' is not '{recipe}' at other bits and group")
-    return Plan({m: Setting(c.bits, c.group) for m, c in parsed.items()}, bits, loss, recipe, notes)
-
-
-def config_of(scheme: str) -> Config:
-    """Parse a scheme that has bits and group to choose."""
-    config = parse(scheme)
-    if not isinstance(config, RTN | BCQ | GPTQ | HBCQ):
-        raise SchemeError(f"a plan chooses bits and group, which '{scheme}' does not have")
-    return config

@@ -1,63 +1,49 @@
-"""How much worse a model becomes when one of its matrices is quantized with a given setting: the food of `search`.
+"""Sensitivity of the loss to quantizing one matrix at given bits and group size: the input of `search`.
 
 Replace a weight W by W - D. To second order the mean loss per token rises by
 
     1/2 sum_n G_n (D H Dᵀ)_nn        G_n = E[g_tn²]        H = E[|g_t|² x_t x_tᵀ] / E[|g_t|²]
 
-x_t are the linear's inputs, g_t the gradient at its outputs. Tokens count by their gradients, linear by linear: the few
-with huge activations matter little to most linears, and a lot to the keys and values that all later tokens look at.
+x_t are the linear's inputs, g_t the gradient at its outputs. Tokens are weighted by their gradients, per linear: the
+few with huge activations matter little to most linears, and much to keys and values, which all later tokens attend to.
 
-The gradient is of one of two things:
-    fisher    the loss of next tokens drawn from the model's own distribution: the increase is in nats per token
-    residual  random signs at the layer's output over |y_t|: the increase is the layer's relative error, and what later
-              layers make of it does not count
-D is found for some rows of each matrix, drawn as often as they matter (by G), with all settings in one pass of error
-feedback, its Hessian that of crelle.quantizers.calibrate (tokens count by 1/|y_t|², y the residual stream behind the
-layer). One pass forward, one back; in memory are one layer and the hidden states before every layer.
+The gradient is of one of two losses:
+    fisher    the loss of next tokens sampled from the model's own distribution: the increase is in nats per token
+    residual  random signs at the layer's output over |y_t|: the increase is the layer's relative error, whatever
+              later layers do with it
+D is computed for some rows of each matrix, sampled with probability proportional to G, with all settings in one pass of
+error feedback, its Hessian that of crelle.quantizers.calibrate (tokens weighted by 1/|y_t|², y the layer's output). One
+forward and one backward pass; in memory are one layer and the hidden states before every layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers.feedback import factor
+from crelle.quantizers.base import BitConfig
+from crelle.quantizers.fast_error import fast_errors
+from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.grouping import require_finite
-from crelle.quantizers.opened import Block, OpenLinear, OpenModel, half_products
-from crelle.quantizers.quick import quick_changes
-from crelle.quantizers.scheme import Group
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, TrainableLinear, half_products
 
 Measure = Literal["fisher", "residual"]
-Progress = Callable[[int, int, str], None]
 
 _CHUNK = 1024  # tokens whose logits are in memory at one time
 
 
-class Setting(NamedTuple):
-    """What is chosen for a matrix."""
-
-    bits: int
-    group: Group
-
-    def group_for(self, K: int) -> int:
-        return K if self.group == "row" else min(self.group, K)
-
-    def __str__(self) -> str:
-        return f"{self.bits}/{self.group}"
+GROUPS = (32, 64, 96, 128, 192, 384)  # larger ones look good to the prediction, and are not
 
 
-GROUPS = (32, 64, 96, 128, 192, 384)  # wider ones look good to the prediction, and are not
-
-
-def candidates(target_bits: float) -> tuple[Setting, ...]:
-    """Return settings worth measuring for a target: a good plan at 2.3 bits also has matrices of 4."""
+def candidates(target_bits: float) -> tuple[BitConfig, ...]:
+    """Return the settings to measure for a target: a good plan at 2.3 bits also has matrices of 4."""
     least = max(1, min(6, int(target_bits - 0.15)))  # the scales take their share
     bits = range(max(1 if least == 1 else 2, least - 1), least + 3)
-    return tuple(Setting(b, group) for b in bits for group in GROUPS)
+    return tuple(BitConfig(b, group) for b in bits for group in GROUPS)
 
 
 CANDIDATES = candidates(2.35)
@@ -69,13 +55,13 @@ class Sensitivity:
 
     module: str
     shape: tuple[int, int]
-    losses: dict[Setting, float]
+    losses: dict[BitConfig, float]
 
 
 def sensitivities(
-    model: OpenModel,
+    model: CalibrationModel,
     tokens: Tensor,
-    settings: Sequence[Setting] = CANDIDATES,
+    settings: Sequence[BitConfig] = CANDIDATES,
     *,
     measure: Measure = "fisher",
     weight_rows: int = 128,  # of each matrix
@@ -85,7 +71,7 @@ def sensitivities(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> list[Sensitivity]:
-    """Measure every linear of the model on rows of token ids [S, T], in the order in which the linears run."""
+    """Measure every linear of the model on sequences of token ids [S, T], in execution order."""
     if len(tokens) == 0:
         raise SchemeError("measuring sensitivities needs at least one row of text")
     L = model.layers
@@ -96,27 +82,29 @@ def sensitivities(
         if progress:
             progress(done, 3 * L, "forward")
 
-    walk = walk_back(model, tokens, measure=measure, batch=batch, seed=seed, half=half, device=device, progress=forward)
-    for block, heard in walk:
-        stages = [[(block.linears()[name], heard[name]) for name in stage] for stage in block.stages()]
+    layers = backward_stats(
+        model, tokens, measure=measure, batch=batch, seed=seed, half=half, device=device, progress=forward
+    )
+    for block, stats in layers:
+        stages = [[(block.linears()[name], stats[name]) for name in stage] for stage in block.stages()]
         found.append([one for stage in stages for one in _stage(stage, settings, weight_rows, rng)])
         if progress:
             progress(L + 2 * len(found), 3 * L, "backward")
     return [one for layer in reversed(found) for one in layer]
 
 
-class Heard:
-    """What one linear's inputs and the gradients at its outputs were like; sums over tokens."""
+class GradientStats:
+    """Second moments of one linear's inputs and output gradients; sums over tokens."""
 
-    def __init__(self, linear: OpenLinear) -> None:
+    def __init__(self, linear: TrainableLinear) -> None:
         N, K = linear.weight.shape
         device = linear.weight.device
         self.squares = torch.zeros(N, device=device)  # of gradients
-        self.hessian = torch.zeros(K, K, device=device)  # tokens count by their gradients
-        self.calibrated = torch.zeros(K, K, device=device)  # tokens count as in calibration
+        self.hessian = torch.zeros(K, K, device=device)  # tokens weighted by their gradients
+        self.calibrated = torch.zeros(K, K, device=device)  # tokens weighted as in calibration
         self.tokens = 0
 
-    def hear(self, x: Tensor, gradient: Tensor, root: Tensor) -> None:
+    def add(self, x: Tensor, gradient: Tensor, root: Tensor) -> None:
         """Add inputs [..., K], gradients [..., N] and the roots of the calibration's token weights [..., 1]."""
         x, g = x.float().flatten(0, -2), gradient.float().flatten(0, -2).square()
         self.squares += g.sum(0)
@@ -138,8 +126,8 @@ class Heard:
         return self.hessian / self.squares.sum().clamp(min=1e-38)
 
 
-def walk_back(
-    model: OpenModel,
+def backward_stats(
+    model: CalibrationModel,
     tokens: Tensor,
     *,
     measure: Measure = "fisher",
@@ -148,8 +136,8 @@ def walk_back(
     half: bool = True,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[Block, dict[str, Heard]]]:
-    """Run forward through all layers, then yield them from the last to the first, with what their linears heard."""
+) -> Iterator[tuple[Block, dict[str, GradientStats]]]:
+    """Run forward through all layers, then yield them from last to first, with the stats of their linears."""
     device = torch.device(device)
     rng = torch.Generator(device).manual_seed(seed)
 
@@ -174,21 +162,21 @@ def walk_back(
             signs = torch.randint(0, 2, after.shape, generator=rng, device=device).float() * 2 - 1
             pull = signs / after.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
         root = after.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-        heard = {name: Heard(linear) for name, linear in block.linears().items()}
+        stats = {name: GradientStats(linear) for name, linear in block.linears().items()}
         parts = zip(torch.split(x, batch), torch.split(pull, batch), torch.split(root, batch), strict=True)
-        pull, after = torch.cat([_back(block, through, *part, heard) for part in parts]), x
-        yield block, heard
+        pull, after = torch.cat([_back(block, through, *part, stats) for part in parts]), x
+        yield block, stats
 
 
-def _sampled_loss_gradient(model: OpenModel, x: Tensor, rng: torch.Generator, half: bool) -> Tensor:
-    """Return the gradient at the last hidden states of the summed loss, each next token drawn from the model itself."""
+def _sampled_loss_gradient(model: CalibrationModel, x: Tensor, rng: torch.Generator, half: bool) -> Tensor:
+    """Return the gradient of the summed loss at the last hidden states, next tokens sampled from the model."""
     parts = []
     for part in torch.split(x.flatten(0, 1), _CHUNK):
         here = part.detach().requires_grad_()
         with half_products(x.device, half):
             logits = model.logits(model.finish(here)).float()
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
-        parts.append(torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), here)[0])
+        sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
+        parts.append(torch.autograd.grad(F.cross_entropy(logits, sampled, reduction="sum"), here)[0])
     return torch.cat(parts).reshape(x.shape)
 
 
@@ -198,16 +186,16 @@ def _back(
     x: Tensor,
     pull: Tensor,
     root: Tensor,
-    heard: dict[str, Heard],
+    stats: dict[str, GradientStats],
 ) -> Tensor:
-    """Let every linear be heard; return the gradient at the block's input."""
+    """Backpropagate through a block, collecting the stats of its linears; return the gradient at its input."""
     x = x.detach().requires_grad_()
 
-    def listen(linear: OpenLinear, given: tuple[Tensor], out: Tensor) -> None:
+    def hook(linear: TrainableLinear, given: tuple[Tensor], out: Tensor) -> None:
         seen = given[0].detach()
-        out.register_hook(lambda gradient: heard[linear.name].hear(seen, gradient, root))  # type: ignore[no-untyped-call]
+        out.register_hook(lambda gradient: stats[linear.name].add(seen, gradient, root))  # type: ignore[no-untyped-call]
 
-    handles = [linear.register_forward_hook(listen) for linear in block.linears().values()]
+    handles = [linear.register_forward_hook(hook) for linear in block.linears().values()]
     try:
         with torch.enable_grad():
             out = through(block, x)
@@ -219,28 +207,31 @@ def _back(
 
 @torch.no_grad()
 def _stage(
-    stage: Sequence[tuple[OpenLinear, Heard]], settings: Sequence[Setting], weight_rows: int, rng: torch.Generator
+    stage: Sequence[tuple[TrainableLinear, GradientStats]],
+    settings: Sequence[BitConfig],
+    weight_rows: int,
+    rng: torch.Generator,
 ) -> list[Sensitivity]:
-    """Predict for linears that read one input: their rows go through the feedback together."""
+    """Predict for linears that share an input: their rows go through one pass of error feedback."""
     by = factor(stage[0][1].calibrated / stage[0][1].tokens, 0.01, act_order=True)
-    picks = [_pick(heard.importance, weight_rows, rng) for _, heard in stage]
+    picks = [_pick(stats.importance, weight_rows, rng) for _, stats in stage]
     target = torch.cat([require_finite(m.weight)[rows] for (m, _), (rows, _) in zip(stage, picks, strict=True)])
-    changes = torch.split(quick_changes(target, by, settings), [len(rows) for rows, _ in picks], 1)
+    changes = torch.split(fast_errors(target, by, settings), [len(rows) for rows, _ in picks], 1)
     found = []
-    for (linear, heard), change, (_, share) in zip(stage, changes, picks, strict=True):
-        errors = ((change @ heard.weighted) * change).sum(-1).double()  # [settings, rows]
+    for (linear, stats), change, (_, share) in zip(stage, changes, picks, strict=True):
+        errors = ((change @ stats.weighted) * change).sum(-1).double()  # [settings, rows]
         losses = (0.5 * errors @ share.double()).clamp(min=0).tolist()
         found.append(Sensitivity(linear.name, _shape(linear), dict(zip(settings, losses, strict=True))))
     return found
 
 
-def _shape(m: OpenLinear) -> tuple[int, int]:
+def _shape(m: TrainableLinear) -> tuple[int, int]:
     N, K = m.weight.shape
     return N, K
 
 
 def _pick(G: Tensor, limit: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return which rows stand for all, and how much each counts: drawn by G, since  sum G e = (sum G) E_G[e]."""
+    """Return sampled rows and the weight of each: sampled by G, since  sum G e = (sum G) E_G[e]."""
     N = len(G)
     if limit >= N or not G.sum() > 0:
         return torch.arange(N, device=G.device), G

@@ -1,13 +1,12 @@
-"""What a calibration text tells about the inputs of a linear layer.
+"""Statistics of a linear layer's inputs on calibration data.
 
-With X̂ [T, K] the inputs that the layer gets from the layers quantized before it, and X the inputs that it would get in
-the full-precision model:
+With X̂ [T, K] the inputs that the layer gets in the quantized model, and X those in the full-precision model:
 
     hessian = X̂ᵀ X̂ / T       the output error of a change D of the weight is  tr(D hessian Dᵀ)
-    cross   = Xᵀ X̂ / T        the weight that best undoes the error that came in is  W cross hessian⁻¹
+    cross   = Xᵀ X̂ / T        the weight that best compensates the error of the inputs is  W cross hessian⁻¹
     absmax, absmean           of X̂, per input channel
 
-They are sums over tokens, so memory is a few K² whatever the length of the text.
+They are sums over tokens, so memory is a few K² whatever the amount of data.
 """
 
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ class Stats:
         return float(((change @ self.hessian) * change).sum().clamp(min=0))
 
     def target(self, weight: Tensor, damp: float = 0.01) -> Tensor:
-        """Return the weight that, on the inputs as they come, gives what the full-precision layer would have given.
+        """Return the weight whose outputs on the quantized model's inputs are nearest to the full-precision outputs.
 
-        Solved with a ridge that pulls towards the weight itself: directions that the text never shows stay as they are.
+        Solved with a ridge towards the weight itself: directions that the data never shows stay as they are.
         """
         if self.cross is None:
             return weight
@@ -55,8 +54,8 @@ def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
     return stats
 
 
-class Watch:
-    """Collects the Stats of one input; `see` takes what arrives, and what would have arrived in full precision."""
+class StatsCollector:
+    """Collects the Stats of one input: in the quantized model and, for `cross`, in the full-precision one."""
 
     def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False) -> None:
         self._hessian = torch.zeros(K, K, device=device)
@@ -64,7 +63,7 @@ class Watch:
         self._absmax, self._abssum = torch.zeros(K, device=device), torch.zeros(K, device=device)
         self._tokens = 0
 
-    def see(self, x: Tensor, full: Tensor | None = None) -> None:
+    def add(self, x: Tensor, full: Tensor | None = None) -> None:
         """Add inputs [..., K]."""
         x = x.detach().flatten(0, -2).float()
         self._hessian.addmm_(x.T, x)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.bcq import BCQTensor
-from crelle.formats.permuted import PermutedTensor
+from crelle.formats.composite import PermutedTensor
 from crelle.kernels.cuda import jit, lut
 from crelle.kernels.cuda.lut import LutTileConfig, LutWeight, Variant
 from crelle.kernels.cuda.weight_layout import ScaleKind

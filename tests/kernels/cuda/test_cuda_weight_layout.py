@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from plane_weights import numbers_in, random_weight
 
 from crelle.errors import UnsupportedError
+from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.permuted import PermutedTensor
 from crelle.kernels.cuda.weight_layout import BLOCK, ScaleKind, join, lay_out
 
 

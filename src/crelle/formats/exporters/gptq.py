@@ -20,11 +20,11 @@ from crelle.errors import CrelleError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import CheckpointWriter
+from crelle.formats.composite import PermutedTensor
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gptq import BITS
 from crelle.formats.ownership import HF_INDEX
 from crelle.formats.packing import pack_words
-from crelle.formats.permuted import PermutedTensor
 from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.version import __version__

@@ -17,7 +17,7 @@ from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import MAX_BITS, SCALE_DTYPES, UniformTensor, groups_in
-from crelle.formats.permuted import PermutedTensor
+from crelle.formats.composite import PermutedTensor
 from crelle.formats.source import HFDirectory
 
 

@@ -41,7 +41,7 @@ class Cpu(FloatInput):
             return f"takes the formats 'bcq', 'uniform' and 'affine', not '{problem.format}'"
         if problem.device != "cpu":
             return f"runs on the CPU, the weight is on {problem.device}"
-        if problem.group != problem.K and problem.group % 8:
+        if problem.group is None or (problem.group != problem.K and problem.group % 8):
             return f"needs a group that is a multiple of 8 or the whole row, got {problem.group}"
         return takes_floats(problem) or available()
 

@@ -1,4 +1,4 @@
-"""A matrix whose inputs were sorted before it was encoded.
+"""Formats that wrap another one. PermutedTensor: a matrix whose input channels were sorted before it was encoded.
 
     W[:, order] = inner        y = W x = inner x[order]
 
@@ -17,17 +17,19 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor, Spec, expect, shape_of, take
+from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.bcq import BCQTensor, UniformTensor
 
 INNER: dict[str, type[QuantTensor]] = {c.format: c for c in (UniformTensor, AffineTensor, BCQTensor)}
 
 
+@register_format
 @dataclass(frozen=True, slots=True, eq=False)
 class PermutedTensor:
     """An encoded matrix and the order of the inputs that its columns belong to."""
 
     format: ClassVar[str] = "permuted"
+    quantized: ClassVar[bool] = True
     inner: QuantTensor
     order: Tensor  # int32 [K]
 
@@ -36,11 +38,11 @@ class PermutedTensor:
         return self.inner.shape
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> float:
         return self.inner.bits
 
     @property
-    def group(self) -> int:
+    def group(self) -> int | None:
         return self.inner.group
 
     @property
@@ -53,6 +55,12 @@ class PermutedTensor:
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inner.tensors(), "order": self.order}
+
+    def scales(self) -> dict[str, Tensor]:
+        return self.inner.scales()
+
+    def with_scales(self, scales: Mapping[str, Tensor]) -> "PermutedTensor":
+        return PermutedTensor(self.inner.with_scales(scales), self.order)
 
     def spec(self) -> Spec:
         return {"format": self.format, "shape": list(self.shape), "inner": self.inner.spec()}
@@ -79,6 +87,17 @@ class PermutedTensor:
         if not torch.equal(order.sort().values, torch.arange(K, dtype=torch.int32, device=order.device)):
             raise FormatError(f"{cls.format}: 'order' should name each of the {K} inputs once, and does not")
         return cls(inner, order)
+
+    @classmethod
+    def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
+        inner = _class_of(spec["inner"]).random(spec["inner"], generator)
+        order = torch.randperm(inner.shape[1], generator=generator, device=generator.device)
+        return cls(inner, order.to(torch.int32))
+
+    @classmethod
+    def row_bits(cls, spec: Mapping[str, Any]) -> int:
+        """Those of a row inside; the order is stored once for all rows."""
+        return _class_of(spec["inner"]).row_bits(spec["inner"])
 
 
 def _class_of(spec: object) -> type[QuantTensor]:

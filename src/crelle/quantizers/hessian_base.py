@@ -1,4 +1,4 @@
-"""What the quantizers have in common that see a layer's inputs: settings, and the way from a weight to a solution."""
+"""Base of the quantizers that use the Hessian of a layer's inputs: settings, and from a weight to codes and levels."""
 
 from typing import ClassVar
 
@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers.feedback import Factor, Fit, Levels, factor
+from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, factor
 from crelle.quantizers.grouping import require_finite, row_slabs
-from crelle.quantizers.scheme import Grid
 from crelle.quantizers.stats import Stats, require_stats
 
 
-class Layerwise(Grid):
+class HessianConfig(GroupedConfig):
     """Base of the configs that minimise the error of a layer's output on its calibration inputs."""
 
     __slots__ = ()
     calibrated: ClassVar[bool] = True
-    act_order: bool  # inputs with the largest activations are coded first
+    act_order: bool  # columns with the largest activations are rounded first
     damp: float  # of the Hessian's mean diagonal, added to its diagonal
-    refine: int  # rounds of descent and solving after the feedback
-    target: bool  # aim at the weight that also undoes the error of the layers before, where that is known
+    refine: int  # rounds of coordinate descent and solving after the feedback
+    target: bool  # compensate the error of the layers before too, where that is known
 
     def __post_init__(self) -> None:
-        Grid.__post_init__(self)
+        GroupedConfig.__post_init__(self)
         if not 0 <= self.damp <= 1:
             raise SchemeError(f"damp must be 0 to 1, got {self.damp}")
         if self.refine < 0:
@@ -43,14 +43,14 @@ class Layerwise(Grid):
         )
         return Fit(torch.cat([f.codes for f in fits]), levels)
 
-    def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, Factor]:
-        """Return the weight [N, K] to aim at, the Hessian and its factor, or say what is wrong with them."""
+    def wanted(self, weight: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor, LDLFactor]:
+        """Return the target weight [N, K], the Hessian and its factorization; raises on stats that do not fit."""
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
         target = stats.target(weight) if self.target else weight
         return target, stats.hessian, factor(stats.hessian, self.damp, act_order=self.act_order)
 
-    def fit_rows(self, target: Tensor, hessian: Tensor, by: Factor) -> Fit:
-        """Return codes and levels for some rows of the weight wanted."""
+    def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
+        """Return codes and levels for some rows of the target weight."""
         raise NotImplementedError

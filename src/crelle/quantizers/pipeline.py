@@ -5,7 +5,7 @@ begins, so a killed run loses at most a layer: `resume=True` goes on from the jo
 Quantized are the matrices inside the numbered layers; embeddings, the output head and norms are stored as they are
 (f32 that GGUF unpacked from a quantized type: as f16).
 
-Schemes that need data get it from a `Calibration`: a text walks through the layers in step with the units
+Schemes that need data get it from a `Calibration`: its token sequences run through the layers in step with the shards
 (crelle.quantizers.calibrate), also through those that a resumed run finds finished.
 """
 
@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, SchemeError
-from crelle.formats.base import QuantTensor, nbytes
+from crelle.formats.base import QuantTensor, format_of, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.files import read_json, to_json, write_whole
 from crelle.formats.ownership import STAGE
 from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
+from crelle.quantizers.base import Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.opened import OpenModel
-from crelle.quantizers.scheme import Keep, LayerQuantizer, Quantizer, Store, parse
+from crelle.quantizers.layer_api import CalibrationModel, Progress
+from crelle.quantizers.scheme import parse
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
@@ -44,20 +45,20 @@ _DENSE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """What is read, quantized and written together: a layer, or one of the matrices around the layers."""
+class Shard:
+    """Tensors that are read, quantized and written together: a decoder layer, or a matrix outside the layers."""
 
     name: str
     tensors: tuple[str, ...]
-    weights: int  # how many numbers, for the progress bar
+    weights: int  # number of elements, for the progress bar
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A text for the schemes that need one, and a way to take the model apart."""
+    """Token sequences for the schemes that need data, and how to open the model for calibration."""
 
     tokens: Tensor  # int64 [S, T]
-    open: Callable[[Weights, torch.device], OpenModel]
+    open: Callable[[Weights, torch.device], CalibrationModel]
     device: torch.device
 
     def fingerprint(self) -> str:
@@ -75,9 +76,6 @@ class Report:
     seconds: float
     resumed_units: int
     warnings: tuple[str, ...] = ()  # sentences for the user, e.g. about weights too small for their format
-
-
-Progress = Callable[[int, int, str], None]  # called after each unit: weights done, weights in all, the unit's name
 
 
 def quantize(
@@ -110,13 +108,13 @@ def quantize(
     weights = weights if view is None else view(weights)
     if weights.path.is_dir():
         check_copied_files(weights.path)
-    if isinstance(weights, Checkpoint) and weights.scheme != str(Keep()):
+    if isinstance(weights, Checkpoint) and weights.scheme != str(Passthrough()):
         raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
     if head is not None:
         special |= {m: parse(head) for m in _matrices(weights) if not _LAYER.match(f"{m}.") and m not in special}
-    units = plan(weights)
+    shards = plan(weights)
     calibrator = _calibrator(weights, [default, *special.values()], calibration)
     written = {p: str(q) for p, q in special.items()}
     recipe = {
@@ -130,22 +128,22 @@ def quantize(
         recipe["calibration"] = calibration.fingerprint()
     if stage and resume and (made := _finished_stage(out, recipe, overwrite)):
         return made
-    all_weights, done, resumed = sum(u.weights for u in units), 0, 0
+    all_weights, done, resumed = sum(s.weights for s in shards), 0, 0
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
-        for i, unit in enumerate(units, start=1):
-            shard = shard_name(i, len(units))
-            walks = calibrator is not None and calibrator.at(unit.name)
-            if writer.has(shard):
+        for i, shard in enumerate(shards, start=1):
+            file = shard_name(i, len(shards))
+            calibrated = calibrator is not None and calibrator.at(shard.name)
+            if writer.has(file):
                 resumed += 1
-                if calibrator is not None and walks:
-                    calibrator.skip(*writer.contents(shard))
-            elif calibrator is not None and walks:
-                writer.add(shard, *_quantize_layer(weights, unit, default, special, calibrator))
+                if calibrator is not None and calibrated:
+                    calibrator.skip(*writer.contents(file))
+            elif calibrator is not None and calibrated:
+                writer.add(file, *_quantize_layer(weights, shard, default, special, calibrator))
             else:
-                writer.add(shard, *_quantize_unit(weights, unit, default, special))
-            done += unit.weights
+                writer.add(file, *_quantize_shard(weights, shard, default, special))
+            done += shard.weights
             if progress:
-                progress(done, all_weights, unit.name)
+                progress(done, all_weights, shard.name)
         weights.copy_tokenizer(writer.partial)
         if stage:
             write_whole(writer.partial / STAGE, to_json({"recipe": recipe, "warnings": writer.all_warnings()}))
@@ -170,8 +168,8 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
     return _report(Checkpoint(out), 0.0, 0, tuple(found.get("warnings", ())))
 
 
-def plan(weights: Weights) -> list[Unit]:
-    """Group a model's tensors into units: first what stands before the layers, the layers, then the rest."""
+def plan(weights: Weights) -> list[Shard]:
+    """Group a model's tensors into shards: what comes before the layers, the layers, then the rest."""
     members: dict[str, list[str]] = {}
     for name in weights.names():
         layer = _LAYER.match(name)
@@ -181,7 +179,7 @@ def plan(weights: Weights) -> list[Unit]:
     if not any(_LAYER.match(f"{key}.") for key in members):
         raise FormatError(f"{weights.path} has no numbered layers, so there is nothing to quantize")
     keys = sorted(members, key=_natural)
-    return [Unit(k, tuple(sorted(members[k])), sum(prod(weights.shape(n)) for n in members[k])) for k in keys]
+    return [Shard(k, tuple(sorted(members[k])), sum(prod(weights.shape(n)) for n in members[k])) for k in keys]
 
 
 def _natural(text: str) -> list[tuple[int, int | str]]:
@@ -192,12 +190,12 @@ def _natural(text: str) -> list[tuple[int, int | str]]:
 Encoded = tuple[dict[str, QuantTensor], dict[str, Tensor], list[str]]
 
 
-def _quantize_unit(weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer]) -> Encoded:
-    """Return a unit's matrices, encoded, by module; its other tensors by name; and warnings."""
+def _quantize_shard(weights: Weights, shard: Shard, default: Quantizer, special: Mapping[str, Quantizer]) -> Encoded:
+    """Return a shard's matrices, encoded, by module; its other tensors by name; and warnings."""
     matrices: dict[str, QuantTensor] = {}
     others: dict[str, Tensor] = {}
     warnings: list[str] = []
-    for name in unit.tensors:
+    for name in shard.tensors:
         module, _, kind = name.rpartition(".")
         if kind == "weight" and len(weights.shape(name)) == 2 and _keeps(module, default, special):
             matrices[module] = weights.matrix(module)
@@ -218,7 +216,7 @@ def _quantize_unit(weights: Weights, unit: Unit, default: Quantizer, special: Ma
 
 @contextmanager
 def _about(name: str) -> Iterator[None]:
-    """Put the name of a tensor or layer before what went wrong with it."""
+    """Prefix errors with the name of the tensor or layer that they are about."""
     try:
         yield
     except CrelleError as e:
@@ -226,7 +224,7 @@ def _about(name: str) -> Iterator[None]:
 
 
 def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Calibration | None) -> Calibrator | None:
-    """Return what walks a text through the model, if one of the schemes needs it."""
+    """Return the calibrator, if one of the schemes needs data."""
     needing = [q for q in quantizers if q.calibrated]
     if not needing:
         return None
@@ -237,9 +235,9 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
 
 
 def _quantize_layer(
-    weights: Weights, unit: Unit, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
+    weights: Weights, shard: Shard, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
 ) -> Encoded:
-    """The same for a layer through which a calibration text walks."""
+    """The same for a decoder layer, with calibration."""
 
     def chosen(module: str) -> Quantizer:
         return next((q for p, q in special.items() if fnmatchcase(module, p)), default)
@@ -250,19 +248,19 @@ def _quantize_layer(
         with _about(f"{module}.weight"):
             return chosen(module).fit(weight, stats)
 
-    walk = calibrator.begin()
-    with _about(unit.name):
-        changed = default.before_layer(walk) if isinstance(default, LayerQuantizer) else {}
-    kept = [m for m in walk.block.linears() if _keeps(m, default, special)]
+    layer = calibrator.begin()
+    with _about(shard.name):
+        changed = default.before_layer(layer) if isinstance(default, LayerQuantizer) else {}
+    kept = [m for m in layer.block.linears() if _keeps(m, default, special)]
     if changed and kept:
         raise SchemeError(f"'{kept[0]}' cannot be kept as it is: scheme '{default}' rescales the inputs of its layer")
-    fitted = walk.fit(fit)
+    fitted = layer.fit(fit)
     if isinstance(default, LayerQuantizer):
-        with _about(unit.name):
-            fitted = default.after_layer(walk, fitted)
-        walk.put(fitted)
-    walk.end()
-    others = {n: weights.read(n) for n in unit.tensors if n.removesuffix(".weight") not in fitted}
+        with _about(shard.name):
+            fitted = default.after_layer(layer, fitted)
+        layer.put(fitted)
+    layer.end()
+    others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
@@ -272,7 +270,7 @@ def _quantize_layer(
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:
     """Tell whether a matrix goes from the source to the checkpoint as it is, encoded or not."""
-    return isinstance(next((q for p, q in special.items() if fnmatchcase(module, p)), default), Keep)
+    return isinstance(next((q for p, q in special.items() if fnmatchcase(module, p)), default), Passthrough)
 
 
 def _as_stored(weights: Weights, module: str) -> QuantTensor:
@@ -280,12 +278,12 @@ def _as_stored(weights: Weights, module: str) -> QuantTensor:
     name = f"{module}.weight"
     packed = getattr(weights, "packed", None)  # of a GGUF file
     if packed is not None and packed(name):
-        return Store("fp16").fit(weights.read(name))
+        return Cast("fp16").fit(weights.read(name))
     stored = weights.matrix(module)
-    if stored.format != "dense":
+    if stored.quantized:
         return stored
     tensor = stored.tensors()["weight"]
-    return Store(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
+    return Cast(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
 
 
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:
@@ -301,14 +299,14 @@ def _matrices(weights: Weights) -> list[str]:
 
 
 def _fingerprint(weights: Weights) -> list[list[str | int]]:
-    """Tell this source from another, without reading it whole: names, sizes and times of its files."""
+    """Identify the source without reading it whole: names, sizes and times of its files."""
     root = weights.path
     files = [root] if root.is_file() else sorted(f for f in root.iterdir() if f.suffix in {".safetensors", ".json"})
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
 def measure(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return (bytes, weights) of the matrices that are not plain numbers; of all of them if there are none."""
-    encoded = [m for m, spec in checkpoint.specs.items() if spec["format"] != "dense"]
+    """Return (bytes, weights) of the quantized matrices; of all matrices in the layers if there are none."""
+    encoded = [m for m, spec in checkpoint.specs.items() if format_of(spec).quantized]
     chosen = encoded or [m for m in checkpoint.specs if _LAYER.match(f"{m}.")]
     return sum(nbytes(checkpoint.matrix(m)) for m in chosen), sum(prod(checkpoint.specs[m]["shape"]) for m in chosen)

@@ -1,18 +1,18 @@
-"""Choose codes and scales by what a layer's output shows: minimise  tr((T - Ŵ) H (T - Ŵ)ᵀ)  row by row.
+"""Codes and scales that minimise the layer's output error:  tr((T - Ŵ) H (T - Ŵ)ᵀ)  row by row.
 
-T is the weight wanted [N, K], H the Hessian of the layer's inputs (crelle.quantizers.stats), E = T - Ŵ the error. Three
-tools, for any format whose weights take one of L levels per group, the levels being linear in a few stored scales:
+T is the target weight [N, K], H the Hessian of the layer's inputs (crelle.quantizers.stats), E = T - Ŵ the error. Three
+steps, for any format whose weights take one of L levels per group, the levels being linear in a few stored scales:
 
-    feedback  one pass over the inputs; each error is made up for by the inputs still to come (GPTQ, arXiv 2210.17323)
-    descend   one more pass; each code is set to its best level given all others
-    solve     codes fixed, the scales of a whole row at once: a linear system with a few unknowns per group
+    feedback  one pass over the columns; each error is compensated by the columns after it (GPTQ, arXiv 2210.17323)
+    descend   coordinate descent, one pass: each code is set to its best level given all others
+    solve     codes fixed, least squares for all scales of a row: a linear system with a few unknowns per group
 
 Feedback and descent are the same loop, `sweep`: the code of input i is the level nearest to  t_i + Σ_j e_j mix[j, i].
-    feedback  H = M D Mᵀ, M upper triangular with unit diagonal; mix = M - I, so only inputs already coded count.
-              The error is then exactly  Σ_i D_i (what rounding input i left)², which is why D is the importance of
-              inputs when scales are chosen. (The same codes as GPTQ's inverse Hessian gives, without inverting.)
+    feedback  H = M D Mᵀ, M upper triangular with unit diagonal; mix = M - I, so only columns already rounded count.
+              The error is then exactly  Σ_i D_i (rounding error of column i)², which is why D is the importance of
+              columns when scales are chosen. (The same codes as GPTQ's inverse Hessian gives, without inverting.)
     descent   mix[j, i] = H[j, i] / H[i, i]  for j ≠ i
-Rows do not see each other, and every step keeps, row by row, the better of before and after.
+Rows are independent, and every step keeps, row by row, the better of before and after.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.bcq import spread
+from crelle.formats.bcq import expand_groups
 from crelle.quantizers.grouping import from_groups, to_groups
 
-_BLOCK = 64  # inputs that are coded before what they leave is handed on, by one matrix product
+_BLOCK = 64  # columns per block: errors reach later blocks by one matrix product
 _UNKNOWNS = 1 << 22  # entries of the row systems that are solved at one time: bounds the memory
 
 
@@ -35,7 +35,7 @@ class Levels:
     """The levels of every group: level l is  Σ_u (book[l, u] - shift_u) scales_u."""
 
     book: Tensor  # f32 [L, U]
-    scales: Tensor  # f32 [N, C, U], numbers that f16 can hold
+    scales: Tensor  # f32 [N, C, U], values that f16 can represent
     group: int
     shift: Tensor | None = None  # f32 [N, C, U]
 
@@ -45,11 +45,11 @@ class Levels:
         return self.scales @ self.book.T - shifted
 
     def features(self, codes: Tensor) -> Tensor:
-        """Return what each scale is multiplied by in each weight [U, N, K]."""
+        """Return the factor of each scale in each weight [U, N, K]."""
         features = self.book.T[:, codes.long()]
         if self.shift is None:
             return features
-        return features - spread(self.shift.movedim(-1, 0), self.group, codes.shape[1])
+        return features - expand_groups(self.shift.movedim(-1, 0), self.group, codes.shape[1])
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the weights that codes [N, K] stand for."""
@@ -57,7 +57,7 @@ class Levels:
         return from_groups(self.values().gather(-1, grouped.long()), codes.shape[1])
 
     def where(self, rows: Tensor, other: "Levels") -> "Levels":
-        """Return these levels in the rows [N] given, the other ones elsewhere."""
+        """Return these levels in the rows [N] given, those of `other` elsewhere."""
         return replace(self, scales=torch.where(rows[:, None, None], self.scales, other.scales))
 
 
@@ -71,8 +71,8 @@ class Fit(NamedTuple):
         return Fit(torch.where(rows[:, None], self.codes, other.codes), self.levels.where(rows, other.levels))
 
 
-class Factor(NamedTuple):
-    """H (damped) = M D Mᵀ for the inputs in the order in which they are coded."""
+class LDLFactor(NamedTuple):
+    """LDL factorization of the damped Hessian, H = M D Mᵀ, columns in the order in which they are rounded."""
 
     order: Tensor  # int64 [K]
     mix: Tensor  # f32 [K, K], M - I, both axes in that order
@@ -80,7 +80,7 @@ class Factor(NamedTuple):
     damped: Tensor  # f32 [K, K], H as it was decomposed, in the original order
 
 
-def factor(hessian: Tensor, damp: float, *, act_order: bool) -> Factor:
+def factor(hessian: Tensor, damp: float, *, act_order: bool) -> LDLFactor:
     """Decompose the Hessian, adding `damp` times its mean diagonal, and more where that does not make it definite."""
     if not torch.isfinite(hessian).all():
         raise SchemeError("the statistics of a layer's inputs hold NaN or infinity")
@@ -101,18 +101,18 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool) -> Factor:
     root = root.flip(0, 1)
     scale = root.diagonal()
     cost = torch.empty_like(scale).scatter_(0, order, scale.square())
-    return Factor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
+    return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
 
 
 class Choice(Protocol):
-    """The levels that one input may take."""
+    """The levels that one column may take."""
 
     def nearest(self, want: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the levels to take where want [N] is wanted, and their codes."""
+        """Return the levels nearest to want [N], and their codes."""
         ...
 
 
-class _Ladder(NamedTuple):
+class SortedLevels(NamedTuple):
     """The levels of one group in ascending order: a binary search finds the nearest."""
 
     values: Tensor  # f32 [N, L]
@@ -125,55 +125,55 @@ class _Ladder(NamedTuple):
         return self.values.gather(1, rank)[:, 0], self.codes.gather(1, rank)[:, 0]
 
 
-def _ladders(levels: Levels) -> list[_Ladder]:
+def _sorted_levels(levels: Levels) -> list[SortedLevels]:
     values, codes = levels.values().transpose(0, 1).contiguous().sort(-1)  # [C, N, L]
     borders = (values[..., 1:] + values[..., :-1]) / 2
-    return [_Ladder(*parts) for parts in zip(values, codes, borders, strict=True)]
+    return [SortedLevels(*parts) for parts in zip(values, codes, borders, strict=True)]
 
 
-def feedback(target: Tensor, by: Factor, levels: Levels) -> Fit:
+def feedback(target: Tensor, by: LDLFactor, levels: Levels) -> Fit:
     """Choose the codes with error feedback."""
-    ladders = _ladders(levels)
+    by_group = _sorted_levels(levels)
     group_of = (by.order // levels.group).tolist()
     codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
-    codes[by.order] = sweep(target[:, by.order].T.contiguous(), None, by.mix, lambda i, _: ladders[group_of[i]])
+    codes[by.order] = sweep(target[:, by.order].T.contiguous(), None, by.mix, lambda i, _: by_group[group_of[i]])
     return Fit(codes.T.contiguous(), levels)
 
 
-def feedback_by_group(target: Tensor, by: Factor, group: int, find: Callable[[Tensor, slice], Levels]) -> Fit:
-    """Choose the codes with error feedback, and the levels of a group when the pass, in the inputs' order, reaches it.
+def feedback_by_group(target: Tensor, by: LDLFactor, group: int, find: Callable[[Tensor, slice], Levels]) -> Fit:
+    """Choose the codes with error feedback, and the levels of a group when the pass, in column order, reaches it.
 
-    `find` gets the weights [N, G] of a group, as the feedback has made them, and its place.
+    `find` gets the weights [N, G] of a group, as adjusted by the feedback, and its columns.
     """
     K = target.shape[1]
     parts: list[Levels] = []
-    ladders: list[_Ladder] = []
+    by_group: list[SortedLevels] = []
 
-    def ladder(i: int, want: Tensor) -> _Ladder:
+    def levels_at(i: int, want: Tensor) -> SortedLevels:
         if i % group == 0:
             place = slice(i, min(i + group, K))
             parts.append(find(want[place].T, place))
-            ladders.extend(_ladders(parts[-1]))
-        return ladders[-1]
+            by_group.extend(_sorted_levels(parts[-1]))
+        return by_group[-1]
 
-    codes = sweep(target.T.contiguous(), None, by.mix, ladder, group)
+    codes = sweep(target.T.contiguous(), None, by.mix, levels_at, group)
     shifts = [p.shift for p in parts if p.shift is not None]
     shift = torch.cat(shifts, 1) if shifts else None
     return Fit(codes.T.contiguous(), Levels(parts[0].book, torch.cat([p.scales for p in parts], 1), group, shift))
 
 
 def descend(target: Tensor, hessian: Tensor, fit: Fit) -> Fit:
-    """Set each code to its best level given all others, once around."""
-    ladders = _ladders(fit.levels)
+    """Coordinate descent, one pass: set each code to its best level given all others."""
+    by_group = _sorted_levels(fit.levels)
     error = (target - fit.levels.decode(fit.codes)).T.contiguous()
-    codes = sweep(target.T.contiguous(), error, mixing(hessian), lambda i, _: ladders[i // fit.levels.group])
+    codes = sweep(target.T.contiguous(), error, mixing(hessian), lambda i, _: by_group[i // fit.levels.group])
     return Fit(codes.T.contiguous(), fit.levels)
 
 
 def mixing(hessian: Tensor) -> Tensor:
-    """Return how the errors of all other inputs move the level that descent wants for an input."""
+    """Return the coupling of columns in coordinate descent, H[j, i] / H[i, i] with a zero diagonal."""
     diagonal = hessian.diagonal()
-    mix = hessian / torch.where(diagonal > 0, diagonal, 1.0)  # an input that is always 0 keeps the nearest level
+    mix = hessian / torch.where(diagonal > 0, diagonal, 1.0)  # a column whose input is always 0 takes the nearest level
     mix.diagonal().zero_()
     return mix
 
@@ -182,14 +182,14 @@ def sweep(
     target: Tensor,
     error: Tensor | None,
     mix: Tensor,
-    ladder: Callable[[int, Tensor], Choice],
+    levels_at: Callable[[int, Tensor], Choice],
     group: int = _BLOCK,
 ) -> Tensor:
-    """Code the inputs one after the other: target, error and the codes returned are [K, N], in the order of the pass.
+    """Round the columns in order: target, error and the codes returned are [K, N], in the order of the pass.
 
-    Within a block each input's change of error goes to the block's later inputs at once, to those behind the block
-    together when it ends. A block never reaches over the end of a group, whose weights are then up to date when it
-    begins. `ladder` gives the levels of the i-th input, from the weights wanted as they now are.
+    Within a block each column's change of error is applied to the block's later columns at once, and to those after the
+    block when it ends. A block never crosses the end of a group, so a group's weights are up to date when it begins.
+    `levels_at` gives the levels of the i-th column, from the target weights as adjusted so far.
     """
     K = len(target)
     want = target.clone() if error is None else torch.addmm(target, mix.T, error)
@@ -198,7 +198,7 @@ def sweep(
         here = mix[begin:end, begin:end].contiguous()
         change = torch.empty_like(target[begin:end])
         for i in range(begin, end):
-            value, codes[i] = ladder(i, want).nearest(want[i])
+            value, codes[i] = levels_at(i, want).nearest(want[i])
             now = torch.sub(target[i], value, out=change[i - begin])
             if error is not None:
                 now -= error[i]
@@ -208,13 +208,13 @@ def sweep(
 
 
 def _blocks(K: int, group: int) -> list[tuple[int, int]]:
-    """Cut K inputs into blocks that do not reach over the end of a group."""
+    """Split K columns into blocks that do not cross the end of a group."""
     groups = [(g, min(g + group, K)) for g in range(0, K, group)]
     return [(b, min(b + _BLOCK, end)) for begin, end in groups for b in range(begin, end, _BLOCK)]
 
 
 def row_errors(target: Tensor, hessian: Tensor, fit: Fit) -> Tensor:
-    """Return each row's share of the output error [N]."""
+    """Return the output error of each row [N]."""
     error = target - fit.levels.decode(fit.codes)
     return ((error @ hessian) * error).sum(1)
 
@@ -271,16 +271,16 @@ def _rows(levels: Levels, rows: slice) -> Levels:
 
 
 def improve(target: Tensor, hessian: Tensor, damped: Tensor, fit: Fit, steps: Sequence[Step]) -> Fit:
-    """Take the steps (`solve`, `descend`) one after the other, each row only where its error falls.
+    """Apply the steps (`solve`, `descend`) in order, keeping a row's result only where its error falls.
 
-    The steps see the damped Hessian: with fewer tokens than inputs the bare one does not see some changes of the weight
-    at all, and scales would grow without bound.
+    The steps use the damped Hessian: with fewer tokens than inputs the undamped one is singular, and scales would grow
+    without bound.
     """
     error = row_errors(target, hessian, fit)
     for step in steps:
         found = step(target, damped, fit)
         now = row_errors(target, hessian, found)
-        upright = (found.levels.scales[..., 0] >= 0).all(1)  # a grid turned over comes of a system nearly singular
-        won = (now < error) & upright  # a scale beyond f16 makes the error inf or NaN, which is not less
+        positive = (found.levels.scales[..., 0] >= 0).all(1)  # a negative scale comes from a nearly singular system
+        won = (now < error) & positive  # a scale beyond f16 makes the error inf or NaN, which is not less
         fit, error = found.where(won, fit), torch.where(won, now, error)
     return fit

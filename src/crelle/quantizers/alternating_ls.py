@@ -1,4 +1,4 @@
-"""Fit the levels of groups of weights: codes and scales in turn, each weight as important as one says.
+"""Alternating least squares for the levels of groups of weights, with an importance per weight.
 
 The levels of a group are  v_l = z + sum_u book[l, u] alpha_u:  binary coding (a book of signs) and the uniform grid
 (book[l] = l) alike. With importances h, minimise  sum_k h_k (w_k - v_code(k))^2:
@@ -6,9 +6,9 @@ The levels of a group are  v_l = z + sum_u book[l, u] alpha_u:  binary coding (a
     scales fixed: the best code of a weight is the nearest level
 Neither step can raise the error (Xu et al. 2018, arXiv 1802.00150).
 
-What makes it quick: the weights of a group are sorted once. The weights of one level are then an interval of the sorted
+It is fast because the weights of a group are sorted once. The weights of one level are then an interval of the sorted
 group, so a round needs only the borders between levels (binary search) and differences of prefix sums of h and h w,
-never the weights. It also makes it cheap to compare many starts.
+never the weights. That also makes it cheap to compare many initializations.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class SortedGroups(NamedTuple):
     """Groups with their weights in ascending order, and the running sums of h, h w, h w^2 (f64)."""
 
     w: Tensor  # f32 [R, G], padding sorted to the end as +inf
-    real: Tensor  # int64 [R] how many weights are real
+    real: Tensor  # int64 [R] weights that are not padding
     masses: Tensor  # f64 [R, G+1]
     sums: Tensor  # f64 [R, G+1]
     squares: Tensor  # f64 [R]
@@ -45,16 +45,16 @@ class SortedGroups(NamedTuple):
     def take(self, index: Tensor) -> "SortedGroups":
         return SortedGroups(*(t[index] for t in self))
 
-    def cut(self, levels: Tensor) -> Tensor:
+    def boundaries(self, levels: Tensor) -> Tensor:
         """Return where the weights nearest to each of the ascending levels [R, L] begin and end, [R, L+1]."""
         borders = (levels[:, 1:] + levels[:, :-1]) / 2
         end = self.real[:, None]
         inner = torch.minimum(torch.searchsorted(self.w, borders), end)
         return torch.cat([torch.zeros_like(end), inner, end], dim=1)
 
-    def per_level(self, cuts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of h and of h w between the cuts, f64 [R, L]."""
-        return self.masses.gather(1, cuts).diff(dim=1), self.sums.gather(1, cuts).diff(dim=1)
+    def per_level(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of h and of h w between the boundaries, f64 [R, L]."""
+        return self.masses.gather(1, bounds).diff(dim=1), self.sums.gather(1, bounds).diff(dim=1)
 
 
 def levels_of(alpha: Tensor, z: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def levels_of(alpha: Tensor, z: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
 def alternate(
     s: SortedGroups, alpha: Tensor, z: Tensor, book: Tensor, rounds: int, bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Alternate between codes and scales; a group whose codes no longer change is at its end and leaves the loop."""
+    """Alternate between codes and scales; a group whose codes no longer change has converged and leaves the loop."""
     P, U = alpha.shape[1], alpha.shape[1] + bias
     book = book.double()
     wide = torch.nn.functional.pad(book, (0, 1), value=1.0) if bias else book  # the unknown z counts once in every code
@@ -76,15 +76,15 @@ def alternate(
     before = torch.zeros(0)
     for i in range(rounds):
         levels, order = levels_of(result[active, :P], result[active, P], book)
-        cuts = s.cut(levels)
-        state = torch.cat([cuts, order], dim=1)
+        bounds = s.boundaries(levels)
+        state = torch.cat([bounds, order], dim=1)
         if i:
             moved = (state != before).any(1)
-            active, s, cuts, order, state = active[moved], s.take(moved), cuts[moved], order[moved], state[moved]
+            active, s, bounds, order, state = active[moved], s.take(moved), bounds[moved], order[moved], state[moved]
             if not len(active):
                 break
         before = state
-        mass, total = s.per_level(cuts)
+        mass, total = s.per_level(bounds)
         mass = torch.zeros_like(mass).scatter_(1, order, mass)  # from ascending levels to codes
         total = torch.zeros_like(total).scatter_(1, order, total)
         solved = _solve((mass @ outer).reshape(-1, U, U), total @ wide, s.masses[:, -1])
@@ -95,7 +95,7 @@ def alternate(
 def _solve(A: Tensor, b: Tensor, mass: Tensor) -> Tensor:
     """Solve many tiny systems A x = b [R, U, U], [R, U] by Cholesky, unknown by unknown over all R at once.
 
-    Where two planes coincide A is singular; a whisper of a ridge then splits the scale evenly between them.
+    Where two planes coincide A is singular; a tiny ridge then splits the scale evenly between them.
     """
     U = b.shape[1]
     ridge = 1e-9 * mass
@@ -115,7 +115,7 @@ def _solve(A: Tensor, b: Tensor, mass: Tensor) -> Tensor:
 def squared_error(s: SortedGroups, alpha: Tensor, z: Tensor, book: Tensor) -> Tensor:
     """Return the weighted squared error of every group, f64 [R]."""
     levels, _ = levels_of(alpha, z, book)
-    mass, total = s.per_level(s.cut(levels))
+    mass, total = s.per_level(s.boundaries(levels))
     v = levels.double()
     return s.squares - 2 * (v * total).sum(-1) + (v * v * mass).sum(-1)
 

@@ -1,8 +1,8 @@
-"""Train a quantized checkpoint and write what came of it as a new one.
+"""Finetune a quantized checkpoint end to end and write the result as a new one.
 
-The checkpoint's scales (and, on affine grids, its weights) train through the whole model: towards the full-precision
-model where that is given, otherwise towards the text itself (AlphaTuning: the codes stay, a task is a few hundred KB).
-The state of the training is kept beside the unfinished checkpoint; a killed run goes on from it.
+The checkpoint's scales (and, on affine grids, its weights) train through the whole model: distilled from the
+full-precision model where that is given, otherwise by the language-model loss on the text (AlphaTuning: the codes stay,
+a task is a few hundred KB). The training state is kept beside the unfinished checkpoint; a killed run resumes from it.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.ownership import STATE
 from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.driver import Progress, plan
-from crelle.quantizers.opened import OpenModel
-from crelle.quantizers.trained import Frozen, Rounded, trainable
-from crelle.quantizers.tune import EndToEnd, Network, Training
+from crelle.quantizers.layer_api import CalibrationModel, Progress
+from crelle.quantizers.pipeline import plan
+from crelle.quantizers.ste import TrainableWeight, trainable
+from crelle.quantizers.training import EndToEnd, Network, Training
 from crelle.version import __version__
 
 What = Literal["scales", "all"]
@@ -33,11 +33,11 @@ What = Literal["scales", "all"]
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """What a training did."""
+    """Result of a training run."""
 
     out: Path
     scheme: str
-    trained: int  # numbers that trained
+    trained: int  # number of trained parameters
     losses: list[float]
     seconds: float
     warnings: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ def tune(
     training: Training,
     *,
     tokens: Tensor,
-    open_model: Callable[[Weights, torch.device], OpenModel],
+    open_model: Callable[[Weights, torch.device], CalibrationModel],
     device: torch.device,
     what: What = "scales",
     scheme: str | None = None,
@@ -87,13 +87,13 @@ def tune(
 
 def _install(
     checkpoint: Checkpoint, student: Network, full: Network | None, what: What, device: torch.device
-) -> dict[str, Rounded | Frozen]:
-    """Give every encoded linear of the student something that trains; returns it by module name."""
+) -> dict[str, TrainableWeight]:
+    """Put a trainable module into every quantized linear of the student; returns them by module name."""
     sources = {} if full is None else {n: one for b in full.blocks for n, one in b.linears().items()}
-    coders: dict[str, Rounded | Frozen] = {}
+    coders: dict[str, TrainableWeight] = {}
     for block in student.blocks:
         for name, linear in block.linears().items():
-            if checkpoint.specs[name]["format"] == "dense":
+            if not format_of(checkpoint.specs[name]).quantized:
                 continue
             source = sources[name].weight if name in sources else None
             coders[name] = trainable(checkpoint.matrix(name).to(device), source, what).to(device)
@@ -104,10 +104,10 @@ def _install(
 
 
 def _write(checkpoint: Checkpoint, tuned: dict[str, QuantTensor], writer: CheckpointWriter) -> None:
-    units = plan(checkpoint)
-    for i, unit in enumerate(units, start=1):
-        modules = [n.removesuffix(".weight") for n in unit.tensors]
+    shards = plan(checkpoint)
+    for i, shard in enumerate(shards, start=1):
+        modules = [n.removesuffix(".weight") for n in shard.tensors]
         matrices = {m: tuned.get(m) or checkpoint.matrix(m) for m in modules if m in checkpoint.specs}
-        others = {n: checkpoint.read(n) for n in unit.tensors if n.removesuffix(".weight") not in matrices}
-        writer.add(shard_name(i, len(units)), matrices, others)
+        others = {n: checkpoint.read(n) for n in shard.tensors if n.removesuffix(".weight") not in matrices}
+        writer.add(shard_name(i, len(shards)), matrices, others)
     checkpoint.copy_tokenizer(writer.partial)

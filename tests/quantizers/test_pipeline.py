@@ -21,8 +21,8 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.source import HFDirectory
-from crelle.quantizers import driver
-from crelle.quantizers.driver import quantize
+from crelle.quantizers import pipeline
+from crelle.quantizers.pipeline import quantize
 from crelle.quantizers.scheme import parse
 
 SCHEME = "rtn:bits=3,group=16"
@@ -281,7 +281,7 @@ def test_resume_with_another_source_is_refused(model: Path, tmp_path: Path) -> N
 
 def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(3, model, tmp_path / "a")
-    monkeypatch.setattr(driver, "__version__", "99.0")
+    monkeypatch.setattr(pipeline, "__version__", "99.0")
     with pytest.raises(FormatError, match=r"was begun with crelle = .*, now it is '99\.0'"):
         quantize(model, tmp_path / "a", SCHEME, resume=True)
 

@@ -11,9 +11,9 @@ from problems import correlated, stats_of, weight
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers import feedback as tools
+from crelle.quantizers import gptq_solver as tools
 from crelle.quantizers.bcq import signs
-from crelle.quantizers.feedback import (
+from crelle.quantizers.gptq_solver import (
     Fit,
     Levels,
     best_scales,

@@ -1,18 +1,18 @@
-"""Quantize a model, whatever the scheme needs for it: calibration rows, a model taken apart, an end-to-end training.
+"""Quantize a model with everything that a scheme needs: calibration data, a calibration model, end-to-end training.
 
-`crelle.quantizers.driver` works on weights alone; here the tokenizer and the models join in.
+`crelle.quantizers.pipeline` works on weights alone; this module adds tokenizer and models.
 """
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from crelle.engine.calibration import rows_of, sampled_rows
+from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.checkpoint import Checkpoint
@@ -21,28 +21,17 @@ from crelle.formats.ownership import STAGE, remove_directory
 from crelle.formats.source import Weights, open_weights
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, choose_device, in_usual_form, read_spec
-from crelle.quantizers import driver
+from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
-from crelle.quantizers.driver import Calibration, Report
+from crelle.quantizers.finetune import TuneReport, What, tune
+from crelle.quantizers.layer_api import Progress
+from crelle.quantizers.pipeline import Calibration, Report
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.tune import Training
-from crelle.quantizers.tuned import TuneReport, What, tune
+from crelle.quantizers.training import Training
 
-Stage = Callable[[int, int, str], None]
 _PLANNING_ROWS = 16
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
-_WORDS = 16  # tokens of the text that the model goes on from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """What to calibrate and train on."""
-
-    text: str
-    rows: int = 64  # for calibration
-    length: int = 512  # tokens of a row
-    own: int = 0  # rows that the model itself writes, besides
-    seed: int = 0
+_PROMPT = 16  # tokens of the text that the model continues
 
 
 def quantize(
@@ -50,15 +39,15 @@ def quantize(
     out: str | Path,
     scheme: str,
     *,
-    text: Text | None = None,
+    text: CalibrationData | None = None,
     device: str = "auto",
     head: str | None = None,
     overrides: Mapping[str, str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> Report:
-    """Quantize `source` into a checkpoint at `out`; `text` is needed by schemes that look at data."""
+    """Quantize `source` into a checkpoint at `out`; schemes that calibrate need `text`."""
     begun = perf_counter()
     out = destination(out)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
@@ -89,11 +78,13 @@ def quantize(
         assert text is not None
         report = _in_two_stages(source, out, auto, calibration, text, options)  # type: ignore[arg-type]
     else:
-        report = driver.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
+        report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
     return replace(report, seconds=perf_counter() - begun)
 
 
-def _calibration(source: str | Path, text: Text, device: torch.device, progress: Stage | None) -> Calibration:
+def _calibration(
+    source: str | Path, text: CalibrationData, device: torch.device, progress: Progress | None
+) -> Calibration:
     weights = open_weights(source)
     length = min(text.length, read_spec(weights).context)
     rows = rows_of(Tokenizer.of(weights), text.text, length, text.rows, text.seed)
@@ -103,36 +94,41 @@ def _calibration(source: str | Path, text: Text, device: torch.device, progress:
     return Calibration(rows, open_model, device)
 
 
-def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Stage | None) -> dict[str, str]:
+def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Progress | None) -> dict[str, str]:
     """Choose bits and group for every matrix."""
     model = calibration.open(open_weights(source), calibration.device)
     return auto.plan(model, calibration.tokens[:_PLANNING_ROWS], calibration.device, progress)
 
 
 def _own_rows(
-    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Stage | None
+    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
 ) -> Tensor:
-    """Let the full-precision model write rows: half begin with some words of the text, half with a single token of it.
+    """Sample sequences from the full-precision model: half continue 16 tokens of the text, half a single token of it.
 
-    The first half stays with the text's subjects and manner, the other wanders off to whatever else the model knows.
+    The first half stays close to the text's domain, the other covers whatever else the model knows.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build(weights, device, dtype=dtype)
     chance = torch.Generator().manual_seed(seed)
     flat = rows.flatten()
-    at = torch.randint(0, len(flat) - _WORDS, (count,), generator=chance)
-    openings = flat[at[:, None] + torch.arange(_WORDS)]
+    at = torch.randint(0, len(flat) - _PROMPT, (count,), generator=chance)
+    openings = flat[at[:, None] + torch.arange(_PROMPT)]
     openings[count // 2 :, 1:] = -1
     return sampled_rows(model, openings, length, seed=seed, batch=1024, progress=progress)
 
 
 def _in_two_stages(
-    source: str | Path, out: Path, auto: Auto, calibration: Calibration, text: Text, options: dict[str, object]
+    source: str | Path,
+    out: Path,
+    auto: Auto,
+    calibration: Calibration,
+    text: CalibrationData,
+    options: dict[str, object],
 ) -> Report:
-    """First the calibrated model, beside `out`; then its end-to-end training, which becomes `out`."""
+    """Write the calibrated model beside `out`, then train it end to end into `out`."""
     base = _stage_of(out)
     scheme = str(replace(auto, tune="short"))
-    first = driver.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
+    first = pipeline.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_spec(weights).context)
@@ -153,7 +149,7 @@ def _in_two_stages(
         progress=options["progress"],  # type: ignore[arg-type]
     )
     left = remove_directory(base)
-    size, count = driver.measure(Checkpoint(out, verify=False))
+    size, count = pipeline.measure(Checkpoint(out, verify=False))
     warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
     return Report(out, str(auto), 8 * size / max(1, count), size, report.seconds, 0, warnings)
 
@@ -186,9 +182,9 @@ def tune_checkpoint(
     device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> TuneReport:
-    """Train a checkpoint end to end on a text, towards a teacher where there is one."""
+    """Train a checkpoint end to end on a text, distilling from a teacher where there is one."""
     out = destination(out)
     refuse_overlap(out, source, teacher)
     refuse_existing(out, resume=resume, overwrite=overwrite)

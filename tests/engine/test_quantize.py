@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 from conftest import write_tiny_model
 
-from crelle.engine import compress
-from crelle.engine.compress import Text, quantize
+from crelle.engine import quantize as quantize_module
+from crelle.engine.calibration_data import CalibrationData
+from crelle.engine.quantize import quantize
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint
-from crelle.quantizers import driver
+from crelle.quantizers import pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 FULL = "auto:bits=4.5,tune=full,steps=2,end=2,own=2"
-TEXT = Text(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
+TEXT = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
 
 
 @pytest.fixture
@@ -37,14 +38,14 @@ def test_a_base_of_the_users_is_kept(
 ) -> None:
     base = tmp_path / "out.base"
     if what == "a checkpoint":
-        driver.quantize(model, base, "rtn:bits=4,group=32")
+        pipeline.quantize(model, base, "rtn:bits=4,group=32")
     else:
         (base if what == "a folder" else tmp_path / "home").mkdir()
         (base if what == "a folder" else tmp_path / "home").joinpath("thesis.txt").write_text("mine")
     if what == "a link":
         base.symlink_to("home")
     before = contents(base)
-    monkeypatch.setattr(compress, "_calibration", None)  # the refusal comes before any work
+    monkeypatch.setattr(quantize_module, "_calibration", None)  # the refusal comes before any work
     with pytest.raises(FormatError, match=r"out\.base exists and is not the first stage"):
         run(model, tmp_path / "out", **options)
     assert contents(base) == before
@@ -70,7 +71,7 @@ def test_the_second_stage_goes_on_from_the_same_first_one_only(
         raise StoppedError
 
     with monkeypatch.context() as m:
-        m.setattr(compress, "tune", killed)
+        m.setattr(quantize_module, "tune", killed)
         with pytest.raises(StoppedError):
             run(model, tmp_path / "out")
     first = contents(tmp_path / "out.base")
@@ -78,14 +79,14 @@ def test_the_second_stage_goes_on_from_the_same_first_one_only(
         run(model, tmp_path / "out", FULL.replace("4.5", "5.5"), resume=True)
     assert contents(tmp_path / "out.base") == first
     seen: list[Path] = []
-    tune = compress.tune
+    tune = quantize_module.tune
 
     def watched(checkpoint: Checkpoint, *rest: Any, **named: Any) -> Any:
         seen.append(checkpoint.path)
         assert contents(checkpoint.path) == first
         return tune(checkpoint, *rest, **named)
 
-    monkeypatch.setattr(compress, "tune", watched)
+    monkeypatch.setattr(quantize_module, "tune", watched)
     run(model, tmp_path / "out", resume=True)
     assert seen == [tmp_path / "out.base"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
@@ -93,14 +94,14 @@ def test_the_second_stage_goes_on_from_the_same_first_one_only(
 
 
 def test_a_file_in_the_first_stage_is_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune = compress.tune
+    tune = quantize_module.tune
 
     def and_a_file(*rest: Any, **named: Any) -> Any:
         done = tune(*rest, **named)
         (tmp_path / "out.base" / "thesis.txt").write_text("mine")
         return done
 
-    monkeypatch.setattr(compress, "tune", and_a_file)
+    monkeypatch.setattr(quantize_module, "tune", and_a_file)
     report = run(model, tmp_path / "out")
     assert (tmp_path / "out.base" / "thesis.txt").read_text() == "mine"
     assert "thesis.txt" in report.warnings[-1]

@@ -1,9 +1,10 @@
-"""Text for calibration and training, as rows of token ids: from a file, or written by the model itself.
+"""Calibration and training data as sequences of token ids: from a text, or sampled from the model itself.
 
-A row begins as a window does in `crelle eval`: with BOS where the tokenizer adds one.
+A sequence begins as a window does in `crelle eval`: with BOS where the tokenizer adds one.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +14,22 @@ from crelle.errors import SchemeError
 from crelle.models.loader import Model
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationData:
+    """The text to calibrate and train on, and how much of it."""
+
+    text: str
+    rows: int = 64  # sequences for calibration
+    length: int = 512  # tokens of a sequence
+    own: int = 0  # sequences that the model itself generates, besides
+    seed: int = 0
+
+
+Text = CalibrationData  # the name that it had in the public API
+
+
 def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
-    """Cut a text into rows [S, length]; with a limit, that many of them, spread over the text by chance."""
+    """Split a text into sequences [S, length]; with a limit, a random sample of that many."""
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     body = length - len(start)
     ids = tokenizer.encode(text, bos=False)
@@ -38,11 +53,11 @@ def sampled_rows(
     temperature: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Tensor:
-    """Let the model itself write rows [S, length] that begin with `opening` [S, any]; reproducible for a seed.
+    """Sample sequences [S, length] from the model that continue `opening` [S, any]; reproducible for a seed.
 
-    An id of -1 in an opening, behind its first, is the model's to choose: openings may be of different lengths.
+    An id of -1 in an opening, after its first, is padding and sampled too: openings may be of different lengths.
     """
-    chance = torch.Generator(model.device).manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     done: list[Tensor] = []
     for at, part in enumerate(torch.split(opening, batch)):
         cache = model.new_cache(len(part))
@@ -50,7 +65,7 @@ def sampled_rows(
         row = fresh = given[:, :1]
         while row.shape[1] < length:
             logits = model(fresh, cache, last=True)[:, -1].float() / temperature
-            fresh = torch.multinomial(logits.softmax(-1), 1, generator=chance)
+            fresh = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             if row.shape[1] < given.shape[1]:
                 wanted = given[:, row.shape[1], None]
                 fresh = torch.where(wanted >= 0, wanted, fresh)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crelle.engine.calibration import rows_of
-from crelle.engine.compress import Text, quantize, tune_checkpoint
+from crelle.engine.calibration_data import CalibrationData, rows_of
+from crelle.engine.quantize import quantize, tune_checkpoint
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
@@ -19,8 +19,8 @@ from crelle.models.loader import build
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.rtn import RTN
-from crelle.quantizers.trained import Frozen, Rounded, trainable
-from crelle.quantizers.tune import EndToEnd, Network, Training, relative_error, tune_block
+from crelle.quantizers.ste import ScaleTuner, STEWeight, trainable
+from crelle.quantizers.training import EndToEnd, Network, Training, relative_error, tune_block
 
 CPU = torch.device("cpu")
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60
@@ -39,7 +39,7 @@ def affine(N: int, K: int, bits: int, group: int, seed: int = 0) -> AffineTensor
 def test_training_begins_at_the_tensor_it_was_given(bits: int, K: int, group: int, seed: int) -> None:
     start = affine(3, K, bits, min(group, K), seed)
     weight = start.dequantize() + torch.randn(3, K)
-    for coder in (Rounded(start), Rounded(start, weight), Frozen(start)):
+    for coder in (STEWeight(start), STEWeight(start, weight), ScaleTuner(start)):
         torch.testing.assert_close(coder(), start.dequantize(), rtol=1e-5, atol=1e-5)
         again = coder.export()
         assert torch.equal(again.planes, start.planes)
@@ -49,7 +49,7 @@ def test_training_begins_at_the_tensor_it_was_given(bits: int, K: int, group: in
 @pytest.mark.parametrize("quantizer", [BCQ(bits=3, group=16), BCQ(bits=2, group=16, bias=False), RTN(bits=3, group=16)])
 def test_frozen_codes_stay_and_their_scales_train(quantizer: BCQ | RTN) -> None:
     start = quantizer.fit(torch.randn(4, 40))
-    coder = Frozen(start)
+    coder = ScaleTuner(start)
     torch.testing.assert_close(coder(), start.dequantize(), rtol=1e-5, atol=1e-5)
     coder().square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in coder.parameters())
@@ -63,7 +63,7 @@ def test_frozen_codes_stay_and_their_scales_train(quantizer: BCQ | RTN) -> None:
 
 def test_the_gradient_is_straight_through_inside_and_nothing_outside() -> None:
     start = AffineTensor.from_codes(torch.tensor([[0, 1, 2, 3]], dtype=torch.uint8), 2, *torch.ones(2, 1, 1).half(), 4)
-    coder = Rounded(start)
+    coder = STEWeight(start)
     with torch.no_grad():
         coder.w += torch.tensor([-2.0, 0.25, -0.25, 2.0])  # the first and the last leave the grid
     coder().sum().backward()
@@ -75,7 +75,7 @@ def test_the_gradient_is_straight_through_inside_and_nothing_outside() -> None:
 
 def test_what_trains_is_what_is_stored() -> None:
     """After any training the exported tensor dequantizes to exactly the weight that the last step used."""
-    coder = Rounded(affine(6, 50, 3, 16), torch.randn(6, 50))
+    coder = STEWeight(affine(6, 50, 3, 16), torch.randn(6, 50))
     with torch.no_grad():
         for p in coder.parameters():
             p += 0.3 * torch.randn_like(p)
@@ -95,12 +95,12 @@ def test_a_block_comes_nearer_to_its_target(tiny_model: Path) -> None:
         linear.coder = trainable(start, linear.weight, "all")
         coders.append(linear.coder)
     with torch.no_grad():
-        before = float(relative_error(walk.block(walk.streams.here), walk.after))
+        before = float(relative_error(walk.block(walk.hidden.quantized), walk.after))
     losses = tune_block(
-        walk.block, coders, walk.streams.here, walk.after, Training(steps=40, rate=2e-2, half=False), CPU
+        walk.block, coders, walk.hidden.quantized, walk.after, Training(steps=40, rate=2e-2, half=False), CPU
     )
     with torch.no_grad():
-        after = float(relative_error(walk.block(walk.streams.here), walk.after))
+        after = float(relative_error(walk.block(walk.hidden.quantized), walk.after))
     assert len(losses) == 40
     assert after < 0.8 * before
 
@@ -108,7 +108,9 @@ def test_a_block_comes_nearer_to_its_target(tiny_model: Path) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tune") / "q"
-    quantize(tiny_model, out, "auto:bits=2.9,tune=none", text=Text(text=TEXT, rows=6, length=32), device="cpu")
+    quantize(
+        tiny_model, out, "auto:bits=2.9,tune=none", text=CalibrationData(text=TEXT, rows=6, length=32), device="cpu"
+    )
     return out
 
 
@@ -185,7 +187,9 @@ def test_a_training_that_died_goes_on_from_its_state(checkpoint: Path, tiny_mode
 
 def test_auto_in_full(tiny_model: Path, tmp_path: Path) -> None:
     scheme = "auto:bits=2.9,tune=full,steps=2,end=4,own=2"
-    report = quantize(tiny_model, tmp_path / "q", scheme, text=Text(text=TEXT, rows=4, length=32), device="cpu")
+    report = quantize(
+        tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
+    )
     assert report.bits_per_weight <= 2.9
     assert Checkpoint(tmp_path / "q").scheme == scheme
     assert [f.name for f in tmp_path.iterdir()] == ["q"]

@@ -1,31 +1,25 @@
-"""A quick fit of some rows at many settings at once: what a setting would do to a matrix, not how to encode it.
+"""A fast estimate of the error of some rows at many settings at once; nothing is encoded.
 
-Grids by a search of the range and two regressions, codes by one pass of error feedback (crelle.quantizers.feedback)
-in which the settings are further rows. The error comes within a fifth of GPTQ's on a free grid without refinement.
+Grids by a search of the range and two regressions, codes by one pass of error feedback (crelle.quantizers.gptq_solver)
+in which the settings are additional rows. The error comes within a fifth of GPTQ's on a free grid without refinement.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from crelle.quantizers.feedback import Factor
-from crelle.quantizers.grouping import importances, to_groups
-
-if TYPE_CHECKING:
-    from crelle.quantizers.sensitivity import Setting
+from crelle.quantizers.base import BitConfig
+from crelle.quantizers.gptq_solver import LDLFactor
+from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
-_BLOCK = 128  # inputs that are coded before what they leave is handed on
+_BLOCK = 128  # columns per block: errors reach later blocks by one matrix product
 
 
 @torch.no_grad()
-def quick_changes(target: Tensor, by: Factor, settings: "Sequence[Setting]") -> Tensor:
-    """Return D [settings, R, K] of a target [R, K]: error feedback on free grids, without refinement.
-
-    The settings are further rows of one pass.
-    """
+def fast_errors(target: Tensor, by: LDLFactor, settings: Sequence[BitConfig]) -> Tensor:
+    """Return the error W - Ŵ [settings, R, K] of rows [R, K]: error feedback on affine grids, without refinement."""
     R, K = target.shape
     grids = [_grid(target, by.cost, s) for s in settings]
     scale, low = (torch.cat([pair[j] for pair in grids])[:, by.order].T.contiguous() for j in (0, 1))  # [K, S R]
@@ -37,7 +31,7 @@ def quick_changes(target: Tensor, by: Factor, settings: "Sequence[Setting]") -> 
 
 
 def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
-    """Return what is left of a target [K, rows] after each input took its nearest level, hearing of those before."""
+    """Round columns in order, propagating each column's error (GPTQ); return the errors [K, rows]."""
     want, left = target.clone(), torch.empty_like(target)
     for begin in range(0, len(target), _BLOCK):
         end = min(begin + _BLOCK, len(target))
@@ -50,14 +44,14 @@ def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tens
     return left
 
 
-def _grid(w: Tensor, cost: Tensor, s: "Setting") -> tuple[Tensor, Tensor]:
-    """Return scale and lowest level of each weight's group, both [R, K]: the best cut of the range, then regression."""
+def _grid(w: Tensor, cost: Tensor, s: BitConfig) -> tuple[Tensor, Tensor]:
+    """Return scale and lowest level of each weight's group, both [R, K]: clip the range, then regress."""
     G, K, top = s.group_for(w.shape[1]), w.shape[1], 2.0**s.bits - 1
     g, real = to_groups(w, G)  # [R, C, G]
     h = importances(cost, G)
     padded = torch.zeros_like(g, dtype=torch.bool) if real is None else ~real
     lowest, highest = g.masked_fill(padded, torch.inf).amin(-1), g.masked_fill(padded, -torch.inf).amax(-1)
-    middle, width = (lowest + highest) / 2, ((highest - lowest) / top).clamp(min=2.0**-24)
+    middle, width = (lowest + highest) / 2, ((highest - lowest) / top).clamp(min=TINY)
     best = torch.full_like(middle, torch.inf)
     scale, low = width, lowest
 
@@ -77,8 +71,8 @@ def _grid(w: Tensor, cost: Tensor, s: "Setting") -> tuple[Tensor, Tensor]:
         slope = (spread_q * g * h).sum(-1) / (spread_q.square() * h).sum(-1).clamp(min=1e-12)
         a = torch.where(slope > 0, slope, scale)
         keep_better(a, mean_w - a * mean_q)
-    spread = torch.arange(K, device=w.device) // G
-    return scale[:, spread], low[:, spread]
+    group_of = torch.arange(K, device=w.device) // G
+    return scale[:, group_of], low[:, group_of]
 
 
 def _codes(g: Tensor, scale: Tensor, low: Tensor, top: float) -> Tensor:

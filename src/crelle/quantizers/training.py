@@ -1,12 +1,12 @@
 """Training a quantized model: block by block against the full-precision block, then end to end.
 
 Block-wise   min over a block's parameters of  mean_t |B̂(x̂_t) - y_t|² / |y_t|²     x̂ from the quantized prefix, y from
-             the full-precision model. Divided by |y_t|², for the next norm divides by it too: the few tokens with huge
-             activations would otherwise be all that counts. One block is in memory.
+             the full-precision model. Divided by |y_t|², since the next norm divides by it: otherwise the few tokens
+             with huge activations would dominate. One block is in memory.
 End to end   min over all parameters of  mean_t KL(p_t ‖ p̂_t)     p the full-precision model's next-token distribution;
              or the plain language-model loss where there is no teacher (AlphaTuning on a task's text).
 
-Both are deterministic for a seed; end to end saves its state and goes on from there.
+Both are deterministic for a seed; end to end saves its state and resumes from it.
 """
 
 import math
@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
 from crelle.formats.files import whole_file
-from crelle.quantizers.opened import Block, OpenModel, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How to train. Rates are in units of a group's first step (see crelle.quantizers.trained)."""
+    """Hyperparameters. Learning rates are in units of a group's initial step size (see crelle.quantizers.ste)."""
 
     steps: int
     batch: int = 8  # sequences
@@ -40,31 +40,30 @@ class Training:
     half: bool = True  # bf16 products where the machine has them; parameters and sums stay f32
 
 
-Progress = Callable[[int, int, str], None]
 _CHUNK = 512  # tokens whose logits are in memory at one time on a CPU
 
 
 def parameter_groups(coders: Iterable[nn.Module], t: Training) -> list[dict[str, Any]]:
-    """Weights at one rate, the numbers per group at the other."""
+    """Return optimizer groups: weights at one learning rate, scales at the other."""
     weights: list[nn.Parameter] = []
-    numbers: list[nn.Parameter] = []
+    scales: list[nn.Parameter] = []
     for coder in coders:
         for name, p in coder.named_parameters():
-            (weights if name == "w" else numbers).append(p)
-    groups = [{"params": weights, "lr": t.rate}, {"params": numbers, "lr": t.scale_rate}]
+            (weights if name == "w" else scales).append(p)
+    groups = [{"params": weights, "lr": t.rate}, {"params": scales, "lr": t.scale_rate}]
     return [g for g in groups if g["params"]]
 
 
 def _rate(step: int, t: Training) -> float:
-    """Warm up, then fall along a cosine to 1% of the rate."""
+    """Linear warm-up, then cosine decay to 1% of the rate."""
     if step < t.warmup and t.steps > 2 * t.warmup:
         return (step + 1) / t.warmup
     return 0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, step / t.steps))) / 2
 
 
-class Stepper:
-    """Takes optimizer steps on a loss. On a GPU the first few run as they are, then one is recorded as a CUDA graph and
-    replayed: launching thousands of small kernels from Python takes three times as long as running them.
+class TrainStep:
+    """Optimizer steps on a loss. On a GPU the first few run eagerly, then one is captured as a CUDA graph and replayed:
+    launching thousands of small kernels from Python takes three times as long as running them.
     """
 
     EAGER = 3
@@ -75,7 +74,7 @@ class Stepper:
         self.loss, self.t, self.device = loss, t, device
         groups = parameter_groups(coders, t)
         on_gpu = device.type == "cuda"
-        for g in groups:  # a recorded step can only see a rate that is a tensor
+        for g in groups:  # a captured step can only read a rate that is a tensor
             g["lr"] = torch.tensor(g["lr"], device=device) if on_gpu else g["lr"]
         self.base = [float(g["lr"]) for g in groups]
         self.parameters = [p for g in groups for p in g["params"]]
@@ -97,7 +96,7 @@ class Stepper:
         if self.device.type != "cuda" or self.taken <= self.EAGER:
             return self._eager(*inputs)
         if self._graph is None:
-            self._record(*inputs)
+            self._capture(*inputs)
         for mine, new in zip(self._inputs, inputs, strict=True):
             mine.copy_(new, non_blocking=True)
         assert self._graph is not None
@@ -112,7 +111,7 @@ class Stepper:
         self.optimizer.step()
         return loss.detach()
 
-    def _record(self, *inputs: Tensor) -> None:
+    def _capture(self, *inputs: Tensor) -> None:
         self._inputs = tuple(t.clone() for t in inputs)
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(self.device)
@@ -131,7 +130,7 @@ def tune_block(
             out = block(xb)
         return relative_error(out.float(), yb)
 
-    step = Stepper(loss, coders, t, device)
+    step = TrainStep(loss, coders, t, device)
     order = torch.Generator().manual_seed(t.seed)
     losses: list[Tensor] = []
     for i in range(t.steps):
@@ -141,19 +140,19 @@ def tune_block(
 
 
 def relative_error(out: Tensor, target: Tensor) -> Tensor:
-    """Mean over tokens of the squared error divided by the squared length."""
+    """Mean over tokens of the squared error divided by the squared norm."""
     return ((out - target).square().mean(-1) / target.square().mean(-1).clamp(min=1e-12)).mean()
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A whole open model in memory."""
+    """A whole calibration model in memory."""
 
-    model: OpenModel
+    model: CalibrationModel
     blocks: Sequence[Block]
 
     @classmethod
-    def of(cls, model: OpenModel) -> "Network":
+    def of(cls, model: CalibrationModel) -> "Network":
         return cls(model, [model.block(i) for i in range(model.layers)])
 
     def hidden(self, rows: Tensor) -> Tensor:
@@ -165,7 +164,7 @@ class Network:
 
 
 class EndToEnd:
-    """Trains the coders in a network, on rows of token ids [S, T], towards a teacher or the text itself."""
+    """Trains the coders in a network on token sequences [S, T], by distillation or by the language-model loss."""
 
     def __init__(
         self,
@@ -178,7 +177,7 @@ class EndToEnd:
     ) -> None:
         self.student, self.coders, self.teacher = student, list(coders), teacher
         self.tokens, self.t, self.device = tokens, t, device
-        self.step = Stepper(self._loss_of, self.coders, t, device)
+        self.step = TrainStep(self._loss_of, self.coders, t, device)
         self.losses: list[float] = []
 
     def run(self, state: Path | None = None, progress: Progress | None = None, save_every: float = 60.0) -> list[float]:
@@ -189,7 +188,9 @@ class EndToEnd:
         pending: list[Tensor] = []
         while len(self.losses) + len(pending) < self.t.steps:
             pending.append(self._take(len(self.losses) + len(pending)))
-            if len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps:  # a transfer now and then
+            if (
+                len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps
+            ):  # losses are copied to the host every tenth step
                 self.losses += [float(loss) for loss in pending]
                 pending.clear()
                 if progress:
@@ -200,7 +201,7 @@ class EndToEnd:
         return self.losses
 
     def _take(self, step: int) -> Tensor:
-        # The rows of a step depend on the seed and the step alone, so that a resumed run sees the same text.
+        # The batch of a step depends on the seed and the step alone, so that a resumed run sees the same data.
         order = torch.Generator().manual_seed(self.t.seed * 1_000_003 + step)
         pick = torch.randint(0, len(self.tokens), (self.t.batch,), generator=order)
         return self.step(step, self.tokens[pick].to(self.device))
@@ -219,7 +220,7 @@ class EndToEnd:
         of = self._cross_entropy if soft is None else self._divergence
         if self.device.type == "cuda":
             return of(flat, goal) / len(flat)
-        # Chunk by chunk, each computed anew for its gradient: logits of a whole batch would fill the memory.
+        # Chunk by chunk, recomputed in backward: the logits of a whole batch would fill the memory.
         parts = [
             checkpoint(of, flat[i : i + _CHUNK], goal[i : i + _CHUNK], use_reentrant=False)
             for i in range(0, len(flat), _CHUNK)

@@ -1,0 +1,95 @@
+"""The interface between quantizers and models: decoder layers one by one, with linears whose weights can be replaced.
+
+Quantizers are a layer below models in the import order, so the protocols that calibration and training need are defined
+here, and models/ implements them with the very decoder layers that are served: only the linears are TrainableLinear.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Progress = Callable[[int, int, str], None]  # (done, total, what), called after each piece of work
+
+
+def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
+    """Autocast matrix products to bf16 where the hardware has instructions for it; sums and residuals stay f32."""
+    able = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted and able, cache_enabled=False)
+
+
+class TrainableLinear(nn.Module):
+    """y = x Wᵀ + bias, where W can be replaced or computed by a trainable module, and x can be observed."""
+
+    weight: Tensor  # f32 [N, K]
+
+    def __init__(self, name: str, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.name, self.bias = name, bias
+        self.register_buffer("weight", weight, persistent=False)
+        self.coder: nn.Module | None = None  # computes W [N, K] instead of `weight`
+        self.watch: Callable[[Tensor], None] | None = None  # called with every input
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.watch is not None:
+            self.watch(x)
+        return F.linear(x, self.weight if self.coder is None else self.coder(), self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleFold:
+    """Linears that share an input, and the tensor before them into which a scale of that input can be folded.
+
+    `source` is a norm's weight [K], or the weight of a linear, whose output rows [K, …] (and bias) are scaled.
+    """
+
+    source: str  # full name of the tensor, e.g. model.layers.0.input_layernorm.weight
+    readers: tuple[str, ...]  # full names of the linears
+
+
+class Block(Protocol):
+    """One decoder layer: hidden states [B, T, width] to hidden states."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def linears(self) -> dict[str, TrainableLinear]:
+        """Return the linears by full name, in execution order."""
+        ...
+
+    def stages(self) -> Sequence[tuple[str, ...]]:
+        """Return the names of linears that read the same input, in execution order."""
+        ...
+
+    def folds(self) -> Sequence[ScaleFold]: ...
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Return the other tensors (norms) by full name; they may be changed in place."""
+        ...
+
+
+class CalibrationModel(Protocol):
+    """A model whose decoder layers are built on demand, in f32."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def layer_name(self, i: int) -> str:
+        """Return the prefix of a layer's tensors, e.g. model.layers.0."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return hidden states [B, T, width] of tokens [B, T]."""
+        ...
+
+    def block(self, i: int) -> Block: ...
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Apply the final norm: returns what the output head reads."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden states after `finish`."""
+        ...
