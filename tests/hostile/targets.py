@@ -94,7 +94,7 @@ def gguf_target(tmp: Path) -> Target:
         if len(data) % 16 == 0:  # it takes a hundred times as long as the rest
             try:
                 with panics_are("the tokenizer"):
-                    build_tokenizer(file)
+                    build_tokenizer(file.metadata)
             except CrelleError:
                 raise
             except Exception:  # write_tokenizer makes a sentence of it

@@ -67,6 +67,7 @@ from crelle.formats.files import (
     write_whole,
     writing,
 )
+from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.ownership import (
     CONFIG,
     INDEX,
@@ -179,6 +180,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         spec = self.specs.get(name.removesuffix(".weight"))
         return tuple(spec["shape"]) if spec else self._where[name].shape(name)
+
+    def transposed(self, name: str) -> bool:
+        """Encoded matrices are always [outputs, inputs]; other tensors are stored as the source had them."""
+        return name.removesuffix(".weight") in self.specs and is_conv1d(self.config, name)
 
     def copy_tokenizer(self, to: Path) -> None:
         copy_tokenizer_files(self.path, to)

@@ -19,7 +19,12 @@ from crelle.formats.tokenizer_files import copy_tokenizer_files
 
 
 class Weights(Protocol):
-    """A model's config, tokenizer and tensors; a tensor is read from the disk when it is asked for."""
+    """A model's config, tokenizer and tensors; a tensor is read from the disk when it is asked for.
+
+    Two things may differ from Hugging Face's own files, and a reader tells them instead of changing values:
+    `transposed`, and config["norm_weight_offset"]. The latter is what a norm adds to its stored weight; where the key
+    is missing, it is what the family has (Gemma: 1). GGUF files of Gemma have it added already, and say 0.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -33,6 +38,10 @@ class Weights(Protocol):
     def matrix(self, module: str) -> QuantTensor:
         """Return the weight of a linear layer or embedding, encoded as it is stored."""
         ...
+
+    def transposed(self, name: str) -> bool:
+        """Tell whether a matrix that Hugging Face stores [inputs, outputs] (`is_conv1d`) is [outputs, inputs] here."""
+        return False
 
     def copy_tokenizer(self, to: Path) -> None:
         """Write the tokenizer's files into a directory."""
@@ -81,6 +90,9 @@ class HFDirectory:
         if name not in self._where:
             raise FormatError(f"{self.path} has no tensor '{name}'")
         return self._where[name]
+
+    def transposed(self, name: str) -> bool:
+        return False
 
     def matrix(self, module: str) -> QuantTensor:
         return DenseTensor(self.read(f"{module}.weight"))
