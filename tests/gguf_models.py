@@ -94,8 +94,12 @@ def write_gguf(
     kind: Type = Type.F32,
     change: Callable[[GGUFWriter], None] | None = byte_tokenizer,
     without: tuple[str, ...] = (),
+    plain: tuple[str, ...] = (),
 ) -> Path:
-    """Write a model of a Hugging Face config: matrices as `kind` where their rows fill its blocks, others f32."""
+    """Write a model of a Hugging Face config: matrices as `kind` where their rows fill its blocks, others f32.
+
+    without: names of metadata to leave out.  plain: ends of the names of matrices that stay f32.
+    """
     arch = _ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     gpt2 = config["model_type"] == "gpt2"
@@ -129,7 +133,7 @@ def write_gguf(
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         w = converted(config, name, w)
-        as_kind = kind if w.ndim == 2 and w.shape[1] % block == 0 else Type.F32
+        as_kind = kind if w.ndim == 2 and w.shape[1] % block == 0 and not name.endswith(plain) else Type.F32
         writer.add_tensor(stored, gguf.quants.quantize(w, as_kind), raw_dtype=as_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -12,8 +12,10 @@ from gguf import GGUFWriter
 from gguf_models import GEMMA3, GPT2, converted, random_tensors, write_gguf
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
+from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.importers.gguf_architectures import ARCHITECTURES
+from crelle.formats.importers.gptq import GPTQDirectory
 from crelle.formats.source import open_weights
 
 BY_TYPE = {"gpt2": GPT2, "gemma3": GEMMA3}
@@ -194,3 +196,26 @@ def test_every_name_is_one_that_gguf_knows() -> None:
 def test_scales_beside_a_matrix_are_not_left_out_quietly() -> None:
     with pytest.raises(UnsupportedError, match=r"'blk\.0\.attn_q\.scale' has no place in a 'llama' model"):
         ARCHITECTURES["llama"].hf_name("blk.0.attn_q.scale")
+
+
+# Out again, as Hugging Face has them
+
+
+@pytest.mark.parametrize("arch", BY_TYPE)
+def test_an_exported_model_has_hugging_faces_layout(tmp_path: Path, arch: str) -> None:
+    config, plain = BY_TYPE[arch], ("wte.weight", "wpe.weight", "embed_tokens.weight", "0.mlp.c_fc.weight")
+    tensors = random_tensors(config)
+    file = write_gguf(tmp_path / "m.gguf", config, tensors, kind=Type.Q4_0, plain=plain)
+    weights = open_weights(file, encoded=True)
+    export_gptq(weights, tmp_path / "out")
+    made = open_weights(tmp_path / "out")
+    assert isinstance(made, GPTQDirectory)
+    assert "norm_weight_offset" not in made.config
+    for name, want in tensors.items():
+        got = made.read(name).numpy()
+        if name.removesuffix(".weight") in made.encoded:
+            assert np.array_equal(got, weights.read(name).numpy())
+            assert made.transposed(name) == is_conv1d(config, name)
+        else:
+            assert np.allclose(got, want, rtol=0, atol=2**-22), name
+            assert not made.transposed(name)
