@@ -14,7 +14,7 @@ from conftest import write_tiny_model
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
-from crelle.formats.files import write_whole
+from crelle.formats.io import write_whole
 from crelle.formats.source import open_weights
 from crelle.quantizers.driver import quantize
 

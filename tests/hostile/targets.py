@@ -21,10 +21,10 @@ from crelle.engine.chat_template import ChatTemplate
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
 from crelle.formats import source
-from crelle.formats.files import parse_json
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.importers.gguf_header import Header
 from crelle.formats.importers.gguf_tokenizer import build_tokenizer
+from crelle.formats.io import parse_json
 from crelle.formats.rust import panics_are
 from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import read_config

@@ -79,7 +79,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 def _scheme(weights: "Weights") -> str:
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.importers.encoded import EncodedDirectory
+    from crelle.formats.importers.base import EncodedDirectory
 
     if isinstance(weights, Checkpoint):
         return weights.scheme

@@ -199,7 +199,7 @@ def _settings(target_bits: float | None, bits: str | None, groups: str | None) -
 
 def _write(folder: Path, picture: "Picture", write_plan: "Callable[[Path, Plan], None]") -> None:
     from crelle.eval.front import page, plot_front
-    from crelle.formats.files import write_whole, writing
+    from crelle.formats.io import write_whole, writing
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import torch
 from crelle.engine.sampler import Sampler, Sampling
 from crelle.engine.tokenizer import Detokenizer, Message, Tokenizer
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.files import read_json
+from crelle.formats.io import read_json
 from crelle.formats.kv import KVFormat
 from crelle.formats.source import Weights, open_weights
 from crelle.kernels.threads import set_threads

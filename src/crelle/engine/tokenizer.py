@@ -12,7 +12,7 @@ from typing import Any
 
 from crelle.engine.tokenizer_files import load_fast, load_from_vocabulary, special_tokens, template_source
 from crelle.errors import FormatError, SchemeError, UnsupportedError
-from crelle.formats.files import read_json, shown
+from crelle.formats.io import read_json, shown
 from crelle.formats.rust import panics_are
 from crelle.formats.source import Weights
 

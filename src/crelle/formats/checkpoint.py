@@ -54,7 +54,8 @@ from crelle.formats.destination import (
     replaced_copies,
     replaced_name,
 )
-from crelle.formats.files import (
+from crelle.formats.hf_layout import is_conv1d
+from crelle.formats.io import (
     TEMPORARY,
     ShardReader,
     is_plain_name,
@@ -67,7 +68,6 @@ from crelle.formats.files import (
     write_whole,
     writing,
 )
-from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.ownership import (
     CONFIG,
     INDEX,

@@ -13,7 +13,7 @@ from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.files import ShardReader, is_plain_name, looks_pickled, read_json, refuse_pickle, shown
+from crelle.formats.io import ShardReader, is_plain_name, looks_pickled, read_json, refuse_pickle, shown
 from crelle.formats.ownership import CONFIG, HF_INDEX, is_checkpoint
 from crelle.formats.tokenizer_files import copy_tokenizer_files
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.files import shown
+from crelle.formats.io import shown
 from crelle.models.builder import Builder
 from crelle.models.cache import Cache, KVCache, key_centers
 from crelle.models.decoding import Decoding

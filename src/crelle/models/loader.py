@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.files import shown
+from crelle.formats.io import shown
 from crelle.formats.ownership import CONFIG
 from crelle.formats.source import Weights, open_weights
 from crelle.models import llama, opt

@@ -28,8 +28,8 @@ from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
-from crelle.formats.files import read_json, to_json, write_whole
 from crelle.formats.importers.gguf import GGUFFile
+from crelle.formats.io import read_json, to_json, write_whole
 from crelle.formats.ownership import STAGE
 from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files

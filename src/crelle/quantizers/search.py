@@ -23,7 +23,7 @@ from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.bcq import BCQTensor, UniformTensor, groups_in
-from crelle.formats.files import read_json, to_json, write_whole
+from crelle.formats.io import read_json, to_json, write_whole
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.hbcq import HBCQ

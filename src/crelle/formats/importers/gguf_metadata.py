@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from crelle.errors import FormatError
-from crelle.formats.files import shown
 from crelle.formats.importers.gguf_header import Header, TensorInfo
+from crelle.formats.io import shown
 
 _REQUIRED: Any = object()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.files import to_json, write_whole
 from crelle.formats.importers.gguf_metadata import Metadata
+from crelle.formats.io import to_json, write_whole
 from crelle.formats.rust import panics_are
 
 _MAX_TOKEN = 2048  # characters; merges of a token take time and memory with the square of its length

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from crelle.errors import CapacityError, CrelleError, FormatError
-from crelle.formats.files import ShardReader, looks_pickled, read_json, sha256, shown, to_json, write_whole, writing
+from crelle.formats.io import ShardReader, looks_pickled, read_json, sha256, shown, to_json, write_whole, writing
 
 
 class _Trap:
