@@ -16,8 +16,8 @@ from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import JOURNAL, CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq, pack
 from crelle.formats.importers.gptq import GPTQDirectory
+from crelle.formats.open import open_weights
 from crelle.formats.permuted import PermutedTensor
-from crelle.formats.source import open_weights
 from crelle.quantizers.driver import quantize
 
 SIZES = {**foreign.SMALL, "vocab_size": 288}

@@ -18,7 +18,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, CheckpointWriter, copy_tokenizer_files
 from crelle.formats.dense import DenseTensor
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 
 RECIPE = {"scheme": "some", "source": "here"}
 FIRST, SECOND = "crelle-00001-of-00002.safetensors", "crelle-00002-of-00002.safetensors"

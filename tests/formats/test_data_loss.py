@@ -15,7 +15,7 @@ from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.io import write_whole
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.quantizers.driver import quantize
 
 RECIPE = {"scheme": "some", "source": "here"}

@@ -12,7 +12,7 @@ from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.quantizers.driver import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products

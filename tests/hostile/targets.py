@@ -20,13 +20,13 @@ from crelle.engine import template_budget
 from crelle.engine.chat_template import ChatTemplate
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
-from crelle.formats import source
+from crelle.formats import hf
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.importers.gguf_header import Header
 from crelle.formats.importers.gguf_tokenizer import build_tokenizer
 from crelle.formats.io import parse_json
+from crelle.formats.open import Weights, open_quantized, open_weights
 from crelle.formats.rust import panics_are
-from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import read_config
 from crelle.quantizers.driver import quantize
 
@@ -243,11 +243,11 @@ def encoded_target(_: Path) -> Target:
         _Memory.tensors = {n: t for n, t in value["tensors"].items() if _sound(t)}
         config = json.dumps({**TINY, "quantization_config": value.get("declared")}).encode()
         with (
-            patch.object(source, "ShardReader", _Memory),
-            patch.object(source.HFDirectory, "_shard_files", lambda self: [Path("x")]),
+            patch.object(hf, "ShardReader", _Memory),
+            patch.object(hf.HFDirectory, "_shard_files", lambda self: [Path("x")]),
         ):
             said = parse_json(config, "config.json")["quantization_config"]
-            read_all(source._open_encoded(Path("m"), dict(TINY), said))
+            read_all(open_quantized(Path("m"), dict(TINY), said))
 
     def case(parts: dict[str, torch.Tensor], declared: dict[str, Any]) -> dict[str, Any]:
         return {"declared": declared, "tensors": _described(parts)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.batched import Batched, View
 from crelle.models.builder import Builder
 from crelle.models.loader import Model, build

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Type
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
-from crelle.formats.source import HFDirectory
+from crelle.formats.hf import HFDirectory
 from crelle.quantizers import driver
 from crelle.quantizers.driver import quantize
 from crelle.quantizers.scheme import parse

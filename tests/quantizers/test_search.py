@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.opened import OpenLlama
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.feedback import factor

@@ -7,7 +7,7 @@ from rich.table import Table
 from crelle.cli.console import Json, Model, out, print_json
 
 if TYPE_CHECKING:
-    from crelle.formats.source import Weights
+    from crelle.formats.open import Weights
 
 NAME = "inspect"
 
@@ -47,7 +47,7 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.source import open_weights
+    from crelle.formats.open import open_weights
     from crelle.models.precisions import offered
 
     weights = open_weights(model, encoded=True)

@@ -121,7 +121,7 @@ class _Job:
         from crelle.engine.calibration import rows_of
         from crelle.engine.tokenizer import Tokenizer
         from crelle.eval.text import read_text
-        from crelle.formats.source import open_weights
+        from crelle.formats.open import open_weights
         from crelle.models.loader import choose_device
         from crelle.models.opened import open_model
 

@@ -21,7 +21,7 @@ from crelle.engine.tokenizer import Detokenizer, Message, Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.io import read_json
 from crelle.formats.kv import KVFormat
-from crelle.formats.source import Weights, open_weights
+from crelle.formats.open import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models import precisions
 from crelle.models.loader import Model, build, choose_device

@@ -106,7 +106,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 class RandomWeights:
-    """A source of weights (crelle.formats.source.Weights) that makes them up."""
+    """A source of weights (crelle.formats.open.Weights) that makes them up."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from crelle.errors import FormatError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 from crelle.kernels.select import Problem, explain
 from crelle.models.linear import QuantLinear
 from crelle.models.precisions import require

@@ -9,8 +9,8 @@ import torch
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.io import shown
+from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import CONFIG
-from crelle.formats.source import Weights, open_weights
 from crelle.models import llama, opt
 from crelle.models.builder import Builder
 from crelle.models.llama import Llama, LlamaConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 from crelle.models import llama, opt
 from crelle.models.builder import Builder
 from crelle.models.cache import attention

@@ -30,8 +30,8 @@ from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWrit
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.io import read_json, to_json, write_whole
+from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE
-from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.opened import OpenModel

@@ -19,8 +19,8 @@ from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
+from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE
-from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.driver import Progress, plan
 from crelle.quantizers.opened import OpenModel

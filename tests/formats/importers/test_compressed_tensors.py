@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crelle.errors import CrelleError
+from crelle.formats.open import open_weights
 from crelle.formats.permuted import PermutedTensor
-from crelle.formats.source import open_weights
 
 quick = settings(deadline=None, max_examples=60)
 

@@ -16,7 +16,7 @@ from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.importers.gguf_architectures import ARCHITECTURES
 from crelle.formats.importers.gptq import GPTQDirectory
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 
 BY_TYPE = {"gpt2": GPT2, "gemma3": GEMMA3}
 FULL_ROPE = {"rope_type": "default", "rope_theta": 1e6}

@@ -16,8 +16,8 @@ from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.importers.gptq import GPTQDirectory
+from crelle.formats.open import open_weights
 from crelle.formats.permuted import PermutedTensor
-from crelle.formats.source import open_weights
 from crelle.kernels import ops
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.select import kernels

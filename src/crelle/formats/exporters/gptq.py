@@ -22,10 +22,10 @@ from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import CheckpointWriter
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gptq import BITS
+from crelle.formats.open import Weights
 from crelle.formats.ownership import HF_INDEX
 from crelle.formats.packing import pack_words
 from crelle.formats.permuted import PermutedTensor
-from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.version import __version__
 

@@ -17,9 +17,9 @@ from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import MAX_BITS, SCALE_DTYPES, UniformTensor, groups_in
+from crelle.formats.hf import HFDirectory
 from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.permuted import PermutedTensor
-from crelle.formats.source import HFDirectory
 
 
 class EncodedDirectory(HFDirectory):

@@ -1,7 +1,6 @@
-"""Where weights come from: one interface over Hugging Face directories (plain or quantized by others), GGUF files and
-our own checkpoints.
+"""Opens a model's weights: Hugging Face directories (plain or quantized by others), GGUF files and our own checkpoints.
 
-Everybody upstairs asks `open_weights(path)` and then speaks of tensors by their Hugging Face names.
+The layers above call `open_weights(path)` and name tensors as Hugging Face does.
 """
 
 from pathlib import Path
@@ -12,10 +11,9 @@ from torch import Tensor
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.dense import DenseTensor
-from crelle.formats.io import ShardReader, is_plain_name, looks_pickled, read_json, refuse_pickle, shown
-from crelle.formats.ownership import CONFIG, HF_INDEX, is_checkpoint
-from crelle.formats.tokenizer_files import copy_tokenizer_files
+from crelle.formats.hf import HFDirectory
+from crelle.formats.io import looks_pickled, read_json, refuse_pickle
+from crelle.formats.ownership import CONFIG, is_checkpoint
 
 
 class Weights(Protocol):
@@ -48,64 +46,11 @@ class Weights(Protocol):
         ...
 
 
-class HFDirectory:
-    """A model as transformers saves it: config.json and safetensors shards."""
-
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self.path, self.config = path, config
-        self.files = self._shard_files()
-        self._where: dict[str, ShardReader] = {}
-        for shard in map(ShardReader, self.files):
-            if twice := self._where.keys() & set(shard.names()):
-                raise FormatError(f"{path}: the tensor '{min(twice)}' is in more than one *.safetensors file")
-            self._where |= dict.fromkeys(shard.names(), shard)
-
-    def _shard_files(self) -> list[Path]:
-        if (index := self.path / HF_INDEX).exists():
-            shards = read_json(index).get("weight_map")
-            if not (isinstance(shards, dict) and all(isinstance(s, str) for s in shards.values())):
-                raise FormatError(f"{index} has no weight_map from tensors to files")
-            if odd := [s for s in shards.values() if not is_plain_name(s)]:
-                raise FormatError(
-                    f"{index} names the file {shown(odd[0])}, which should be a plain name, beside config.json"
-                )
-            return [self.path / s for s in sorted(set(shards.values()))]
-        if found := sorted(self.path.glob("*.safetensors")):
-            return found
-        for f in sorted(self.path.iterdir()):
-            if f.is_file() and f.stat().st_size and looks_pickled(f):
-                raise refuse_pickle(f)
-        raise FormatError(f"{self.path} holds no *.safetensors file")
-
-    def names(self) -> list[str]:
-        return list(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shard(name).shape(name)
-
-    def read(self, name: str) -> Tensor:
-        return self._shard(name).read(name)
-
-    def _shard(self, name: str) -> ShardReader:
-        if name not in self._where:
-            raise FormatError(f"{self.path} has no tensor '{name}'")
-        return self._where[name]
-
-    def transposed(self, name: str) -> bool:
-        return False
-
-    def matrix(self, module: str) -> QuantTensor:
-        return DenseTensor(self.read(f"{module}.weight"))
-
-    def copy_tokenizer(self, to: Path) -> None:
-        copy_tokenizer_files(self.path, to)
-
-
 def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -> Weights:
     """Open whatever lies at `path`, or say in a sentence why not.
 
-    `encoded` leaves the matrices of a GGUF file in their grids where we have such a grid; otherwise they come as plain
-    numbers, whose products are what everybody compares with. Directories quantized by others always stay encoded.
+    `encoded` leaves the matrices of a GGUF file in their grids where we have such a grid; otherwise they come
+    dequantized. Directories quantized by others always stay encoded.
     """
     path = Path(path)
     if not path.exists():
@@ -126,7 +71,7 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
     if is_checkpoint(config):
         return Checkpoint(path, verify)
     declared = _declared(path, config)
-    return HFDirectory(path, config) if declared is None else _open_encoded(path, config, declared)
+    return HFDirectory(path, config) if declared is None else open_quantized(path, config, declared)
 
 
 def _declared(path: Path, config: dict[str, Any]) -> Any:
@@ -139,7 +84,8 @@ def _declared(path: Path, config: dict[str, Any]) -> Any:
     return None
 
 
-def _open_encoded(path: Path, config: dict[str, Any], declared: Any) -> Weights:
+def open_quantized(path: Path, config: dict[str, Any], declared: Any) -> Weights:
+    """Open a directory that another project quantized; `declared` is its quantization_config."""
     from crelle.formats.importers.awq import AWQDirectory
     from crelle.formats.importers.compressed_tensors import CompressedTensorsDirectory
     from crelle.formats.importers.gptq import GPTQDirectory
