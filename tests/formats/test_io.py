@@ -98,6 +98,12 @@ def test_json_round_trips_and_always_gives_the_same_bytes(tmp_path: Path) -> Non
     assert to_json(value) == to_json(dict(value))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_no_reader_takes_is_not_written(value: float) -> None:
+    with pytest.raises(FormatError, match="NaN or infinite, which JSON does not know"):
+        to_json({"a": [1.0, value]})
+
+
 def test_write_whole_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
     file = tmp_path / "f"
     write_whole(file, b"old")
