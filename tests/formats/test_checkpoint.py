@@ -16,7 +16,8 @@ from crelle.errors import CapacityError, FormatError
 from crelle.formats import io
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, CheckpointWriter, copy_tokenizer_files
+from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, copy_tokenizer_files
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.dense import DenseTensor
 from crelle.formats.open import open_weights
 

@@ -12,7 +12,8 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.io import write_whole
 from crelle.formats.open import open_weights

@@ -10,7 +10,8 @@ from conftest import write_tiny_model
 
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
 from crelle.formats.open import open_weights
 from crelle.quantizers.driver import quantize

@@ -17,7 +17,8 @@ from torch import Tensor
 from crelle.formats.affine import AffineTensor, NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.dense import DenseTensor
 from crelle.formats.permuted import PermutedTensor
 from crelle.formats.tokenizer_files import copy_tokenizer_files

@@ -154,6 +154,9 @@ class RandomWeights:
         scheme = self.scheme if ".layers." in name else _PLAIN
         return random_matrix(scheme, *shape, self._random(name))
 
+    def transposed(self, name: str) -> bool:
+        return False
+
     def copy_tokenizer(self, to: Path) -> None:
         raise UnsupportedError(f"{self.path} has random weights and no tokenizer")
 

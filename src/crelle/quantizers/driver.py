@@ -26,7 +26,8 @@ from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, nbytes
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.io import read_json, to_json, write_whole

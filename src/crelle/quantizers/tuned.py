@@ -17,7 +17,8 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE

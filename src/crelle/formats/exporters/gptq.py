@@ -19,7 +19,7 @@ from torch import Tensor
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint import CheckpointWriter
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gptq import BITS
 from crelle.formats.open import Weights

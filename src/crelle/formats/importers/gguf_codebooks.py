@@ -34,8 +34,8 @@ def _entries(kind: str, bits: int, scales: Callable[[Array], Array], b: Array) -
 
     values = gguf.quants.dequantize(b, gguf.GGMLQuantizationType[kind])
     scale = scales(b)
-    half_range = np.float32(1 << (bits - 1))
-    entries = values.reshape(*scale.shape, -1) / scale[..., None].astype(np.float32)
+    half_range = float(1 << (bits - 1))
+    entries: Array = values.reshape(*scale.shape, -1) / scale[..., None].astype(np.float32)
     np.nan_to_num(entries, copy=False, nan=0.0, posinf=half_range, neginf=-half_range)
     codes = np.clip(np.rint(entries) + half_range, 0, 2 * half_range - 1)
     return Blocks(codes.astype(np.uint8).reshape(len(b), -1), scale)
@@ -43,7 +43,7 @@ def _entries(kind: str, bits: int, scales: Callable[[Array], Array], b: Array) -
 
 def _mxfp4(b: Array) -> Array:
     """e, a power of two; 16 bytes of codes."""
-    return np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128)  # type: ignore[no-any-return]
+    return np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128)
 
 
 def _nvfp4(b: Array) -> Array:
