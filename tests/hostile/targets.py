@@ -53,8 +53,8 @@ def read_all(weights: Weights) -> None:
 # GGUF ----------------------------------------------------------------------------------------------------------------
 
 
-def small_gguf(to: Path, *, kind: str = "F32", model: str = "gpt2") -> bytes:
-    writer = GGUFWriter(to, "llama")
+def small_gguf(to: Path, *, kind: str = "F32", model: str = "gpt2", arch: str = "llama") -> bytes:
+    writer = GGUFWriter(to, arch)
     for key, value in {
         "context_length": 16,
         "embedding_length": 32,
@@ -65,6 +65,9 @@ def small_gguf(to: Path, *, kind: str = "F32", model: str = "gpt2") -> bytes:
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
+    if arch == "gemma3":
+        writer.add_sliding_window(8)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
     writer.add_tokenizer_model(model)
     writer.add_token_list(["a", "b", "ab", "<s>"])
     writer.add_token_types([1, 1, 1, 3])
@@ -102,12 +105,19 @@ def gguf_target(tmp: Path) -> Target:
         read_config(file)
 
     seeds = [
-        small_gguf(tmp / f"{k}{m}.gguf", kind=k, model=m)
-        for k, m in (("F32", "gpt2"), ("Q8_0", "llama"), ("F16", "gpt2"))
+        small_gguf(tmp / f"{k}{m}.gguf", kind=k, model=m, arch=a)
+        for k, m, a in (
+            ("F32", "gpt2", "llama"),
+            ("Q8_0", "llama", "llama"),
+            ("F16", "gpt2", "qwen2"),
+            ("MXFP4", "llama", "gemma3"),
+        )
     ]
     words = ["general.architecture", "llama.block_count", "llama.attention.head_count", "GGUF", "rope_freqs.weight"]
     return Target(
-        run, seeds, [*words, "llama.rope.scaling.type", "linear", "qwen2", "general.alignment", "output.weight"]
+        run,
+        seeds,
+        [*words, "llama.rope.scaling.type", "linear", "qwen2", "general.alignment", "output.weight", "gpt2", "IQ4_NL"],
     )
 
 
