@@ -39,7 +39,7 @@ from crelle import LLM, Sampling, quantize
 from crelle.engine.memory import plan
 from crelle.eval.machine import facts
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 
 PROMPTS = [
     "Python is a programming language that",

@@ -13,11 +13,11 @@ from conftest import write_tiny_model
 
 from crelle.errors import CrelleError, SchemeError
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint import JOURNAL, CheckpointWriter
+from crelle.formats.checkpoint_writer import JOURNAL, CheckpointWriter
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters.gptq import export_gptq, pack
 from crelle.formats.importers.gptq import GPTQDirectory
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 SIZES = {**foreign_packers.SMALL, "vocab_size": 288}

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.kernels import cpu
 from crelle.models.fused import Decoder
 from crelle.models.loader import build

@@ -14,7 +14,7 @@ from crelle.cli.inspect import describe
 from crelle.errors import UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.loader import build, load
 from crelle.models.precisions import offered
 

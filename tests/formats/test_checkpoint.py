@@ -13,12 +13,13 @@ import safetensors.torch
 import torch
 
 from crelle.errors import CapacityError, FormatError
-from crelle.formats import files
+from crelle.formats import io
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, CheckpointWriter, copy_tokenizer_files
+from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, copy_tokenizer_files
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.dense import DenseTensor
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 
 RECIPE = {"scheme": "some", "source": "here"}
 FIRST, SECOND = "crelle-00001-of-00002.safetensors", "crelle-00002-of-00002.safetensors"
@@ -370,7 +371,7 @@ def test_a_full_disk_tells_to_make_room_and_resume(tmp_path: Path, monkeypatch: 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(io.os, "fsync", full)
     with (
         pytest.raises(CapacityError, match="no space left") as refused,
         CheckpointWriter(tmp_path / "out", RECIPE, resume=True) as writer,

@@ -12,10 +12,11 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
-from crelle.formats.files import write_whole
-from crelle.formats.source import open_weights
+from crelle.formats.io import write_whole
+from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 RECIPE = {"scheme": "some", "source": "here"}

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import torch
-from crelle.kernels.select import Problem, explain
 from torch import Tensor
 
 from crelle.cli.inspect import describe
@@ -18,7 +17,9 @@ from crelle.formats.base import FORMATS, QuantTensor, Spec, expect, format_of, n
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter, shard_name
 from crelle.formats.composite import PermutedTensor
 from crelle.kernels import ops
+from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64
+from crelle.kernels.registry import explain
 from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import stored_bits

@@ -10,9 +10,10 @@ from conftest import write_tiny_model
 
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.exporters.gptq import export_gptq
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products

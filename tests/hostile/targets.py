@@ -20,13 +20,13 @@ from crelle.engine import template_budget
 from crelle.engine.chat_template import ChatTemplate
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
-from crelle.formats import source
-from crelle.formats.files import parse_json
+from crelle.formats import hf
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.importers.gguf_header import Header
 from crelle.formats.importers.gguf_tokenizer import build_tokenizer
+from crelle.formats.io import parse_json
+from crelle.formats.open import Weights, open_quantized, open_weights
 from crelle.formats.rust import panics_are
-from crelle.formats.source import Weights, open_weights
 from crelle.models.loader import read_spec
 from crelle.quantizers.pipeline import quantize
 
@@ -53,8 +53,8 @@ def read_all(weights: Weights) -> None:
 # GGUF ----------------------------------------------------------------------------------------------------------------
 
 
-def small_gguf(to: Path, *, kind: str = "F32", model: str = "gpt2") -> bytes:
-    writer = GGUFWriter(to, "llama")
+def small_gguf(to: Path, *, kind: str = "F32", model: str = "gpt2", arch: str = "llama") -> bytes:
+    writer = GGUFWriter(to, arch)
     for key, value in {
         "context_length": 16,
         "embedding_length": 32,
@@ -65,6 +65,9 @@ def small_gguf(to: Path, *, kind: str = "F32", model: str = "gpt2") -> bytes:
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
+    if arch == "gemma3":
+        writer.add_sliding_window(8)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
     writer.add_tokenizer_model(model)
     writer.add_token_list(["a", "b", "ab", "<s>"])
     writer.add_token_types([1, 1, 1, 3])
@@ -94,7 +97,7 @@ def gguf_target(tmp: Path) -> Target:
         if len(data) % 16 == 0:  # it takes a hundred times as long as the rest
             try:
                 with panics_are("the tokenizer"):
-                    build_tokenizer(file)
+                    build_tokenizer(file.metadata)
             except CrelleError:
                 raise
             except Exception:  # write_tokenizer makes a sentence of it
@@ -102,12 +105,19 @@ def gguf_target(tmp: Path) -> Target:
         read_spec(file)
 
     seeds = [
-        small_gguf(tmp / f"{k}{m}.gguf", kind=k, model=m)
-        for k, m in (("F32", "gpt2"), ("Q8_0", "llama"), ("F16", "gpt2"))
+        small_gguf(tmp / f"{k}{m}.gguf", kind=k, model=m, arch=a)
+        for k, m, a in (
+            ("F32", "gpt2", "llama"),
+            ("Q8_0", "llama", "llama"),
+            ("F16", "gpt2", "qwen2"),
+            ("MXFP4", "llama", "gemma3"),
+        )
     ]
     words = ["general.architecture", "llama.block_count", "llama.attention.head_count", "GGUF", "rope_freqs.weight"]
     return Target(
-        run, seeds, [*words, "llama.rope.scaling.type", "linear", "qwen2", "general.alignment", "output.weight"]
+        run,
+        seeds,
+        [*words, "llama.rope.scaling.type", "linear", "qwen2", "general.alignment", "output.weight", "gpt2", "IQ4_NL"],
     )
 
 
@@ -243,11 +253,11 @@ def encoded_target(_: Path) -> Target:
         _Memory.tensors = {n: t for n, t in value["tensors"].items() if _sound(t)}
         config = json.dumps({**TINY, "quantization_config": value.get("declared")}).encode()
         with (
-            patch.object(source, "ShardReader", _Memory),
-            patch.object(source.HFDirectory, "_shard_files", lambda self: [Path("x")]),
+            patch.object(hf, "ShardReader", _Memory),
+            patch.object(hf.HFDirectory, "_shard_files", lambda self: [Path("x")]),
         ):
             said = parse_json(config, "config.json")["quantization_config"]
-            read_all(source._open_encoded(Path("m"), dict(TINY), said))
+            read_all(open_quantized(Path("m"), dict(TINY), said))
 
     def case(parts: dict[str, torch.Tensor], declared: dict[str, Any]) -> dict[str, Any]:
         return {"declared": declared, "tensors": _described(parts)}

@@ -8,7 +8,7 @@ import torch
 from conftest import write_tiny_model
 from torch import Tensor
 
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
 from crelle.kernels.cpu.planes import Cpu
 from crelle.models.decoder import DecoderModel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from crelle import LLM, Sampling, quantize
 from crelle.errors import CapacityError, CrelleError, FormatError, UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.kernels import cpu
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, load, tied_to

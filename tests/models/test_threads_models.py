@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.kernels.executor import Chunk

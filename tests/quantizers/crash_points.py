@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from crelle.formats import files
+from crelle.formats import io
 from crelle.formats.destination import replaced_copies
 from crelle.quantizers.pipeline import quantize
 
@@ -84,7 +84,7 @@ def die_at(step: int) -> None:
 
     for name in ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir"):
         setattr(os, name, mortal(getattr(os, name)))
-    files.open = mortal_open  # type: ignore[attr-defined]
+    io.open = mortal_open  # type: ignore[attr-defined]
 
 
 def main(source: Path, directory: Path, overwrite: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from problems import correlated, output_error, stats_of, weight
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import load
 from crelle.quantizers.awq import AWQ

@@ -12,7 +12,7 @@ from crelle.engine.quantize import quantize
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.calibrate import Calibrator

@@ -19,8 +19,9 @@ from gguf import GGMLQuantizationType as Type
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import nbytes
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter
-from crelle.formats.source import HFDirectory
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter
+from crelle.formats.hf import HFDirectory
 from crelle.quantizers import pipeline
 from crelle.quantizers.pipeline import quantize
 from crelle.quantizers.scheme import parse

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.bcq import BCQ

@@ -13,7 +13,7 @@ from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.bcq import BCQ

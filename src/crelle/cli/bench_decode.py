@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from crelle.eval.decode import Speed
     from crelle.eval.decode_cuda import Decode
     from crelle.eval.shapes import RandomWeights
-    from crelle.formats.source import Weights
+    from crelle.formats.open import Weights
 
 NAME = "decode"
 
@@ -138,7 +138,7 @@ def _named(name: str, schemes: list[str] | None, layers: int | None) -> _Source:
 def _stored(path: Path) -> _Source:
     from crelle.eval.shapes import RandomWeights
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.source import open_weights
+    from crelle.formats.open import open_weights
 
     opened = open_weights(path)
     scheme = f"{opened.scheme} as stored" if isinstance(opened, Checkpoint) else "as stored"

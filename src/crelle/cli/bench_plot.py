@@ -21,7 +21,7 @@ def run(
 
     **Example**: `crelle bench plot bench/results/h200-gemv.json`
     """
-    from crelle.formats.files import read_json
+    from crelle.formats.io import read_json
 
     if not file.is_file():
         raise FormatError(f"{file} does not exist; give a .json file that `crelle bench … --out NAME` wrote")

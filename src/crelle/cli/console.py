@@ -109,7 +109,7 @@ def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
     """Let `draw` make a picture, and put it at `path` when it is whole."""
     import tempfile
 
-    from crelle.formats.files import write_whole
+    from crelle.formats.io import write_whole
 
     with tempfile.TemporaryDirectory(prefix="crelle-picture-") as d:
         made = Path(d) / path.name

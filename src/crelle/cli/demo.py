@@ -39,7 +39,7 @@ def run(
     from crelle.eval.smollm2 import smollm2
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_existing, refuse_other_files
-    from crelle.formats.files import to_json, write_whole, writing
+    from crelle.formats.io import to_json, write_whole, writing
     from crelle.quantizers.pipeline import quantize
 
     use_threads(threads)

@@ -9,7 +9,7 @@ from rich.table import Table
 from crelle.cli.console import Device, Json, Model, out, print_json
 
 if TYPE_CHECKING:
-    from crelle.formats.source import Weights
+    from crelle.formats.open import Weights
 
 NAME = "explain"
 
@@ -26,7 +26,7 @@ def run(
     names as `--kernel` to `generate` or `eval` to insist on it.
     """
     from crelle.formats.kv import KVFormat
-    from crelle.formats.source import open_weights
+    from crelle.formats.open import open_weights
     from crelle.models.cache import why_not_fused
     from crelle.models.fused import why_not
     from crelle.models.loader import read_spec
@@ -62,7 +62,7 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     """Return for every matrix the kernel that would be chosen and what each other kernel says."""
     import torch
 
-    from crelle.formats.source import open_weights
+    from crelle.formats.open import open_weights
     from crelle.kernels.base import Problem
     from crelle.kernels.registry import explain, select
     from crelle.models.loader import choose_device

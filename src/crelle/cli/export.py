@@ -31,7 +31,7 @@ def run(
     """
     from crelle.formats.destination import destination, refuse_overlap
     from crelle.formats.exporters.gptq import export_gptq
-    from crelle.formats.source import open_weights
+    from crelle.formats.open import open_weights
 
     if to != "gptq":
         raise SchemeError(f"there is no export to '{to}'; choose: gptq")

@@ -7,7 +7,7 @@ from rich.table import Table
 from crelle.cli.console import Json, Model, out, print_json
 
 if TYPE_CHECKING:
-    from crelle.formats.source import Weights
+    from crelle.formats.open import Weights
 
 NAME = "inspect"
 
@@ -48,7 +48,7 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.source import open_weights
+    from crelle.formats.open import open_weights
     from crelle.models.precisions import offered
 
     weights = open_weights(model, encoded=True)
@@ -83,7 +83,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 def _scheme(weights: "Weights") -> str:
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.importers.encoded import EncodedDirectory
+    from crelle.formats.importers.base import EncodedDirectory
 
     if isinstance(weights, Checkpoint):
         return weights.scheme

@@ -123,7 +123,7 @@ class _Job:
         from crelle.engine.calibration_data import rows_of
         from crelle.engine.tokenizer import Tokenizer
         from crelle.eval.text import read_text
-        from crelle.formats.source import open_weights
+        from crelle.formats.open import open_weights
         from crelle.models.calibration_model import open_model
         from crelle.models.loader import choose_device
 
@@ -203,7 +203,7 @@ def _settings(target_bits: float | None, bits: str | None, groups: str | None) -
 
 def _write(folder: Path, picture: "Picture", write_plan: "Callable[[Path, Plan], None]") -> None:
     from crelle.eval.front import page, plot_front
-    from crelle.formats.files import write_whole, writing
+    from crelle.formats.io import write_whole, writing
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

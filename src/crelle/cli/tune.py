@@ -1,5 +1,6 @@
 """crelle tune: train a quantized model."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,9 +103,10 @@ def draw_losses(report: "TuneReport") -> None:
     """Write the losses beside the checkpoint, and plot them where matplotlib is installed."""
     from crelle.errors import UnsupportedError
     from crelle.eval.plots import plot_curve
-    from crelle.formats.files import to_json, write_whole
+    from crelle.formats.io import to_json, write_whole
 
-    write_whole(report.out / "training.json", to_json({"losses": report.losses, "seconds": report.seconds}))
+    losses = [loss if math.isfinite(loss) else None for loss in report.losses]  # JSON has no infinity
+    write_whole(report.out / "training.json", to_json({"losses": losses, "seconds": report.seconds}))
     try:
         draw_whole(
             report.out / "training.png",

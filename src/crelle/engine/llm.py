@@ -23,7 +23,7 @@ from crelle.engine.sampler import Sampling
 from crelle.engine.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.kv import KVFormat
-from crelle.formats.source import Weights, open_weights
+from crelle.formats.open import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models.loader import Model, build, choose_device
 

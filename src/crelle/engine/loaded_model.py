@@ -8,9 +8,9 @@ from threading import RLock
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.files import read_json
+from crelle.formats.io import read_json
 from crelle.formats.kv import KVFormat
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 from crelle.models import precisions
 from crelle.models.loader import Model
 from crelle.models.settings import token_ids

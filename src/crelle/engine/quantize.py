@@ -17,8 +17,8 @@ from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.destination import PARTIAL, destination, refuse_existing, refuse_overlap
+from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, remove_directory
-from crelle.formats.source import Weights, open_weights
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, choose_device, in_usual_form, read_spec
 from crelle.quantizers import pipeline

@@ -12,9 +12,9 @@ from typing import Any
 
 from crelle.engine.tokenizer_files import load_fast, load_from_vocabulary, special_tokens, template_source
 from crelle.errors import FormatError, SchemeError, UnsupportedError
-from crelle.formats.files import read_json, shown
+from crelle.formats.io import read_json, shown
+from crelle.formats.open import Weights
 from crelle.formats.rust import panics_are
-from crelle.formats.source import Weights
 
 _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
 _LONGEST_TAIL = 64  # where a prompt is not UTF-8, no number of them does

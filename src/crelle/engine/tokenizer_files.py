@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.files import read_bounded, read_json, require_regular, shown
+from crelle.formats.io import read_bounded, read_json, require_regular, shown
 from crelle.formats.rust import panics_are
 
 MAX_TOKENIZER_BYTES = 128 << 20  # Gemma's tokenizer.json, among the largest, has 34 MB

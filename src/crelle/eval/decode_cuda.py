@@ -27,7 +27,7 @@ from crelle.eval.cuda_timer import Ceiling, event
 from crelle.eval.energy import Energy, per_call
 from crelle.eval.shapes import RandomWeights
 from crelle.formats.base import nbytes
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 from crelle.kernels.cuda.step_graphs import MAX_ROWS, why_not
 from crelle.models.linear import QuantLinear
 from crelle.models.loader import Model, build

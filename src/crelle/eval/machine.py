@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from crelle.formats.files import to_json, write_whole, writing
+from crelle.formats.io import to_json, write_whole, writing
 from crelle.version import __version__
 
 

@@ -106,7 +106,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 class RandomWeights:
-    """A source of weights (crelle.formats.source.Weights) that makes them up."""
+    """A source of weights (crelle.formats.open.Weights) that makes them up."""
 
     def __init__(
         self,
@@ -153,6 +153,9 @@ class RandomWeights:
             raise FormatError(f"{self.path}: '{name}' is no matrix")
         scheme = self.scheme if ".layers." in name else _PLAIN
         return random_matrix(scheme, *shape, self._random(name))
+
+    def transposed(self, name: str) -> bool:
+        return False
 
     def copy_tokenizer(self, to: Path) -> None:
         raise UnsupportedError(f"{self.path} has random weights and no tokenizer")

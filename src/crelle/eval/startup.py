@@ -97,7 +97,7 @@ def _parts(first: float, _: float, begun: float, said: str) -> dict[str, float]:
         "interpreter": of(stopwatch.BEGUN) - begun,
         "command line": of("crelle.cli.main"),
         "torch": of("torch"),
-        "open and verify": of("crelle.formats.source.open_weights"),
+        "open and verify": of("crelle.formats.open.open_weights"),
         "read and build": of("crelle.models.loader.build") - prepare,
         "prepare": prepare,
         "tokenizer": of("crelle.engine.tokenizer.Tokenizer.__init__"),

@@ -17,7 +17,7 @@ from typing import Any
 
 IMPORTS = ("crelle.cli.main", "torch", "crelle.engine.llm")
 CALLS = {  # module: functions in it
-    "crelle.formats.source": ("open_weights",),
+    "crelle.formats.open": ("open_weights",),
     "crelle.models.loader": ("build",),
     "crelle.kernels.ops": ("prepare",),
     "crelle.engine.tokenizer": ("Tokenizer.__init__",),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from crelle.errors import FormatError
-from crelle.formats.files import read_json, writing
+from crelle.formats.io import read_json, writing
 from crelle.formats.ownership import Holding, look, open_directory
 
 PARTIAL = ".partial"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from crelle.errors import FormatError
-from crelle.formats.files import TEMPORARY, is_plain_name, read_json
+from crelle.formats.io import TEMPORARY, is_plain_name, read_json
 from crelle.formats.tokenizer_files import TOKENIZER_FILES
 
 CONFIG, JOURNAL = "config.json", "progress.json"

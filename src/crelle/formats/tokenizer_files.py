@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 from crelle.errors import FormatError
-from crelle.formats.files import write_whole
+from crelle.formats.io import write_whole
 
 TOKENIZER_FILES = (  # what Crelle, tokenizers and transformers look for beside a decoder's weights
     "tokenizer.json",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.builder import Builder
 from crelle.models.cache import attention

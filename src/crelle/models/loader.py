@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.files import shown
+from crelle.formats.io import shown
+from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import CONFIG
-from crelle.formats.source import Weights, open_weights
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.builder import Builder
 from crelle.models.decoder import DecoderModel

@@ -4,7 +4,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 
 
 def offered(weights: Weights) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crelle.errors import FormatError
-from crelle.formats.files import shown
+from crelle.formats.io import shown
 
 _REQUIRED = object()
 

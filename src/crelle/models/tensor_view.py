@@ -16,7 +16,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.source import Weights
+from crelle.formats.open import Weights
 from crelle.models.families.base import Family, StoredMatrix
 
 OFFSET = "norm_weight_offset"  # key of a config: what is still to be added to the weights of norms
@@ -89,13 +89,15 @@ class TensorView:
         packed = getattr(self.inner, "packed", None)
         return packed is not None and bool(packed(self._from[name][0] if name in self._from else name))
 
+    def transposed(self, name: str) -> bool:
+        return False
+
     def copy_tokenizer(self, to: Path) -> None:
         self.inner.copy_tokenizer(to)
 
     def _transposed(self, stored: str, rule: StoredMatrix) -> bool:
         """Some readers (GGUF) give as [N, K] what Hugging Face stores as [K, N]; those say so."""
-        usual = getattr(self.inner, "untransposed", None)
-        return rule.transposed and not (usual is not None and usual(stored))
+        return rule.transposed and not self.inner.transposed(stored)
 
     @staticmethod
     def _is_norm(name: str, t: Tensor) -> bool:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, format_of
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
+from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE
-from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.pipeline import plan

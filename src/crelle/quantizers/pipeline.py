@@ -26,11 +26,12 @@ from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, format_of, nbytes
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
-from crelle.formats.files import read_json, to_json, write_whole
+from crelle.formats.io import read_json, to_json, write_whole
+from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE
-from crelle.formats.source import Weights, open_weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator

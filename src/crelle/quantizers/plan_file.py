@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.files import read_json, to_json, write_whole
+from crelle.formats.io import read_json, to_json, write_whole
 from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import Plan

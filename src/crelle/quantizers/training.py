@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from crelle.errors import FormatError
-from crelle.formats.files import whole_file
+from crelle.formats.io import whole_file
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
 
 

@@ -12,12 +12,13 @@ import gguf
 import pytest
 import tiny_gguf as tiny
 from gguf import GGUFWriter, TokenType
+from gguf_models import GEMMA3, GPT2, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.source import open_weights
+from crelle.formats.open import open_weights
 
 quick = settings(deadline=None, max_examples=100)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -299,6 +300,62 @@ def test_llama2_vocabulary_gives_the_ids_of_its_own_tokenizer(tmp_path: Path, da
     for text in (story.strip(), article.strip(), runs, code, "", "x  y", "猫"):
         assert made.encode(text).ids == own.encode(text).ids
         assert made.decode(made.encode(text).ids) == own.decode(own.encode(text).ids)
+
+
+def gemma(writer: GGUFWriter) -> None:
+    """As llama.cpp's converter writes Gemma's: runs of spaces and newlines are user-defined tokens, spaces as such."""
+    runs, pieces = ["  ", "   ", "\n", "\n\n", "<b>"], ["▁", "a", "b", "▁a", "ab", "▁ab"]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", *runs, *BYTES, *pieces])
+    writer.add_token_scores([-1000.0] * 10 + [-1000.0] * 256 + [-float(i) for i in range(len(pieces))])
+    control, user = TokenType.CONTROL, TokenType.USER_DEFINED
+    kinds = [control, control, control, TokenType.UNKNOWN, control] + [user] * 5 + [TokenType.BYTE] * 256
+    writer.add_token_types(kinds + [TokenType.NORMAL] * len(pieces))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+
+
+@pytest.fixture(scope="module")
+def gemma_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    to = tmp_path_factory.mktemp("gemma")
+    open_weights(write_gguf(to / "m.gguf", GEMMA3, change=gemma)).copy_tokenizer(to)
+    assert json.loads((to / "tokenizer_config.json").read_text())["model_max_length"] == 96
+    return load(to)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("ab ab", ["ab", "▁ab"]),  # no space before the text
+        ("a  b", ["a", "  ", "b"]),
+        ("a    b", ["a", "   ", "▁", "b"]),
+        ("\n\n\nb", ["\n\n", "\n", "b"]),
+        ("<start_of_turn>a<b>b", ["<start_of_turn>", "a", "<b>", "b"]),
+        ("\té", ["<0x09>", "<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_gemma_keeps_runs_of_whitespace_whole(gemma_tokenizer: Any, text: str, tokens: list[str]) -> None:
+    encoded = gemma_tokenizer.encode(text)
+    assert encoded.tokens == ["<bos>", *tokens]
+    assert gemma_tokenizer.decode(encoded.ids, skip_special_tokens=False) == f"<bos>{text}"
+
+
+@quick
+@given(text=text)
+def test_gemma_decodes_what_it_encoded(gemma_tokenizer: Any, text: str) -> None:
+    ids = gemma_tokenizer.encode(text).ids
+    assert gemma_tokenizer.decode(ids) == text.replace("▁", " ")
+
+
+def test_gpt2s_file_has_its_tokenizer(tmp_path: Path) -> None:
+    open_weights(write_gguf(tmp_path / "m.gguf", GPT2)).copy_tokenizer(tmp_path)
+    assert load(tmp_path).encode("th").tokens == ["<|bos|>", "th"]
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 96
 
 
 # Refusals

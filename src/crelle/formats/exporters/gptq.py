@@ -19,17 +19,18 @@ from torch import Tensor
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint import CheckpointWriter
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.importers.gptq import BITS
+from crelle.formats.open import Weights
 from crelle.formats.ownership import HF_INDEX
 from crelle.formats.packing import pack_words
-from crelle.formats.source import Weights
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.version import __version__
 
 _RECIPE = {"export": "gptq"}
+_EMBEDDINGS = ("embed_tokens", ".wte", ".wpe")
 Progress = Callable[[int, int, str], None]  # weights done, weights in all, the matrix's name
 
 
@@ -73,12 +74,12 @@ def export_gptq(
                 module, _, kind = name.rpartition(".")
                 w = weights.matrix(module) if kind == "weight" and len(sizes[name]) == 2 else None
                 if w is None or w.format == "dense":
-                    tensors[name] = weights.read(name)
+                    tensors[name] = _as_hugging_face(weights, name)
                     if w is not None:
                         plain.append(module)
                 else:
                     try:
-                        if module.endswith("embed_tokens"):
+                        if module.endswith(_EMBEDDINGS):
                             raise UnsupportedError("GPTQ has no quantized embedding; quantize without --head")
                         packed, grids[module] = pack(w, version)
                     except CrelleError as e:
@@ -92,11 +93,21 @@ def export_gptq(
             raise UnsupportedError(f"{weights.path} has no quantized matrix to export; quantize it first")
         quantization = _declaration(grids, plain, version)
         weights.copy_tokenizer(writer.partial)
-        config = {k: v for k, v in weights.config.items() if k != "quantization_config"}
+        config = {k: v for k, v in weights.config.items() if k not in ("quantization_config", "norm_weight_offset")}
         writer.publish({**config, "quantization_config": quantization}, HF_INDEX)
     for sentence in writer.all_warnings() if warn else ():
         warn(sentence)  # type: ignore[misc]
     return quantization
+
+
+def _as_hugging_face(weights: Weights, name: str) -> Tensor:
+    """Return a tensor as Hugging Face stores it: see `Weights` for what a reader may have found otherwise."""
+    w = weights.read(name)
+    if weights.transposed(name):
+        return w.T.contiguous()
+    if weights.config.get("norm_weight_offset") == 0 and name.endswith("norm.weight"):
+        return (w.float() - 1).to(w.dtype)
+    return w
 
 
 @contextmanager

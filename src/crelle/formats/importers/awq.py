@@ -16,7 +16,7 @@ from torch import Tensor
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES, groups_in
-from crelle.formats.importers.encoded import EncodedDirectory, grid, whole_number
+from crelle.formats.importers.base import EncodedDirectory, grid, whole_number
 from crelle.formats.packing import unpack_words
 
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight outputs a nibble of a GEMM word holds

@@ -19,9 +19,9 @@ from torch import Tensor
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES, groups_in
-from crelle.formats.files import shown
-from crelle.formats.importers.encoded import EncodedDirectory, in_group_order, sorted_grid, whole_number
+from crelle.formats.importers.base import EncodedDirectory, in_group_order, sorted_grid, whole_number
 from crelle.formats.importers.name_patterns import MAX_WORK, NamePattern
+from crelle.formats.io import shown
 from crelle.formats.packing import unpack_words
 
 _INTEGERS = (torch.int32, torch.int64)

@@ -1,18 +1,17 @@
 """The tokenizer inside a GGUF file, written as tokenizer.json + tokenizer_config.json.
 
 Two families: byte-level BPE (`gpt2`: Llama 3, Qwen, SmolLM; vocabulary and merges are in the file, the splitting rule
-is only named there) and SentencePiece BPE (`llama`: Llama 1 and 2, Mistral; the merges follow from the scores).
+is only named there) and SentencePiece BPE (`llama`: Llama 1 and 2, Mistral, Gemma; the merges follow from the
+scores).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.files import to_json, write_whole
+from crelle.formats.importers.gguf_metadata import Metadata
+from crelle.formats.io import to_json, write_whole
 from crelle.formats.rust import panics_are
-
-if TYPE_CHECKING:
-    from crelle.formats.importers.gguf import GGUFFile
 
 _MAX_TOKEN = 2048  # characters; merges of a token take time and memory with the square of its length
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF
@@ -20,7 +19,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\
 _SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 
 
-def write_tokenizer(file: "GGUFFile", to: Path) -> None:
+def write_tokenizer(file: Metadata, to: Path) -> None:
     """Write the file's tokenizer into a directory, in the form that transformers loads."""
     try:
         with panics_are(f"{file.path}: the parts of its tokenizer do not fit each other"):
@@ -33,7 +32,7 @@ def write_tokenizer(file: "GGUFFile", to: Path) -> None:
     write_whole(to / "tokenizer_config.json", to_json(config))
 
 
-def build_tokenizer(file: "GGUFFile") -> tuple[Any, dict[str, Any]]:
+def build_tokenizer(file: Metadata) -> tuple[Any, dict[str, Any]]:
     """Return the file's tokenizer and its tokenizer_config; what does not fit raises any Exception."""
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(isinstance(t, str) and len(t) <= _MAX_TOKEN for t in tokens):
@@ -57,7 +56,7 @@ def build_tokenizer(file: "GGUFFile") -> tuple[Any, dict[str, Any]]:
         **named,
         "add_bos_token": bool(bos),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.config["max_position_embeddings"],
+        "model_max_length": file.of_arch("context_length"),
     }
     if "tokenizer.chat_template" in file.fields:
         config["chat_template"] = file.get("tokenizer.chat_template")
@@ -89,7 +88,7 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
     return tokenizer
 
 
-def _sentencepiece(file: "GGUFFile", tokens: list[str]) -> Any:
+def _sentencepiece(file: Metadata, tokens: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores: list[float] = file.get("tokenizer.ggml.scores")
@@ -131,7 +130,7 @@ def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
     tokenizer.add_tokens(plain)
 
 
-def _special_names(file: "GGUFFile", tokens: list[str]) -> dict[str, str]:
+def _special_names(file: Metadata, tokens: list[str]) -> dict[str, str]:
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {name: file.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in ids.items()}
     return {name: tokens[i] for name, i in found.items() if 0 <= i < len(tokens)}

@@ -24,7 +24,7 @@ from torch import Tensor
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES
-from crelle.formats.importers.encoded import EncodedDirectory, in_group_order, sorted_grid, whole_number
+from crelle.formats.importers.base import EncodedDirectory, in_group_order, sorted_grid, whole_number
 from crelle.formats.packing import unpack_words
 
 BITS = (2, 3, 4, 8)

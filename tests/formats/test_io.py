@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from crelle.errors import CapacityError, CrelleError, FormatError
-from crelle.formats.files import ShardReader, looks_pickled, read_json, sha256, shown, to_json, write_whole, writing
+from crelle.formats.io import ShardReader, looks_pickled, read_json, sha256, shown, to_json, write_whole, writing
 
 
 class _Trap:
@@ -96,6 +96,12 @@ def test_json_round_trips_and_always_gives_the_same_bytes(tmp_path: Path) -> Non
     (tmp_path / "v.json").write_bytes(to_json(value))
     assert read_json(tmp_path / "v.json") == value
     assert to_json(value) == to_json(dict(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_no_reader_takes_is_not_written(value: float) -> None:
+    with pytest.raises(FormatError, match="NaN or infinite, which JSON does not know"):
+        to_json({"a": [1.0, value]})
 
 
 def test_write_whole_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:

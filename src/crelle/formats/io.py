@@ -80,8 +80,11 @@ def sync_directory(path: Path) -> None:
 
 
 def to_json(value: Any) -> bytes:
-    """Return value as readable JSON; the same value always gives the same bytes."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """Return value as readable JSON; the same value always gives the same bytes. Refuses NaN and infinity."""
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except ValueError as e:  # what `read_json` would refuse
+        raise FormatError(f"a value that should be written is NaN or infinite, which JSON does not know ({e})") from e
 
 
 def require_regular(path: Path) -> int:

@@ -12,7 +12,8 @@ from conftest import TINY
 
 from crelle.errors import FormatError
 from crelle.formats.dense import DenseTensor
-from crelle.formats.source import HFDirectory, open_weights
+from crelle.formats.hf import HFDirectory
+from crelle.formats.open import open_weights
 
 INDEX = "model.safetensors.index.json"
 

@@ -18,7 +18,8 @@ from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import MAX_BITS, SCALE_DTYPES, UniformTensor, groups_in
 from crelle.formats.composite import PermutedTensor
-from crelle.formats.source import HFDirectory
+from crelle.formats.hf import HFDirectory
+from crelle.formats.hf_layout import is_conv1d
 
 
 class EncodedDirectory(HFDirectory):
@@ -56,6 +57,10 @@ class EncodedDirectory(HFDirectory):
             return super().matrix(module)
         with self._speaking_of(module):
             return self._decode(module)
+
+    def transposed(self, name: str) -> bool:
+        """Every layout read here decodes to [outputs, inputs]."""
+        return self._encoded_module(name) is not None and is_conv1d(self.config, name)
 
     @contextmanager
     def _speaking_of(self, module: str) -> Iterator[None]:
