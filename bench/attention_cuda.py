@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from crelle.eval.cuda_timer import gpu
-from crelle.eval.machine import write_result
+from crelle.bench.cuda_timer import gpu
+from crelle.bench.environment import write_result
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import kv as reference
 from crelle.kernels.cuda import paged

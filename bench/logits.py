@@ -41,7 +41,9 @@ def main() -> None:
             if label != "fp32":
                 path = args.checkpoints / f"{name}-{label}"
                 if not path.exists():
-                    text = Text(text=(args.data / "text/tinystories-calibration.txt").read_text()[:60000], rows=8, length=128)
+                    text = Text(
+                        text=(args.data / "text/tinystories-calibration.txt").read_text()[:60000], rows=8, length=128
+                    )
                     quantize(source, path, f"{SCHEMES[label]},group={group}", text=text, device="cpu")
             for kv in ("16", "4"):
                 for bits in (4, 3, 2) if label == "nested" else (None,):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CrelleError
-from crelle.eval.shapes import RandomWeights
 from crelle.kernels.cuda import build, decode
 from crelle.kernels.cuda.decode import Give, Shape
 from crelle.kernels.cuda.layout import CudaWeight

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from crelle.eval.random_matrices import random_generator, random_matrix
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.kernels.cuda import build, decode
 from crelle.kernels.cuda.decode import Shape
 from crelle.kernels.cuda.layout import lay_out

@@ -98,8 +98,8 @@ def run(
 def draw_losses(report: "TuneReport") -> None:
     """Keep the losses beside the checkpoint as numbers, and as a picture where matplotlib is installed."""
     from crelle.errors import UnsupportedError
-    from crelle.eval.plots import plot_curve
     from crelle.formats.files import to_json, write_whole
+    from crelle.plots import plot_curve
 
     write_whole(report.out / "training.json", to_json({"losses": report.losses, "seconds": report.seconds}))
     try:
