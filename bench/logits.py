@@ -75,7 +75,7 @@ def logits(path: Path, kv: str, bits: int | None, tokens: int) -> str:
         token = out[0, -1].argmax()
     prompts = [ids[0, :n].tolist() for n in (1, 7, 40)]
     said = [c.tokens for c in llm.generate(prompts, Sampling(max_tokens=8))]
-    parts = (prompt, torch.stack(steps), torch.tensor(sum(said, [])))
+    parts = (prompt, torch.stack(steps), torch.tensor([token for tokens in said for token in tokens]))
     return " ".join(hashlib.sha256(p.contiguous().numpy().tobytes()).hexdigest()[:12] for p in parts)
 
 
