@@ -1,4 +1,4 @@
-"""What all tests share: a tiny random model on disk, real data where it lies, and the command line in a process."""
+"""What all tests share: a tiny random model on disk, real data where it lies, and the command line."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import in_process
 import pytest
 import safetensors.torch
 import torch
@@ -132,7 +133,18 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def crelle() -> Run:
-    """Run the command line in a process of its own, e.g. `crelle("inspect", path, "--json")`."""
+    """Run the command line in this process, which has torch already: `crelle("inspect", path, "--json")`."""
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        done = in_process.run(*args)
+        return subprocess.CompletedProcess(["crelle", *map(str, args)], done.code, done.out, done.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def crelle_process() -> Run:
+    """Run the command line in a process of its own, for what only that shows."""
 
     def run(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "crelle.cli.main", *map(str, args)]
