@@ -1,9 +1,13 @@
 """What all tests share: a tiny random model on disk, real data where it lies, and the command line."""
 
+import atexit
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,6 +105,28 @@ def write_tiny_model(to: Path, seed: int = 0, **changes: object) -> Path:
     safetensors.torch.save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     (to / "config.json").write_text(json.dumps(c))
     write_tokenizer(to)
+    return to
+
+
+_quantized: dict[tuple[object, ...], Path] = {}
+
+
+def quantized_copy(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
+    """Quantize a small model into `to`; the same files by the same scheme are only quantized once in a session.
+
+    For tests of what runs a checkpoint, not of what makes it.
+    """
+    files = (source / "config.json", source / "model.safetensors")
+    contents = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    key = (*contents, scheme, *(overrides or {}).items())  # the first pattern that matches counts
+    if (made := _quantized.get(key)) is not None and made.is_dir():
+        return Path(shutil.copytree(made, to))
+    from crelle import quantize
+
+    quantize(source, to, scheme, overrides=overrides)
+    kept = Path(tempfile.mkdtemp(prefix="crelle-tests-"))
+    atexit.register(shutil.rmtree, kept, ignore_errors=True)
+    _quantized[key] = Path(shutil.copytree(to, kept / "q"))
     return to
 
 
