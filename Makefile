@@ -1,5 +1,5 @@
 # make demo   set up, then the main job on a small real model, on CPU
-# make test   set up, then lint, types, floors and all default tests
+# make test   set up, then lint, types, layers and all default tests
 # The virtual environment is .venv; constraints.txt holds the exact versions.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ demo: setup
 	$(BIN)/crelle demo
 
 test: setup lint
-	$(BIN)/pytest -n 2 -rs
+	$(BIN)/pytest -n 2 --dist worksteal -rs
 
 test-slow: setup
 	$(BIN)/pytest -m "not gpu"

@@ -28,13 +28,22 @@ def bits(row: Row) -> str:
 def attention(result: Row) -> str:
     """Our microseconds for each cache, and in brackets the times of cuDNN and flash over ours."""
     lines = dict[str, list[str]]()
-    for row in result["rows"]:
+    for row in map(_attention_times, result["rows"]):
         line = lines.setdefault(f"{row['heads']}/{row['kv_heads']}, {row['batch']} x {row['context']}", [])
         if not line:
             line += [f"{row['cudnn_us']:.0f}", f"{row['flash_us']:.0f}"]
         line.append(f"{row['us']:.1f} ({row['times_cudnn']:.2f}, {row['times_flash']:.2f})")
     head = ["heads, texts x tokens", "cuDNN us", "flash us", *(f"ours, {bits} bits" for bits in (16, 8, 4))]
     return table(head, [[name, *line] for name, line in lines.items()])
+
+
+def _attention_times(row: Row) -> Row:
+    """Return a row of `crelle bench attention` with the times and ratios of the table; older files have them."""
+    if "us" in row:
+        return row
+    ours, torch = row["microseconds"], row["torch_microseconds"]
+    times = {f"{name}_us": torch[name] for name in ("cudnn", "flash")}
+    return {**row, "us": ours, **times, **{f"times_{name}": torch[name] / ours for name in ("cudnn", "flash")}}
 
 
 def serve(result: Row) -> str:

@@ -20,8 +20,8 @@ CONTEXT, TOKENS = 1024, 10_240
 
 
 def main() -> None:
+    from crelle.bench.environment import environment
     from crelle.engine.llm import LLM
-    from crelle.eval.machine import facts
     from crelle.eval.smollm2 import smollm2
     from crelle.formats.kv import KVFormat
 
@@ -33,7 +33,7 @@ def main() -> None:
     head_size = llm.model.c.head_size
 
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    result = {**facts(), "command": "python bench/kv_quality.py OUT.json DATA KV …", **result}
+    result = {**environment(), "command": "python bench/kv_quality.py OUT.json DATA KV …", **result}
     result |= {"model": "SmolLM2-135M-Instruct Q4_1", "text": "wikitext2-test.txt", "context": CONTEXT}
     formats = [KVFormat(16), *asked]
     loss, divergence = [0.0] * len(formats), [0.0] * len(formats)

@@ -56,14 +56,14 @@ def layer_bits(directory: Path) -> float:
 
 
 def main() -> None:
-    from crelle.eval.machine import facts
+    from crelle.bench.environment import environment
     from crelle.eval.smollm2 import smollm2
 
     model, out, data = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     case: dict[str, Any] = CASES[model]
     source = smollm2() if model == "smollm2" else data / "stories15M"
     result = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    result = {**facts(), "command": f"python bench/quality.py {model} OUT.json DATA SCHEME …", **result}
+    result = {**environment(), "command": f"python bench/quality.py {model} OUT.json DATA SCHEME …", **result}
 
     def perplexities(directory: Path) -> dict[str, float]:
         found = {}

@@ -12,7 +12,7 @@ SCHEMES = ("rtn:bits=4,group=64", "bcq:bits=2,group=64", "bcq:bits=3,group=64", 
 
 
 def main() -> None:
-    from crelle.eval.machine import facts
+    from crelle.bench.environment import environment
     from crelle.eval.smollm2 import smollm2
 
     source, rows = smollm2(), []
@@ -38,7 +38,7 @@ def main() -> None:
         rows.append({**row, "bits_per_weight": report["bits_per_weight"]})
         print(f"{scheme:24} {row['seconds']:6.1f} s   {peak:.2f} GB   {report['bits_per_weight']:.3f} bits per weight")
     if len(sys.argv) > 1:
-        result = {**facts(), "command": "python bench/quantize.py", "rows": rows}
+        result = {**environment(), "command": "python bench/quantize.py", "rows": rows}
         Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -3,9 +3,9 @@
     python bench/serve_cuda.py OUT.json [SHAPE]
     crelle bench plot OUT.json
 
-Every text has 1024 tokens in its pages (random ones); an engine decodes TOKENS more of each: scheduling, graphs, tokens
-read on the host, events (crelle.eval.serve_decode). Before an engine is timed it is checked against one pass of its
-model over the same text. In the file:
+Every sequence has 1024 tokens in its pages (random ones); an engine decodes TOKENS more of each: scheduling, graphs,
+tokens read on the host, events (crelle.bench.decode_throughput). Before an engine is timed it is checked against one
+pass of its model over the same tokens. In the file:
 
 rows     one for each batch, with the time of the step's graph alone; where `memory` is set: an engine with that budget
          for weights, working space and pages, its largest batch, the memory that it really used, and times_fp16
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from crelle.bench.cuda_timer import gpu
+from crelle.bench.decode_throughput import DecodeThroughput, decode, fill, largest_batch, timed_steps
+from crelle.bench.engine_load import disagreement, warm_up
+from crelle.bench.environment import write_result
+from crelle.bench.model_sources import free_memory, random_llm
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
-from crelle.eval.cuda_timer import gpu
-from crelle.eval.machine import write_result
-from crelle.eval.serve import disagreement, warm
-from crelle.eval.serve_decode import Decoded, decode, fill, largest_batch, timed_steps
-from crelle.eval.serve_models import forget, random_llm
 from crelle.formats.kv import KVFormat
 
 WEIGHTS = ("fp16", "rtn:bits=4,group=128", "bcq:bits=3,group=128")
@@ -60,12 +60,12 @@ def rows_of(llm: LLM, scheme: str, fmt: KVFormat, exact: bool) -> list[dict[str,
     batches = [n for n in (EXACT_BATCHES if exact else BATCHES) if n <= most]
     largest = batches[-1]
     engine = Engine(llm, kv=fmt, pages=largest * each, max_batch=largest, spare=0, sharing=False, exact=exact)
-    warm(engine, batches)
+    warm_up(engine, batches)
     gap = disagreement(engine)
     fill(engine.runner.layers)
     for n in batches:
         steps, seconds = timed_steps(engine, n, CONTEXT, TOKENS)
-        row = Decoded.of(engine, scheme, gap, n, CONTEXT, steps, seconds)
+        row = DecodeThroughput.of(engine, scheme, gap, n, CONTEXT, steps, seconds)
         rows.append({**asdict(row), "graph_ms": graph_ms(engine, n)})
         said = f"{row.milliseconds_per_step:7.2f} ms, graph {rows[-1]['graph_ms']:7.2f}, {row.tokens_per_second:8.0f}/s"
         print(f"{scheme} {fmt} {n:4}{' exact' if exact else ''} {said}", flush=True)
@@ -80,10 +80,10 @@ def main(to: Path, shape: str) -> None:
         for kv in CACHES:
             fmt = KVFormat.parse(kv)
             rows += rows_of(llm, scheme, fmt, False)
-            forget()
+            free_memory()
             largest = largest_batch(llm, kv, CAP, CONTEXT, TOKENS)
             capped = decode(llm, scheme, batch=largest, context=CONTEXT, tokens=TOKENS, kv=kv, memory=CAP)
-            forget()
+            free_memory()
             base = base or capped.tokens_per_second
             rows.append({**asdict(capped), "times_fp16": capped.tokens_per_second / base})
             said = f"{largest} texts, {capped.tokens_per_second:.0f}/s, {capped.tokens_per_second / base:.2f} x fp16"
@@ -92,11 +92,11 @@ def main(to: Path, shape: str) -> None:
             )
             if scheme == EXACT:
                 exact += rows_of(llm, scheme, fmt, True)
-                forget()
+                free_memory()
             command = f"python bench/serve_cuda.py {to.name} {shape}"
             write_result(to, {"command": command, "gpu": gpu(), "shape": shape, "rows": rows, "exact": exact})
         del llm
-        forget()
+        free_memory()
 
 
 if __name__ == "__main__":

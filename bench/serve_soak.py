@@ -36,8 +36,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from crelle import LLM, Sampling, quantize
+from crelle.bench.environment import environment
 from crelle.engine.memory import plan
-from crelle.eval.machine import facts
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import open_weights
 
@@ -333,7 +333,7 @@ def main() -> None:
         model, name = checkpoint(args.model, args.scheme, Path(folder))
         rows = [soak(model, kv, args.clients, seconds, args.faults, Path(folder)) for kv in caches]
     given = [Path(a).name if a.startswith(("/", "~")) else a for a in sys.argv[1:]]
-    result = {**facts(), "command": f"python bench/serve_soak.py {' '.join(given)}", "model": name, "rows": rows}
+    result = {**environment(), "command": f"python bench/serve_soak.py {' '.join(given)}", "model": name, "rows": rows}
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(rows, indent=2))
     if wrong := [f"kv {row['kv']}: {what}" for row in rows for what in row["wrong"]]:

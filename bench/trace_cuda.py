@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from crelle.bench.cuda_timer import gpu
+from crelle.bench.engine_load import serve
+from crelle.bench.environment import write_result
+from crelle.bench.model_sources import free_memory, random_llm
+from crelle.bench.trace import read_trace
 from crelle.engine.llm import LLM
-from crelle.eval.cuda_timer import gpu
-from crelle.eval.machine import write_result
-from crelle.eval.serve import serve
-from crelle.eval.serve_models import forget, random_llm
-from crelle.eval.traffic import read_trace
 from crelle.kernels.cuda import gemm, jit
 from crelle.kernels.cuda.fused_linear import FusedLinear
 from crelle.kernels.cuda.weight_layout import CudaWeight
@@ -46,11 +46,11 @@ def main(to: Path, trace: Path, rate: float = 40.0, seconds: float = 20.0) -> No
     for scheme, kv in PAIRS:
         llm = random_llm(SHAPE, scheme, torch.device("cuda"))
         compile_for(llm, BUDGET)
-        wishes = read_trace(trace, context=llm.model.c.context, rate=rate, seconds=seconds)
+        requests = read_trace(trace, context=llm.model.c.context, rate=rate, seconds=seconds)
         for memory in MEMORY:
             options: dict[str, Any] = {"kv": kv, "memory": memory, "max_batch": MAX_BATCH, "budget": BUDGET}
             said = f"{trace.name}, {rate:g} a second"
-            row = serve(llm, scheme, wishes=wishes, traffic=said, stop=seconds, **options)
+            row = serve(llm, scheme, trace=requests, traffic=said, stop=seconds, **options)
             rows.append(asdict(row))
             speed = f"{row.tokens_per_second:.0f} tokens/s, later half {row.late_tokens_per_second:.0f}"
             print(f"{scheme} kv{kv} {memory}: {speed}", end="")
@@ -60,9 +60,9 @@ def main(to: Path, trace: Path, rate: float = 40.0, seconds: float = 20.0) -> No
             print(flush=True)
             command = f"python bench/trace_cuda.py {to.name} {trace.name} {rate:g} {seconds:g}"
             write_result(to, {"command": command, "gpu": gpu(), "shape": SHAPE, "rows": rows})
-            forget()
+            free_memory()
         del llm
-        forget()
+        free_memory()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CrelleError
-from crelle.eval.shapes import RandomWeights
 from crelle.kernels.cuda import bmma_gemv, jit
 from crelle.kernels.cuda.bmma_gemv import EpilogueOut, GemvTileConfig
 from crelle.kernels.cuda.graphs import capture

@@ -14,7 +14,7 @@ from time import perf_counter
 
 import torch
 
-from crelle.eval.random_matrices import random_generator, random_matrix
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.kernels.cuda import bmma_gemv, jit
 from crelle.kernels.cuda.bmma_gemv import GemvTileConfig
 from crelle.kernels.cuda.graphs import capture

@@ -1,14 +1,19 @@
-"""What all tests share: a tiny random model on disk, real data where it lies, and the command line in a process."""
+"""What all tests share: a tiny random model on disk, real data where it lies, and the command line."""
 
+import atexit
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import in_process
 import pytest
 import safetensors.torch
 import torch
@@ -103,6 +108,28 @@ def write_tiny_model(to: Path, seed: int = 0, **changes: object) -> Path:
     return to
 
 
+_quantized: dict[tuple[object, ...], Path] = {}
+
+
+def quantized_copy(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
+    """Quantize a small model into `to`; the same files by the same scheme are only quantized once in a session.
+
+    For tests of what runs a checkpoint, not of what makes it.
+    """
+    files = (source / "config.json", source / "model.safetensors")
+    contents = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    key = (*contents, scheme, *(overrides or {}).items())  # the first pattern that matches counts
+    if (made := _quantized.get(key)) is not None and made.is_dir():
+        return Path(shutil.copytree(made, to))
+    from crelle import quantize
+
+    quantize(source, to, scheme, overrides=overrides)
+    kept = Path(tempfile.mkdtemp(prefix="crelle-tests-"))
+    atexit.register(shutil.rmtree, kept, ignore_errors=True)
+    _quantized[key] = Path(shutil.copytree(to, kept / "q"))
+    return to
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama on disk. Do not write to it: copy it first."""
@@ -132,7 +159,18 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def crelle() -> Run:
-    """Run the command line in a process of its own, e.g. `crelle("inspect", path, "--json")`."""
+    """Run the command line in this process, which has torch already: `crelle("inspect", path, "--json")`."""
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        done = in_process.run(*args)
+        return subprocess.CompletedProcess(["crelle", *map(str, args)], done.code, done.out, done.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def crelle_process() -> Run:
+    """Run the command line in a process of its own, for what only that shows."""
 
     def run(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "crelle.cli.main", *map(str, args)]

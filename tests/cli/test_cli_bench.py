@@ -8,7 +8,8 @@ import pytest
 import torch
 from in_process import run
 
-from crelle.eval import accuracy, gemv
+from crelle.bench import gemv
+from crelle.eval import accuracy
 from crelle.kernels import cpu
 from crelle.quantizers.pipeline import quantize
 

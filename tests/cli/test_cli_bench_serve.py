@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from in_process import run
 
-from crelle.eval import attention_bench
+from crelle.bench import attention as attention_bench
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,30,4\n2023-11-16 18:15:47.68,5,9\n"
 
@@ -117,8 +117,8 @@ def test_bad_attention_options_are_sentences(options: tuple[str, ...], said: str
 
 
 def test_a_server_gets_the_same_load(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crelle.eval import load
-    from crelle.eval.load_report import Call, LoadReport
+    from crelle.bench import http_load
+    from crelle.bench.load_report import Call, LoadReport
 
     asked: dict[str, object] = {}
 
@@ -129,12 +129,12 @@ def test_a_server_gets_the_same_load(trace: Path, tmp_path: Path, monkeypatch: p
         asked.update(options, url=url)
         return answer(3)
 
-    def replay(url: str, arrivals: list[load.Arrival], **options: object) -> LoadReport:
+    def replay(url: str, arrivals: list[http_load.Arrival], **options: object) -> LoadReport:
         asked.update(options, arrivals=arrivals)
         return answer(None)
 
-    monkeypatch.setattr(load, "run_closed_loop", closed)
-    monkeypatch.setattr(load, "run_trace", replay)
+    monkeypatch.setattr(http_load, "run_closed_loop", closed)
+    monkeypatch.setattr(http_load, "run_trace", replay)
     done = run(
         "bench", "serve", "--url", "http://s", "--clients", "3", "--seconds", "2", "--prompt", "7", "--tokens", "4"
     )

@@ -11,8 +11,8 @@ from crelle import LLM, Sampling
 from crelle.version import __version__
 
 
-def test_version(crelle: Run) -> None:
-    done = crelle("--version")
+def test_version(crelle_process: Run) -> None:
+    done = crelle_process("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"crelle {__version__}\n", "")
 
 
@@ -24,15 +24,15 @@ def test_command_line_starts_without_torch_and_transformers() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_generate_reads_a_pipe_and_writes_one_json_object(crelle: Run, tiny_model: Path) -> None:
-    done = crelle("generate", tiny_model, "--prompt", "-", "--max-tokens", 9, "--json", input="Hé")
+def test_generate_reads_a_pipe_and_writes_one_json_object(crelle_process: Run, tiny_model: Path) -> None:
+    done = crelle_process("generate", tiny_model, "--prompt", "-", "--max-tokens", 9, "--json", input="Hé")
     assert done.returncode == 0
     seen = json.loads(done.stdout)
     assert seen["text"] == LLM.load(tiny_model).generate("Hé", Sampling(max_tokens=9)).text
 
 
-def test_mistake_is_one_line_on_standard_error_and_code_2(crelle: Run, tiny_model: Path) -> None:
-    done = crelle("generate", tiny_model, "--prompt", "x" * 200)
+def test_mistake_is_one_line_on_standard_error_and_code_2(crelle_process: Run, tiny_model: Path) -> None:
+    done = crelle_process("generate", tiny_model, "--prompt", "x" * 200)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("crelle: the prompt has 201 tokens")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from in_process import run, succeed
 
-from crelle.eval.planned import smallest_meeting
+from crelle.eval.plan_eval import smallest_meeting
 from crelle.formats.checkpoint import Checkpoint
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.pipeline import measure

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from crelle import LLM, Sampling
+from crelle.bench.model_sources import random_llm
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine
-from crelle.eval.serve_models import random_llm
 from crelle.formats.kv import KVFormat
 from crelle.kernels import cuda
 

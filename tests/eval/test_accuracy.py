@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from crelle import LLM, quantize
+from crelle.bench import gemv
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval import accuracy, gemv
+from crelle.eval import accuracy
 from crelle.eval.perplexity import perplexity
 from crelle.kernels import cpu
 

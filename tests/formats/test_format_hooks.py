@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.cli.inspect import describe
 from crelle.errors import FormatError, UnsupportedError
-from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.formats import builtin
 from crelle.formats.base import FORMATS, QuantTensor, Spec, expect, format_of, nbytes, register_format, shape_of, take
 from crelle.formats.checkpoint import Checkpoint, CheckpointWriter, shard_name

@@ -5,7 +5,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from conftest import write_tiny_model
+from conftest import quantized_copy, write_tiny_model
 from torch import Tensor
 
 from crelle.formats.open import open_weights
@@ -14,6 +14,7 @@ from crelle.kernels.cpu.planes import Cpu
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 
+quantize = quantized_copy  # these tests run checkpoints, others make them
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # Relative error (Frobenius) of the logits against the same layers run one by one. Where the layers round x to integers,
@@ -86,13 +87,6 @@ def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:
             **changes,
         }
     )
-
-
-def quantize(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
-    from crelle.quantizers.pipeline import quantize as run
-
-    run(source, to, scheme, overrides=overrides)
-    return to
 
 
 def open_model(path: Path, kernel: str | None = None) -> DecoderModel:

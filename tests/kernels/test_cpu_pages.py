@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crelle.eval.shapes import RandomWeights
+from crelle.bench.model_shapes import RandomWeights
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cpu
 from crelle.kernels.cpu.fused_decoder import FusedDecoder, Paged

@@ -1,15 +1,12 @@
 """How many threads may be asked for, by every command that takes the option."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from in_process import run
 
 from crelle.errors import SchemeError
 from crelle.kernels.threads import available_cores, check_threads, max_threads, set_threads
-
-sys.path.append(str(Path(__file__).parents[1] / "cli"))
-from in_process import run
 
 COMMANDS = (
     "generate {m} --prompt x",

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
+from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CapacityError
-from crelle.eval.shapes import RandomWeights
 from crelle.kernels.cuda.step_graphs import GraphedDecoder, why_not
 from crelle.models.loader import Model, build
 

@@ -5,7 +5,7 @@ import torch
 from test_cuda_executor import Texts, random_ids
 from test_graphed import LLAMA, OPT, WIDE
 
-from crelle.eval.shapes import RandomWeights
+from crelle.bench.model_shapes import RandomWeights
 from crelle.formats.base import QuantTensor
 from crelle.kernels import cuda
 from crelle.models.loader import Model, build

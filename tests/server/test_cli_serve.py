@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Run
+from in_process import run
 from tiny_server import nested_llm, nested_model
 
 from crelle import Sampling
@@ -117,7 +117,7 @@ def test_banner_says_what_is_served_and_where() -> None:
     assert "sesame" not in said + out + log
 
 
-def test_mistakes_are_one_sentence(crelle: Run) -> None:
+def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = {
@@ -125,7 +125,7 @@ def test_mistakes_are_one_sentence(crelle: Run) -> None:
             ("--host", "no-such-host.invalid"): "cannot listen on no-such-host.invalid",
         }
         for options, says in cases.items():
-            done = crelle("serve", nested_model(), *options)
+            done = crelle_process("serve", nested_model(), *options)
             assert (done.returncode, done.stdout) == (2, "")
             assert re.search(says, done.stderr), done.stderr
             assert len(done.stderr.strip().splitlines()) == 1
@@ -140,10 +140,7 @@ def test_mistakes_are_one_sentence(crelle: Run) -> None:
         (["--max-body", "lots"], "a size of memory looks like"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "cli")
-    from in_process import run
-
+def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -> None:
     result = run("serve", nested_model(), *options)
     assert result.code == 2
     assert says in result.err

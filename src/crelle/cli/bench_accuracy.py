@@ -37,8 +37,8 @@ def run(
 
     **Example**: `crelle bench accuracy out/smollm2-4bit --text wiki.txt --tokens 10240`
     """
+    from crelle.bench.environment import write_result
     from crelle.eval.accuracy import perplexities, product_errors
-    from crelle.eval.machine import write_result
     from crelle.eval.text import read_text
 
     use_threads(threads)

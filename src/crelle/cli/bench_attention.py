@@ -43,9 +43,9 @@ def run(
     """
     import torch
 
-    from crelle.eval.attention_bench import Attention, measure
-    from crelle.eval.cuda_timer import gpu
-    from crelle.eval.serve_decode import parse_batches
+    from crelle.bench.attention import Attention, measure
+    from crelle.bench.cuda_timer import gpu
+    from crelle.bench.decode_throughput import parse_batches
     from crelle.models.loader import choose_device
 
     use_threads(threads)

@@ -15,9 +15,9 @@ from crelle.errors import SchemeError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from crelle.eval.decode import Speed
-    from crelle.eval.decode_cuda import Decode
-    from crelle.eval.shapes import RandomWeights
+    from crelle.bench.decode import DecodeSpeed
+    from crelle.bench.decode_cuda import DecodeCuda
+    from crelle.bench.model_shapes import RandomWeights
     from crelle.formats.open import Weights
 
 NAME = "decode"
@@ -121,7 +121,7 @@ class _Source:
 
 
 def _named(name: str, schemes: list[str] | None, layers: int | None) -> _Source:
-    from crelle.eval.shapes import RandomWeights, config_of
+    from crelle.bench.model_shapes import RandomWeights, config_of
     from crelle.quantizers.scheme import parse
 
     schemes = schemes or ["bcq:bits=3,group=128"]
@@ -136,7 +136,7 @@ def _named(name: str, schemes: list[str] | None, layers: int | None) -> _Source:
 
 
 def _stored(path: Path) -> _Source:
-    from crelle.eval.shapes import RandomWeights
+    from crelle.bench.model_shapes import RandomWeights
     from crelle.formats.checkpoint import Checkpoint
     from crelle.formats.open import open_weights
 
@@ -155,26 +155,26 @@ def _whole_steps(
     results: Path | None,
     json: bool,
 ) -> None:
-    from crelle.eval.cuda_timer import Ceiling, gpu, read_ceiling
-    from crelle.eval.decode_cuda import Decode, beside, forget, measure
+    from crelle.bench.cuda_timer import Ceiling, gpu, read_ceiling
+    from crelle.bench.decode_cuda import DecodeCuda, free_memory, measure, with_baseline
 
     ceiling: Ceiling | None = None
     facts: dict[str, object] = {}
     if device.type == "cuda":
         with err.status("the memory's own speed"):
             ceiling = read_ceiling()
-        forget()
+        free_memory()
         facts = {"gpu": gpu(), "read_ceiling_gb_per_s": ceiling.gb_per_s, "read_ceiling": ceiling.how}
     rows = Rows(results, facts)
 
-    def timed(source: _Source, scheme: str, plain: "Decode | None") -> "Decode":
+    def timed(source: _Source, scheme: str, plain: "DecodeCuda | None") -> "DecodeCuda":
         weights = source.plain(device) if scheme == "fp16" else source.weights(scheme, device)
         insisted = None if scheme == "fp16" else kernel
         row = measure(weights, scheme, device, kernel=insisted, ceiling=ceiling, energy=energy, **options)
-        return beside(row, plain)
+        return with_baseline(row, plain)
 
     for source in sources:
-        plain: Decode | None = None
+        plain: DecodeCuda | None = None
         wanted = [s for s in source.schemes if s != "fp16"]
         if baseline or len(wanted) < len(source.schemes):
             if reason := _no_plain(source, device):
@@ -191,7 +191,7 @@ def _whole_steps(
 
 def _no_plain(source: _Source, device: "torch.device") -> str | None:
     """Return why the shape cannot be timed in f16, if so."""
-    from crelle.eval.decode_cuda import does_not_fit
+    from crelle.bench.decode_cuda import does_not_fit
 
     try:
         return does_not_fit(source.plain(device), device)
@@ -199,7 +199,7 @@ def _no_plain(source: _Source, device: "torch.device") -> str | None:
         return str(e)
 
 
-def _table(rows: "list[Decode]") -> None:
+def _table(rows: "list[DecodeCuda]") -> None:
     first = rows[0]
     table = Table(
         Column("model", no_wrap=True),
@@ -240,8 +240,8 @@ def _on_cpu(
     results: Path | None,
     json: bool,
 ) -> None:
+    from crelle.bench.decode import measure, measure_llama_bench
     from crelle.engine.llm import LLM
-    from crelle.eval.decode import measure, measure_llama_bench
 
     if llama_model and not llama_bench:
         raise SchemeError("--llama-model needs --llama-bench, the program to run it with")
@@ -262,7 +262,7 @@ def _on_cpu(
         table = Table(
             Column("who", no_wrap=True), "threads", f"decode {tokens}, tokens/s", f"prefill {prompt}, tokens/s"
         )
-        row: Speed
+        row: DecodeSpeed
         for row in rows.rows:
             decoded, read = row.decode_tokens_per_second, row.prefill_tokens_per_second
             table.add_row(row.who, str(row.threads), f"{decoded:.1f}", f"{read:.0f}")

@@ -85,7 +85,7 @@ def _on_cpu(
     results: Path | None,
     json: bool,
 ) -> None:
-    from crelle.eval.gemv import Gemv, measure
+    from crelle.bench.gemv import Gemv, measure
 
     rows = Rows(results)
     sets = ["hot", "cold"] if working_set == "both" else [working_set]
@@ -134,8 +134,8 @@ def _on_gpu(
     results: Path | None,
     json: bool,
 ) -> None:
-    from crelle.eval.cuda_timer import gpu, read_ceiling
-    from crelle.eval.gemv_cuda import DTYPES, GemvCuda, baseline, measure
+    from crelle.bench.cuda_timer import gpu, read_ceiling
+    from crelle.bench.gemv_cuda import DTYPES, GemvCuda, baseline, measure
 
     if dtype not in DTYPES:
         raise SchemeError(f"--dtype is {' or '.join(DTYPES)}, not '{dtype}'")

@@ -50,15 +50,15 @@ def picture(results: Path, rows: list[Row]) -> None:
 
 def draw(path: Path, rows: list[Row]) -> None:
     """Draw rows of one of our benchmarks as bars."""
-    from crelle.eval.plots import plot_bars
+    from crelle.plots import plot_bars
 
     first = rows[0]
     if "over_time" in first or "milliseconds_per_step" in first:
-        from crelle.eval.serve_plot import plot_serving
+        from crelle.bench.serving_plot import plot_serving
 
         plot_serving(path, rows)
     elif "attention" in first:
-        from crelle.eval.attention_bench import plot_attention
+        from crelle.bench.attention import plot_attention
 
         plot_attention(path, rows)
     elif "working_set" in first:  # gemv on the CPU

@@ -77,7 +77,7 @@ class Rows:
         return {**self.facts, "rows": [asdict(r) for r in self.rows], **refused}
 
     def _write(self) -> None:
-        from crelle.eval.machine import write_result
+        from crelle.bench.environment import write_result
 
         if self.results:
             write_result(self.results, self._content())

@@ -13,9 +13,9 @@ from crelle.cli.console import Json, KernelName, Threads, use_threads
 from crelle.errors import CapacityError, CrelleError, SchemeError
 
 if TYPE_CHECKING:
+    from crelle.bench.decode_throughput import DecodeThroughput
+    from crelle.bench.engine_load import EngineLoadResult
     from crelle.engine.llm import LLM
-    from crelle.eval.serve import Served
-    from crelle.eval.serve_decode import Decoded
 
 NAME = "serve"
 
@@ -99,7 +99,7 @@ def run(
     **Example**: `crelle bench serve --shape llama2-7b --scheme fp16 --scheme bcq:bits=4,group=128 --kv 16 --kv 4
     --batch 1,2,4,8,16,32,64,128,256 --memory 24GB --device cuda --out bench/results/h200-serve`
     """
-    from crelle.eval.serve_decode import parse_batches
+    from crelle.bench.decode_throughput import parse_batches
 
     use_threads(threads)
     if sum(x is not None for x in (model, shape, url)) != 1:
@@ -108,11 +108,11 @@ def run(
     if trace is None and clients is None and not sizes and not (batch and memory):
         raise SchemeError("say what load: --clients N, --trace FILE or --batch 1,4,16")
     crowds = [] if clients is None else parse_batches(clients, "--clients")
-    wishes = _Wishes(trace, rate, seconds, requests)
+    recorded = _Trace(trace, rate, seconds, requests)
     if url is not None:
         if sizes:
             raise SchemeError("--batch is for an engine in this process, not for --url")
-        due = None if trace is None else wishes.of(1 << 20)
+        due = None if trace is None else recorded.requests(1 << 20)
         over_http(url, api_key, due, crowds, seconds or 20.0, prompt, tokens, seed, ignore_eos, results, json)
         return
     options = {"max_batch": max_batch, "budget": max(budget, max_batch), "exact": exact}
@@ -129,7 +129,7 @@ def run(
                 for n in crowds:
                     _load(rows, s, k, m, {**options, **closed, "clients": n}, seed)
                 if trace is not None:
-                    _load(rows, s, k, m, {**options, "wishes": wishes, "stop": stop}, seed)
+                    _load(rows, s, k, m, {**options, "trace": recorded, "stop": stop}, seed)
         s.drop()
     if rows.finish(json):
         show_rows(rows.rows)
@@ -157,10 +157,10 @@ class _Source:
         return self.made
 
     def drop(self) -> None:
-        from crelle.eval.decode_cuda import forget
+        from crelle.bench.decode_cuda import free_memory
 
         self.made = None
-        forget()
+        free_memory()
 
 
 def _sources(
@@ -171,8 +171,8 @@ def _sources(
     device: str,
     kernel: str | None,
 ) -> list[_Source]:
-    from crelle.eval.serve_models import random_llm, stored_llm
-    from crelle.eval.shapes import config_of
+    from crelle.bench.model_shapes import config_of
+    from crelle.bench.model_sources import random_llm, stored_llm
     from crelle.models.loader import choose_device
     from crelle.quantizers.scheme import parse
 
@@ -195,21 +195,21 @@ def _sources(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wishes:
+class _Trace:
     """A trace to be read for a model's context."""
 
     path: Path | None
     rate: float | None
     seconds: float | None
-    requests: int | None
+    limit: int | None  # requests
     _read: dict[int, Any] = field(default_factory=dict)
 
-    def of(self, context: int) -> Any:
-        from crelle.eval.traffic import read_trace
+    def requests(self, context: int) -> Any:
+        from crelle.bench.trace import read_trace
 
         assert self.path is not None
         if context not in self._read:
-            limits = {"rate": self.rate, "seconds": self.seconds, "requests": self.requests}
+            limits = {"rate": self.rate, "seconds": self.seconds, "requests": self.limit}
             self._read[context] = read_trace(self.path, context=context, **limits)  # type: ignore[arg-type]
         return self._read[context]
 
@@ -223,7 +223,7 @@ class _Bench:
     """Rows with what a result file says of the machine."""
 
     def __init__(self, results: Path | None, device: str) -> None:
-        from crelle.eval.cuda_timer import gpu
+        from crelle.bench.cuda_timer import gpu
         from crelle.models.loader import choose_device
 
         self.rows = Rows(results, {"gpu": gpu()} if choose_device(device).type == "cuda" else None)
@@ -233,7 +233,7 @@ def _guarded(rows: Rows, what: str, measure: "Callable[[], Any]") -> None:
     """Measure one row; memory that a GPU does not have is a sentence, and what was used is given back."""
     import torch
 
-    from crelle.eval.decode_cuda import forget
+    from crelle.bench.decode_cuda import free_memory
 
     def guarded() -> Any:
         try:
@@ -242,15 +242,15 @@ def _guarded(rows: Rows, what: str, measure: "Callable[[], Any]") -> None:
             raise CapacityError(f"does not fit this GPU: {str(e).split('. ')[0]}") from None
 
     rows.add(what, guarded)
-    forget()
+    free_memory()
 
 
 def _decode(
     rows: Rows, source: _Source, kv: str, options: dict[str, Any], batch: int | None, memory: str | None = None
 ) -> None:
-    from crelle.eval.serve_decode import decode, largest_batch
+    from crelle.bench.decode_throughput import decode, largest_batch
 
-    def measure() -> "Decoded":
+    def measure() -> "DecodeThroughput":
         llm, scheme = source.get()
         size = batch or largest_batch(llm, kv, str(memory), options["context"], options["tokens"])
         return decode(llm, scheme, batch=size, kv=kv, memory=memory, **options)
@@ -260,14 +260,14 @@ def _decode(
 
 
 def _load(rows: Rows, source: _Source, kv: str, memory: str | None, options: dict[str, Any], seed: int) -> None:
-    from crelle.eval.serve import serve
+    from crelle.bench.engine_load import serve
 
-    def measure() -> "Served":
+    def measure() -> "EngineLoadResult":
         llm, scheme = source.get()
         given, traffic = dict(options), ""
-        if isinstance(wishes := given.pop("wishes", None), _Wishes):
-            traffic, wishes = str(wishes), wishes.of(llm.model.c.context)
-        return serve(llm, scheme, wishes=wishes, traffic=traffic, kv=kv, memory=memory, seed=seed, **given)
+        if isinstance(trace := given.pop("trace", None), _Trace):
+            traffic, trace = str(trace), trace.requests(llm.model.c.context)
+        return serve(llm, scheme, trace=trace, traffic=traffic, kv=kv, memory=memory, seed=seed, **given)
 
     cap, who = f" in {memory}" if memory else "", options.get("clients")
     traffic = f"{who} clients" if who else "the trace"

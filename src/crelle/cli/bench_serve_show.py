@@ -10,9 +10,9 @@ from crelle.cli.bench_rows import show
 from crelle.cli.console import err, out, print_json
 
 if TYPE_CHECKING:
-    from crelle.eval.load_report import Percentiles
-    from crelle.eval.serve import Served
-    from crelle.eval.traffic import Wish
+    from crelle.bench.engine_load import EngineLoadResult
+    from crelle.bench.load_report import Percentiles
+    from crelle.bench.trace import TraceRequest
 
 _WAITS = ("first token s, p50/p90/p99", "ms a token, p50/p90/p99")
 
@@ -20,7 +20,7 @@ _WAITS = ("first token s, p50/p90/p99", "ms a token, p50/p90/p99")
 def over_http(
     url: str,
     api_key: str | None,
-    wishes: "Sequence[Wish] | None",
+    requests: "Sequence[TraceRequest] | None",
     clients: Sequence[int],
     seconds: float,
     prompt: int,
@@ -31,17 +31,17 @@ def over_http(
     json: bool,
 ) -> None:
     """Put a server under load and say what its clients saw."""
-    from crelle.eval.load import Arrival, run_closed_loop, run_trace
-    from crelle.eval.machine import write_result
-    from crelle.eval.traffic import words
+    from crelle.bench.environment import write_result
+    from crelle.bench.http_load import Arrival, run_closed_loop, run_trace
+    from crelle.bench.trace import random_words
 
     extra = {"ignore_eos": True} if ignore_eos else None
     reports = []
     with err.status(f"asking {url}"):
-        if wishes is not None:
-            arrivals = [Arrival(w.at, words(w.prompt, seed + i), w.tokens) for i, w in enumerate(wishes)]
+        if requests is not None:
+            arrivals = [Arrival(w.at, random_words(w.prompt, seed + i), w.tokens) for i, w in enumerate(requests)]
             reports.append(run_trace(url, arrivals, api_key=api_key, extra=extra))
-        prompts = [words(prompt, seed + i) for i in range(256)]
+        prompts = [random_words(prompt, seed + i) for i in range(256)]
         for n in clients:
             load = {"clients": n, "seconds": seconds, "prompts": prompts, "max_tokens": tokens}
             reports.append(run_closed_loop(url, **load, api_key=api_key, extra=extra))  # type: ignore[arg-type]
@@ -73,10 +73,10 @@ def _waits(p: "Percentiles | None", unit: float, form: str) -> str:
 
 def show_rows(rows: list[Any]) -> None:
     """Print a table of decoding and one of loads."""
-    from crelle.eval.serve_decode import Decoded
+    from crelle.bench.decode_throughput import DecodeThroughput
 
-    decoded: list[Decoded] = [r for r in rows if isinstance(r, Decoded)]
-    served: list[Served] = [r for r in rows if not isinstance(r, Decoded)]
+    decoded: list[DecodeThroughput] = [r for r in rows if isinstance(r, DecodeThroughput)]
+    served: list[EngineLoadResult] = [r for r in rows if not isinstance(r, DecodeThroughput)]
     scheme = Column("scheme", no_wrap=True)
     if decoded:
         out.print(f"{decoded[0].model}, {decoded[0].device}, decoding behind {decoded[0].context}", highlight=False)

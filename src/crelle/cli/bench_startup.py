@@ -26,8 +26,8 @@ def run(
 
     **Example**: `crelle bench startup out/smollm2-4bit --repeat 10`
     """
-    from crelle.eval.machine import write_result
-    from crelle.eval.startup import measure
+    from crelle.bench.environment import write_result
+    from crelle.bench.startup import measure
 
     with tracking("starting") as track:
         measured = measure(model, prompt=prompt, repeat=repeat, progress=track)

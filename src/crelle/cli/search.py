@@ -13,7 +13,7 @@ from crelle.errors import SchemeError, UnsupportedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from crelle.eval.front import Picture
+    from crelle.eval.pareto import ParetoPlot
     from crelle.quantizers.base import BitConfig
     from crelle.quantizers.search import ParetoFront, Plan
 
@@ -92,7 +92,7 @@ def run(
         refuse_other_files(folder, _RESULTS, "plan.json", "plan_version")
     use_threads(threads)
     job = _Job(model, device, calib, rows, length)
-    front, picture_of = job.front(settings, recipe, per)
+    front, plot_of = job.front(settings, recipe, per)
     plans = front.plans(_POINTS)
     perplexities: dict[float, float] = {}
     if target_bits is not None:
@@ -100,13 +100,13 @@ def run(
     else:
         plan, perplexities = job.smallest(plans, max_perplexity or 0.0, text, context, windows)
     plan.notes.update({"model": model.name, "per": per, "rows": rows, "length": job.rows.shape[1]})
-    picture = picture_of(plans, plan, perplexities)
+    plot = plot_of(plans, plan, perplexities)
     if folder is not None:
-        _write(folder, picture, write_plan)
+        _write(folder, plot, write_plan)
     if json:
         print_json(_summary(plan, plans, perplexities))
         return
-    out.print(_table(picture))
+    out.print(_table(plot))
     out.print(
         f"chosen: {plan.bits_per_weight:.3f} bits per weight, predicted loss {plan.loss:.4g}"
         + (f"; {folder / 'plan.json'}: crelle quantize {model} OUT --plan {folder / 'plan.json'}" if folder else ""),
@@ -138,9 +138,9 @@ class _Job:
 
     def front(
         self, settings: "list[BitConfig]", recipe: str, per: str
-    ) -> "tuple[ParetoFront, Callable[[list[Plan], Plan, dict[float, float]], Picture]]":
+    ) -> "tuple[ParetoFront, Callable[[list[Plan], Plan, dict[float, float]], ParetoPlot]]":
         """Measure sensitivities and solve; also return a function that plots the result."""
-        from crelle.eval.front import Picture
+        from crelle.eval.pareto import ParetoPlot
         from crelle.quantizers.plan_file import config_of
         from crelle.quantizers.search import ParetoFront, uniform
         from crelle.quantizers.sensitivity import sensitivities
@@ -152,18 +152,18 @@ class _Job:
             measured = sensitivities(self.model, self.rows, settings, device=self.device, progress=track)
         front = ParetoFront(measured, recipe=config, per="kind" if per == "kind" else "matrix")
 
-        def picture(plans: "list[Plan]", chosen: "Plan", perplexities: dict[float, float]) -> "Picture":
+        def plot(plans: "list[Plan]", chosen: "Plan", perplexities: dict[float, float]) -> "ParetoPlot":
             alike = {s: uniform(measured, s, recipe=config) for s in settings}
             name = self.model.weights.path.name
-            return Picture(f"{name}: quality and size", plans, chosen, alike, perplexities)
+            return ParetoPlot(f"{name}: quality and size", plans, chosen, alike, perplexities)
 
-        return front, picture
+        return front, plot
 
     def smallest(
         self, plans: "list[Plan]", most: float, text: Path | None, context: int, windows: int
     ) -> "tuple[Plan, dict[float, float]]":
         from crelle.engine.calibration_data import rows_of
-        from crelle.eval.planned import dequantized, open_perplexity, smallest_meeting
+        from crelle.eval.plan_eval import dequantized, open_perplexity, smallest_meeting
         from crelle.eval.text import read_text
 
         rows = rows_of(self.tokenizer, read_text(text), min(context, self.model.spec.context))[:windows]
@@ -201,16 +201,16 @@ def _settings(target_bits: float | None, bits: str | None, groups: str | None) -
     return list(dict.fromkeys(found))
 
 
-def _write(folder: Path, picture: "Picture", write_plan: "Callable[[Path, Plan], None]") -> None:
-    from crelle.eval.front import page, plot_front
+def _write(folder: Path, plot: "ParetoPlot", write_plan: "Callable[[Path, Plan], None]") -> None:
+    from crelle.eval.pareto import html_page, plot_pareto
     from crelle.formats.io import write_whole, writing
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_plan(folder / "plan.json", picture.chosen)
-    write_whole(folder / "front.html", page(picture).encode())
+    write_plan(folder / "plan.json", plot.chosen)
+    write_whole(folder / "front.html", html_page(plot).encode())
     try:
-        draw_whole(folder / "front.png", lambda path: plot_front(path, picture))
+        draw_whole(folder / "front.png", lambda path: plot_pareto(path, plot))
     except UnsupportedError as e:  # without matplotlib the page has the same curve
         err.print(f"no front.png: {e}", highlight=False, markup=False, soft_wrap=True)
 
@@ -233,12 +233,12 @@ def _summary(plan: "Plan", plans: "list[Plan]", perplexities: dict[float, float]
     }
 
 
-def _table(picture: "Picture") -> Table:
-    from crelle.eval.front import mixture
+def _table(plot: "ParetoPlot") -> Table:
+    from crelle.eval.pareto import mixture
 
     table = Table(Column("bits per weight", justify="right"), "predicted loss (nats)", "perplexity", "matrices")
-    for p, chosen in picture.rows():
-        tried = picture.perplexities.get(p.bits_per_weight)
+    for p, chosen in plot.rows():
+        tried = plot.perplexities.get(p.bits_per_weight)
         cells = (f"{p.bits_per_weight:.3f}", f"{p.loss:.4g}", "" if tried is None else f"{tried:.3f}", mixture(p))
         table.add_row(*cells, style="bold" if chosen else None)
     return table

@@ -102,8 +102,8 @@ def run(
 def draw_losses(report: "TuneReport") -> None:
     """Write the losses beside the checkpoint, and plot them where matplotlib is installed."""
     from crelle.errors import UnsupportedError
-    from crelle.eval.plots import plot_curve
     from crelle.formats.io import to_json, write_whole
+    from crelle.plots import plot_curve
 
     losses = [loss if math.isfinite(loss) else None for loss in report.losses]  # JSON has no infinity
     write_whole(report.out / "training.json", to_json({"losses": losses, "seconds": report.seconds}))

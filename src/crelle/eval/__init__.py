@@ -1,1 +1,1 @@
-"""Floor 6: how good a model is, measured on the very object that generates."""
+"""Quality: perplexity, accuracy of the kernels, reports; measured on the very object that generates."""

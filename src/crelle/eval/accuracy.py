@@ -14,9 +14,9 @@ from torch import Tensor
 
 from crelle.engine.llm import LLM
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval.gemv import error_of, instruction_set
 from crelle.eval.perplexity import perplexity
 from crelle.kernels import cpu
+from crelle.kernels.cpu.check import instruction_set, max_relative_error
 from crelle.quantizers.scheme import parse
 
 KERNELS = ("dequantized", "cpu", "cpu-int8")  # the first is what the others are compared with
@@ -110,7 +110,7 @@ def product_errors(progress: Progress | None = None) -> list[ProductError]:
         wild = list(_inputs(random, _OUTLIERS))
         for isa in isas:
             with instruction_set(isa):
-                worst = [max(error_of(x, w, p) for x in xs) for p in ("exact", "int8") for xs in (calm, wild)]
+                worst = [max(max_relative_error(x, w, p) for x in xs) for p in ("exact", "int8") for xs in (calm, wild)]
             rows.append(ProductError(isa, format_name, bits, *worst))
         if progress:
             progress(i + 1, len(cases), f"{format_name}, {bits} bits")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
-from crelle.eval.plots import pyplot
+from crelle.plots import pyplot
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,23 +56,16 @@ def random_weight(
 def numbers_in(w: CudaWeight) -> Tensor:
     """Read the numbers f64 [N, K] back out of the layout, by its description alone."""
     tiles, blocks = w.words.shape[:2]
-    span_of = torch.arange(blocks) // w.blocks_per_scale
-    bits = torch.zeros(w.P, tiles * ROWS, blocks * BLOCK, dtype=torch.float64)
-    scales = torch.zeros(w.scales.shape[-2], tiles * ROWS, blocks * BLOCK, dtype=torch.float64)
-    for lane in range(32):
-        g, t = divmod(lane, 4)
-        for i, (half, row) in enumerate(((0, g), (0, g + 8), (1, g), (1, g + 8))):
-            for j in range(32):
-                column = torch.arange(blocks) * BLOCK + 128 * half + 32 * t + j
-                found = (w.words[:, :, : w.P, lane, i].long() >> j & 1).double()  # [tiles, blocks, P]
-                for tile in range(tiles):
-                    bits[:, tile * ROWS + row, column] = found[tile].T
-    for at in range(BLOCK):
-        group = at * w.groups // BLOCK
-        for row in range(ROWS):
-            found = w.scales[:, span_of, row % 8, group, :, row // 8].double()  # [tiles, blocks, words]
-            for tile in range(tiles):
-                scales[:, tile * ROWS + row, torch.arange(blocks) * BLOCK + at] = found[tile].T
+    size = (-1, tiles * ROWS, blocks * BLOCK)
+    # Lane (g, t), word (half, high), bit j: row g + 8 high of the tile, column 128 half + 32 t + j of the block.
+    words = w.words[:, :, : w.P].long().reshape(tiles, blocks, w.P, 8, 4, 2, 2, 1) >> torch.arange(32) & 1
+    bits = words.permute(2, 0, 6, 3, 1, 5, 4, 7).reshape(size).double()
+    # Row r of a tile is [r % 8, …, r // 8]; a block has `groups` of them, some blocks share one.
+    group = torch.arange(BLOCK) * w.groups // BLOCK
+    found = w.scales[:, torch.arange(blocks) // w.blocks_per_scale][
+        :, :, :, group
+    ].double()  # [tiles, blocks, 8, BLOCK, words, 2]
+    scales = found.permute(4, 0, 5, 2, 1, 3).reshape(size)
     code = sum(bits[p] * 2.0 ** (w.P - 1 - p) for p in range(w.P))
     if w.kind is ScaleKind.BCQ or w.kind is ScaleKind.BCQ_SYMMETRIC:
         numbers = sum(scales[p] * (2 * bits[p] - 1) for p in range(w.P))
@@ -85,7 +78,6 @@ def numbers_in(w: CudaWeight) -> Tensor:
     assert isinstance(numbers, Tensor)
     order = torch.arange(blocks * BLOCK) if w.perm is None else w.perm.long()
     out = torch.full((w.N, w.K), torch.nan, dtype=torch.float64)
-    for at, k in enumerate(order.tolist()):
-        if 0 <= k < w.K:
-            out[:, k] = numbers[: w.N, at]
+    inside = (order >= 0) & (order < w.K)
+    out[:, order[inside]] = numbers[: w.N, inside]
     return out

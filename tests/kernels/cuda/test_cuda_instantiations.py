@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from disassembly import disassemble
+from changed_sources import changed_sources
+from disassembly import LOCAL_MEMORY, MATRIX, SassFacts, disassemble, loads_in_flight, sass_facts
 
 from crelle.kernels import cuda
 from crelle.kernels.cuda import jit
@@ -12,8 +13,6 @@ from crelle.kernels.cuda.instantiations import instantiations
 
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 
-LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
-MATRIX = re.compile(r"\b[BIHQ]G?MMA\b")
 MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu"}
 
 
@@ -60,41 +59,38 @@ def spills_allowed(file: str, expression: str, arch: str) -> int:
     return 24 if file in ("dense.cu", "lut.cu", "gemm.cu") else 0
 
 
-@pytest.mark.parametrize("arch", jit.ARCHITECTURES)
-def test_every_variant_compiles_and_stays_in_registers(arch: str) -> None:
-    """Each for each architecture; the instructions are looked at where there is a disassembler."""
+def check_variants(found: list[tuple[str, str]], arch: str) -> None:
+    """Compile variants; look at their instructions where there is a disassembler."""
     wrong = []
-    for built in jit.compile_all(instantiations(arch), arch):
+    for built in jit.compile_all(found, arch):
         assert built.cubin
-        if (code := disassemble(built.cubin)) is None:
+        if (facts := sass_facts(built.cubin)) is None:
             continue
-        if len(LOCAL_MEMORY.findall(code)) > spills_allowed(built.file, built.expression, arch):
+        if facts.local_memory > spills_allowed(built.file, built.expression, arch):
             wrong.append(f"{built.file} {built.expression}: local memory")
-        if built.file in MATRIX_FILES and "pack_x" not in built.expression and not MATRIX.search(code):
+        if built.file in MATRIX_FILES and "pack_x" not in built.expression and not facts.matrix:
             wrong.append(f"{built.file} {built.expression}: no matrix instruction")
     assert not wrong, f"{arch}: " + "; ".join(wrong)
 
 
-def loads_in_flight(code: str) -> int:
-    """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
+FILES = sorted({file for arch in jit.ARCHITECTURES for file, _ in instantiations(arch)}) if not jit.missing() else []
 
-    A warp issues in order: a load has come back when an instruction that takes its register has been issued.
-    """
-    waiting: set[int] = set()
-    most = 0
-    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code):
-        kind, *_ = line.split()
-        registers = [int(r) for r in re.findall(r"\bR(\d+)\b", line)]
-        if kind.startswith("LDS"):
-            width = 4 if ".128" in kind else 2 if ".64" in kind else 1
-            waiting -= set(registers[1:])
-            waiting |= set(range(registers[0], registers[0] + width))
-        elif kind.startswith("UBLKCP"):
-            most = max(most, len(waiting))
-        else:
-            wide = 4 if "MMA" in kind else 1
-            waiting -= {r + i for r in registers for i in range(wide)}
-    return most
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "arch", [arch if arch == "sm_90a" else pytest.param(arch, marks=pytest.mark.slow) for arch in jit.ARCHITECTURES]
+)
+def test_every_variant_compiles_and_stays_in_registers(arch: str, file: str) -> None:
+    """Each for each architecture: sm_90a always, the others with `make test-slow` and where a source changed."""
+    check_variants([v for v in instantiations(arch) if v[0] == file], arch)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in jit.ARCHITECTURES if arch != "sm_90a"])
+def test_variants_of_changed_sources_compile_and_stay_in_registers(arch: str) -> None:
+    """For the architectures that `make test` does not compile whole."""
+    if (changed := changed_sources(jit.CSRC)) is None:
+        pytest.skip(f"no git repository tells which sources changed; `make test-slow` compiles all of them for {arch}")
+    check_variants([v for v in instantiations(arch) if changed & jit._sources(v[0]).keys()], arch)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +112,27 @@ def test_no_piece_is_overwritten_while_it_is_read() -> None:
     one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<")
     wrong = []
     for built in jit.compile_all([v for v in instantiations("sm_90a") if one_tile.search(v[1])], "sm_90a"):
-        if (code := disassemble(built.cubin)) is None:
+        if (facts := sass_facts(built.cubin)) is None:
             pytest.skip("no disassembler")
-        if count := loads_in_flight(code):
-            wrong.append(f"{built.expression}: {count}")
+        if facts.loads_in_flight:
+            wrong.append(f"{built.expression}: {facts.loads_in_flight}")
     assert not wrong, "; ".join(wrong)
+
+
+def test_facts_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spills.cu").write_text(SPILLS)
+    monkeypatch.setattr(jit, "CSRC", tmp_path)
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "cache"))
+    cubin = jit.compile("spills.cu", "test::spills", "sm_90a").cubin
+    if (facts := sass_facts(cubin)) is None:
+        pytest.skip("no disassembler")
+    assert facts.local_memory > 0
+    (path,) = (tmp_path / "cache" / "sass").iterdir()
+    path.write_text("{")
+    assert sass_facts(cubin) == facts
+    path.write_text('{"local_memory": 7, "matrix": true, "loads_in_flight": 3}')
+    assert sass_facts(cubin) == SassFacts(7, True, 3)
+    assert sass_facts(jit.compile("spills.cu", "test::spills", "sm_80").cubin) != SassFacts(7, True, 3)
 
 
 def test_every_source_lies_in_the_package() -> None:

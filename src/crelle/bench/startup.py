@@ -1,8 +1,8 @@
 """How long from the shell to the first token: `crelle generate` in fresh processes, and where that time goes.
 
 The whole is what a person waits for: from the start of the process to the first byte after the prompt. The parts come
-from further processes that run the same command under a watch (stopwatch.py); the tokenizer is read beside the weights,
-so parts may add up to more than the whole.
+from further processes that run the same command under import_timer.py; the tokenizer is read beside the weights, so
+parts may add up to more than the whole.
 """
 
 import json
@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 from time import monotonic
 
+from crelle.bench import import_timer
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval import stopwatch
 
 _ENTRY = ["-c", "from crelle.cli.main import main; main()"]  # what the `crelle` script does
-_WATCHED = ["-m", "crelle.eval.stopwatch", "crelle.cli.main"]
+_WATCHED = ["-m", "crelle.bench.import_timer", "crelle.cli.main"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _parts(first: float, _: float, begun: float, said: str) -> dict[str, float]:
 
     prepare = of("crelle.kernels.ops.prepare")
     parts = {
-        "interpreter": of(stopwatch.BEGUN) - begun,
+        "interpreter": of(import_timer.BEGUN) - begun,
         "command line": of("crelle.cli.main"),
         "torch": of("torch"),
         "open and verify": of("crelle.formats.open.open_weights"),

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_server import FakeServer
 
+from crelle.bench.http_load import Arrival, LoadReport, Percentiles, poisson, run_closed_loop, run_trace
 from crelle.errors import CrelleError, SchemeError
-from crelle.eval.load import Arrival, LoadReport, Percentiles, poisson, run_closed_loop, run_trace
 
 NO_EVENT = "the stream holds something that is not an event of this interface"
 PAUSE = 0.02  # seconds before each word of the server's

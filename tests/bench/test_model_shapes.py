@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import TINY
 
+from crelle.bench.model_shapes import SHAPES, RandomWeights
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import FormatError, SchemeError, UnsupportedError
-from crelle.eval.random_matrices import random_generator, random_matrix
-from crelle.eval.shapes import SHAPES, RandomWeights
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.models.loader import build, read_spec
 from crelle.quantizers.scheme import parse

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from crelle import LLM, quantize
+from crelle.bench import engine_load
+from crelle.bench.decode_throughput import decode, fill, largest_batch
+from crelle.bench.engine_load import EngineLoad, disagreement, serve
+from crelle.bench.model_sources import random_llm
+from crelle.bench.serving_plot import plot_serving
+from crelle.bench.trace import TraceRequest
 from crelle.engine.engine import Engine
 from crelle.engine.memory import parse_bytes, plan
 from crelle.errors import CapacityError, NumericsError, SchemeError, UnsupportedError
-from crelle.eval import serve as serving
-from crelle.eval.serve import Load, disagreement, serve
-from crelle.eval.serve_decode import decode, fill, largest_batch
-from crelle.eval.serve_models import random_llm
-from crelle.eval.serve_plot import plot_serving
-from crelle.eval.traffic import Wish
 from crelle.formats.kv import KVFormat, KVPages
 
 
@@ -28,8 +28,13 @@ def llm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def test_trace_answers_everyone_in_full(llm: LLM) -> None:
-    wishes = [Wish(0.0, 20, 9), Wish(0.0, 3, 30), Wish(0.02, 50, 1), Wish(0.15, 7, 12)]
-    row = serve(llm, "4 bits", wishes=wishes, traffic="four", kv="4", pages=20)
+    requests = [
+        TraceRequest(0.0, 20, 9),
+        TraceRequest(0.0, 3, 30),
+        TraceRequest(0.02, 50, 1),
+        TraceRequest(0.15, 7, 12),
+    ]
+    row = serve(llm, "4 bits", trace=requests, traffic="four", kv="4", pages=20)
     assert (row.requests, row.failures, row.clients) == (4, 0, None)
     assert (row.tokens, row.prompt_tokens) == (9 + 30 + 1 + 12, 80)
     assert row.tokens_per_second == pytest.approx(row.tokens / row.seconds)
@@ -43,8 +48,8 @@ def test_trace_answers_everyone_in_full(llm: LLM) -> None:
 
 
 def test_a_trace_that_is_ended_counts_what_came_by_then(llm: LLM) -> None:
-    wishes = [Wish(0.0, 3, 1), *[Wish(0.0, 4, 60)] * 40, Wish(1000.0, 5, 5)]
-    row = serve(llm, "4 bits", wishes=wishes, traffic="too much", stop=0.15, pages=40, max_batch=4)
+    requests = [TraceRequest(0.0, 3, 1), *[TraceRequest(0.0, 4, 60)] * 40, TraceRequest(1000.0, 5, 5)]
+    row = serve(llm, "4 bits", trace=requests, traffic="too much", stop=0.15, pages=40, max_batch=4)
     assert row.seconds == 0.15
     assert (row.requests, row.failures) == (41, 0)  # the last one never came
     assert 0 < row.cut < 41
@@ -69,16 +74,16 @@ def test_preemptions_are_counted(llm: LLM) -> None:
 
 
 def test_what_can_never_fit_fails_alone(llm: LLM) -> None:
-    load = Load(Engine(llm, pages=2))
-    report = load.trace([Wish(0, 60, 20), Wish(0, 5, 5)])
+    load = EngineLoad(Engine(llm, pages=2))
+    report = load.trace([TraceRequest(0, 60, 20), TraceRequest(0, 5, 5)])
     assert (report.failures, report.tokens) == (1, 5)
     assert "the whole cache has 2" in next(iter(report.errors))
 
 
 def test_waits_count_from_when_a_request_was_due(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one text at a time, the second of two that come together waits for all of the first."""
-    load = Load(Engine(llm, pages=40, max_batch=1))
-    report = load.trace([Wish(0, 5, 40), Wish(0, 5, 2)])
+    load = EngineLoad(Engine(llm, pages=40, max_batch=1))
+    report = load.trace([TraceRequest(0, 5, 40), TraceRequest(0, 5, 2)])
     first, second = report.calls
     assert second.first is not None
     assert second.first > first.seconds - 1e-3
@@ -97,7 +102,7 @@ def test_wrong_engine_is_not_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_load_is_a_sentence(llm: LLM) -> None:
     with pytest.raises(SchemeError, match="no requests"):
-        serve(llm, "4 bits", wishes=[], pages=20)
+        serve(llm, "4 bits", trace=[], pages=20)
     with pytest.raises(SchemeError, match="at least 1 client"):
         serve(llm, "4 bits", clients=0, pages=20)
 
@@ -109,7 +114,7 @@ def test_no_load_is_a_sentence(llm: LLM) -> None:
 @pytest.mark.parametrize("batch", [1, 5, 20])
 def test_decoding_steps_all_texts_together(llm: LLM, batch: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    schedule = serving.Engine.step
+    schedule = engine_load.Engine.step
 
     def step(self: Engine) -> bool:
         found = schedule(self)
@@ -165,7 +170,7 @@ def test_picture_of_both_kinds_of_rows(llm: LLM, tmp_path: Path) -> None:
     rows: list[Any] = [
         decode(llm, "4 bits", batch=1, context=20, tokens=3),
         decode(llm, "4 bits", batch=2, context=20, tokens=3, memory="9MB"),
-        serve(llm, "4 bits", wishes=[Wish(0, 5, 5)], traffic="one", pages=20),
+        serve(llm, "4 bits", trace=[TraceRequest(0, 5, 5)], traffic="one", pages=20),
     ]
     for some in (rows, rows[:1], rows[2:]):
         path = tmp_path / "p.png"

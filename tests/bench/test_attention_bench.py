@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from crelle.bench import attention as attention_bench
+from crelle.bench.attention import Attention, ReferenceKernels, measure, plot_attention
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval import attention_bench
-from crelle.eval.attention_bench import Attention, Readable, measure, plot_attention
 
 SMALL: dict[str, Any] = {
     "batch": 3,
@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_tokens() -> None:
         assert measure(kv=kv, **SMALL).bytes == 3 * 70 * 2 * 2 * 16 * bits // 8
 
 
-class Wrong(Readable):
+class Wrong(ReferenceKernels):
     """Sees one token too few, or something else each time."""
 
     def __init__(self, how: str) -> None:
@@ -58,7 +58,7 @@ class Wrong(Readable):
 
 @pytest.mark.parametrize(("how", "said"), [("short", "is wrong by"), ("moody", "two runs"), ("nan", "differ|wrong")])
 def test_wrong_attention_is_not_timed(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_bench, "Readable", lambda: Wrong(how))
+    monkeypatch.setattr(attention_bench, "ReferenceKernels", lambda: Wrong(how))
     with pytest.raises(UnsupportedError, match=said):
         measure(kv="8", **SMALL)
 

@@ -1,6 +1,6 @@
 """How fast a whole model decodes on a GPU: ms and joules per token, and how near that is to reading its weights once.
 
-    1. build     from a file, or in a real shape with random weights, layer by layer (crelle.eval.shapes)
+    1. build     from a file, or in a real shape with random weights, layer by layer (crelle.bench.model_shapes)
     2. check     what it decodes token by token must be what it would choose having read it all at once, twice the same
     3. time      a context is read, then every token is one replay of the step's graph; the median of all replays
     4. energy    of generations one after the other, less that of reading the context
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from crelle.bench.cuda_timer import Ceiling, event
+from crelle.bench.energy import Energy, per_call
+from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
-from crelle.eval.cuda_timer import Ceiling, event
-from crelle.eval.energy import Energy, per_call
-from crelle.eval.shapes import RandomWeights
 from crelle.formats.base import nbytes
 from crelle.formats.open import Weights
 from crelle.kernels.cuda.step_graphs import MAX_ROWS, why_not
@@ -38,7 +38,7 @@ _SPARE = 2 << 30  # bytes beside the weights
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class DecodeCuda:
     """One measurement."""
 
     model: str
@@ -75,7 +75,7 @@ class Decoder(Protocol):
     def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor: ...
 
 
-class Stepwise:
+class EagerDecoder:
     """The same, layer by layer: where there is no graph."""
 
     def __init__(self, model: Model) -> None:
@@ -104,7 +104,7 @@ def measure(
     kernel: str | None = None,
     ceiling: Ceiling | None = None,
     energy: bool = True,
-) -> Decode:
+) -> DecodeCuda:
     """Build, check and time one model; `scheme` is only what the row says of it."""
     if tokens < 3 or context < 1 or batch < 1 or rounds < 1:
         raise SchemeError("a decode benchmark takes at least 3 tokens, a context of 1, a batch of 1 and one round")
@@ -118,7 +118,7 @@ def measure(
         first = str(e).split(". ")[0]
         raise CapacityError(f"{weights.path} at {scheme}, batch {batch}, does not fit this GPU: {first}") from None
     finally:
-        forget()
+        free_memory()
 
 
 def _measure(
@@ -132,7 +132,7 @@ def _measure(
     kernel: str | None,
     ceiling: Ceiling | None,
     energy: bool,
-) -> Decode:
+) -> DecodeCuda:
     model = build(weights, device, kernel=kernel)
     if context + tokens > model.c.context:
         raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.c.context}")
@@ -146,7 +146,7 @@ def _measure(
     spent = _energy(decoder, ids, tokens, device) if energy else Energy(reason="not asked for")
     ms = 1e3 * median(steps)
     speed = size / ms / 1e6
-    return Decode(
+    return DecodeCuda(
         model=weights.path.name,
         scheme=scheme,
         device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
@@ -172,7 +172,7 @@ def _measure(
     )
 
 
-def beside(row: Decode, plain: Decode | None) -> Decode:
+def with_baseline(row: DecodeCuda, plain: DecodeCuda | None) -> DecodeCuda:
     """Return a measurement with the ratio to the unquantized model of the same run."""
     if plain is None:
         return row
@@ -187,7 +187,7 @@ def beside(row: Decode, plain: Decode | None) -> Decode:
 
 def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
     """Return why a model of random weights is too large for the memory that is free on a device, if so."""
-    forget()
+    free_memory()
     if device.type == "cuda":
         free, room = torch.cuda.mem_get_info()[0], 1.05  # padding, and a layer that is laid out anew
     else:
@@ -205,10 +205,10 @@ def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
 def decoder_of(model: Model, batch: int) -> tuple[Decoder, str | None]:
     """Return what decodes, and why it is not a graph if it is none."""
     if batch > MAX_ROWS:
-        return Stepwise(model), f"a step takes up to {MAX_ROWS} sequences, not {batch}"
+        return EagerDecoder(model), f"a step takes up to {MAX_ROWS} sequences, not {batch}"
     if found := model.graphed():
         return found, None
-    return Stepwise(model), why_not(model) or "the model offers none"
+    return EagerDecoder(model), why_not(model) or "the model offers none"
 
 
 def check(model: Model, decoder: Decoder, ids: Tensor, tokens: int) -> float:
@@ -282,7 +282,7 @@ def _energy(decoder: Decoder, ids: Tensor, tokens: int, device: torch.device) ->
     return Energy((whole.joules - (read.joules or 0.0)) / share, (whole.seconds - read.seconds) / share)
 
 
-def forget() -> None:
+def free_memory() -> None:
     """Give back what a model that is no longer needed held."""
     gc.collect()
     if torch.cuda.is_available():

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from crelle.eval import energy
+from crelle.bench import energy
 
 
 class NVMLError(Exception):

@@ -1,4 +1,4 @@
-"""The search's front as a picture and as one page that needs nothing from outside: curve, map of the bits, table."""
+"""The search's front as a plot and as one HTML page that needs nothing from outside: curve, map of the bits, table."""
 
 import html
 import math
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crelle.eval.plots import COLOURS, pyplot
+from crelle.plots import COLOURS, pyplot
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.search import Plan, kind_of
 
@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 340, 70, 46  # of the curve, in pixels
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ParetoPlot:
     """What there is to show."""
 
     title: str
@@ -30,33 +30,31 @@ class Picture:
         return sorted([*others, (self.chosen, True)], key=lambda row: row[0].bits_per_weight)
 
 
-def plot_front(path: Path, picture: Picture) -> None:
+def plot_pareto(path: Path, plot: ParetoPlot) -> None:
     """Draw predicted loss over bits per weight as PNG."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    shown = _shown(picture.plans)
+    shown = _shown(plot.plans)
     axes.plot([p.bits_per_weight for p in shown], [p.loss for p in shown], color=COLOURS[0], label="best plans")
-    for i, (setting, p) in enumerate(_shown_uniforms(picture.uniforms).items()):
+    for i, (setting, p) in enumerate(_shown_uniforms(plot.uniforms).items()):
         axes.plot(p.bits_per_weight, p.loss, "o", color=COLOURS[2], ms=4, label="" if i else "one setting for all")
         axes.annotate(str(setting), (p.bits_per_weight, p.loss), xytext=(4, 4), textcoords="offset points", fontsize=7)
-    if picture.chosen.loss > 0:
-        axes.plot(picture.chosen.bits_per_weight, picture.chosen.loss, "D", color=COLOURS[0], ms=8, label="chosen")
+    if plot.chosen.loss > 0:
+        axes.plot(plot.chosen.bits_per_weight, plot.chosen.loss, "D", color=COLOURS[0], ms=8, label="chosen")
     if shown:
         axes.set_yscale("log")
-    axes.set(xlabel="bits per weight (scales counted)", ylabel="predicted loss (log scale)", title=picture.title)
+    axes.set(xlabel="bits per weight (scales counted)", ylabel="predicted loss (log scale)", title=plot.title)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def page(picture: Picture) -> str:
+def html_page(plot: ParetoPlot) -> str:
     """Return the whole result as one HTML page, in light and dark."""
-    chosen = picture.chosen
-    title = html.escape(picture.title)
-    tried = "".join(
-        f" Perplexity {v:.3f}." for bits, v in picture.perplexities.items() if bits == chosen.bits_per_weight
-    )
+    chosen = plot.chosen
+    title = html.escape(plot.title)
+    tried = "".join(f" Perplexity {v:.3f}." for bits, v in plot.perplexities.items() if bits == chosen.bits_per_weight)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{_STYLE}</style></head><body>
@@ -64,11 +62,11 @@ def page(picture: Picture) -> str:
 <p>Chosen: <b>{chosen.bits_per_weight:.3f} bits per weight</b>, every scale counted; predicted loss {chosen.loss:.4g};
 recipe <code>{html.escape(str(chosen.recipe))}</code> with bits and group for each matrix.{tried}</p>
 <h2>Best plan at each size</h2>
-{_curve(picture)}
+{_curve(plot)}
 <h2>Bits of each matrix in the chosen plan</h2>
 {_heat_map(chosen)}
 <h2>The front</h2>
-{_table(picture)}
+{_table(plot)}
 </body></html>
 """
 
@@ -97,8 +95,8 @@ def _shown_uniforms(uniforms: Mapping[BitConfig, Plan]) -> dict[BitConfig, Plan]
     return {s: p for s, p in uniforms.items() if p.loss > 0}
 
 
-def _curve(picture: Picture) -> str:
-    shown, uniforms = _shown(picture.plans), _shown_uniforms(picture.uniforms)
+def _curve(plot: ParetoPlot) -> str:
+    shown, uniforms = _shown(plot.plans), _shown_uniforms(plot.uniforms)
     points = [*shown, *uniforms.values()]
     if not points:
         return "<p>No plan loses anything.</p>"
@@ -124,9 +122,9 @@ def _curve(picture: Picture) -> str:
     for setting, p in uniforms.items():
         place = f'cx="{x(p.bits_per_weight):.1f}" cy="{y(p.loss):.1f}"'
         parts.append(f'<circle class="dot" {place} r="4"><title>all matrices {setting}: {_words(p)}</title></circle>')
-    if picture.chosen.loss > 0:
-        place = f'cx="{x(picture.chosen.bits_per_weight):.1f}" cy="{y(picture.chosen.loss):.1f}"'
-        parts.append(f'<circle class="best" {place} r="7"><title>chosen: {_words(picture.chosen)}</title></circle>')
+    if plot.chosen.loss > 0:
+        place = f'cx="{x(plot.chosen.bits_per_weight):.1f}" cy="{y(plot.chosen.loss):.1f}"'
+        parts.append(f'<circle class="best" {place} r="7"><title>chosen: {_words(plot.chosen)}</title></circle>')
     middle = (_LEFT + _WIDTH) / 2
     parts.append(
         f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">bits per weight; predicted loss upwards (log); '
@@ -179,11 +177,11 @@ def _colour(bits: int) -> str:
     return f"hsl({215 + 20 * (bits - 1)} 55% {36 + 2 * bits}%)"
 
 
-def _table(picture: Picture) -> str:
+def _table(plot: ParetoPlot) -> str:
     rows = []
-    for p, chosen in picture.rows():
+    for p, chosen in plot.rows():
         mark = ' class="chosen"' if chosen else ""
-        tried = picture.perplexities.get(p.bits_per_weight)
+        tried = plot.perplexities.get(p.bits_per_weight)
         cells = [f"{p.bits_per_weight:.3f}", f"{p.loss:.4g}", "" if tried is None else f"{tried:.3f}", mixture(p)]
         rows.append(f"<tr{mark}>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
     heads = "".join(f"<th>{h}</th>" for h in ("bits per weight", "predicted loss (nats)", "perplexity", "matrices"))

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from crelle.bench.energy import Energy, per_call
 from crelle.errors import UnsupportedError
-from crelle.eval.energy import Energy, per_call
 
 WORKING_SET = 500_000_000  # bytes that calls go through before they come back to the first copy: 8 L2 caches of an H200
 MOST_CALLS = 256  # in a graph; matrices of less than 2 MB stay partly in the cache

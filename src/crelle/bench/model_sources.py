@@ -6,16 +6,16 @@ from typing import cast
 
 import torch
 
+from crelle.bench.decode_cuda import does_not_fit, free_memory
+from crelle.bench.model_shapes import RandomWeights
 from crelle.engine.llm import LLM
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CapacityError, UnsupportedError
-from crelle.eval.decode_cuda import does_not_fit, forget
-from crelle.eval.shapes import RandomWeights
 from crelle.formats.checkpoint import Checkpoint
 from crelle.models.loader import build
 
 
-class Wordless:
+class NoTokenizer:
     """Stands in for the tokenizer of a model that has none: its tokens mean nothing."""
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -33,7 +33,7 @@ def random_llm(
     if reason := does_not_fit(weights, device):
         raise CapacityError(reason)
     model = build(weights, device, kernel=None if scheme == "fp16" else kernel)
-    return LLM(model, cast(Tokenizer, Wordless()), weights)
+    return LLM(model, cast(Tokenizer, NoTokenizer()), weights)
 
 
 def stored_llm(path: Path, device: str, kernel: str | None = None) -> tuple[LLM, str]:
@@ -42,4 +42,4 @@ def stored_llm(path: Path, device: str, kernel: str | None = None) -> tuple[LLM,
     return llm, str(llm.weights.scheme) if isinstance(llm.weights, Checkpoint) else "as stored"
 
 
-__all__ = ["Wordless", "forget", "random_llm", "stored_llm"]
+__all__ = ["NoTokenizer", "free_memory", "random_llm", "stored_llm"]

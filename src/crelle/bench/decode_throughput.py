@@ -12,13 +12,13 @@ from typing import Self
 
 import torch
 
+from crelle.bench.engine_load import device_name, disagreement, warm_up
+from crelle.bench.trace import Prompts
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.memory import plan
 from crelle.engine.sampler import Sampling
 from crelle.errors import CapacityError, SchemeError
-from crelle.eval.serve import device_name, disagreement, warm
-from crelle.eval.traffic import Prompts
 from crelle.formats.kv import KVFormat, KVPages, quantize
 
 BUDGET = 512  # tokens of a step, where the batch is no larger
@@ -27,7 +27,7 @@ _MOST = 4096  # texts that are thought of
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodeThroughput:
     """One batch size."""
 
     model: str
@@ -83,7 +83,7 @@ def decode(
     kv: KVFormat | str | int | None = None,
     memory: str | int | None = None,
     exact: bool | None = None,
-) -> Decoded:
+) -> DecodeThroughput:
     """Check, then time steps of a batch; `memory` bounds the cache and is said in the row."""
     if batch < 1 or context < 1 or tokens < 2:
         raise SchemeError("decoding is timed with a batch and a context of at least 1, over at least 2 tokens")
@@ -104,13 +104,13 @@ def decode(
         sharing=False,
         exact=exact,
     )
-    warm(engine, [batch])
+    warm_up(engine, [batch])
     gap = disagreement(engine)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)
     steps, seconds = timed_steps(engine, batch, context, tokens)
-    row = Decoded.of(engine, scheme, gap, batch, context, steps, seconds)
+    row = DecodeThroughput.of(engine, scheme, gap, batch, context, steps, seconds)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     budget = None if memory is None else str(memory)
     return replace(row, memory=budget, cache_bytes=engine.plan.cache, peak_memory_bytes=peak)

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crelle.bench.cuda_timer import Replay, clone, copies
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval.cuda_timer import Replay, clone, copies
 from crelle.formats.kv import KVFormat, KVPages, turn
 from crelle.kernels import reference_attention as plain
 
@@ -57,7 +57,7 @@ class Attention:
     speedup: float | None  # against it
 
 
-class Kernels(Protocol):
+class AttentionKernels(Protocol):
     """What is timed."""
 
     name: str
@@ -67,7 +67,7 @@ class Kernels(Protocol):
     def attend(self, q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
-class Readable:
+class ReferenceKernels:
     """crelle.kernels.reference_attention."""
 
     name = "reference"
@@ -82,7 +82,7 @@ class Readable:
         return plain.attend(q, pages, table, lengths).to(dtype)
 
 
-class Cuda:
+class CudaKernels:
     """crelle.kernels.cuda.paged_attention."""
 
     name = "cuda-paged"
@@ -123,7 +123,7 @@ def measure(
         raise SchemeError(f"{heads} heads cannot share {kv_heads} of keys; sizes are at least 1")
     fmt = KVFormat.parse(kv)
     fmt.check(head_size)
-    kernels: Kernels = Cuda() if device.type == "cuda" else Readable()
+    kernels: AttentionKernels = CudaKernels() if device.type == "cuda" else ReferenceKernels()
     random = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -179,13 +179,13 @@ def measure(
     )
 
 
-def _appended(kernels: Kernels, new: Sequence[Tensor], pages: KVPages, table: Tensor, at: Tensor) -> Tensor:
+def _appended(kernels: AttentionKernels, new: Sequence[Tensor], pages: KVPages, table: Tensor, at: Tensor) -> Tensor:
     kernels.append(new[0], new[1], pages, table, at)
     return pages.codes[:1]
 
 
 def _check(
-    kernels: Kernels,
+    kernels: AttentionKernels,
     q: Tensor,
     prepared: Tensor,
     k: Tensor,
@@ -267,7 +267,7 @@ def _time(calls: Sequence[Callable[[], Tensor]], expected: Tensor | None, device
 
 def plot_attention(path: Path, rows: list[dict[str, Any]]) -> None:
     """Draw bars: ours, and torch's backends."""
-    from crelle.eval.plots import plot_bars
+    from crelle.plots import plot_bars
 
     labels = [
         f"{r['kv']}, batch {r['batch']}, {r['context']}, {r['heads']}/{r['kv_heads']} x {r['head_size']}" for r in rows

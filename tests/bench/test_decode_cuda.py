@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import TINY
 
+from crelle.bench import decode_cuda
+from crelle.bench.cuda_timer import Ceiling
+from crelle.bench.decode_cuda import EagerDecoder, check, decoder_of, does_not_fit, measure, step_bytes, with_baseline
+from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
-from crelle.eval import decode_cuda
-from crelle.eval.cuda_timer import Ceiling
-from crelle.eval.decode_cuda import Stepwise, beside, check, decoder_of, does_not_fit, measure, step_bytes
-from crelle.eval.shapes import RandomWeights
 from crelle.formats.base import nbytes
 from crelle.models.loader import Model, build
 
@@ -52,13 +52,13 @@ def test_a_step_reads_all_matrices_but_the_embedding() -> None:
 
 def test_the_ratio_is_that_of_the_same_run() -> None:
     plain, coded = measure(tiny("fp16"), "fp16", CPU, **SHORT), measure(tiny(), SCHEME, CPU, **SHORT)
-    row = beside(coded, plain)
+    row = with_baseline(coded, plain)
     assert row.speedup == pytest.approx(plain.milliseconds_per_token / coded.milliseconds_per_token)
     assert row.baseline == "our own fp16"
-    assert beside(coded, None) == coded
+    assert with_baseline(coded, None) == coded
 
 
-class Faulty(Stepwise):
+class Faulty(EagerDecoder):
     """Decodes with a fault."""
 
     def __init__(self, model: Model, fault: str) -> None:
@@ -77,7 +77,7 @@ class Faulty(Stepwise):
 
 def test_right_decoding_agrees_with_one_pass() -> None:
     model = build(tiny(), CPU, kernel="reference")
-    assert check(model, Stepwise(model), prompt(model, 2), 8) < 1e-3
+    assert check(model, EagerDecoder(model), prompt(model, 2), 8) < 1e-3
 
 
 @pytest.mark.parametrize(("fault", "words"), [("runs differ", "two runs"), ("forgets the prompt", "decoding is wrong")])
@@ -90,7 +90,7 @@ def test_wrong_decoding_is_not_timed(fault: str, words: str) -> None:
 def test_more_sequences_than_a_graph_takes_go_layer_by_layer() -> None:
     model = build(tiny(), CPU)
     decoder, why = decoder_of(model, batch=64)
-    assert isinstance(decoder, Stepwise)
+    assert isinstance(decoder, EagerDecoder)
     assert "not 64" in str(why)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from crelle.bench import external, gemv
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval import gemv, peers
 from crelle.kernels import cpu
+from crelle.kernels.cpu import check
 from crelle.quantizers.scheme import parse
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=f"the C++ core {cpu.available()}")
@@ -37,7 +38,7 @@ def test_figures_fit_each_other(working_set: str, precision: str) -> None:
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     w = parse("rtn:bits=4,group=32").fit(torch.randn(64, 64))
     wrong = parse("rtn:bits=4,group=32").fit(torch.randn(64, 64))
-    monkeypatch.setattr(gemv, "matmul_fp64", lambda x, _: x.double() @ wrong.dequantize(torch.float64).T)
+    monkeypatch.setattr(check, "matmul_fp64", lambda x, _: x.double() @ wrong.dequantize(torch.float64).T)
     with pytest.raises(UnsupportedError, match="wrong here"):
         gemv.check(torch.randn(1, 64), w, "exact")
 
@@ -49,7 +50,7 @@ def test_an_output_that_is_not_written_is_noticed(monkeypatch: pytest.MonkeyPatc
         def matmul(self, *_: object) -> None: ...
 
     monkeypatch.setattr(gemv.cpu, "core", Lazy)
-    monkeypatch.setattr(gemv.ops, "prepare", lambda *_: type("P", (), {"data": type("D", (), {"data": None})}))
+    monkeypatch.setattr(check.ops, "prepare", lambda *_: type("P", (), {"data": type("D", (), {"data": None})}))
     with pytest.raises(UnsupportedError, match="nan"):
         gemv.check(torch.randn(1, 64), w, "exact")
 
@@ -74,7 +75,7 @@ def test_a_peer_gets_the_problem_and_keeps_its_own_wait_policy(tmp_path: Path, m
         "print(json.dumps({'who': ' '.join(known), 'microseconds': 2}))"
     )
     command = peer_script(tmp_path / "peer.py", body)
-    assert peers.gemv_peer(command, 8, 16, 1, 2, "hot") == {"8 16 1 2 hot free": 2.0}
+    assert external.gemv_peer(command, 8, 16, 1, 2, "hot") == {"8 16 1 2 hot free": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +83,12 @@ def test_a_peer_gets_the_problem_and_keeps_its_own_wait_policy(tmp_path: Path, m
 )
 def test_a_peer_that_fails_is_a_sentence(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        peers.gemv_peer(peer_script(tmp_path / "peer.py", body), 8, 16, 1, 2, "hot")
+        external.gemv_peer(peer_script(tmp_path / "peer.py", body), 8, 16, 1, 2, "hot")
 
 
 def test_a_missing_peer_is_a_sentence() -> None:
     with pytest.raises(UnsupportedError, match=r"cannot run \./nowhere"):
-        peers.gemv_peer("./nowhere", 8, 16, 1, 2, "hot")
+        external.gemv_peer("./nowhere", 8, 16, 1, 2, "hot")
 
 
 def test_llama_bench_takes_the_best_sample_of_each_kind(tmp_path: Path) -> None:
@@ -95,4 +96,4 @@ def test_llama_bench_takes_the_best_sample_of_each_kind(tmp_path: Path) -> None:
     program = tmp_path / "llama-bench"
     program.write_text(f"#!{sys.executable}\nprint({json.dumps(json.dumps(rows))})\n")
     program.chmod(0o755)
-    assert peers.llama_bench(program, Path("m.gguf"), 1, 64, 512) == (7.5, 30.5)
+    assert external.llama_bench(program, Path("m.gguf"), 1, 64, 512) == (7.5, 30.5)

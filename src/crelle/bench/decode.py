@@ -1,4 +1,4 @@
-"""How fast a model speaks and reads: tokens per second of decoding and of prefill, of the object that generates."""
+"""Tokens per second of decoding and of prefill, on a CPU."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,12 +6,12 @@ from time import perf_counter
 
 import torch
 
+from crelle.bench.external import llama_bench
 from crelle.engine.llm import LLM
-from crelle.eval.peers import llama_bench
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class DecodeSpeed:
     """Best of several rounds, as tokens per second."""
 
     who: str
@@ -22,7 +22,7 @@ class Speed:
     prefill_tokens: int
 
 
-def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, rounds: int = 5) -> Speed:
+def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, rounds: int = 5) -> DecodeSpeed:
     """Time greedy decoding of `tokens` from an empty cache, and one pass over `prompt` tokens."""
     best_decode = best_prefill = float("inf")
     random = torch.Generator().manual_seed(0)
@@ -38,10 +38,12 @@ def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, roun
         begun = perf_counter()
         llm.model(ids, llm.model.new_cache(), last=True)
         best_prefill = min(best_prefill, perf_counter() - begun)
-    return Speed("crelle", threads, tokens / best_decode, prompt / best_prefill, tokens, prompt)
+    return DecodeSpeed("crelle", threads, tokens / best_decode, prompt / best_prefill, tokens, prompt)
 
 
-def measure_llama_bench(program: Path, model: Path, threads: int, *, tokens: int = 64, prompt: int = 512) -> Speed:
+def measure_llama_bench(
+    program: Path, model: Path, threads: int, *, tokens: int = 64, prompt: int = 512
+) -> DecodeSpeed:
     """Let somebody's llama-bench time a GGUF file in the same way."""
     decode, prefill = llama_bench(program, model, threads, tokens, prompt)
-    return Speed(f"{program.name} {model.stem}", threads, decode, prefill, tokens, prompt)
+    return DecodeSpeed(f"{program.name} {model.stem}", threads, decode, prefill, tokens, prompt)

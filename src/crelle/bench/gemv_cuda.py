@@ -5,7 +5,7 @@
     both       what `kernels.ops.matmul` does, x given as f16: the figure called `microseconds`
     baseline   torch.nn.functional.linear with an f16 weight, which is cuBLAS
 
-Weights are random planes in the scheme's format (crelle.eval.random_matrices): no quantizer has to run.
+Weights are random planes in the scheme's format (crelle.bench.random_matrices): no quantizer has to run.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crelle.bench.cuda_timer import Ceiling, Replay, clone, copies, poison, require_cuda
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval.cuda_timer import Ceiling, Replay, clone, copies, poison, require_cuda
-from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.dense import DenseTensor
 from crelle.kernels import ops

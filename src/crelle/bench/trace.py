@@ -1,6 +1,6 @@
-"""Who asks for what, and when: a recorded trace, or clients that ask again as soon as they are answered.
+"""Request traces: arrival times with prompt and answer lengths, and random prompts of a given length.
 
-    wishes = read_trace(Path("AzureLLMInferenceTrace_conv.csv"), context=4096, rate=2.0, seconds=60)
+    requests = read_trace(Path("AzureLLMInferenceTrace_conv.csv"), context=4096, rate=2.0, seconds=60)
 
 A trace is a CSV file with a heading and three columns: arrival (a date with time, or seconds), tokens of the prompt,
 tokens of the answer. The traces that Azure published of its language model service have this form. They tell lengths
@@ -18,8 +18,8 @@ from crelle.errors import FormatError, SchemeError
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A request of so many tokens, due `at` seconds after the beginning, that shall be answered by so many."""
+class TraceRequest:
+    """One request of a trace: its arrival in seconds from the start, and the tokens of its prompt and answer."""
 
     at: float
     prompt: int
@@ -28,7 +28,7 @@ class Wish:
 
 def read_trace(
     path: Path, *, context: int, rate: float | None = None, seconds: float | None = None, requests: int | None = None
-) -> list[Wish]:
+) -> list[TraceRequest]:
     """Return a trace's requests by arrival, the first at 0, cut to a model's context.
 
     rate: requests per second on average, over the whole trace; None: as it was recorded; 0: all of them at once.
@@ -36,34 +36,34 @@ def read_trace(
     """
     if rate is not None and not rate >= 0:
         raise SchemeError(f"a rate is 0 (all at once) or more requests per second, got {rate}")
-    wishes = sorted((_cut(w, context) for w in _rows(path)), key=lambda w: w.at)
-    begin, length = wishes[0].at, wishes[-1].at - wishes[0].at
-    stretch = 1.0 if rate is None else 0.0 if rate == 0 or length == 0 else (len(wishes) - 1) / length / rate
-    wishes = [replace(w, at=(w.at - begin) * stretch) for w in wishes]
+    found = sorted((_clamp(r, context) for r in _rows(path)), key=lambda r: r.at)
+    begin, length = found[0].at, found[-1].at - found[0].at
+    stretch = 1.0 if rate is None else 0.0 if rate == 0 or length == 0 else (len(found) - 1) / length / rate
+    found = [replace(r, at=(r.at - begin) * stretch) for r in found]
     if seconds is not None:
-        wishes = [w for w in wishes if w.at < seconds]
-    return wishes[:requests]
+        found = [r for r in found if r.at < seconds]
+    return found[:requests]
 
 
-def _rows(path: Path) -> list[Wish]:
+def _rows(path: Path) -> list[TraceRequest]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file))
     except (OSError, UnicodeDecodeError) as e:
         raise FormatError(f"{path} cannot be read as a trace: {e}") from e
-    wishes = []
+    found = []
     for number, line in enumerate(lines, 1):
         try:
-            wishes.append(Wish(_seconds(line[0]), int(line[1]), int(line[2])))
+            found.append(TraceRequest(_seconds(line[0]), int(line[1]), int(line[2])))
         except (ValueError, IndexError) as e:
             if number > 1 and line:  # the first is the heading
                 raise FormatError(
                     f"{path}, line {number}: expected arrival, tokens of the prompt, tokens of the answer; "
                     f"got '{','.join(line)}'"
                 ) from e
-    if not wishes:
+    if not found:
         raise FormatError(f"{path} holds no requests: a trace has a heading and then one request a line")
-    return wishes
+    return found
 
 
 def _seconds(text: str) -> float:
@@ -74,10 +74,10 @@ def _seconds(text: str) -> float:
         return datetime.fromisoformat(day).timestamp() + float(f"0.{fraction or 0}")
 
 
-def _cut(w: Wish, context: int) -> Wish:
+def _clamp(r: TraceRequest, context: int) -> TraceRequest:
     """Fit a request into a context: an answer gets at most half of it, the prompt what is left."""
-    tokens = max(1, min(w.tokens, context // 2))
-    return replace(w, prompt=max(1, min(w.prompt, context - tokens)), tokens=tokens)
+    tokens = max(1, min(r.tokens, context // 2))
+    return replace(r, prompt=max(1, min(r.prompt, context - tokens)), tokens=tokens)
 
 
 class Prompts:
@@ -97,6 +97,6 @@ class Prompts:
 _WORDS = "time year people way day man thing woman life child world school state family student group country hand part"
 
 
-def words(count: int, seed: int = 0) -> str:
+def random_words(count: int, seed: int = 0) -> str:
     """Return so many common English words, which most tokenizers know as one token each."""
     return " ".join(random.Random(seed).choices(_WORDS.split(), k=count))

@@ -1,10 +1,10 @@
 """How an engine serves: many requests in this process, timed as their clients would see them.
 
     closed loop   N clients, each of which asks again as soon as it is answered        throughput
-    trace         requests come when they are due (crelle.eval.traffic)                waiting in line
+    trace         requests come when they are due (crelle.bench.trace)                waiting in line
 
 Both run the engine as it is: prompts, decoding, preemption, events. Answers have exactly the length asked for: end
-tokens do not end them. What a batch of a given size gives is in crelle.eval.serve_decode.
+tokens do not end them. What a batch of a given size gives is in crelle.bench.decode_throughput.
 """
 
 import time
@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from crelle.bench.decode_cuda import TOLERANCE
+from crelle.bench.load_report import Call, LoadReport, Percentiles
+from crelle.bench.trace import Prompts, TraceRequest
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.output import Event
 from crelle.engine.sampler import Sampling
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
-from crelle.eval.decode_cuda import TOLERANCE
-from crelle.eval.load_report import Call, LoadReport, Percentiles
-from crelle.eval.traffic import Prompts, Wish
 from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
 
 POINTS = 240  # of a curve over time
@@ -31,7 +31,7 @@ Progress = Callable[[float, int, int], None]  # seconds so far, requests answere
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class EngineSample:
     """What an engine was doing at one time."""
 
     seconds: float
@@ -42,7 +42,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class EngineLoadResult:
     """What a load showed; see LoadReport for the waits, Stats for the counts."""
 
     model: str
@@ -81,7 +81,7 @@ class Served:
     most_pages: int
     mean_pages: float  # over time
     peak_memory_bytes: int | None  # of a GPU
-    over_time: tuple[Moment, ...] = field(repr=False)
+    over_time: tuple[EngineSample, ...] = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -96,14 +96,14 @@ class _Client:
     cut: bool = False
 
 
-class Load:
+class EngineLoad:
     """A run of one engine under load."""
 
     def __init__(self, engine: Engine, *, seed: int = 0, progress: Progress | None = None) -> None:
         self.engine, self._progress = engine, progress
         self._prompts = Prompts(engine.llm.model.c.vocabulary, tuple(engine.llm.end_ids), seed)
         self._clients: list[_Client] = []
-        self._moments: list[Moment] = []
+        self._samples: list[EngineSample] = []
         self._start = 0.0
         self._done = 0
 
@@ -124,18 +124,18 @@ class Load:
             free = clients - (len(self._clients) - self._done)
         return self._report(clients, seconds)
 
-    def trace(self, wishes: Sequence[Wish], stop: float | None = None) -> LoadReport:
+    def trace(self, requests: Sequence[TraceRequest], stop: float | None = None) -> LoadReport:
         """Let requests come when they are due, until all are answered or `stop` seconds have passed."""
-        if not wishes:
+        if not requests:
             raise SchemeError("the trace has no requests in the time that was asked for")
-        left = deque((wish, self._prompts.next(wish.prompt)) for wish in wishes)  # which takes no time of the run
+        left = deque((r, self._prompts.next(r.prompt)) for r in requests)  # made before the clock starts
         self._begin()
         while left or self._done < len(self._clients):
             if stop is not None and self._now() >= stop:
                 return self._cut_off(stop)
             while left and left[0][0].at <= self._now():
-                wish, ids = left.popleft()
-                self._ask(wish.at, ids, wish.tokens)
+                request, ids = left.popleft()
+                self._ask(request.at, ids, request.tokens)
             if self._done < len(self._clients):
                 self._step()
             elif left:
@@ -151,15 +151,15 @@ class Load:
         return self._report(None, seconds)
 
     @property
-    def moments(self) -> list[Moment]:
+    def samples(self) -> list[EngineSample]:
         """The engine over time, at most POINTS of them; the busiest of each stretch."""
-        step = -(-len(self._moments) // POINTS)
-        stretches = [self._moments[i : i + step] for i in range(0, len(self._moments), step or 1)]
+        step = -(-len(self._samples) // POINTS)
+        stretches = [self._samples[i : i + step] for i in range(0, len(self._samples), step or 1)]
         return [max(stretch, key=lambda m: (m.pages_used, m.running)) for stretch in stretches]
 
     def mean_pages(self) -> float:
         """Pages in use, averaged over time."""
-        spans = [(b.seconds - a.seconds, a.pages_used) for a, b in pairwise(self._moments)]
+        spans = [(b.seconds - a.seconds, a.pages_used) for a, b in pairwise(self._samples)]
         total = sum(span for span, _ in spans)
         return sum(span * used for span, used in spans) / total if total > 0 else 0.0
 
@@ -168,8 +168,8 @@ class Load:
         times = [t for c in self._clients if c.error is None for t in c.times if begin <= t < end]
         return len(times) / (end - begin)
 
-    def most(self, of: Callable[[Moment], int]) -> int:
-        return max(map(of, self._moments), default=0)
+    def most(self, of: Callable[[EngineSample], int]) -> int:
+        return max(map(of, self._samples), default=0)
 
     def _begin(self) -> None:
         self._start = time.perf_counter()
@@ -198,7 +198,7 @@ class Load:
     def _step(self) -> None:
         self.engine.step()
         s = self.engine.stats
-        self._moments.append(Moment(self._now(), s.running, s.waiting, s.pages_used, s.pages_cached))
+        self._samples.append(EngineSample(self._now(), s.running, s.waiting, s.pages_used, s.pages_cached))
         if self._progress:
             self._progress(self._now(), self._done, s.failed)
 
@@ -229,7 +229,7 @@ def serve(
     llm: LLM,
     scheme: str,
     *,
-    wishes: Sequence[Wish] | None = None,
+    trace: Sequence[TraceRequest] | None = None,
     clients: int = 1,
     seconds: float = 10.0,
     prompt: int = 128,
@@ -239,22 +239,22 @@ def serve(
     seed: int = 0,
     progress: Progress | None = None,
     **engine_options: Any,
-) -> Served:
+) -> EngineLoadResult:
     """Run a trace, or else a closed loop, on an engine of its own; `scheme` and `traffic` are what the row says.
 
     stop: end a trace after so many seconds, whatever is under way.
     """
     device = llm.model.device
     engine = Engine(llm, **engine_options)
-    warm(engine)
+    warm_up(engine)
     gap = disagreement(engine)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before, load = engine.stats, Load(engine, seed=seed, progress=progress)
-    report = load.closed_loop(clients, seconds, prompt, tokens) if wishes is None else load.trace(wishes, stop)
+    before, load = engine.stats, EngineLoad(engine, seed=seed, progress=progress)
+    report = load.closed_loop(clients, seconds, prompt, tokens) if trace is None else load.trace(trace, stop)
     stats, plan = engine.stats, engine.plan
-    shared = {f.name for f in fields(Served)} & {f.name for f in fields(LoadReport)} - {"model"}
-    return Served(
+    shared = {f.name for f in fields(EngineLoadResult)} & {f.name for f in fields(LoadReport)} - {"model"}
+    return EngineLoadResult(
         model=llm.weights.path.name,
         scheme=scheme,
         kv=str(engine.kv),
@@ -278,11 +278,11 @@ def serve(
         most_pages=load.most(lambda m: m.pages_used),
         mean_pages=load.mean_pages(),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        over_time=tuple(load.moments),
+        over_time=tuple(load.samples),
     )
 
 
-def warm(engine: Engine, sizes: Sequence[int] | None = None) -> None:
+def warm_up(engine: Engine, sizes: Sequence[int] | None = None) -> None:
     """Run a short request, and let a GPU capture its graphs, so that what comes first costs no more than the rest.
 
     sizes: of the batches that will run; None: any.
@@ -300,7 +300,7 @@ def warm(engine: Engine, sizes: Sequence[int] | None = None) -> None:
 def disagreement(engine: Engine) -> float:
     """Compare what the engine chooses for two texts with one pass of the model over the same tokens.
 
-    As in crelle.eval.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model.
+    As in crelle.bench.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model.
     """
     model, tokens, prompts = engine.llm.model, 8, Prompts(engine.llm.model.c.vocabulary, seed=-2)
     length = max(1, min(24, model.c.context - tokens))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from crelle.eval.plots import pyplot
+from crelle.plots import pyplot
 
 Row = dict[str, Any]
 _COLOURS = ("#1f5fa8", "#d98032", "#3a8f5c", "#8a4fa3", "#b8403a", "#7a7a7a")

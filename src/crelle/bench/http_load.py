@@ -19,8 +19,8 @@ from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from crelle.bench.load_report import Call, LoadReport, Percentiles
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
-from crelle.eval.load_report import Call, LoadReport, Percentiles
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -196,39 +196,39 @@ class _Load:
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
         body = {"model": self.model, "max_tokens": max_tokens, **asked, **options, **self.extra}
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
-        heard = _Heard()
+        received = _Response()
         try:
             async with self.session.post(self.base + path, json=body) as response:
-                heard.status = response.status
+                received.status = response.status
                 if response.status == 200:
-                    await self._listen(response, heard)
+                    await self._listen(response, received)
                 else:
-                    heard.retry_after = _retry_after(response)
-                    heard.error = await _refusal(response)
+                    received.retry_after = _retry_after(response)
+                    received.error = await _refusal(response)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            heard.error = "the stream holds something that is not an event of this interface"
+            received.error = "the stream holds something that is not an event of this interface"
         except _broken() as e:
-            heard.error = _why(e)
-        call = heard.call(begun, self.now(), prompt, until)
+            received.error = _why(e)
+        call = received.call(begun, self.now(), prompt, until)
         self.calls.append(call)
         self.failures += call.error is not None
         if self._progress:
             self._progress(self.now(), len(self.calls) - self.failures, self.failures)
         return call
 
-    async def _listen(self, response: "ClientResponse", heard: "_Heard") -> None:
+    async def _listen(self, response: "ClientResponse", received: "_Response") -> None:
         rest = b""
         async for chunk in response.content.iter_any():
             now = self.now()
             *blocks, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
             for line in (line for block in blocks for line in block.split(b"\n") if line.startswith(b"data:")):
-                heard.event(line[5:].strip(), now)
-            if heard.done or heard.error:
+                received.event(line[5:].strip(), now)
+            if received.done or received.error:
                 return
-        heard.error = "the stream ended before the answer was complete"
+        received.error = "the stream ended before the answer was complete"
 
 
-class _Heard:
+class _Response:
     """What has come of one answer."""
 
     def __init__(self) -> None:

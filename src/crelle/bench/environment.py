@@ -22,7 +22,7 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def facts() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Return machine, versions, commit and command."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -37,7 +37,7 @@ def write_result(path: Path, measured: dict[str, Any]) -> None:
     """Write NAME.json: what was measured, after machine, versions, commit and command."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path.with_suffix(".json"), to_json({**facts(), **measured}))
+    write_whole(path.with_suffix(".json"), to_json({**environment(), **measured}))
 
 
 def _without_place(argument: str) -> str:

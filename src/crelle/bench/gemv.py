@@ -5,8 +5,6 @@ turn, so that it comes from memory. The roofline is a plain read of the very sam
 take turns in short slices, and each keeps its best time: a noisy neighbour then meets all of them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -14,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crelle.bench.external import gemv_peer
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval.peers import gemv_peer
 from crelle.formats.base import QuantTensor
-from crelle.kernels import cpu, ops
+from crelle.kernels import cpu
 from crelle.kernels.base import Problem
-from crelle.kernels.reference import matmul_fp64
+from crelle.kernels.cpu.check import instruction_set, max_relative_error
 from crelle.kernels.registry import select
 from crelle.kernels.threads import set_threads
 from crelle.quantizers.scheme import parse
@@ -67,28 +65,9 @@ def measure(
     isa: str | None = None,
     peer: str | None = None,
 ) -> Gemv:
-    """Time x [batch, K] @ W.T for a random W [N, K] under a scheme, on the CPU kernels; `peer`: see eval/peers.py."""
+    """Time x [batch, K] @ W.T for a random W [N, K] by the CPU kernels; `peer`: see bench/external.py."""
     with instruction_set(isa):
         return _measure(N, K, scheme, batch, threads, working_set, precision, peer)
-
-
-@contextmanager
-def instruction_set(name: str | None) -> Iterator[None]:
-    """Lay weights out for a lesser instruction set of this machine while the block runs; None: for the best."""
-    if name is None:
-        yield
-        return
-    if reason := cpu.available():
-        raise UnsupportedError(f"there are no instruction sets to choose from: the C++ extension {reason}")
-    core = cpu.core()
-    if name not in core.isas():
-        raise SchemeError(f"this machine has no instruction set '{name}'; choose one of: {', '.join(core.isas())}")
-    before = core.isa()
-    core.set_isa(name)
-    try:
-        yield
-    finally:
-        core.set_isa(before)
 
 
 def _measure(
@@ -145,19 +124,10 @@ def _measure(
 
 def check(x: Tensor, w: QuantTensor, precision: str) -> float:
     """Return the error of the product; refuse to time a wrong kernel."""
-    error = error_of(x, w, precision)
+    error = max_relative_error(x, w, precision)
     if not error <= TOLERANCE[precision]:  # a NaN fails too
         raise UnsupportedError(f"the kernel is wrong here: error {error:.3g}, so it is not timed")
     return error
-
-
-def error_of(x: Tensor, w: QuantTensor, precision: str) -> float:
-    """Return the largest error of the C++ product against f64, relative to the largest output."""
-    prepared: Any = ops.prepare(w, torch.float32, "cpu").data.data
-    y = torch.full((x.shape[0], w.shape[0]), torch.nan)
-    cpu.core().matmul(x.numpy(), prepared, y.numpy(), precision)
-    oracle = matmul_fp64(x, w)
-    return ((y - oracle).abs().max() / oracle.abs().max()).item()
 
 
 def _take_turns(best: dict[str, float], weights: list[Any], plain: list[Tensor], x: Tensor, precision: str) -> None:

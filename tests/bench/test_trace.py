@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crelle.bench.trace import Prompts, TraceRequest, random_words, read_trace
 from crelle.errors import FormatError, SchemeError
-from crelle.eval.traffic import Prompts, Wish, read_trace, words
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 AZURE = HEAD + (
@@ -22,9 +22,9 @@ def azure(tmp_path: Path) -> Path:
 
 
 def test_trace_is_read_with_fractions_of_seconds(azure: Path) -> None:
-    wishes = read_trace(azure, context=8192)
-    assert [(w.prompt, w.tokens) for w in wishes] == [(374, 44), (396, 109), (5000, 900)]
-    assert [w.at for w in wishes] == pytest.approx([0, 4.314579, 10], abs=1e-5)
+    requests = read_trace(azure, context=8192)
+    assert [(w.prompt, w.tokens) for w in requests] == [(374, 44), (396, 109), (5000, 900)]
+    assert [w.at for w in requests] == pytest.approx([0, 4.314579, 10], abs=1e-5)
 
 
 @pytest.mark.parametrize(("rate", "times"), [(0.2, [0, 4.314579, 10]), (2.0, [0, 0.4314579, 1]), (0, [0, 0, 0])])
@@ -48,7 +48,7 @@ def test_lengths_fit_the_context(context: int, tmp_path_factory: pytest.TempPath
 
 def test_arrivals_may_be_seconds_and_out_of_order(tmp_path: Path) -> None:
     (path := tmp_path / "t.csv").write_text("at,prompt,answer\n7.5,3,2\n5,1,1\n")
-    assert read_trace(path, context=100) == [Wish(0.0, 1, 1), Wish(2.5, 3, 2)]
+    assert read_trace(path, context=100) == [TraceRequest(0.0, 1, 1), TraceRequest(2.5, 3, 2)]
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_prompts_repeat_with_their_seed_and_avoid_what_they_shall() -> None:
 
 
 def test_words_are_as_many_as_asked_for() -> None:
-    assert len(words(40, 2).split()) == 40
-    assert words(40, 2) != words(40, 3)
+    assert len(random_words(40, 2).split()) == 40
+    assert random_words(40, 2) != random_words(40, 3)

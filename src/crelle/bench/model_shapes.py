@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import FormatError, SchemeError, UnsupportedError
-from crelle.eval.random_matrices import random_generator, random_matrix
 from crelle.formats.base import QuantTensor, bits_per_weight
 from crelle.models.loader import architecture
 from crelle.models.tensor_shapes import tensor_shapes

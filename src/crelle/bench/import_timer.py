@@ -1,4 +1,4 @@
-"""Run a program with a watch on it: `python -m crelle.eval.stopwatch MODULE ARGUMENTS…` calls the module's main().
+"""Run a program with a watch on it: `python -m crelle.bench.import_timer MODULE ARGUMENTS…` calls the module's main().
 
 Prints, as the last line of standard output, JSON of the seconds that each watched import and function took, all calls
 together. The watch is put in as modules are loaded, so that the program runs as it always does, in its own order.
@@ -42,7 +42,7 @@ def timed(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Watch(MetaPathFinder):
+class TimingFinder(MetaPathFinder):
     """Finds modules as the other finders do, and puts the watch into those that are listed above."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -72,7 +72,7 @@ def _watch_loader(name: str, loader: Loader) -> None:
 
 def main() -> None:
     spent[BEGUN] = monotonic()
-    sys.meta_path.insert(0, Watch())
+    sys.meta_path.insert(0, TimingFinder())
     del sys.argv[0]
     try:
         import_module(sys.argv[0]).main()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from crelle import quantize
+from crelle.bench import startup
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.eval import startup
 
 
 def test_parts_lie_within_the_whole(tiny_model: Path, tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_no_run_is_a_sentence() -> None:
 
 
 def test_the_watch_reports_even_when_the_command_fails() -> None:
-    command = [sys.executable, "-m", "crelle.eval.stopwatch", "crelle.cli.main", "--version"]
+    command = [sys.executable, "-m", "crelle.bench.import_timer", "crelle.cli.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     said, spent = done.stdout.splitlines()
     assert said.startswith("crelle ")

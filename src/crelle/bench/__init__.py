@@ -1,0 +1,1 @@
+"""Speed: kernels, decoding, serving, traces, energy, external programs. Results are checked before they are timed."""
