@@ -480,7 +480,7 @@ void bind_decoder(nb::module_ &m) {
       .def("__init__", &build, "parts"_a, "precision"_a)
       .def("blocks", &blocks, "layers"_a)
       .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "turned"_a, "center"_a)
-      .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = none,
+      .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert(),
            "table"_a.none().noconvert(), "logits"_a.noconvert(), "want"_a.none().noconvert() = none)
       .def("prefill", &prefill, "cache"_a, "token"_a.noconvert(), "count"_a.noconvert(), "position"_a.noconvert(),
            "row"_a.none().noconvert(), "table"_a.none().noconvert(), "logits"_a.noconvert(),

@@ -1,4 +1,8 @@
 // The small ops for any machine: the compiler's own choice of vectors.
+#if defined(__aarch64__)
+#include <arm_neon.h>  // conversion of f16: part of the base instruction set
+#endif
+
 #include "half.h"
 #include "ops.h"
 
