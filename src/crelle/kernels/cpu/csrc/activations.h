@@ -16,7 +16,7 @@
 #include <cstdint>
 
 #include "memory.h"
-#include "plan.h"
+#include "k_partition.h"
 #include "weight.h"
 
 namespace crelle::cpu {

@@ -6,7 +6,7 @@
 // stay in L1 and the softmax needs no second look at the keys. Parts of a sequence are put together by `combine`.
 // The values are asked for while the keys are looked at.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 // Vector j of a row of D numbers; the last one may be a part.
 template <class T>

@@ -1,9 +1,10 @@
 // Tiles of bf16: weights as numbers, f32 accumulation in the tiles from the first input to the last.
 //
-// A tile of weights is 16 outputs x 32 inputs, just what numbers.h makes of a chunk; a tile of x is 16 input pairs x 16
-// rows. D = 2 (Precision::Exact) splits both sides in two (hi + lo) and drops lo * lo: three products, 16 bits each.
+// A tile of weights is 16 outputs x 32 inputs, just what dequant_bf16.h makes of a chunk; a tile of x is 16 input pairs
+// x 16 rows. D = 2 (Precision::Exact) splits both sides in two (hi + lo) and drops lo * lo: three products, 16 bits
+// each.
 //
-// Included inside a namespace of the including file, after numbers.h.
+// Included inside a namespace of the including file, after dequant_bf16.h.
 
 // Pairs (a, b) of 16 rows: what a row's two numbers round to, beside each other, and what is left of both.
 CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {

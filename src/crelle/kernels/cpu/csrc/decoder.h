@@ -26,10 +26,10 @@
 #include <vector>
 
 #include "activations.h"
-#include "meeting.h"
+#include "barrier.h"
 #include "memory.h"
 #include "ops.h"
-#include "pages.h"
+#include "kv_pages.h"
 #include "pool.h"
 #include "weight.h"
 

@@ -5,7 +5,7 @@
 // three outputs for eight rows: a number is widened once for eight products, and eight sums are folded as one. A row
 // has the same bits either way.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 template <class T, int R, int M>
 CRELLE_INLINE void dense_tile(const T *w, size_t K, const float *x, size_t ldx, float *y, size_t ldy) {

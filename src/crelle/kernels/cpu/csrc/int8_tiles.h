@@ -1,12 +1,13 @@
 // Tiles of int8, for uniform grids and x rounded to int8: twice the multiplications of bf16 in a tile.
 //
 // A tile of weights is 16 outputs x 64 inputs, codes less their zero points; a tile of x is 16 input quads x 16 rows.
-// x has one scale per row and segment (plan.h), so that after at most two tiles the int32 sums have to leave the tile
-// registers, to be scaled by x and by W and added up in f32. That is as much work for the vector units as the products
-// are for the tiles; it is done for one segment while the tiles multiply the next, or it would eat up what int8 wins.
-// BCQ stays with bf16: its numbers are sums of P scales, each plane would need a product and a scaling of its own.
+// x has one scale per row and segment (k_partition.h), so that after at most two tiles the int32 sums have to leave the
+// tile registers, to be scaled by x and by W and added up in f32. That is as much work for the vector units as the
+// products are for the tiles; it is done for one segment while the tiles multiply the next, or it would eat up what
+// int8 wins. BCQ stays with bf16: its numbers are sums of P scales, each plane would need a product and a scaling of
+// its own.
 //
-// Included inside a namespace of the including file, after codes.h.
+// Included inside a namespace of the including file, after unpack_codes.h.
 
 constexpr int kStep = 64;  // inputs of a tile
 static_assert(kSegment == 2 * kStep && kStep == 2 * kChunk);

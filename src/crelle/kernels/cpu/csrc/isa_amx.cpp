@@ -2,7 +2,7 @@
 //
 //   bf16_tiles.h   any weight: its numbers as bf16, f32 accumulation. Precision::Exact splits both sides in two.
 //   int8_tiles.h   Precision::Int8, uniform grids: codes and rounded x as int8, int32 sums scaled segment by segment.
-//   digit_tiles.h  4 and 8 bits, few rows: what fields.h computes, as tiles.
+//   amx_codes.h  4 and 8 bits, few rows: what vnni_codes.h computes, as tiles.
 //
 // A tile of weights is 16 outputs, of x 16 rows; a result has outputs down and rows of x across. Four results (2 x 2
 // tiles: 32 outputs, 32 rows of x) give four multiplications for four tile loads. A way W of doing it has
@@ -23,7 +23,7 @@
 
 #include "gemm.h"
 #include "isa.h"
-#include "stream.h"
+#include "prefetch.h"
 
 #define CRELLE_INLINE inline __attribute__((always_inline))
 
@@ -105,11 +105,11 @@ CRELLE_INLINE void transpose(__m512i (&v)[16]) {
     }
 }
 
-#include "codes.h"
-#include "numbers.h"
+#include "unpack_codes.h"
+#include "dequant_bf16.h"
 #include "bf16_tiles.h"
 #include "int8_tiles.h"
-#include "digit_tiles.h"
+#include "amx_codes.h"
 
 Tiles tiles(const Weight &w, Precision p) {
   const int least = w.isa->gemm->int8_group;

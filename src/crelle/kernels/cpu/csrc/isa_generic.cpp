@@ -1,7 +1,7 @@
 // Portable C++: no intrinsics, plain loops over the byte-plane layout. Slow, and the second oracle of the others.
 #include "half.h"
 #include "isa.h"
-#include "stream.h"
+#include "prefetch.h"
 
 #define CRELLE_PORTABLE  // no intrinsics, also where the compiler has them
 #define CRELLE_INLINE inline __attribute__((always_inline))
@@ -11,7 +11,7 @@ namespace {
 namespace generic {
 
 #include "encode.h"
-#include "read.h"
+#include "read_bandwidth.h"
 
 constexpr int R = 16;
 

@@ -1,6 +1,6 @@
 // The small work between the products of a decode step: one table of functions per instruction set.
 //
-// All of it is written once, over vectors of 16 floats (lanes.h), and compiled once per set of compiler flags:
+// All of it is written once, over vectors of 16 floats (simd.h), and compiled once per set of compiler flags:
 //   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
@@ -97,7 +97,7 @@ struct Ops {
   void (*attend)(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart);
   // out [D] = the softmax over `parts` runs; run i's sums are at sums + i * stride
   void (*combine)(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out);
-  // Over tiles of 16 tokens, [n][16]: see tiles.h.
+  // Over tiles of 16 tokens, [n][16]: see transposed_ops.h.
   void (*tile_of_rows)(const float *rows, size_t ld, int count, int n, bool add, float *tile);
   void (*rows_of_tile)(const float *tile, int count, int n, float *rows, size_t ld);
   void (*norm_tile)(const float *x, const float *weight, float eps, int n, float *y);
@@ -106,7 +106,7 @@ struct Ops {
   void (*add_to_tile)(float *x, const float *bias, int n);
   void (*attend_block)(const AttendBlock &a, float *scratch);
   size_t (*attend_block_scratch)(int heads, int D);  // in floats
-  // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see unpack.h
+  // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see kv_dequant.h
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
 };
 

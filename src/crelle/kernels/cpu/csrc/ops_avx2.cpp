@@ -10,13 +10,13 @@ namespace crelle::cpu {
 namespace {
 namespace avx2 {
 
-#include "lanes.h"
+#include "simd.h"
 #include "small_ops.h"
 #include "dense.h"
 #include "attention.h"
-#include "tiles.h"
+#include "transposed_ops.h"
 #include "prefill_attention.h"
-#include "unpack.h"
+#include "kv_dequant.h"
 
 }  // namespace avx2
 }  // namespace

@@ -12,13 +12,13 @@ namespace crelle::cpu {
 namespace {
 namespace generic {
 
-#include "lanes.h"
+#include "simd.h"
 #include "small_ops.h"
 #include "dense.h"
 #include "attention.h"
-#include "tiles.h"
+#include "transposed_ops.h"
 #include "prefill_attention.h"
-#include "unpack.h"
+#include "kv_dequant.h"
 
 }  // namespace generic
 }  // namespace

@@ -1,11 +1,11 @@
 // Attention of a block of queries over all keys that they see, in f32 whatever the cache holds.
 //
-// Lanes are queries: 16 tokens of one head, as in tiles.h. Scores, softmax and outputs then need no sums across lanes,
-// and keys and values are read as they lie, a number at a time for all lanes. Query heads that share keys stand side
-// by side. Keys come in runs of kKeys; the softmax is kept up to date from run to run (largest score so far, sum,
-// weighted values), so that a run's scores never leave L1.
+// Lanes are queries: 16 tokens of one head, as in transposed_ops.h. Scores, softmax and outputs then need no sums
+// across lanes, and keys and values are read as they lie, a number at a time for all lanes. Query heads that share keys
+// stand side by side. Keys come in runs of kKeys; the softmax is kept up to date from run to run (largest score so far,
+// sum, weighted values), so that a run's scores never leave L1.
 //
-// Included inside a namespace of the including file, after lanes.h and small_ops.h.
+// Included inside a namespace of the including file, after simd.h and small_ops.h.
 
 constexpr float kUnseen = -1e38f;  // the score of a key that is not looked at: its weight is 0, and it is finite
 constexpr int kKeys = 64;          // of a run

@@ -1,6 +1,6 @@
 // Norms, rope, activations and their kin over one row of floats.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 template <class T>
 void load_row(const T *from, float *to, int n) {

@@ -15,7 +15,7 @@
 #include <cstdint>
 
 #include "memory.h"
-#include "plan.h"
+#include "k_partition.h"
 
 namespace crelle::cpu {
 

@@ -4,7 +4,7 @@
 // up across a vector. It is also what products of tiles take and give (gemm.h). Rows become tiles when tokens are
 // looked up, and tiles rows when keys and values are stored.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 // Rows to columns, 16 x 16: four rounds, each exchanges half of what two vectors hold.
 CRELLE_INLINE void turn_16(Vec (&v)[16]) {

@@ -4,7 +4,7 @@
 // 32 numbers up. Wider codes are computed in f32. With D = 2 every number comes as hi + lo, two bf16 that together have
 // 16 bits.
 //
-// Included inside a namespace of the including file, after codes.h.
+// Included inside a namespace of the including file, after unpack_codes.h.
 
 // 32 f32 to bf16: hi, and lo = what hi left over.
 template <int D>

@@ -1,7 +1,7 @@
-// 4- and 8-bit codes times the digits of several rows of x as tiles: the very sums of fields.h, to the last bit.
+// 4- and 8-bit codes times the digits of several rows of x as tiles: the very sums of vnni_codes.h, to the last bit.
 //
 // Sums of a segment are integers, so whoever adds them up gets the same; they are scaled here with the roundings that
-// they have there. So a row of x has the same bits alone, where fields.h is faster, and in a batch.
+// they have there. So a row of x has the same bits alone, where vnni_codes.h is faster, and in a batch.
 //
 //   A   digits of x       16 rows x 64 inputs, int8, one tile per digit
 //   B   codes             16 quads of inputs x 16 outputs, uint8: what a vector of the stream is, once it is unpacked
@@ -17,7 +17,7 @@
 // All of it must stay in L1 beside the digits (18 KB of 48 for 576 inputs), which is why parts are short: sums of nine
 // segments instead of three made it a third slower.
 //
-// Included inside a namespace of the including file, after codes.h.
+// Included inside a namespace of the including file, after unpack_codes.h.
 
 struct Stretch {  // a segment: where it lies in a block
   int codes, scales, chunks, group;

@@ -1,4 +1,4 @@
-#include "pages.h"
+#include "kv_pages.h"
 
 #include <algorithm>
 #include <cmath>

@@ -3,7 +3,7 @@
 // A dword of the weight vector holds four (eight) codes of one output; four digits of x are broadcast to all dwords.
 // The upper nibbles are not shifted down: their sums are 16 times too large, exactly, and are shifted once a segment.
 //
-// Included inside a namespace of the including file, after quad_planes.h.
+// Included inside a namespace of the including file, after lut_vpermb.h.
 
 // Blocks b, b + apart, … (B of them) for rows [m0, m0 + M) of x; see quad_block.
 template <int Bits, int D, int M, int B>
