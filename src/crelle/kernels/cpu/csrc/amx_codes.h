@@ -38,7 +38,7 @@ struct PackedDigits {
   int codes_bytes = 0;                     // of a segment
 
   void pack(const Weight &w, const Activations &a, int m0, int M) {
-    const Plan &p = w.plan;
+    const KPartition &p = w.partition;
     const int D = a.digits();
     segments.clear();
     int at = static_cast<int>(w.zeros_bytes), steps = 0;
@@ -227,7 +227,7 @@ CRELLE_INLINE void digit_panel(const Weight &w, const PackedDigits &x, int M, in
     ahead.next();
   };
   for (int u = 0; u < kRing - 1; ++u) unpack(u);
-  settle_memory();
+  compiler_fence();
 
   const uint8_t *digits = x.tiles;
   const auto multiply = [&](auto set, int u, int s, int *sums, bool first) __attribute__((always_inline)) {
@@ -237,7 +237,7 @@ CRELLE_INLINE void digit_panel(const Weight &w, const PackedDigits &x, int M, in
     Now::begin();
     for (int c = 0; c < chunks; c += 2, digits += D * kTileBytes, from += kTileBytes) Now::multiply(from, digits);
     if (!first) TileSet<1 - set, D>::store(sums - 512);
-    settle_memory();
+    compiler_fence();
     unpack(u + kRing - 1);
   };
 
@@ -272,7 +272,7 @@ CRELLE_INLINE void digit_panel(const Weight &w, const PackedDigits &x, int M, in
     } else {
       TileSet<1, D>::store(sums - 512);
     }
-    settle_memory();
+    compiler_fence();
     if (before.sums) scale(before);
     before = now;
     now.sums = now.sums == x.sums ? x.sums + kPart * 512 : x.sums;
@@ -290,7 +290,7 @@ __attribute__((noipa)) void digit_rows(PackedDigits &x, const Weight &w, const A
   x.pack(w, a, m0, M);
   TileConfig config;
   for (const int tile : {0, 1, 3, 4, 5, 7}) config.rows[tile] = static_cast<uint8_t>(M);
-  settle_memory();
+  compiler_fence();
   _tile_loadconfig(&config);
   if (M <= 8)
     digit_panel<Bits, D, 8>(w, x, M, b0, b1, y + m0 * ldy, ldy);

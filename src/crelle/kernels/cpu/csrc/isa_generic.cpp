@@ -54,8 +54,8 @@ float dot(const Weight &w, const Activations &a, int m, int b, int r) {
   at += w.zeros_bytes;
   const float *scale = a.scales(m), *sum = a.sums(m);
   float y = 0;
-  for (int g = 0; g < w.plan.groups; ++g) {
-    const int chunks = w.plan.chunks_of(g);
+  for (int g = 0; g < w.partition.groups; ++g) {
+    const int chunks = w.partition.chunks_of(g);
     const uint8_t *scales = at;
     at += w.scale_bytes;
     float part[8] = {}, fused = 0;  // sums over the group of b_p x; of all planes, 2^(P-1-p) b_p x

@@ -112,7 +112,7 @@ private:
   void place(const LayerWeights &l, int layer, int tile);
   void attend(const LayerWeights &l, int layer, int tile, int tiles, int kv);
   void add_to_stream(const Matrix &m, const Norm &post);
-  void turn_back(float *tile, int heads, int count) const;
+  void hadamard_tile(float *tile, int heads, int count) const;
 
   int tiles() const { return int(tiles_.size()); }
   int rows() const { return tiles_.empty() ? 0 : tiles_.back().row + tiles_.back().count; }
