@@ -266,4 +266,4 @@ def test_a_cache_of_another_model_is_refused(model: DecoderModel, tmp_path: Path
     bound = FusedDecoder(take_apart(other))._core.blocks(kv)
     one = torch.zeros(1, dtype=torch.int64).numpy()
     with pytest.raises(ValueError, match="other sizes"):
-        FusedDecoder(take_apart(model))._core.step(bound, one, one)
+        FusedDecoder(take_apart(model))._core.step(bound, one, one, None, None, torch.zeros(1, 259).numpy())

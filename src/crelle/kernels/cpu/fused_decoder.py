@@ -247,10 +247,10 @@ class FusedDecoder:
             return bound
         if isinstance(kv, Paged):
             fmt, size = kv.layers[0].format, kv.layers[0].head_size
-            turned = turned_together(size) if fmt.rotate else 0
+            hadamard_block = turned_together(size) if fmt.rotate else 0
             words = [p.words.numpy() for p in kv.layers if p.words is not None]
             centers = [c.numpy() for c in kv.centers]
-            bound = self._core.pages([p.codes for p in kv.layers], words, fmt.bits, turned, centers)
+            bound = self._core.pages([p.codes for p in kv.layers], words, fmt.bits, hadamard_block, centers)
         else:
             bound = self._core.blocks(tensors)
         self._latest = tensors, bound

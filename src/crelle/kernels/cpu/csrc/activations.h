@@ -16,7 +16,7 @@
 #include <cstdint>
 
 #include "memory.h"
-#include "plan.h"
+#include "k_partition.h"
 #include "weight.h"
 
 namespace crelle::cpu {
@@ -28,7 +28,7 @@ struct Activations {
   Stream stream = Stream::QuadPlanes;
   Precision precision = Precision::Int8;
   int M = 0;
-  Plan plan;
+  KPartition partition;
   size_t row_bytes = 0;  // codes of one row of x
   Buffer codes;          // [M][chunks][tables 128 B or digits 32 B][bytes of a value]
   Buffer scale_buffer;   // float [M][segments]
@@ -39,12 +39,12 @@ struct Activations {
   const uint8_t *row(int m) const { return codes.data() + size_t(m) * row_bytes; }
   // What a unit of the integers is worth.
   const float *scales(int m) const {
-    return reinterpret_cast<const float *>(scale_buffer.data()) + size_t(m) * plan.segments;
+    return reinterpret_cast<const float *>(scale_buffer.data()) + size_t(m) * partition.segments;
   }
   // The sum of each group's inputs: of x itself for tables, of the rounded x for digits. There the error of
   // sum (q - zero) d is small only if both terms see the same rounded d.
   const float *sums(int m) const {
-    return reinterpret_cast<const float *>(sum_buffer.data()) + size_t(m) * plan.groups;
+    return reinterpret_cast<const float *>(sum_buffer.data()) + size_t(m) * partition.groups;
   }
   float factor(int m) const { return reinterpret_cast<const float *>(factor_buffer.data())[m]; }
   float &factor(int m) { return floats_of(factor_buffer)[m]; }
@@ -52,7 +52,7 @@ struct Activations {
   float *sums(int m) { return const_cast<float *>(static_cast<const Activations *>(this)->sums(m)); }
 
   // Whether these integers are the ones that w multiplies.
-  bool fits(const Weight &w) const { return isa == w.isa && stream == w.stream && plan == w.plan; }
+  bool fits(const Weight &w) const { return isa == w.isa && stream == w.stream && partition == w.partition; }
 
   // Get the buffers ready for M rows of what w takes; no allocation when they are large enough already.
   void shape(const Weight &w, int M, Precision precision);

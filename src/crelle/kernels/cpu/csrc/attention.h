@@ -1,14 +1,14 @@
 // Up to kHeads query heads over a run of cached keys and values that they share, in f32 whatever the cache holds.
-// A head's numbers are the same alone and beside others.
+// A head has the same bits alone and beside others.
 //
 // Scores of 16 keys are summed side by side, lane by lane, and the 16 vectors folded into one at the end: a fold per
 // key would cost more than its products. The run is short (decoder.h cuts a sequence into runs of kRun), so the scores
 // stay in L1 and the softmax needs no second look at the keys. Parts of a sequence are put together by `combine`.
-// The values are asked for while the keys are looked at.
+// The values are prefetched while the keys are looked at.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
-// Vector j of a row of D numbers; the last one may be a part.
+// Vector j of a row of D values; the last one may be a part.
 template <class T>
 CRELLE_INLINE Vec piece(const T *row, int j, int D) {
   const int left = D - j * kLanes;
@@ -49,9 +49,9 @@ CRELLE_INLINE void scores_of_16(const float *q, size_t ldq, const T *k, int D, f
         for (int h = 0; h < H; ++h) v[h] = load(q + h * ldq + j * kLanes);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
-          const Vec numbers = take(row + size_t(i) * D + j * kLanes);
+          const Vec values = take(row + size_t(i) * D + j * kLanes);
 #pragma GCC unroll 3
-          for (int h = 0; h < H; ++h) sums[h][i] += v[h] * numbers;
+          for (int h = 0; h < H; ++h) sums[h][i] += v[h] * values;
         }
       };
       int j = 0;
@@ -76,9 +76,9 @@ CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, 
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
       const int at = (j0 + j) * kLanes;
-      const Vec numbers = Whole ? load(row + at) : load_first(row + at, D - at);
+      const Vec values = Whole ? load(row + at) : load_first(row + at, D - at);
 #pragma GCC unroll 3
-      for (int h = 0; h < H; ++h) sums[h][e][j] += numbers * weight[h * ldw + i];
+      for (int h = 0; h < H; ++h) sums[h][e][j] += values * weight[h * ldw + i];
     }
   };
   int i = 0;
@@ -105,7 +105,7 @@ CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, 
 // Scores to weights; returns the greatest score and the sum of the weights, which is NaN where a score is not finite:
 // a key that is infinite would otherwise have the weight 0 and be forgotten. Not inlined: beside the loops over keys
 // and values it cost 8% of attention on NEON.
-__attribute__((noinline)) inline Attended weigh(float *scores, int count) {
+__attribute__((noinline)) inline AttentionPartial weigh(float *scores, int count) {
   int wrong = 0;
   for (int i = 0; i < count; ++i) {
     int bits;
@@ -125,7 +125,7 @@ __attribute__((noinline)) inline Attended weigh(float *scores, int count) {
 }
 
 template <class T, bool Apart, int H>
-void attend_typed(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart) {
+void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
   const auto row = [&](const uint8_t *in_a_row, const uint8_t *const *apart, int i) __attribute__((always_inline)) {
     if constexpr (Apart) return reinterpret_cast<const T *>(apart[i / 16]) + size_t(i % 16) * a.D;
     return reinterpret_cast<const T *>(in_a_row) + size_t(i) * a.D;
@@ -156,7 +156,7 @@ void attend_typed(const Attend &a, Attended *parts, size_t parts_apart, float *o
 }
 
 template <class T, bool Apart>
-void attend_heads(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart) {
+void attend_heads(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
   if (kRegisters >= 32 && a.heads == 3) return attend_typed<T, Apart, 3>(a, parts, parts_apart, out, out_apart);
   if (kRegisters >= 32 && a.heads == 2) return attend_typed<T, Apart, 2>(a, parts, parts_apart, out, out_apart);
   Attend one = a;
@@ -164,16 +164,16 @@ void attend_heads(const Attend &a, Attended *parts, size_t parts_apart, float *o
     attend_typed<T, Apart, 1>(one, parts + h * parts_apart, parts_apart, out + h * out_apart, out_apart);
 }
 
-inline void attend(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart) {
+inline void attend(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
   const auto run = [&]<class T>(T) {
     (a.k16 ? attend_heads<T, true> : attend_heads<T, false>)(a, parts, parts_apart, out, out_apart);
   };
-  if (a.type == Number::F32) return run(float{});
-  if (a.type == Number::F16) return run(Half{});
+  if (a.type == DType::F32) return run(float{});
+  if (a.type == DType::F16) return run(Half{});
   run(Bfloat{});
 }
 
-inline void combine(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out) {
+inline void combine(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D, float *out) {
   float top = parts[0].top, total = 0;
   for (int c = 1; c < count; ++c) top = parts[c].top > top ? parts[c].top : top;
   for (int d = 0; d < D; ++d) out[d] = 0;

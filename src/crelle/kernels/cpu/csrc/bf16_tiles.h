@@ -1,11 +1,12 @@
-// Tiles of bf16: weights as numbers, f32 accumulation in the tiles from the first input to the last.
+// Tiles of bf16: weights as bf16, f32 accumulation in the tiles from the first input to the last.
 //
-// A tile of weights is 16 outputs x 32 inputs, just what numbers.h makes of a chunk; a tile of x is 16 input pairs x 16
-// rows. D = 2 (Precision::Exact) splits both sides in two (hi + lo) and drops lo * lo: three products, 16 bits each.
+// A tile of weights is 16 outputs x 32 inputs, just what dequant_bf16.h makes of a chunk; a tile of x is 16 input pairs
+// x 16 rows. D = 2 (Precision::Exact) splits both sides in two (hi + lo) and drops lo * lo: three products, 16 bits
+// each.
 //
-// Included inside a namespace of the including file, after numbers.h.
+// Included inside a namespace of the including file, after dequant_bf16.h.
 
-// Pairs (a, b) of 16 rows: what a row's two numbers round to, beside each other, and what is left of both.
+// Pairs (a, b) of 16 rows: what a row's two values round to, beside each other, and what is left of both.
 CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {
   const __m512i interleave =
       _mm512_add_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(0x10001),
@@ -16,15 +17,15 @@ CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {
 
 template <int D>
 struct Bf16Tiles {
-  static size_t bytes(const Weight &w) { return size_t(w.plan.chunks) * D * kTileBytes; }
+  static size_t bytes(const Weight &w) { return size_t(w.partition.chunks) * D * kTileBytes; }
 
-  static void block(const Weight &w, int b, uint8_t *out) { block_numbers<D>(w, b, out); }
+  static void block(const Weight &w, int b, uint8_t *out) { dequantize_block<D>(w, b, out); }
 
   // A tile of x: [chunk][D][16 pairs][16 rows][2] bf16, zero beyond M and beyond a group's end.
   static void pack_rows(const Weight &w, const float *x, int M, int tile, uint8_t *out) {
-    for (int g = 0; g < w.plan.groups; ++g)
-      for (int c = 0; c < w.plan.chunks_of(g); ++c, out += D * kTileBytes) {
-        const int left = w.plan.inputs_of(g) - c * kChunk;
+    for (int g = 0; g < w.partition.groups; ++g)
+      for (int c = 0; c < w.partition.chunks_of(g); ++c, out += D * kTileBytes) {
+        const int left = w.partition.inputs_of(g) - c * kChunk;
         const __mmask16 low = left >= 16 ? 0xffff : (1u << left) - 1;
         const __mmask16 high = left >= 32 ? 0xffff : left > 16 ? (1u << (left - 16)) - 1 : 0;
         __m512i v[D][16];
@@ -32,7 +33,7 @@ struct Bf16Tiles {
           const int m = tile * kTileRows + i;
           __m512i parts[D] = {};
           if (m < M) {
-            const float *at = x + size_t(m) * w.K + size_t(g) * w.plan.G + c * kChunk;
+            const float *at = x + size_t(m) * w.K + size_t(g) * w.partition.G + c * kChunk;
             split<D>(_mm512_maskz_loadu_ps(low, at), _mm512_maskz_loadu_ps(high, at + 16), parts);
           }
           for (int d = 0; d < D; ++d) v[d][i] = parts[d];
@@ -45,10 +46,10 @@ struct Bf16Tiles {
   }
 
   static void pack_lanes(const Weight &w, const float *x, uint8_t *out) {
-    for (int g = 0; g < w.plan.groups; ++g)
-      for (int c = 0; c < w.plan.chunks_of(g); ++c, out += D * kTileBytes) {
-        const int left = w.plan.inputs_of(g) - c * kChunk;
-        const float *at = x + (size_t(g) * w.plan.G + c * kChunk) * kTileRows;
+    for (int g = 0; g < w.partition.groups; ++g)
+      for (int c = 0; c < w.partition.chunks_of(g); ++c, out += D * kTileBytes) {
+        const int left = w.partition.inputs_of(g) - c * kChunk;
+        const float *at = x + (size_t(g) * w.partition.G + c * kChunk) * kTileRows;
         for (int i = 0; i < 16; ++i, at += 2 * kTileRows) {
           const __m512 a = 2 * i < left ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
           const __m512 b = 2 * i + 1 < left ? _mm512_loadu_ps(at + kTileRows) : _mm512_setzero_ps();

@@ -80,7 +80,7 @@ Decoder::Decoder(Model model) : model_(std::move(model)) {
 int Decoder::kind_of(const Matrix &m) {
   if (!m.coded) return -1;
   const auto same = [&](const Weight *w) {
-    return w->isa == m.coded->isa && w->stream == m.coded->stream && w->plan == m.coded->plan;
+    return w->isa == m.coded->isa && w->stream == m.coded->stream && w->partition == m.coded->partition;
   };
   const auto found = std::find_if(kinds_.begin(), kinds_.end(), same);
   const int kind = static_cast<int>(found - kinds_.begin());
@@ -133,14 +133,14 @@ void Decoder::arrange(int threads, int count, int runs) {
   qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
   hidden_.grow(B * inner * 2 * 4);
   branch_.grow(B * padded(model_.width) * 4);
-  parts_.grow(size_t(B) * H * runs_ * sizeof(Attended));
+  parts_.grow(size_t(B) * H * runs_ * sizeof(AttentionPartial));
   sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
   angles_.grow(size_t(B) * padded(model_.angles()) * 4);
   // A thread's own: the input of a product, its output; queries, a key, its value, scores; of pages, a run as floats.
   scratch_floats_ =
       B * widest * 2 + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1) + 2 * padded(size_t(kRun) * D);
   scratch_.grow(threads * scratch_floats_ * 4);
-  if (threads != threads_) meeting_.reset(threads);
+  if (threads != threads_) barrier_.reset(threads);
   threads_ = threads, B_ = B;
   for (auto &of_kind : encoded_) of_kind[0].M = count;
 }

@@ -1,9 +1,9 @@
 // One decode step of a decoder (crelle/kernels/spec.py): B tokens in, B rows of logits out, one parallel region in
-// between. The tokens are of different texts, or some of them of one text, one behind the other: a row has the same
-// bits either way.
+// between. The tokens are of different sequences, or some of them of one sequence, one behind the other: a row has the
+// same bits either way.
 //
 // A step of a small model is 150 products of 5 to 10 microseconds each; what a framework does between two of them
-// costs as much. Here all threads walk through the layers together and meet at five barriers a layer:
+// costs as much. Here all threads walk through the layers together and wait at five barriers a layer:
 //
 //   attention input   norm, encode           q, k, v rows                       |
 //   attention         rope, append           (row, kv head, run of keys, head)  |
@@ -14,8 +14,8 @@
 // Models that norm what attention and feed-forward give before it is added (sandwich) have a barrier more for each.
 //
 // What comes before a product is small and every thread does all of it for itself when B = 1: that is cheaper than one
-// more barrier. With more rows the threads share them and meet once more; where several are of one text, keys and
-// values of all are appended first, and there is one more meeting. Which thread computes a row never changes
+// more barrier. With more rows the threads share them and wait once more; where several are of one sequence, keys and
+// values of all are appended first, and there is one more barrier. Which thread computes a row never changes
 // the row, so results are the same for any number of threads.
 #pragma once
 
@@ -26,10 +26,10 @@
 #include <vector>
 
 #include "activations.h"
-#include "meeting.h"
+#include "barrier.h"
 #include "memory.h"
 #include "ops.h"
-#include "pages.h"
+#include "kv_pages.h"
 #include "pool.h"
 #include "weight.h"
 
@@ -140,7 +140,7 @@ private:
   Model model_;
   const Ops *ops_;
   std::mutex mutex_;  // guards everything below
-  Meeting meeting_;
+  Barrier barrier_;
   int threads_ = 0, B_ = 0;                        // what the buffers below are arranged for
   std::vector<const Weight *> kinds_;              // one weight for every way in which activations are encoded
   std::vector<std::vector<Activations>> encoded_;  // [kind][thread]

@@ -32,16 +32,16 @@ void require(bool ok, const std::string &what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
-Number number_of(nb::dlpack::dtype d) {
-  if (d == nb::dtype<float>()) return Number::F32;
-  require(d.bits == 16 && d.lanes == 1, "numbers must be f32, f16 or bf16");
-  if (d.code == uint8_t(nb::dlpack::dtype_code::Float)) return Number::F16;
-  require(d.code == uint8_t(nb::dlpack::dtype_code::Bfloat), "numbers must be f32, f16 or bf16");
-  return Number::BF16;
+DType dtype_of(nb::dlpack::dtype d) {
+  if (d == nb::dtype<float>()) return DType::F32;
+  require(d.bits == 16 && d.lanes == 1, "values must be f32, f16 or bf16");
+  if (d.code == uint8_t(nb::dlpack::dtype_code::Float)) return DType::F16;
+  require(d.code == uint8_t(nb::dlpack::dtype_code::Bfloat), "values must be f32, f16 or bf16");
+  return DType::BF16;
 }
 
 Dense dense_of(const AnyMatrix &a) {
-  return {static_cast<const uint8_t *>(a.data()), number_of(a.dtype()), int(a.shape(0)), int(a.shape(1))};
+  return {static_cast<const uint8_t *>(a.data()), dtype_of(a.dtype()), int(a.shape(0)), int(a.shape(1))};
 }
 
 Activation activation_of(const std::string &name) {
@@ -69,7 +69,7 @@ struct Owned {
   const float *vector(nb::handle h, size_t n, const char *what) {
     if (h.is_none()) return nullptr;
     const auto a = take<In<float, 1>>(h);
-    require(a.shape(0) == n, std::string(what) + " must have " + std::to_string(n) + " numbers");
+    require(a.shape(0) == n, std::string(what) + " must have " + std::to_string(n) + " values");
     return a.data();
   }
 
@@ -179,11 +179,11 @@ BoundCache blocks(const Owned &self, std::vector<AnyCache> layers) {
   require(layers.size() == m.layers.size(), "the cache must have one array per layer");
   BoundCache made;
   Cache &c = made.cache;
-  c.type = number_of(layers[0].dtype());
+  c.type = dtype_of(layers[0].dtype());
   c.heads = m.kv_heads, c.head_size = m.head_size;
   c.rows = int(layers[0].shape(1)), c.capacity = int(layers[0].shape(3));
   for (const AnyCache &a : layers) {
-    require(number_of(a.dtype()) == c.type && a.shape(0) == 2 && int(a.shape(1)) == c.rows &&
+    require(dtype_of(a.dtype()) == c.type && a.shape(0) == 2 && int(a.shape(1)) == c.rows &&
                 int(a.shape(2)) == m.kv_heads && int(a.shape(3)) == c.capacity && int(a.shape(4)) == m.head_size,
             "a layer's cache must be [2, rows, kv_heads, capacity, head_size], alike in all layers");
     c.layers.push_back(static_cast<uint8_t *>(a.data()));
@@ -194,20 +194,21 @@ BoundCache blocks(const Owned &self, std::vector<AnyCache> layers) {
 
 using Words = Out<int16_t, 5>;
 
-// Pages instead: codes (or numbers) and words of every layer.
-BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<Words> words, int bits, int turned,
-                 std::vector<In<float, 2>> center) {
+// Pages instead: codes (or values) and words of every layer.
+BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<Words> words, int bits,
+                 int hadamard_block, std::vector<In<float, 2>> center) {
   const Model &m = self.decoder->model();
   require(layers.size() == m.layers.size() && (bits == 16 ? words.empty() : words.size() == layers.size()),
           "pages must have one array of codes per layer, and one of words where they are coded");
   require(bits == 16 || bits == 8 || bits == 4, "pages have 16, 8 or 4 bits");
-  require(m.head_size <= 512 && (turned == 0 || (m.head_size % turned == 0 && (turned & (turned - 1)) == 0)),
-          "channels are turned together in powers of two that divide the head");
+  require(m.head_size <= 512 && (hadamard_block == 0 ||
+                                 (m.head_size % hadamard_block == 0 && (hadamard_block & (hadamard_block - 1)) == 0)),
+          "channels are rotated together in powers of two that divide the head");
   require(center.empty() || center.size() == layers.size(), "one centre per layer");
   BoundCache made;
   Cache &c = made.cache;
-  c.bits = bits, c.turned = turned;
-  c.type = bits == 16 ? number_of(layers[0].dtype()) : Number::F32;
+  c.bits = bits, c.hadamard_block = hadamard_block;
+  c.type = bits == 16 ? dtype_of(layers[0].dtype()) : DType::F32;
   c.heads = m.kv_heads, c.head_size = m.head_size;
   c.page = int(layers[0].shape(3));
   require(c.page >= 1, "a page holds at least one token");
@@ -215,8 +216,8 @@ BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<Wo
   for (size_t i = 0; i < layers.size(); ++i) {
     const AnyCache &a = layers[i];
     require(a.shape(0) == count && a.shape(1) == 2 && int(a.shape(2)) == m.kv_heads && int(a.shape(3)) == c.page &&
-                a.shape(4) == row && (bits == 16 ? number_of(a.dtype()) == c.type : a.dtype() == nb::dtype<uint8_t>()),
-            "pages must be [pages, 2, kv_heads, page, numbers or bytes of a head], alike in all layers");
+                a.shape(4) == row && (bits == 16 ? dtype_of(a.dtype()) == c.type : a.dtype() == nb::dtype<uint8_t>()),
+            "pages must be [pages, 2, kv_heads, page, values or bytes of a head], alike in all layers");
     c.layers.push_back(static_cast<uint8_t *>(a.data()));
     made.arrays.emplace_back(nb::ndarray<>(a.handle()));
     if (bits == 16) continue;
@@ -414,7 +415,7 @@ void rms_norm(In<float, 2> x, In<float, 1> weight, float eps, Out<float, 2> y) {
 void rope(Out<float, 2> x, In<float, 1> cos, In<float, 1> sin) {
   const size_t D = x.shape(1);
   require(D % 2 == 0 && cos.shape(0) == D / 2 && sin.shape(0) == D / 2, "x [M, D], cos and sin [D/2]");
-  for (size_t m = 0; m < x.shape(0); ++m) ops_of(isa()).turn(x.data() + m * D, cos.data(), sin.data(), int(D));
+  for (size_t m = 0; m < x.shape(0); ++m) ops_of(isa()).rope(x.data() + m * D, cos.data(), sin.data(), int(D));
 }
 
 void layer_norm(In<float, 2> x, In<float, 1> weight, std::optional<In<float, 1>> bias, float eps, Out<float, 2> y) {
@@ -441,7 +442,7 @@ void dense_matmul(In<float, 2> x, AnyMatrix weight, Out<float, 2> y) {
   });
 }
 
-// One query [D], already turned, over keys and values [S, D], in runs of kRun.
+// One query [D], already rotated, over keys and values [S, D], in runs of kRun.
 void attention(In<float, 1> q, AnyMatrix keys, AnyMatrix values, Out<float, 1> out) {
   const Dense k = dense_of(keys), v = dense_of(values);
   const int D = k.K, S = k.N, runs = (S + Decoder::kRun - 1) / Decoder::kRun;
@@ -451,7 +452,7 @@ void attention(In<float, 1> q, AnyMatrix keys, AnyMatrix values, Out<float, 1> o
   std::vector<float> query((D + 15) / 16 * 16), scores(Decoder::kRun + 16), sums(size_t(runs) * D);
   std::copy_n(q.data(), D, query.data());
   ops.scale(query.data(), 1.0f / std::sqrt(static_cast<float>(D)), D);
-  std::vector<Attended> parts(runs);
+  std::vector<AttentionPartial> parts(runs);
   for (int r = 0; r < runs; ++r) {
     const int from = r * Decoder::kRun, count = std::min(S - from, Decoder::kRun);
     const bool last = r + 1 == runs;  // its last key as the token's own
@@ -479,8 +480,8 @@ void bind_decoder(nb::module_ &m) {
   nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.fused_decoder.")
       .def("__init__", &build, "parts"_a, "precision"_a)
       .def("blocks", &blocks, "layers"_a)
-      .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "turned"_a, "center"_a)
-      .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert() = none,
+      .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "hadamard_block"_a, "center"_a)
+      .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert(),
            "table"_a.none().noconvert(), "logits"_a.noconvert(), "want"_a.none().noconvert() = none)
       .def("prefill", &prefill, "cache"_a, "token"_a.noconvert(), "count"_a.noconvert(), "position"_a.noconvert(),
            "row"_a.none().noconvert(), "table"_a.none().noconvert(), "logits"_a.noconvert(),

@@ -1,4 +1,4 @@
-// One step of a decoder: what each thread does between the meetings of all.
+// One step of a decoder: what each thread does between the barriers.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -36,7 +36,7 @@ struct Decoder::Work {
                                                                                                        D);
   int unpacked[4] = {-1, -1, -1, -1};  // which (layer, row, head, first key) lies there
   // Whether keys and values of all tokens are stored, and queries made ready, before attention begins. Where some are
-  // of one text it must be so; with pages and several texts it is cheaper than to do it again for every head.
+  // of one sequence it must be so; with pages and several sequences it is cheaper than to do it again for every head.
   const bool ahead = in.together || (!alone && cache.paged());
   using Clock = std::chrono::steady_clock;
   Clock::time_point last{};
@@ -44,47 +44,47 @@ struct Decoder::Work {
   void run() {
     if (d.timing_) last = Clock::now();
     embed();
-    meet(Embed);
+    sync(Embed);
     for (size_t i = 0; i < model.layers.size(); ++i) {
       const LayerWeights &l = model.layers[i];
       const std::vector<Share> *share = &d.shares_[i * kMatrices];
-      warm(l.q, share[0][t]);
+      prefetch_rows(l.q, share[0][t]);
       norm(l.norm_attention);
       encode({&l.q, &l.k, &l.v}, input, ld_in, in0, in1);
       float *q = qkv, *k = q + H * D, *v = k + Hkv * D;
       multiply(l.q, share[0], input, ld_in, B, q, ld_qkv);
       multiply(l.k, share[1], input, ld_in, B, k, ld_qkv);
       multiply(l.v, share[2], input, ld_in, B, v, ld_qkv);
-      meet(Qkv);
+      sync(Qkv);
       if (ahead) {
         append(l, int(i));
-        d.meeting_.arrive_and_wait(t, n);
+        d.barrier_.arrive_and_wait(t, n);
       }
       attention(l, int(i));
-      meet(Attention);
-      warm(l.o, share[3][t]);
+      sync(Attention);
+      prefetch_rows(l.o, share[3][t]);
       combine_heads(l);
       encode({&l.o}, input, ld_in, in0, in1);
       add_to_stream(l.o, share[3], l.post_attention_norm, input, ld_in);
-      meet(Output);
-      warm(l.gate, share[4][t]);
+      sync(Output);
+      prefetch_rows(l.gate, share[4][t]);
       norm(l.norm_mlp);
       encode({&l.gate, &l.up}, input, ld_in, in0, in1);
       feed_forward(l, share);
-      meet(GateUp);
-      warm(l.down, share[6][t]);
+      sync(GateUp);
+      prefetch_rows(l.down, share[6][t]);
       const size_t inner = padded(l.gate.N);
       encode({&l.down}, floats_of(d.hidden_), inner, in0, in1);
       add_to_stream(l.down, share[6], l.post_mlp_norm, floats_of(d.hidden_), inner);
-      meet(Down);
+      sync(Down);
     }
     if (in.wanted > 0) finish();
   }
 
-  void meet(Phase phase) {
-    if (!d.timing_ || t > 0) return d.meeting_.arrive_and_wait(t, n);
+  void sync(Phase phase) {
+    if (!d.timing_ || t > 0) return d.barrier_.arrive_and_wait(t, n);
     const auto here = Clock::now();
-    d.meeting_.arrive_and_wait(t, n);
+    d.barrier_.arrive_and_wait(t, n);
     d.times_.waited += seconds_since(here);
     d.times_.phase[phase] += seconds_since(last);
     last = Clock::now();
@@ -117,9 +117,9 @@ struct Decoder::Work {
     }
   }
 
-  // Ask for the first lines of the matrix: they arrive while its input is prepared. No more than a core keeps in
+  // Prefetch the first lines of the matrix: they arrive while its input is prepared. No more than a core keeps in
   // flight, or the preparation would wait behind them.
-  static void warm(const Matrix &m, const Share &s) {
+  static void prefetch_rows(const Matrix &m, const Share &s) {
     auto [at, end] = m.bytes(s.row0, s.row1);
     end = std::min(end, at + 32 * 64);
     for (; at < end; at += 64) __builtin_prefetch(at);
@@ -137,7 +137,7 @@ struct Decoder::Work {
       encode_rows(d.encoded_[m->kind][alone ? t : 0], x, ldx, begin, end);
       done |= uint64_t{1} << m->kind;
     }
-    if (!alone) d.meeting_.arrive_and_wait(t, n);
+    if (!alone) d.barrier_.arrive_and_wait(t, n);
     if (d.timing_ && t == 0) d.times_.prepared += seconds_since(last);
   }
 
@@ -162,7 +162,7 @@ struct Decoder::Work {
       return;
     }
     multiply(m, shares, x, ldx, B, branch, ld);
-    d.meeting_.arrive_and_wait(t, n);
+    d.barrier_.arrive_and_wait(t, n);
     for (int b = in0; b < in1; ++b) {  // alone, every thread norms the row for itself and adds its share
       norm_row(ops, post, branch + b * ld, width, output);
       if (alone)
@@ -178,8 +178,8 @@ struct Decoder::Work {
   }
 
   // Pieces of work: row of the batch, kv head, run of keys, query head; neighbours read the same keys. Tokens of one
-  // text that stand side by side take a run one after the other. Each thread takes the pieces whose middle lies in its
-  // share of all keys. While the heads of a run look at its keys, those of the next run are asked for.
+  // sequence that stand side by side take a run one after the other. Each thread takes the pieces whose middle lies in
+  // its share of all keys. While the heads of a run look at its keys, those of the next run are prefetched.
   void attention(const LayerWeights &l, int layer) {
     const int G = H / Hkv;
     int64_t total = 0, done = 0;
@@ -209,11 +209,11 @@ struct Decoder::Work {
             }
             if (begin < end && b == b0 && ahead && cache.paged()) {
               if (run < last_run)
-                ask(l, layer, b, kv, run + 1);
+                prefetch(l, layer, b, kv, run + 1);
               else if (kv + 1 < Hkv)
-                ask(l, layer, b, kv + 1, first_run);
+                prefetch(l, layer, b, kv + 1, first_run);
               else if (b1 < B)
-                ask(l, layer, b1, 0, first_key(l, b1) / kRun);
+                prefetch(l, layer, b1, 0, first_key(l, b1) / kRun);
             }
             for (int g = begin, some; g < end; g += some) {
               some = end - g == 4 ? 2 : std::min(kHeads, end - g);
@@ -227,13 +227,13 @@ struct Decoder::Work {
     return {cache, in.pages + size_t(row[b]) * in.width, layer, kv, Hkv, D};
   }
 
-  void ask(const LayerWeights &l, int layer, int b, int kv, int run) {
+  void prefetch(const LayerWeights &l, int layer, int b, int kv, int run) {
     const PagedHead where = paged(layer, b, kv);
     const int from = std::max(first_key(l, b), run * kRun), to = std::min(int(position[b]), run * kRun + kRun - 1);
-    where.ask(from, to - from + 1);
+    where.prefetch(from, to - from + 1);
   }
 
-  // Store the keys and values of all tokens: where some of them belong to one text, the later ones see the earlier.
+  // Store the keys and values of all tokens: where some of them belong to one sequence, the later ones see the earlier.
   // Of pages, also make the queries ready where they lie.
   void append(const LayerWeights &l, int layer) {
     float *key = head_scratch;
@@ -261,7 +261,7 @@ struct Decoder::Work {
   // A query as attention takes it.
   void query(const LayerWeights &l, int b, const float *from, float *out) {
     place(l, b, from, l.q_norm, out);
-    if (cache.turned) hadamard(out, D, cache.turned);
+    if (cache.hadamard_block) hadamard(out, D, cache.hadamard_block);
     ops.scale(out, l.scale, D);
   }
 
@@ -277,7 +277,7 @@ struct Decoder::Work {
       std::fill(q + h * padded(D) + D, q + (h + 1) * padded(D), 0.0f);
     }
     if (cache.paged()) return attend_pages(l, layer, b, kv, head, heads, from, to, run);
-    const Number type = cache.type;
+    const DType type = cache.type;
     const size_t row_bytes = D * size_of(type), plane = size_t(cache.capacity) * row_bytes;
     uint8_t *k = cache.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane;
     uint8_t *v = k + size_t(cache.rows) * Hkv * plane;
@@ -311,8 +311,8 @@ struct Decoder::Work {
 
   void attend(const Attend &a, int b, int head, int run) {
     const size_t at = (size_t(b) * H + head) * d.runs_ + run, apart = d.runs_;
-    ops.attend(a, reinterpret_cast<Attended *>(d.parts_.data()) + at, apart, floats_of(d.sums_) + at * padded(D),
-               apart * padded(D));
+    ops.attend(a, reinterpret_cast<AttentionPartial *>(d.parts_.data()) + at, apart,
+               floats_of(d.sums_) + at * padded(D), apart * padded(D));
   }
 
   // A head of q or k: normed and rotated by its position where the model does that.
@@ -324,10 +324,10 @@ struct Decoder::Work {
     if (l.rope < 0) return;
     const Rope &rope = model.ropes[l.rope];
     const float *cos = floats_of(d.angles_) + b * ld_angles + rope.at;
-    ops.turn(out, cos, cos + rope.channels() / 2, rope.channels());
+    ops.rope(out, cos, cos + rope.channels() / 2, rope.channels());
   }
 
-  // The same over pages: a run of codes becomes floats once for all heads that read it; numbers are read as they lie.
+  // The same over pages: a run of codes becomes floats once for all heads that read it; values are read as they lie.
   void attend_pages(const LayerWeights &l, int layer, int b, int kv, int head, int heads, int from, int to, int run) {
     const Cache &c = cache;
     const PagedHead where = paged(layer, b, kv);
@@ -339,14 +339,14 @@ struct Decoder::Work {
     const uint8_t *k16[kRun / 16], *v16[kRun / 16];
     for (int i = 0; as_they_lie && i < count; i += 16)
       k16[i / 16] = where.at(0, from + i), v16[i / 16] = where.at(1, from + i);
-    if (!as_they_lie && !std::equal(now, now + 4, unpacked)) {  // for all tokens of the text that read this run
+    if (!as_they_lie && !std::equal(now, now + 4, unpacked)) {  // for all tokens of the sequence that read this run
       const int all =
           in.together ? int(std::min<int64_t>(from / kRun * kRun + kRun - 1, in.upto[b])) - from + 1 : count;
       where.read(ops, 0, from, all, run_k);
       where.read(ops, 1, from, all, run_v);
       std::copy_n(now, 4, unpacked);
     }
-    Attend a{as_they_lie ? c.type : Number::F32, D,     heads,   q,       reinterpret_cast<uint8_t *>(run_k),
+    Attend a{as_they_lie ? c.type : DType::F32,  D,     heads,   q,       reinterpret_cast<uint8_t *>(run_k),
              reinterpret_cast<uint8_t *>(run_v), count, nullptr, nullptr, own_v + padded(D)};
     if (as_they_lie) a.k16 = k16, a.v16 = v16;
     if (newest) {
@@ -361,7 +361,7 @@ struct Decoder::Work {
         place(l, b, row_qkv + (H + kv) * D, l.k_norm, key);
         where.write(ops, 0, to, key, keep, own_k);
         where.write(ops, 1, to, row_qkv + (H + Hkv + kv) * D, keep, own_v);
-        if (as_they_lie) {  // as in the pages around it; what is a number there already stays the same
+        if (as_they_lie) {  // as in the pages around it; what is a value there already stays the same
           ops.store(c.type, own_k, reinterpret_cast<uint8_t *>(own_k), D);
           ops.store(c.type, own_v, reinterpret_cast<uint8_t *>(own_v), D);
         }
@@ -375,9 +375,9 @@ struct Decoder::Work {
       const int runs = int(position[b]) / kRun - first_key(l, b) / kRun + 1;
       for (int h = 0; h < H; ++h) {
         const size_t at = (size_t(b) * H + h) * d.runs_;
-        ops.combine(reinterpret_cast<const Attended *>(d.parts_.data()) + at, floats_of(d.sums_) + at * padded(D),
-                    padded(D), runs, D, input + b * ld_in + h * D);
-        if (cache.turned) hadamard(input + b * ld_in + h * D, D, cache.turned);
+        ops.combine(reinterpret_cast<const AttentionPartial *>(d.parts_.data()) + at,
+                    floats_of(d.sums_) + at * padded(D), padded(D), runs, D, input + b * ld_in + h * D);
+        if (cache.hadamard_block) hadamard(input + b * ld_in + h * D, D, cache.hadamard_block);
       }
     }
   }
@@ -397,7 +397,7 @@ struct Decoder::Work {
   // Logits of the tokens that are wanted, side by side from the first row of the input on.
   void finish() {
     const int V = model.head.N, W = in.wanted, first = alone ? 0 : part(W, t, n), last = alone ? 1 : part(W, t + 1, n);
-    warm(model.head, d.shares_.back()[t]);
+    prefetch_rows(model.head, d.shares_.back()[t]);
     for (int i = first; i < last; ++i) {
       const float *x = stream + in.want[i] * ld;
       if (model.norm)
@@ -408,7 +408,7 @@ struct Decoder::Work {
     if (!alone && t == 0 && model.head.kind >= 0) d.encoded_[model.head.kind][0].M = W;  // nobody reads it just now
     encode({&model.head}, input, ld_in, first, last);
     multiply(model.head, d.shares_.back(), input, ld_in, W, logits, V);
-    meet(Head);
+    sync(Head);
   }
 };
 

@@ -1,11 +1,11 @@
 // Products with a matrix that is not quantized, read where it lies (a memory-mapped file, a torch tensor).
 //
 // Four outputs at a time: four chains of multiply-adds hide the latency, and x is loaded once for all of them. The
-// numbers are widened to f32 in registers; the matrix is read once for up to four rows of x. From eight rows on it is
-// three outputs for eight rows: a number is widened once for eight products, and eight sums are folded as one. A row
+// values are widened to f32 in registers; the matrix is read once for up to four rows of x. From eight rows on it is
+// three outputs for eight rows: a value is widened once for eight products, and eight sums are folded as one. A row
 // has the same bits either way.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 template <class T, int R, int M>
 CRELLE_INLINE void dense_tile(const T *w, size_t K, const float *x, size_t ldx, float *y, size_t ldy) {
@@ -15,8 +15,8 @@ CRELLE_INLINE void dense_tile(const T *w, size_t K, const float *x, size_t ldx, 
     Vec v[M];
     for (int m = 0; m < M; ++m) v[m] = take(x + m * ldx + k);
     for (int r = 0; r < R; ++r) {
-      const Vec numbers = take(w + r * K + k);
-      for (int m = 0; m < M; ++m) sums[m][r] += numbers * v[m];
+      const Vec values = take(w + r * K + k);
+      for (int m = 0; m < M; ++m) sums[m][r] += values * v[m];
     }
   };
   for (; k + kLanes <= K; k += kLanes) step([](const auto *p) { return load(p); });
@@ -43,23 +43,23 @@ CRELLE_INLINE void sums_of_8(const Vec (&v)[8], float *out, size_t ld) {
   for (int i = 0; i < 8; ++i) out[i * ld] = d[2 * i];
 }
 
-// R outputs for eight rows of x; all sums in registers, so R <= 3. Ahead: ask for the next R outputs' numbers.
+// R outputs for eight rows of x; all sums in registers, so R <= 3. Ahead: prefetch the next R outputs.
 template <class T, int R, bool Ahead>
 CRELLE_INLINE void dense_eight(const T *w, size_t K, const float *x, size_t ldx, float *y, size_t ldy) {
   Vec sums[R][8] = {};
   size_t k = 0;
   const auto step = [&](auto &&take) __attribute__((always_inline)) {
-    Vec numbers[R];
+    Vec values[R];
 #pragma GCC unroll 3
     for (int r = 0; r < R; ++r) {
       if constexpr (Ahead) __builtin_prefetch(w + (R + r) * K + k);
-      numbers[r] = take(w + r * K + k);
+      values[r] = take(w + r * K + k);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < 8; ++m) {
       const Vec v = take(x + m * ldx + k);
 #pragma GCC unroll 3
-      for (int r = 0; r < R; ++r) sums[r][m] += numbers[r] * v;
+      for (int r = 0; r < R; ++r) sums[r][m] += values[r] * v;
     }
   };
   for (; k + kLanes <= K; k += kLanes) step([](const auto *p) __attribute__((always_inline)) { return load(p); });
@@ -95,9 +95,9 @@ void dense_rows(const T *w, size_t K, const float *x, size_t ldx, int M, float *
 }
 
 inline void dense(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1) {
-  if (w.type == Number::F32)
+  if (w.type == DType::F32)
     dense_rows(reinterpret_cast<const float *>(w.data), w.K, x, ldx, M, y, ldy, row0, row1);
-  else if (w.type == Number::F16)
+  else if (w.type == DType::F16)
     dense_rows(reinterpret_cast<const Half *>(w.data), w.K, x, ldx, M, y, ldy, row0, row1);
   else
     dense_rows(reinterpret_cast<const Bfloat *>(w.data), w.K, x, ldx, M, y, ldy, row0, row1);

@@ -147,9 +147,9 @@ CRELLE_INLINE int fill_digits(const float *x, int chunks, float inverse, uint8_t
 
 // Call fn(group, x, chunks) for every segment, x padded with zeros to whole chunks.
 template <class F>
-CRELLE_INLINE void for_segments(const Plan &plan, const float *x, F &&fn) {
-  for (int g = 0; g < plan.groups; ++g, x += plan.G) {
-    const int inputs = plan.inputs_of(g);
+CRELLE_INLINE void for_segments(const KPartition &partition, const float *x, F &&fn) {
+  for (int g = 0; g < partition.groups; ++g, x += partition.G) {
+    const int inputs = partition.inputs_of(g);
     for (int k = 0; k < inputs; k += kSegment) {
       const int n = inputs - k < kSegment ? inputs - k : kSegment, chunks = (n + kChunk - 1) / kChunk;
       if (n == chunks * kChunk) {
@@ -172,9 +172,9 @@ void encode_row(Activations &a, const float *x, int m) {
   constexpr bool kTables = S == Stream::QuadPlanes || S == Stream::BytePlanes;
   uint8_t *out = a.codes.data() + size_t(m) * a.row_bytes;
   float *scale = a.scales(m), *sums = a.sums(m);
-  for (int g = 0; g < a.plan.groups; ++g) sums[g] = 0;
+  for (int g = 0; g < a.partition.groups; ++g) sums[g] = 0;
   int most = 0;
-  for_segments(a.plan, x, [&](int g, const float *v, int chunks) __attribute__((always_inline)) {
+  for_segments(a.partition, x, [&](int g, const float *v, int chunks) __attribute__((always_inline)) {
     const int bits = kTables ? measure_tables(v, chunks, sums[g]) : measure_digits(v, chunks);
     most = most > bits ? most : bits;
     float top;
@@ -185,7 +185,7 @@ void encode_row(Activations &a, const float *x, int m) {
   a.factor(m) = usual ? 1.0f : 0.0f;
   if (!usual) return;
   scale = a.scales(m);
-  for_segments(a.plan, x, [&](int g, const float *v, int chunks) __attribute__((always_inline)) {
+  for_segments(a.partition, x, [&](int g, const float *v, int chunks) __attribute__((always_inline)) {
     const float inverse = *scale > kLeastScale ? 1.0f / *scale : 0.0f;
     if constexpr (kTables)
       fill_tables<S, D>(v, chunks, inverse, out);

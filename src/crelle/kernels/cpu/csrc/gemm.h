@@ -1,8 +1,8 @@
-// Products with many rows of x (prefill): the weights are turned into numbers block by block and multiplied as tiles.
+// Products with many rows of x (prefill): the weights are dequantized block by block and multiplied as tiles.
 //
 // A Gemm is an addition to an instruction set whose streams it can read. It works in two phases over the pool:
 //   pack   x [M, K] into tiles of 16 rows, shared by all threads
-//   run    output rows of one thread; the block's numbers stay in L2 while all tiles of x pass by
+//   run    output rows of one thread; the block's values stay in L2 while all tiles of x pass by
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,8 @@ struct Gemm {
   int rows;  // of x from which on this is the faster way
   // Groups of at least this many inputs are multiplied as int8 where that can be done; 0: none are.
   int int8_group;
-  Tiles (*tiles)(const Weight &w, Precision p);  // weights of one plan and one kind of tiles share what is packed of x
+  Tiles (*tiles)(const Weight &w,
+                 Precision p);  // weights of one partition and one kind of tiles share what is packed of x
   size_t (*pack_bytes)(const Weight &w, int M, Precision p);
   void (*pack)(const Weight &w, const float *x, int M, Precision p, uint8_t *out, int tile0, int tile1);
   void (*run)(const Weight &w, const uint8_t *packed, int M, Precision p, float *y, size_t ldy, int b0, int b1);

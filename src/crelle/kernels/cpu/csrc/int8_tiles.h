@@ -1,12 +1,13 @@
 // Tiles of int8, for uniform grids and x rounded to int8: twice the multiplications of bf16 in a tile.
 //
 // A tile of weights is 16 outputs x 64 inputs, codes less their zero points; a tile of x is 16 input quads x 16 rows.
-// x has one scale per row and segment (plan.h), so that after at most two tiles the int32 sums have to leave the tile
-// registers, to be scaled by x and by W and added up in f32. That is as much work for the vector units as the products
-// are for the tiles; it is done for one segment while the tiles multiply the next, or it would eat up what int8 wins.
-// BCQ stays with bf16: its numbers are sums of P scales, each plane would need a product and a scaling of its own.
+// x has one scale per row and segment (k_partition.h), so that after at most two tiles the int32 sums have to leave the
+// tile registers, to be scaled by x and by W and added up in f32. That is as much work for the vector units as the
+// products are for the tiles; it is done for one segment while the tiles multiply the next, or it would eat up what
+// int8 wins. BCQ stays with bf16: its values are sums of P scales, each plane would need a product and a scaling of
+// its own.
 //
-// Included inside a namespace of the including file, after codes.h.
+// Included inside a namespace of the including file, after unpack_codes.h.
 
 constexpr int kStep = 64;  // inputs of a tile
 static_assert(kSegment == 2 * kStep && kStep == 2 * kChunk);
@@ -18,12 +19,12 @@ struct Int8Side {
   float *rest;     // [segment][16]: W: what its codes lack of q - zero;  x: the sum of its integers
 
   static int steps(int inputs) { return (inputs + kStep - 1) / kStep; }
-  static size_t tiles_bytes(const Plan &p) {
+  static size_t tiles_bytes(const KPartition &p) {
     return size_t((p.groups - 1) * steps(p.G) + steps(p.inputs_of(p.groups - 1))) * kTileBytes;
   }
-  static size_t bytes(const Plan &p) { return tiles_bytes(p) + 2 * p.segments * 64; }
+  static size_t bytes(const KPartition &p) { return tiles_bytes(p) + 2 * p.segments * 64; }
 
-  Int8Side(const Plan &p, const uint8_t *at) : tiles(const_cast<uint8_t *>(at)) {
+  Int8Side(const KPartition &p, const uint8_t *at) : tiles(const_cast<uint8_t *>(at)) {
     scale = reinterpret_cast<float *>(tiles + tiles_bytes(p));
     rest = scale + p.segments * 16;
   }
@@ -32,7 +33,7 @@ struct Int8Side {
 
 // Calls use(g, first input, inputs) for every segment.
 template <class F>
-CRELLE_INLINE void for_each_segment(const Plan &p, F &&use) {
+CRELLE_INLINE void for_each_segment(const KPartition &p, F &&use) {
   for (int g = 0; g < p.groups; ++g)
     for (int k = 0; k < p.inputs_of(g); k += kSegment) use(g, k, std::min(kSegment, p.inputs_of(g) - k));
 }
@@ -66,16 +67,16 @@ inline void pack_segment(const float *x, int n, const Int8Side &out) {
 // Rest: the codes are q - 128, and the zero points are not all 128 (8 bits with zero points, where q - zero is 9 bits).
 template <bool Rest>
 struct Int8Tiles {
-  static size_t bytes(const Weight &w) { return Int8Side::bytes(w.plan); }
+  static size_t bytes(const Weight &w) { return Int8Side::bytes(w.partition); }
 
   static void block(const Weight &w, int b, uint8_t *out) {
     for (int r = 0; r < w.R / 16; ++r) {
-      Int8Side side(w.plan, out + r * bytes(w));
+      Int8Side side(w.partition, out + r * bytes(w));
       for_groups(w, b, r, [&](int g, const uint8_t *chunk, const GroupScales &s) {
         const __m512 zero = _mm512_loadu_ps(s.offset), subtracted = Rest ? _mm512_set1_ps(128.0f) : zero;
         uint8_t less[16];
         _mm_storeu_si128(reinterpret_cast<__m128i *>(less), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(subtracted)));
-        const int chunks = w.plan.chunks_of(g);
+        const int chunks = w.partition.chunks_of(g);
         for (int c = 0; c < chunks; ++c, chunk += w.chunk_bytes) {
           for_codes(w, chunk, r, [&](int n, __m256i codes) __attribute__((always_inline)) {
             uint8_t *to = side.tiles + n * 64 + c % 2 * kChunk;
@@ -95,18 +96,18 @@ struct Int8Tiles {
   }
 
   static void pack_lanes(const Weight &w, const float *x, uint8_t *out) {
-    Int8Side side(w.plan, out);
-    for_each_segment(w.plan, [&](int g, int k, int n) {
-      pack_segment(x + (size_t(g) * w.plan.G + k) * kTileRows, n, side);
+    Int8Side side(w.partition, out);
+    for_each_segment(w.partition, [&](int g, int k, int n) {
+      pack_segment(x + (size_t(g) * w.partition.G + k) * kTileRows, n, side);
       side.next(Int8Side::steps(n));
     });
   }
 
   static void pack_rows(const Weight &w, const float *x, int M, int tile, uint8_t *out) {
-    Int8Side side(w.plan, out);
+    Int8Side side(w.partition, out);
     alignas(64) float lanes[kSegment][16];
-    for_each_segment(w.plan, [&](int g, int k, int n) {
-      const float *from = x + size_t(tile) * kTileRows * w.K + size_t(g) * w.plan.G + k;
+    for_each_segment(w.partition, [&](int g, int k, int n) {
+      const float *from = x + size_t(tile) * kTileRows * w.K + size_t(g) * w.partition.G + k;
       for (int j = 0; j < n; j += 16) {
         const __mmask16 mask = n - j >= 16 ? 0xffff : (1u << (n - j)) - 1;
         __m512i v[16] = {};
@@ -146,7 +147,7 @@ struct Int8Tiles {
   template <bool Two>
   static CRELLE_INLINE void multiply(const Weight &w, const uint8_t *w0, const uint8_t *w1, const uint8_t *x0,
                                      const uint8_t *x1, Sums *y0, Sums *y1, bool add) {
-    const Int8Side sides[4] = {{w.plan, w0}, {w.plan, w1}, {w.plan, x0}, {w.plan, x1}};
+    const Int8Side sides[4] = {{w.partition, w0}, {w.partition, w1}, {w.partition, x0}, {w.partition, x1}};
     alignas(64) Sums sums[4];  // int32, of the segment before
     const auto first = [&](size_t at, bool leave) __attribute__((always_inline)) {
       _tile_loadd(4, w0 + at, 64);
@@ -192,23 +193,23 @@ struct Int8Tiles {
     int segment = 0;
     size_t at = 0;
     begin_sums<Two>();
-    for_each_segment(w.plan, [&](int, int, int n) __attribute__((always_inline)) {
+    for_each_segment(w.partition, [&](int, int, int n) __attribute__((always_inline)) {
       const bool before = segment > 0, more = n > kStep;
       first(at, before);
       second(at, before);
       at += kTileBytes;
-      settle_memory();
+      compiler_fence();
       if (more) first(at, false);
       if (before) scale_half(0, segment - 1);
       if (more) second(at, false);
       if (before) scale_half(1, segment - 1);
-      settle_memory();
+      compiler_fence();
       if (more) at += kTileBytes;
       ++segment;
     });
     store_sums<Two>(sums, sums + 2);
     scale_half(0, segment - 1);
     scale_half(1, segment - 1);
-    settle_memory();
+    compiler_fence();
   }
 };

@@ -1,8 +1,8 @@
 // AMX for many rows of x: weights and x as tiles, in one of two ways.
 //
-//   bf16_tiles.h   any weight: its numbers as bf16, f32 accumulation. Precision::Exact splits both sides in two.
+//   bf16_tiles.h   any weight: its values as bf16, f32 accumulation. Precision::Exact splits both sides in two.
 //   int8_tiles.h   Precision::Int8, uniform grids: codes and rounded x as int8, int32 sums scaled segment by segment.
-//   digit_tiles.h  4 and 8 bits, few rows: what fields.h computes, as tiles.
+//   amx_codes.h  4 and 8 bits, few rows: what vnni_codes.h computes, as tiles.
 //
 // A tile of weights is 16 outputs, of x 16 rows; a result has outputs down and rows of x across. Four results (2 x 2
 // tiles: 32 outputs, 32 rows of x) give four multiplications for four tile loads. A way W of doing it has
@@ -23,7 +23,7 @@
 
 #include "gemm.h"
 #include "isa.h"
-#include "stream.h"
+#include "prefetch.h"
 
 #define CRELLE_INLINE inline __attribute__((always_inline))
 
@@ -45,7 +45,7 @@ struct alignas(64) TileConfig {
 
 // GCC's tile intrinsics do not tell the compiler which memory they read and write: everything in memory is settled
 // here.
-CRELLE_INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
+CRELLE_INLINE void compiler_fence() { __asm__ volatile("" ::: "memory"); }
 
 using Sums = float[16][16];  // one result, 1 KB in one piece
 
@@ -77,7 +77,7 @@ CRELLE_INLINE void store_sums(Sums *y0, Sums *y1) {
     _tile_stored(2, y1, 64);
     _tile_stored(3, y1 + 1, 64);
   }
-  settle_memory();
+  compiler_fence();
 }
 
 // 16 x 16 dwords.
@@ -105,16 +105,16 @@ CRELLE_INLINE void transpose(__m512i (&v)[16]) {
     }
 }
 
-#include "codes.h"
-#include "numbers.h"
+#include "unpack_codes.h"
+#include "dequant_bf16.h"
 #include "bf16_tiles.h"
 #include "int8_tiles.h"
-#include "digit_tiles.h"
+#include "amx_codes.h"
 
 Tiles tiles(const Weight &w, Precision p) {
   const int least = w.isa->gemm->int8_group;
-  const bool fits = w.kind == Kind::Uniform && (w.plan.groups == 1 || w.plan.G % kStep == 0);
-  return p == Precision::Int8 && fits && least && w.plan.G >= least ? Tiles::Int8 : Tiles::Bf16;
+  const bool fits = w.kind == Kind::Uniform && (w.partition.groups == 1 || w.partition.G % kStep == 0);
+  return p == Precision::Int8 && fits && least && w.partition.G >= least ? Tiles::Int8 : Tiles::Bf16;
 }
 
 // Calls use(way) with the way of w.
@@ -158,12 +158,12 @@ CRELLE_INLINE void for_blocks(const Weight &w, int tiles, int b0, int b1, F &&to
   const int at_once = static_cast<int>(std::max<size_t>(1, kPanelBytes / block_bytes));
   scratch.grow(at_once * block_bytes);
   const TileConfig config;
-  settle_memory();
+  compiler_fence();
   _tile_loadconfig(&config);
   for (int b = b0; b < b1; b += at_once) {
     const int end = std::min(b + at_once, b1);
     for (int i = b; i < end; ++i) Way::block(w, i, scratch.data() + (i - b) * block_bytes);
-    settle_memory();
+    compiler_fence();
     for (int t = 0; t < tiles; t += 2)
       for (int i = b; i < end; ++i) to_y(t, i, scratch.data() + (i - b) * block_bytes);
   }

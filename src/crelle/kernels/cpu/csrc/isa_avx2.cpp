@@ -2,7 +2,7 @@
 #include <immintrin.h>
 
 #include "isa.h"
-#include "stream.h"
+#include "prefetch.h"
 
 #define CRELLE_INLINE inline __attribute__((always_inline))
 
@@ -10,9 +10,9 @@ namespace crelle::cpu {
 namespace {
 namespace avx2 {
 
-#include "byte_planes.h"
+#include "lut_pshufb.h"
 #include "encode.h"
-#include "read.h"
+#include "read_bandwidth.h"
 
 struct V {
   using Bytes = __m256i;

@@ -1,7 +1,7 @@
 // Portable C++: no intrinsics, plain loops over the byte-plane layout. Slow, and the second oracle of the others.
 #include "half.h"
 #include "isa.h"
-#include "stream.h"
+#include "prefetch.h"
 
 #define CRELLE_PORTABLE  // no intrinsics, also where the compiler has them
 #define CRELLE_INLINE inline __attribute__((always_inline))
@@ -11,7 +11,7 @@ namespace {
 namespace generic {
 
 #include "encode.h"
-#include "read.h"
+#include "read_bandwidth.h"
 
 constexpr int R = 16;
 
@@ -54,8 +54,8 @@ float dot(const Weight &w, const Activations &a, int m, int b, int r) {
   at += w.zeros_bytes;
   const float *scale = a.scales(m), *sum = a.sums(m);
   float y = 0;
-  for (int g = 0; g < w.plan.groups; ++g) {
-    const int chunks = w.plan.chunks_of(g);
+  for (int g = 0; g < w.partition.groups; ++g) {
+    const int chunks = w.partition.chunks_of(g);
     const uint8_t *scales = at;
     at += w.scale_bytes;
     float part[8] = {}, fused = 0;  // sums over the group of b_p x; of all planes, 2^(P-1-p) b_p x

@@ -2,7 +2,7 @@
 #include <immintrin.h>
 
 #include "isa.h"
-#include "stream.h"
+#include "prefetch.h"
 
 #define CRELLE_INLINE inline __attribute__((always_inline))
 
@@ -11,9 +11,9 @@ namespace {
 namespace vbmi {
 
 #include "encode.h"
-#include "read.h"
-#include "quad_planes.h"
-#include "fields.h"
+#include "read_bandwidth.h"
+#include "lut_vpermb.h"
+#include "vnni_codes.h"
 
 Stream stream(Kind kind, int P) {
   if (kind == Kind::Uniform && P == 4) return Stream::Nibbles;

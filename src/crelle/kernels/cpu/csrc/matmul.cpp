@@ -13,12 +13,12 @@ void Activations::shape(const Weight &w, int rows, Precision wanted) {
   stream = w.stream;
   precision = wanted;
   M = rows;
-  plan = w.plan;
-  row_bytes = size_t(plan.chunks) * (takes_tables(stream) ? 128 : 32) * digits();
+  partition = w.partition;
+  row_bytes = size_t(partition.chunks) * (takes_tables(stream) ? 128 : 32) * digits();
   row_bytes = (row_bytes + 63) / 64 * 64;
   codes.grow(M * row_bytes);
-  scale_buffer.grow(sizeof(float) * M * plan.segments);
-  sum_buffer.grow(sizeof(float) * M * plan.groups);
+  scale_buffer.grow(sizeof(float) * M * partition.segments);
+  sum_buffer.grow(sizeof(float) * M * partition.groups);
   factor_buffer.grow(sizeof(float) * M);
 }
 
@@ -35,7 +35,7 @@ constexpr uint32_t kInfinity = 0x7f800000u, kOne = 0x3f800000u, kLarge = 0x71800
 
 // A row that the encoders leave to us: see activations.h.
 void encode_unusual(Activations &a, const float *x, int m) {
-  const int K = a.plan.K;
+  const int K = a.partition.K;
   const uint32_t top = top_bits(x, K);
   std::vector<float> copy(K, 0.0f);
   float factor = std::numeric_limits<float>::quiet_NaN();

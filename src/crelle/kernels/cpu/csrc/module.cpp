@@ -42,7 +42,7 @@ Stored stored(Kind kind, const In<uint8_t, 3> &planes, int K, int G) {
 
 Weight prepare_bcq(In<uint8_t, 3> planes, int K, int G, In<float, 3> alpha, std::optional<In<float, 2>> z) {
   Stored s = stored(Kind::Bcq, planes, K, G);
-  const size_t C = Plan(K, G).groups;
+  const size_t C = KPartition(K, G).groups;
   require(alpha.shape(0) == size_t(s.P) && alpha.shape(1) == size_t(s.N) && alpha.shape(2) == C,
           "alpha must be [P, N, ceil(K/G)]");
   require(!z || (z->shape(0) == size_t(s.N) && z->shape(1) == C), "z must be [N, ceil(K/G)]");
@@ -54,7 +54,7 @@ Weight prepare_bcq(In<uint8_t, 3> planes, int K, int G, In<float, 3> alpha, std:
 
 Weight prepare_uniform(In<uint8_t, 3> planes, int K, int G, In<float, 2> scale, std::optional<In<uint8_t, 2>> zero) {
   Stored s = stored(Kind::Uniform, planes, K, G);
-  const size_t C = Plan(K, G).groups;
+  const size_t C = KPartition(K, G).groups;
   require(scale.shape(0) == size_t(s.N) && scale.shape(1) == C, "scale must be [N, ceil(K/G)]");
   require(!zero || (zero->shape(0) == size_t(s.N) && zero->shape(1) == C), "zero must be [N, ceil(K/G)]");
   s.scale = scale.data();
@@ -143,7 +143,7 @@ NB_MODULE(_core, m) {
   nb::class_<Weight>(m, "Weight", "A matrix laid out for one instruction set; immutable.")
       .def_prop_ro("shape", [](const Weight &w) { return nb::make_tuple(w.N, w.K); })
       .def_ro("bits", &Weight::P)
-      .def_prop_ro("group", [](const Weight &w) { return w.plan.G; })
+      .def_prop_ro("group", [](const Weight &w) { return w.partition.G; })
       .def_prop_ro("kind", [](const Weight &w) { return w.kind == Kind::Bcq ? "bcq" : "uniform"; })
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
       .def_prop_ro("nbytes", [](const Weight &w) { return w.blocks * w.block_bytes; })

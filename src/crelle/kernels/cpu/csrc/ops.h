@@ -1,6 +1,6 @@
 // The small work between the products of a decode step: one table of functions per instruction set.
 //
-// All of it is written once, over vectors of 16 floats (lanes.h), and compiled once per set of compiler flags:
+// All of it is written once, over vectors of 16 floats (simd.h), and compiled once per set of compiler flags:
 //   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
@@ -14,8 +14,8 @@
 
 namespace crelle::cpu {
 
-enum class Number : uint8_t { F32, F16, BF16 };
-inline size_t size_of(Number n) { return n == Number::F32 ? 4 : 2; }
+enum class DType : uint8_t { F32, F16, BF16 };
+inline size_t size_of(DType n) { return n == DType::F32 ? 4 : 2; }
 
 struct Half {
   uint16_t bits;
@@ -27,7 +27,7 @@ struct Bfloat {
 // A plain matrix [N, K], rows one after the other; somebody else owns the memory, any alignment.
 struct Dense {
   const uint8_t *data = nullptr;
-  Number type = Number::F32;
+  DType type = DType::F32;
   int N = 0, K = 0;
 
   const uint8_t *row(int n) const { return data + size_t(n) * K * size_of(type); }
@@ -35,11 +35,11 @@ struct Dense {
 
 // Query heads that share keys and values, over the keys and values [count, D] of neighbouring positions and, apart from
 // them, of the token itself, which another thread may be writing into the cache at this moment.
-constexpr int kHeads = 3;  // at once: a number is widened once for all of them, and their sums stay in registers
+constexpr int kHeads = 3;  // at once: a value is widened once for all of them, and their sums stay in registers
 struct Attend {
-  Number type;  // of the cache
+  DType type;  // of the cache
   int D, heads;
-  const float *q;        // [heads][D rounded up to 16, zeros behind], turned and scaled
+  const float *q;        // [heads][D rounded up to 16, zeros behind], rotated and scaled
   const uint8_t *k, *v;  // [count, D]
   int count;
   const uint8_t *k_own, *v_own;  // [D] or null
@@ -49,7 +49,7 @@ struct Attend {
 };
 
 // sum = sum_i exp(score_i - top), out [D] = sum_i exp(score_i - top) v_i; parts of a sequence are combined later.
-struct Attended {
+struct AttentionPartial {
   float top, sum;
 };
 
@@ -57,11 +57,11 @@ struct Attended {
 // of 16 tokens, [heads * D][16], `pitch` floats from tile to tile.
 constexpr int kBlockTokens = 48;
 struct AttendBlock {
-  Number type;           // of the cache
+  DType type;            // of the cache
   int D, heads, window;  // heads that share the keys; window 0: all the way back
   int position, count;   // of the first token; tokens, at most kBlockTokens
   size_t pitch;
-  const float *q;        // turned and scaled
+  const float *q;        // rotated and scaled
   const uint8_t *k, *v;  // from position 0 on; the tokens' own are there
   float *out;
   // Where they do not lie in a row: writes keys and values [from, from + count) as floats.
@@ -83,30 +83,30 @@ enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu };
 
 struct Ops {
   const char *name;
-  void (*load)(Number type, const uint8_t *from, float *to, int n);
-  void (*store)(Number type, const float *from, uint8_t *to, int n);
+  void (*load)(DType type, const uint8_t *from, float *to, int n);
+  void (*store)(DType type, const float *from, uint8_t *to, int n);
   void (*rms_norm)(const float *x, const float *weight, float eps, int n, float *y);                       // y may be x
   void (*layer_norm)(const float *x, const float *weight, const float *bias, float eps, int n, float *y);  // likewise
-  void (*turn)(float *x, const float *cos, const float *sin, int D);    // rope: pairs (i, i + D/2), angles [D/2]
+  void (*rope)(float *x, const float *cos, const float *sin, int D);    // rope: pairs (i, i + D/2), angles [D/2]
   void (*activate)(Activation kind, float *x, const float *up, int n);  // x = f(x) * up, or f(x) where up is null
   void (*add)(float *x, const float *y, int n);                         // x += y
   void (*scale)(float *x, float factor, int n);
   // y[m, n] for M rows of x and outputs [row0, row1)
   void (*dense)(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1);
   // Head i's results: parts[i * parts_apart], and D sums from out + i * out_apart on.
-  void (*attend)(const Attend &a, Attended *parts, size_t parts_apart, float *out, size_t out_apart);
+  void (*attend)(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart);
   // out [D] = the softmax over `parts` runs; run i's sums are at sums + i * stride
-  void (*combine)(const Attended *parts, const float *sums, size_t stride, int count, int D, float *out);
-  // Over tiles of 16 tokens, [n][16]: see tiles.h.
+  void (*combine)(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D, float *out);
+  // Over tiles of 16 tokens, [n][16]: see transposed_ops.h.
   void (*tile_of_rows)(const float *rows, size_t ld, int count, int n, bool add, float *tile);
   void (*rows_of_tile)(const float *tile, int count, int n, float *rows, size_t ld);
   void (*norm_tile)(const float *x, const float *weight, float eps, int n, float *y);
   void (*layer_norm_tile)(const float *x, const float *weight, const float *bias, float eps, int n, float *y);
-  void (*turn_tile)(float *x, const float *cos, const float *sin, float factor, int D);
+  void (*rope_tile)(float *x, const float *cos, const float *sin, float factor, int D);
   void (*add_to_tile)(float *x, const float *bias, int n);
   void (*attend_block)(const AttendBlock &a, float *scratch);
   size_t (*attend_block_scratch)(int heads, int D);  // in floats
-  // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see unpack.h
+  // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see kv_dequant.h
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
 };
 

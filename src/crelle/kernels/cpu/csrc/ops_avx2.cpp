@@ -10,23 +10,23 @@ namespace crelle::cpu {
 namespace {
 namespace avx2 {
 
-#include "lanes.h"
+#include "simd.h"
 #include "small_ops.h"
 #include "dense.h"
 #include "attention.h"
-#include "tiles.h"
+#include "transposed_ops.h"
 #include "prefill_attention.h"
-#include "unpack.h"
+#include "kv_dequant.h"
 
 }  // namespace avx2
 }  // namespace
 
 const Ops kOpsAvx2{"avx2",
-                   avx2::load_numbers,
-                   avx2::store_numbers,
+                   avx2::load_floats,
+                   avx2::store_floats,
                    avx2::rms_norm,
                    avx2::layer_norm,
-                   avx2::turn,
+                   avx2::rope,
                    avx2::activate,
                    avx2::add,
                    avx2::scale,
@@ -37,7 +37,7 @@ const Ops kOpsAvx2{"avx2",
                    avx2::rows_of_tile,
                    avx2::norm_tile,
                    avx2::layer_norm_tile,
-                   avx2::turn_tile,
+                   avx2::rope_tile,
                    avx2::add_to_tile,
                    avx2::attend_block,
                    avx2::attend_block_scratch,

@@ -10,23 +10,23 @@ namespace crelle::cpu {
 namespace {
 namespace avx512 {
 
-#include "lanes.h"
+#include "simd.h"
 #include "small_ops.h"
 #include "dense.h"
 #include "attention.h"
-#include "tiles.h"
+#include "transposed_ops.h"
 #include "prefill_attention.h"
-#include "unpack.h"
+#include "kv_dequant.h"
 
 }  // namespace avx512
 }  // namespace
 
 const Ops kOpsAvx512{"avx512",
-                     avx512::load_numbers,
-                     avx512::store_numbers,
+                     avx512::load_floats,
+                     avx512::store_floats,
                      avx512::rms_norm,
                      avx512::layer_norm,
-                     avx512::turn,
+                     avx512::rope,
                      avx512::activate,
                      avx512::add,
                      avx512::scale,
@@ -37,7 +37,7 @@ const Ops kOpsAvx512{"avx512",
                      avx512::rows_of_tile,
                      avx512::norm_tile,
                      avx512::layer_norm_tile,
-                     avx512::turn_tile,
+                     avx512::rope_tile,
                      avx512::add_to_tile,
                      avx512::attend_block,
                      avx512::attend_block_scratch,

@@ -1,4 +1,8 @@
 // The small ops for any machine: the compiler's own choice of vectors.
+#if defined(__aarch64__)
+#include <arm_neon.h>  // conversion of f16: part of the base instruction set
+#endif
+
 #include "half.h"
 #include "ops.h"
 
@@ -8,23 +12,23 @@ namespace crelle::cpu {
 namespace {
 namespace generic {
 
-#include "lanes.h"
+#include "simd.h"
 #include "small_ops.h"
 #include "dense.h"
 #include "attention.h"
-#include "tiles.h"
+#include "transposed_ops.h"
 #include "prefill_attention.h"
-#include "unpack.h"
+#include "kv_dequant.h"
 
 }  // namespace generic
 }  // namespace
 
 const Ops kOpsGeneric{"generic",
-                      generic::load_numbers,
-                      generic::store_numbers,
+                      generic::load_floats,
+                      generic::store_floats,
                       generic::rms_norm,
                       generic::layer_norm,
-                      generic::turn,
+                      generic::rope,
                       generic::activate,
                       generic::add,
                       generic::scale,
@@ -35,7 +39,7 @@ const Ops kOpsGeneric{"generic",
                       generic::rows_of_tile,
                       generic::norm_tile,
                       generic::layer_norm_tile,
-                      generic::turn_tile,
+                      generic::rope_tile,
                       generic::add_to_tile,
                       generic::attend_block,
                       generic::attend_block_scratch,

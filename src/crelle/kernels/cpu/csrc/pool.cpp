@@ -55,7 +55,7 @@ void wait_while(const std::atomic<uint32_t> &value, uint32_t old) {
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
-void Barrier::arrive_and_wait(int threads) {
+void CounterBarrier::arrive_and_wait(int threads) {
   const uint32_t phase = phase_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads)) {
     arrived_.store(0, std::memory_order_relaxed);

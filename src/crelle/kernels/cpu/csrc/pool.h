@@ -23,7 +23,7 @@ inline int part(int count, int i, int n) { return static_cast<int>(int64_t{count
 void wait_while(const std::atomic<uint32_t> &value, uint32_t old);
 
 // All threads of a team meet here; for steps inside one parallel region.
-class Barrier {
+class CounterBarrier {
 public:
   void arrive_and_wait(int threads);
 
@@ -51,7 +51,7 @@ public:
     start([](void *f, int t, int n) { (*static_cast<std::remove_reference_t<F> *>(f))(t, n); }, &fn, true);
   }
 
-  // The same for work whose threads wait for one another (Barrier): waits for its turn, always really parallel.
+  // The same for work whose threads wait for one another (CounterBarrier): waits for its turn, always really parallel.
   template <class F>
   void run_team(F &&fn) {
     std::unique_lock lock(mutex_);

@@ -226,7 +226,7 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
   const int H = model_.heads, Hkv = model_.kv_heads, D = model_.head_size, head = D * kTileRows;
   const Tile &of = tiles_[tile];
   const int at = of.position(), count = of.count;
-  const Number type = cache_->type;
+  const DType type = cache_->type;
   const size_t row = D * size_of(type), plane = cache_->paged() ? 0 : cache_->capacity * row;
   uint8_t *const keys =
       cache_->paged() ? nullptr : cache_->layers[layer] + size_t(of.sequence->row) * Hkv * plane + at * row;
@@ -239,15 +239,15 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
   const float *cos = l.rope < 0 ? nullptr : angles_.tile(tile) + model_.ropes[l.rope].at * kTileRows;
   const auto turn = [&](float *x, const Norm &norm, float factor) {
     if (norm) norm_tile(ops_, norm, x, D, x);
-    if (rotated) ops_.turn_tile(x, cos, cos + rotated / 2 * kTileRows, factor, rotated);
+    if (rotated) ops_.rope_tile(x, cos, cos + rotated / 2 * kTileRows, factor, rotated);
     if (rotated < D && factor != 1.0f) ops_.scale(x + rotated * kTileRows, factor, (D - rotated) * kTileRows);
   };
   static thread_local Buffer scratch;
   scratch.grow(head * sizeof(float));
   const auto keep = [&](const float *x, uint8_t *to) {  // the tokens' rows are neighbours
-    float *const rows = type == Number::F32 ? reinterpret_cast<float *>(to) : floats_of(scratch);
+    float *const rows = type == DType::F32 ? reinterpret_cast<float *>(to) : floats_of(scratch);
     ops_.rows_of_tile(x, count, D, rows, D);
-    if (type != Number::F32) ops_.store(type, rows, to, count * D);
+    if (type != DType::F32) ops_.store(type, rows, to, count * D);
   };
   const auto into_pages = [&](int h, int kind, const float *x) {
     const PagedHead where{*cache_, of.sequence->pages, layer, h, Hkv, D};
@@ -255,7 +255,7 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
     for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
   };
   for (int h = 0; h < H; ++h) turn(q + h * head, l.q_norm, l.scale);
-  if (cache_->turned) turn_back(q, H, count);
+  if (cache_->hadamard_block) hadamard_tile(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
     turn(k + h * head, l.k_norm, 1.0f);
     if (cache_->paged()) {
@@ -268,7 +268,7 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
 }
 
 // The Hadamard matrix times all heads of a tile; it is its own inverse.
-void Prefill::turn_back(float *tile, int heads, int count) const {
+void Prefill::hadamard_tile(float *tile, int heads, int count) const {
   const int D = model_.head_size;
   static thread_local Buffer scratch;
   scratch.grow(size_t(D) * kTileRows * sizeof(float));
@@ -276,7 +276,7 @@ void Prefill::turn_back(float *tile, int heads, int count) const {
   for (int h = 0; h < heads; ++h) {
     float *const x = tile + size_t(h) * D * kTileRows;
     ops_.rows_of_tile(x, count, D, rows, D);
-    for (int i = 0; i < count; ++i) hadamard(rows + size_t(i) * D, D, cache_->turned);
+    for (int i = 0; i < count; ++i) hadamard(rows + size_t(i) * D, D, cache_->hadamard_block);
     ops_.tile_of_rows(rows, D, count, D, false, x);
   }
 }
@@ -307,8 +307,8 @@ void Prefill::attend(const LayerWeights &l, int layer, int tile, int tiles, int 
     a.v = a.k + size_t(cache_->rows) * Hkv * plane;
   }
   ops_.attend_block(a, floats_of(scratch));
-  if (cache_->turned)
-    for (int t = tile; t < tile + tiles; ++t) turn_back(attended_.tile(t) + head, G, tiles_[t].count);
+  if (cache_->hadamard_block)
+    for (int t = tile; t < tile + tiles; ++t) hadamard_tile(attended_.tile(t) + head, G, tiles_[t].count);
 }
 
 // The head of all tokens of the pass, or of the last token of each tile, as rows.
@@ -332,7 +332,8 @@ void Prefill::finish(bool all, float *logits) {
 
 bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
   const Gemm &gemm = *a.isa->gemm;
-  return a.isa == b.isa && a.plan == b.plan && gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
+  return a.isa == b.isa && a.partition == b.partition &&
+         gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
 }
 
 // Announce x [rows, K] for the products of `group`: afterwards `pack` is called for each tile, then `multiply`.

@@ -3,9 +3,9 @@
 //
 // The same weights, the same cache and the same numerics as the decode step (decoder.h), another balance: products
 // have hundreds of rows, so that they are computed as tiles (gemm.h), and attention is as much work as a product. All
-// activations lie in tiles of 16 tokens of one sequence side by side, [feature][16] (tiles.h): what products of tiles
-// take and give. Products by other kernels (no AMX, plain matrices) see rows, transposed before and after; there the
-// last tile of a sequence has no padding.
+// activations lie in tiles of 16 tokens of one sequence side by side, [feature][16] (transposed_ops.h): what products
+// of tiles take and give. Products by other kernels (no AMX, plain matrices) see rows, transposed before and after;
+// there the last tile of a sequence has no padding.
 //
 // Each phase is spread over the pool in small independent items that threads take as they come: a thread that wakes
 // late or has to share its core takes fewer. Nothing depends on who computed an item.
@@ -112,7 +112,7 @@ private:
   void place(const LayerWeights &l, int layer, int tile);
   void attend(const LayerWeights &l, int layer, int tile, int tiles, int kv);
   void add_to_stream(const Matrix &m, const Norm &post);
-  void turn_back(float *tile, int heads, int count) const;
+  void hadamard_tile(float *tile, int heads, int count) const;
 
   int tiles() const { return int(tiles_.size()); }
   int rows() const { return tiles_.empty() ? 0 : tiles_.back().row + tiles_.back().count; }

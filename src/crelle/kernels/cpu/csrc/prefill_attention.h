@@ -1,16 +1,16 @@
 // Attention of a block of queries over all keys that they see, in f32 whatever the cache holds.
 //
-// Lanes are queries: 16 tokens of one head, as in tiles.h. Scores, softmax and outputs then need no sums across lanes,
-// and keys and values are read as they lie, a number at a time for all lanes. Query heads that share keys stand side
-// by side. Keys come in runs of kKeys; the softmax is kept up to date from run to run (largest score so far, sum,
-// weighted values), so that a run's scores never leave L1.
+// Lanes are queries: 16 tokens of one head, as in transposed_ops.h. Scores, softmax and outputs then need no sums
+// across lanes, and keys and values are read as they lie, a value at a time for all lanes. Query heads that share keys
+// stand side by side. Keys come in runs of kKeys; the softmax is kept up to date from run to run (largest score so far,
+// sum, weighted values), so that a run's scores never leave L1.
 //
-// Included inside a namespace of the including file, after lanes.h and small_ops.h.
+// Included inside a namespace of the including file, after simd.h and small_ops.h.
 
 constexpr float kUnseen = -1e38f;  // the score of a key that is not looked at: its weight is 0, and it is finite
 constexpr int kKeys = 64;          // of a run
 constexpr int kBeside = kRegisters >= 32 ? 3 : 1;             // vectors of queries at a time
-constexpr int kDeep = kRegisters >= 32 ? 8 : kRegisters / 2;  // keys, or numbers of a value, at a time
+constexpr int kDeep = kRegisters >= 32 ? 8 : kRegisters / 2;  // keys, or channels of a value, at a time
 
 // Vectors of queries that are looked at together, and what is known of them so far.
 template <int W>
@@ -156,9 +156,9 @@ inline void attend_block(const AttendBlock &b, float *scratch) {
     const float *v = reinterpret_cast<const float *>(b.v + from * row);
     if (b.read) {
       b.read(b.pages, from, to - from, wide_k, wide_v), k = wide_k, v = wide_v;
-    } else if (b.type != Number::F32) {
-      load_numbers(b.type, b.k + from * row, wide_k, (to - from) * D), k = wide_k;
-      load_numbers(b.type, b.v + from * row, wide_v, (to - from) * D), v = wide_v;
+    } else if (b.type != DType::F32) {
+      load_floats(b.type, b.k + from * row, wide_k, (to - from) * D), k = wide_k;
+      load_floats(b.type, b.v + from * row, wide_v, (to - from) * D), v = wide_v;
     }
     const auto look = [&](int i, auto beside) {
       constexpr int W = decltype(beside)::value;

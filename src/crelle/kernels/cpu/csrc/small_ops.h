@@ -1,6 +1,6 @@
 // Norms, rope, activations and their kin over one row of floats.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 template <class T>
 void load_row(const T *from, float *to, int n) {
@@ -9,19 +9,19 @@ void load_row(const T *from, float *to, int n) {
   if (i < n) store_first(to + i, load_first(from + i, n - i), n - i);
 }
 
-inline void load_numbers(Number type, const uint8_t *from, float *to, int n) {
-  if (type == Number::F32)
+inline void load_floats(DType type, const uint8_t *from, float *to, int n) {
+  if (type == DType::F32)
     __builtin_memcpy(to, from, n * sizeof(float));
-  else if (type == Number::F16)
+  else if (type == DType::F16)
     load_row(reinterpret_cast<const Half *>(from), to, n);
   else
     load_row(reinterpret_cast<const Bfloat *>(from), to, n);
 }
 
-inline void store_numbers(Number type, const float *from, uint8_t *to, int n) {
-  if (type == Number::F32)
+inline void store_floats(DType type, const float *from, uint8_t *to, int n) {
+  if (type == DType::F32)
     __builtin_memcpy(to, from, n * sizeof(float));
-  else if (type == Number::BF16)
+  else if (type == DType::BF16)
     for (int i = 0; i < n; ++i) store_one(reinterpret_cast<Bfloat *>(to) + i, from[i]);
   else {
     Half *half = reinterpret_cast<Half *>(to);
@@ -77,7 +77,7 @@ inline void layer_norm(const float *x, const float *weight, const float *bias, f
   for (; i < n; ++i) y[i] = (x[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
-inline void turn(float *x, const float *cos, const float *sin, int D) {
+inline void rope(float *x, const float *cos, const float *sin, int D) {
   const int half = D / 2;
   int i = 0;
   for (; i + kLanes <= half; i += kLanes) {

@@ -79,7 +79,7 @@ void put_scales(const Weight &w, const float *values, size_t stride, int rows, u
 
 void pack_block(const Weight &w, const Stored &s, int b, uint8_t *out) {
   const Source src{s, size_t(s.K + 7) / 8};
-  const int first = b * w.R, rows = std::min(w.R, w.N - first), C = w.plan.groups;
+  const int first = b * w.R, rows = std::min(w.R, w.N - first), C = w.partition.groups;
   if (w.kind == Kind::Uniform && w.bias)
     for (int g = 0; g < C; ++g)
       for (int r = 0; r < rows; ++r) out[g * w.R + r] = s.zero[size_t(first + r) * C + g];
@@ -94,7 +94,7 @@ void pack_block(const Weight &w, const Stored &s, int b, uint8_t *out) {
       put_scales(w, s.scale + at, C, rows, out);
     }
     out += w.scale_bytes;
-    for (int c = 0; c < w.plan.chunks_of(g); ++c, out += w.chunk_bytes) pack_chunk(w, src, b, g, c, out);
+    for (int c = 0; c < w.partition.chunks_of(g); ++c, out += w.chunk_bytes) pack_chunk(w, src, b, g, c, out);
   }
 }
 
@@ -114,17 +114,17 @@ Weight prepare_weight(const Stored &s, const Isa &isa) {
   w.kind = s.kind;
   w.stream = isa.stream(s.kind, s.P);
   w.N = s.N, w.K = s.K, w.P = s.P;
-  w.plan = Plan(s.K, s.G);
+  w.partition = KPartition(s.K, s.G);
   w.R = isa.rows;
   w.blocks = (s.N + w.R - 1) / w.R;
   const bool bcq = s.kind == Kind::Bcq;
   w.bias = bcq ? s.z != nullptr : s.zero != nullptr;
-  const size_t each = size_t(s.N) * w.plan.groups;
+  const size_t each = size_t(s.N) * w.partition.groups;
   w.wide_scales = !all_fit_half(s.scale, bcq ? s.P * each : each) || (bcq && w.bias && !all_fit_half(s.z, each));
   w.chunk_bytes = size_t(w.R) * (w.stream == Stream::Bytes ? 32 : 4 * s.P);
   w.scale_bytes = padded(w.R * w.scale_size() * (bcq ? s.P + w.bias : 1));
-  w.zeros_bytes = !bcq && w.bias ? padded(size_t(w.plan.groups) * w.R) : 0;
-  w.block_bytes = w.zeros_bytes + w.plan.chunks * w.chunk_bytes + w.plan.groups * w.scale_bytes;
+  w.zeros_bytes = !bcq && w.bias ? padded(size_t(w.partition.groups) * w.R) : 0;
+  w.block_bytes = w.zeros_bytes + w.partition.chunks * w.chunk_bytes + w.partition.groups * w.scale_bytes;
   w.data.grow(w.blocks * w.block_bytes);
   uint8_t *data = w.data.data();
   Pool::get().run([&](int t, int n) {
@@ -166,11 +166,11 @@ void dequantize_row(const Weight &w, int n, float *out) {
     }
     return 0;
   };
-  for (int g = 0; g < w.plan.groups; ++g) {
+  for (int g = 0; g < w.partition.groups; ++g) {
     const uint8_t *scales = at;
     at += w.scale_bytes;
-    float *o = out + size_t(g) * w.plan.G;
-    for (int k = 0; k < w.plan.inputs_of(g); ++k) {
+    float *o = out + size_t(g) * w.partition.G;
+    for (int k = 0; k < w.partition.inputs_of(g); ++k) {
       const int q = code(at + k / kChunk * w.chunk_bytes, k % kChunk);
       if (w.kind == Kind::Uniform) {
         const int zero = w.bias ? zeros[g * w.R + r] : 1 << (w.P - 1);
@@ -184,7 +184,7 @@ void dequantize_row(const Weight &w, int n, float *out) {
         o[k] = w.bias ? sum + scale(scales + w.P * set) : sum;
       }
     }
-    at += w.plan.chunks_of(g) * w.chunk_bytes;
+    at += w.partition.chunks_of(g) * w.chunk_bytes;
   }
 }
 

@@ -15,7 +15,7 @@
 #include <cstdint>
 
 #include "memory.h"
-#include "plan.h"
+#include "k_partition.h"
 
 namespace crelle::cpu {
 
@@ -48,7 +48,7 @@ struct Weight {
   Kind kind = Kind::Bcq;
   Stream stream = Stream::QuadPlanes;
   int N = 0, K = 0, P = 0;
-  Plan plan;
+  KPartition partition;
   int R = 0;                 // rows of a block
   int blocks = 0;            // ceil(N / R)
   bool bias = false;         // BCQ: z present; uniform: zero points stored (absent: 2^(P-1))
@@ -76,7 +76,7 @@ struct Stored {
 // Lay a stored matrix out for `isa`. Runs on the pool.
 Weight prepare_weight(const Stored &s, const Isa &isa);
 
-// The numbers of row n, [K], from the prepared layout: for tests, embeddings and tied heads.
+// The values of row n, [K], from the prepared layout: for tests, embeddings and tied heads.
 void dequantize_row(const Weight &w, int n, float *out);
 
 }  // namespace crelle::cpu

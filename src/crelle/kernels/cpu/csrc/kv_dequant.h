@@ -1,7 +1,7 @@
 // Rows of codes of 8 or 4 bits back to floats: (code - zero) * scale, a scale and a zero for each group of channels.
 //
-// Included inside a namespace of the including file, after lanes.h. Written for the compiler's own vectors, and once
-// more by hand for AVX-512: a step of 16 texts spent 15.5 ms in attention over 4-bit pages, and 11.8 with it.
+// Included inside a namespace of the including file, after simd.h. Written for the compiler's own vectors, and once
+// more by hand for AVX-512: a step of 16 sequences spent 15.5 ms in attention over 4-bit pages, and 11.8 with it.
 
 #if defined(__AVX512F__)
 // 16 codes as floats; `at` is where they begin in their row, in codes.

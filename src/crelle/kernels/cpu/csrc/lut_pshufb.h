@@ -86,10 +86,10 @@ void byte_block(const Weight &w, const Activations &a, int m, int b, float *y) {
   const float *scale = a.scales(m), *sum = a.sums(m);
   typename V::Floats f[4];
   for (int i = 0; i < 4; ++i) f[i] = V::floats(0);
-  for (int g = 0; g < w.plan.groups; ++g) {
+  for (int g = 0; g < w.partition.groups; ++g) {
     const uint8_t *scales = at;
     at += w.scale_bytes;
-    for (int left = w.plan.chunks_of(g); left > 0; left -= kSegmentChunks, ++scale) {
+    for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks, ++scale) {
       const int n = left < kSegmentChunks ? left : kSegmentChunks;
       typename V::Ints fused[4];
       typename V::Floats dot[4];

@@ -3,7 +3,7 @@
 // A dword of the weight vector holds four (eight) codes of one output; four digits of x are broadcast to all dwords.
 // The upper nibbles are not shifted down: their sums are 16 times too large, exactly, and are shifted once a segment.
 //
-// Included inside a namespace of the including file, after quad_planes.h.
+// Included inside a namespace of the including file, after lut_vpermb.h.
 
 // Blocks b, b + apart, … (B of them) for rows [m0, m0 + M) of x; see quad_block.
 template <int Bits, int D, int M, int B>
@@ -18,9 +18,9 @@ void field_block(const Weight &w, const Activations &a, int m0, int b, int apart
   __m512 f[B * kVectors][M];
   for (auto &r : f)
     for (auto &v : r) v = _mm512_setzero_ps();
-  for (int g = 0; g < w.plan.groups; ++g) {
+  for (int g = 0; g < w.partition.groups; ++g) {
     for (int i = 0; i < B; ++i) scales[i] = at[i], at[i] += w.scale_bytes;
-    for (int left = w.plan.chunks_of(g); left > 0; left -= kSegmentChunks) {
+    for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks) {
       const int n = left < kSegmentChunks ? left : kSegmentChunks;
 #pragma GCC unroll 2
       for (int r0 = 0; r0 < kVectors; r0 += V) {

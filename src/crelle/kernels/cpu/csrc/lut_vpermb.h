@@ -98,9 +98,9 @@ void quad_block(const Weight &w, const Activations &a, int m0, int b, int apart,
   __m512 f[B * kVectors][M];
   for (auto &r : f)
     for (auto &v : r) v = _mm512_setzero_ps();
-  for (int g = 0; g < w.plan.groups; ++g) {
+  for (int g = 0; g < w.partition.groups; ++g) {
     for (int i = 0; i < B; ++i) scales[i] = at[i], at[i] += w.scale_bytes;
-    for (int left = w.plan.chunks_of(g); left > 0; left -= kSegmentChunks) {
+    for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks) {
       const int n = left < kSegmentChunks ? left : kSegmentChunks;
 #pragma GCC unroll 2
       for (int r0 = 0; r0 < kVectors; r0 += V) {

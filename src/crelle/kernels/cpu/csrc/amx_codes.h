@@ -1,7 +1,7 @@
-// 4- and 8-bit codes times the digits of several rows of x as tiles: the very sums of fields.h, to the last bit.
+// 4- and 8-bit codes times the digits of several rows of x as tiles: the very sums of vnni_codes.h, to the last bit.
 //
 // Sums of a segment are integers, so whoever adds them up gets the same; they are scaled here with the roundings that
-// they have there. So a row of x has the same bits alone, where fields.h is faster, and in a batch.
+// they have there. So a row of x has the same bits alone, where vnni_codes.h is faster, and in a batch.
 //
 //   A   digits of x       16 rows x 64 inputs, int8, one tile per digit
 //   B   codes             16 quads of inputs x 16 outputs, uint8: what a vector of the stream is, once it is unpacked
@@ -17,7 +17,7 @@
 // All of it must stay in L1 beside the digits (18 KB of 48 for 576 inputs), which is why parts are short: sums of nine
 // segments instead of three made it a third slower.
 //
-// Included inside a namespace of the including file, after codes.h.
+// Included inside a namespace of the including file, after unpack_codes.h.
 
 struct Stretch {  // a segment: where it lies in a block
   int codes, scales, chunks, group;
@@ -38,7 +38,7 @@ struct PackedDigits {
   int codes_bytes = 0;                     // of a segment
 
   void pack(const Weight &w, const Activations &a, int m0, int M) {
-    const Plan &p = w.plan;
+    const KPartition &p = w.partition;
     const int D = a.digits();
     segments.clear();
     int at = static_cast<int>(w.zeros_bytes), steps = 0;
@@ -227,7 +227,7 @@ CRELLE_INLINE void digit_panel(const Weight &w, const PackedDigits &x, int M, in
     ahead.next();
   };
   for (int u = 0; u < kRing - 1; ++u) unpack(u);
-  settle_memory();
+  compiler_fence();
 
   const uint8_t *digits = x.tiles;
   const auto multiply = [&](auto set, int u, int s, int *sums, bool first) __attribute__((always_inline)) {
@@ -237,7 +237,7 @@ CRELLE_INLINE void digit_panel(const Weight &w, const PackedDigits &x, int M, in
     Now::begin();
     for (int c = 0; c < chunks; c += 2, digits += D * kTileBytes, from += kTileBytes) Now::multiply(from, digits);
     if (!first) TileSet<1 - set, D>::store(sums - 512);
-    settle_memory();
+    compiler_fence();
     unpack(u + kRing - 1);
   };
 
@@ -272,7 +272,7 @@ CRELLE_INLINE void digit_panel(const Weight &w, const PackedDigits &x, int M, in
     } else {
       TileSet<1, D>::store(sums - 512);
     }
-    settle_memory();
+    compiler_fence();
     if (before.sums) scale(before);
     before = now;
     now.sums = now.sums == x.sums ? x.sums + kPart * 512 : x.sums;
@@ -290,7 +290,7 @@ __attribute__((noipa)) void digit_rows(PackedDigits &x, const Weight &w, const A
   x.pack(w, a, m0, M);
   TileConfig config;
   for (const int tile : {0, 1, 3, 4, 5, 7}) config.rows[tile] = static_cast<uint8_t>(M);
-  settle_memory();
+  compiler_fence();
   _tile_loadconfig(&config);
   if (M <= 8)
     digit_panel<Bits, D, 8>(w, x, M, b0, b1, y + m0 * ldy, ldy);

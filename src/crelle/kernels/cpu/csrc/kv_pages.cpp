@@ -1,4 +1,4 @@
-#include "pages.h"
+#include "kv_pages.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,12 +15,12 @@ int zero_bits(int bits) { return bits == 4 ? 6 : 8; }
 void quantize(const float *x, int n, int bits, uint8_t *codes, int16_t *word) {
   const int steps = (1 << bits) - 1, zbits = zero_bits(bits), kept = zbits - 1;
   float low = 0, high = 0;
-  bool numbers = true;
+  bool no_nan = true;
   for (int i = 0; i < n; ++i) {
     low = std::min(low, x[i]), high = std::max(high, x[i]);
-    numbers = numbers && x[i] == x[i];
+    no_nan = no_nan && x[i] == x[i];
   }
-  int half = numbers ? half_of_float((high - low) / static_cast<float>(steps)) : 0x7e00;
+  int half = no_nan ? half_of_float((high - low) / static_cast<float>(steps)) : 0x7e00;
   half = std::min((half + (1 << kept) - 1) >> kept << kept, 0x7fff & -(1 << kept));
   const float scale = float_of_half(static_cast<uint16_t>(half)), safe = scale > 0 ? scale : 1.0f;
   const float fine = static_cast<float>(1 << (zbits - bits));
@@ -73,7 +73,7 @@ void PagedHead::read(const Ops &ops, int kind, int from, int count, float *out) 
   }
 }
 
-void PagedHead::ask(int from, int count) const {
+void PagedHead::prefetch(int from, int count) const {
   const size_t bytes = static_cast<size_t>(D) * (c.coded() ? c.bits : 8 * static_cast<int>(size_of(c.type))) / 8;
   for (int done = 0; done < count;) {  // a page at a time
     const int position = from + done, n = std::min(count - done, c.page - position % c.page);
@@ -97,16 +97,16 @@ void PagedHead::write(const Ops &ops, int kind, int position, const float *x, bo
     if (keep) std::memcpy(c.layers[layer] + at * size, bytes, size);
     return;
   }
-  float turned[512];
+  float rotated[512];
   uint8_t codes[512];
   int16_t words[64];
-  std::copy_n(x, D, turned);
+  std::copy_n(x, D, rotated);
   if (kind == 0 && !c.center.empty())
-    for (int d = 0; d < D; ++d) turned[d] -= c.center[layer][static_cast<size_t>(head) * D + d];
-  if (c.turned) hadamard(turned, D, c.turned);
+    for (int d = 0; d < D; ++d) rotated[d] -= c.center[layer][static_cast<size_t>(head) * D + d];
+  if (c.hadamard_block) hadamard(rotated, D, c.hadamard_block);
   const int each = D / c.groups;
   for (int g = 0; g < c.groups; ++g)
-    quantize(turned + g * each, each, c.bits, codes + g * each * c.bits / 8, words + g);
+    quantize(rotated + g * each, each, c.bits, codes + g * each * c.bits / 8, words + g);
   if (out) ops.unpack(c.bits, codes, words, 1, D, c.groups, out);
   if (!keep) return;
   const size_t bytes = static_cast<size_t>(D) * c.bits / 8;

@@ -4,10 +4,10 @@
 // up across a vector. It is also what products of tiles take and give (gemm.h). Rows become tiles when tokens are
 // looked up, and tiles rows when keys and values are stored.
 //
-// Included inside a namespace of the including file, after lanes.h.
+// Included inside a namespace of the including file, after simd.h.
 
 // Rows to columns, 16 x 16: four rounds, each exchanges half of what two vectors hold.
-CRELLE_INLINE void turn_16(Vec (&v)[16]) {
+CRELLE_INLINE void transpose_16(Vec (&v)[16]) {
   const auto round = [&](int apart, auto low, auto high) __attribute__((always_inline)) {
     Vec t[16];
 #pragma GCC unroll 16
@@ -56,7 +56,7 @@ inline void tile_of_rows(const float *rows, size_t ld, int count, int n, bool ad
     const int left = n - at < kLanes ? n - at : kLanes;
     Vec v[16] = {};
     for (int i = 0; i < count; ++i) v[i] = left == kLanes ? load(rows + i * ld) : load_first(rows + i * ld, left);
-    turn_16(v);
+    transpose_16(v);
     for (int i = 0; i < left; ++i, tile += kLanes) store(tile, add ? load(tile) + v[i] : v[i]);
   }
 }
@@ -66,7 +66,7 @@ inline void rows_of_tile(const float *tile, int count, int n, float *rows, size_
     const int left = n - at < kLanes ? n - at : kLanes;
     Vec v[16] = {};
     for (int i = 0; i < left; ++i, tile += kLanes) v[i] = load(tile);
-    turn_16(v);
+    transpose_16(v);
     for (int i = 0; i < count; ++i)
       if (left == kLanes)
         store(rows + i * ld, v[i]);
@@ -108,7 +108,7 @@ inline void layer_norm_tile(const float *x, const float *weight, const float *bi
 }
 
 // Rope, and a factor: pairs (i, i + D/2); cos and sin [D/2][16].
-inline void turn_tile(float *x, const float *cos, const float *sin, float factor, int D) {
+inline void rope_tile(float *x, const float *cos, const float *sin, float factor, int D) {
   float *y = x + D / 2 * kLanes;
   for (int i = 0; i < D / 2 * kLanes; i += kLanes) {
     const Vec a = load(x + i), b = load(y + i), c = load(cos + i) * factor, s = load(sin + i) * factor;

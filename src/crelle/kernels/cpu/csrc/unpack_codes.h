@@ -35,12 +35,12 @@ template <class F>
 CRELLE_INLINE void for_groups(const Weight &w, int b, int r, F &&use) {
   const uint8_t *at = w.block(b), *zeros = at;
   at += w.zeros_bytes;
-  for (int g = 0; g < w.plan.groups; ++g, zeros += w.R) {
+  for (int g = 0; g < w.partition.groups; ++g, zeros += w.R) {
     GroupScales s;
     load_scales(w, at, zeros, r, s);
     at += w.scale_bytes;
     use(g, at, s);
-    at += w.plan.chunks_of(g) * w.chunk_bytes;
+    at += w.partition.chunks_of(g) * w.chunk_bytes;
   }
 }
 

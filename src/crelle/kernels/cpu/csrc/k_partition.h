@@ -16,7 +16,7 @@ constexpr int kChunk = 32;
 constexpr int kSegment = 128;
 constexpr int kSegmentChunks = kSegment / kChunk;
 
-struct Plan {
+struct KPartition {
   int K = 0;
   int G = 0;
   int groups = 0;         // ceil(K / G)
@@ -26,8 +26,8 @@ struct Plan {
   int full_segments = 0;  // segments of a full group
   int segments = 0;       // of a whole row
 
-  Plan() = default;
-  Plan(int K_, int G_) : K(K_), G(G_) {
+  KPartition() = default;
+  KPartition(int K_, int G_) : K(K_), G(G_) {
     groups = (K + G - 1) / G;
     const int last = K - (groups - 1) * G;
     full_chunks = (G + kChunk - 1) / kChunk;
@@ -39,7 +39,7 @@ struct Plan {
 
   int chunks_of(int g) const { return g + 1 < groups ? full_chunks : last_chunks; }
   int inputs_of(int g) const { return g + 1 < groups ? G : K - g * G; }
-  bool operator==(const Plan &o) const { return K == o.K && G == o.G; }
+  bool operator==(const KPartition &o) const { return K == o.K && G == o.G; }
 };
 
 }  // namespace crelle::cpu

@@ -1,6 +1,6 @@
-// A barrier for a step that meets 150 times: one cache line per thread, written by it alone.
+// A barrier for a step that waits 150 times: one cache line per thread, written by it alone.
 //
-// The usual barrier moves two lines per meeting, the counter and the flag. Here a thread says on its own line how often
+// The usual barrier moves two lines per barrier, the counter and the flag. Here a thread says on its own line how often
 // it has arrived and looks at the lines of the others: one way between two cores instead of two. That pays for the few
 // threads of a small model; with more than kFew of them looking at all lines costs more, and a counter is used.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace crelle::cpu {
 
-class Meeting {
+class Barrier {
 public:
   // For teams of `threads`; nobody may be waiting.
   void reset(int threads) { lines_ = std::vector<Line>(threads); }
@@ -35,7 +35,7 @@ private:
     std::atomic<uint32_t> arrivals{0};
   };
   std::vector<Line> lines_;
-  Barrier counter_;
+  CounterBarrier counter_;
 };
 
 }  // namespace crelle::cpu

@@ -32,6 +32,13 @@ CRELLE_INLINE Vec load(const Half *p) {
   Vec v;
   __builtin_memcpy(&v, h, 64);
   return v;
+#elif defined(__aarch64__)
+  float32x4_t f[4];
+  for (int i = 0; i < 4; ++i)
+    f[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t *>(p) + 4 * i)));
+  Vec v;
+  __builtin_memcpy(&v, f, 64);
+  return v;
 #else
   float f[kLanes];
   for (int i = 0; i < kLanes; ++i) f[i] = float_of_half(p[i].bits);
