@@ -28,7 +28,7 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
-from crelle.kernels.cuda.bmma_gemv import Prologue
+from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.fused_linear import STEPPED, FusedLinear, Norm
 from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear, takes_packed
 from crelle.models.companies import Company, companies

@@ -20,8 +20,26 @@
 namespace crelle {
 
 // STORE: y. NORM_ENCODE: y, and its digits times `gain`. SILU_MUL_ENCODE: W is gate, then up, a thread block takes the
-// same rows of both, and only silu(gate) * up leaves, as digits. RELU_ENCODE: only max(y, 0) leaves, as digits.
-enum EpilogueOut { STORE, NORM_ENCODE, SILU_MUL_ENCODE, RELU_ENCODE };
+// same rows of both, and only silu(gate) * up leaves, as digits. RELU_ENCODE: only max(y, 0) leaves, as digits. The
+// GELU ones: the same with gelu.
+enum EpilogueOut {
+  STORE,
+  NORM_ENCODE,
+  SILU_MUL_ENCODE,
+  RELU_ENCODE,
+  GELU_ENCODE,
+  GELU_TANH_ENCODE,
+  GELU_MUL_ENCODE,
+  GELU_TANH_MUL_ENCODE
+};
+
+__host__ __device__ constexpr bool is_gated(EpilogueOut e) {
+  return e == SILU_MUL_ENCODE || e == GELU_MUL_ENCODE || e == GELU_TANH_MUL_ENCODE;
+}
+template <EpilogueOut E>
+__device__ __forceinline__ float epilogue_gelu(float v) {
+  return gelu < E == GELU_TANH_ENCODE || E == GELU_TANH_MUL_ENCODE > (v);
+}
 
 // words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / blocks_per_scale), 8, SCALES]; bits and xscale
 // as in bitserial.cuh, moments [2 blocks, M] where x is still to be DIVIDED by its deviation; bias, gain and fold [N],
@@ -42,9 +60,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   using Queue = Pipeline<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES), TILES>;
   static_assert(M <= WARPS, "a warp makes a token's digits");
   constexpr bool DIGITS = EPILOGUE != STORE;
-  constexpr bool TWO = EPILOGUE == SILU_MUL_ENCODE;  // rows of an output
-  constexpr int OWN = TWO ? TILES / 2 : TILES;       // tiles of outputs in a set
-  constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;      // thread blocks that make 128 outputs
+  constexpr bool TWO = is_gated(EPILOGUE);       // rows of an output
+  constexpr int OWN = TWO ? TILES / 2 : TILES;   // tiles of outputs in a set
+  constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;  // thread blocks that make 128 outputs
   constexpr int OUTPUTS = (OWN * M * 16 + WARPS * 32 - 1) / (WARPS * 32);
   extern __shared__ __align__(128) char shared[];
   __shared__ float partial[2][WARPS][TILES][M][16];
@@ -221,8 +239,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       const int i = threadIdx.x + k * WARPS * 32, n = place_of(set, k);
       if (n < 0) continue;
       float v = total(i, k) + to_float(more[k]);
-      if constexpr (TWO) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
+      if constexpr (EPILOGUE == SILU_MUL_ENCODE) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
       if constexpr (EPILOGUE == RELU_ENCODE) v = relu(v);
+      if constexpr (EPILOGUE == GELU_ENCODE || EPILOGUE == GELU_TANH_ENCODE) v = epilogue_gelu<EPILOGUE>(v);
+      if constexpr (EPILOGUE == GELU_MUL_ENCODE || EPILOGUE == GELU_TANH_MUL_ENCODE)
+        v = epilogue_gelu<EPILOGUE>(v) * total(OWN * M * 16 + i, OUTPUTS + k);
       if constexpr (!DIGITS || EPILOGUE == NORM_ENCODE) {
         const Y out = from_float<Y>(v);
         y[(size_t)m * N + n] = out, v = to_float(out);
