@@ -108,7 +108,7 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
 }
 
 // x [M, K] (gated: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
-// may be the residual; ahead: so many numbers of a row are brought near before they are asked for. Shared: WARPS * M *
+// may be the residual; ahead: so many numbers of a row are prefetched. Shared: WARPS * M *
 // (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
 template <Prologue OP, int M, int WARPS, int DEPTH, int OCCUPANCY, bool ALIGNED, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)

@@ -1,8 +1,8 @@
-// x [M, K] as the decode kernel wants it: integers of eight digits, one scale per 128 inputs, cut into bits
+// x [M, K] as bmma_gemv.cu wants it, bit-serial: integers of eight digits, one scale per 128 inputs, as bits
 // (bitserial.cuh has the digits and their layout).
 //
-// One warp makes 128 inputs of a token. Before that an operation of the model may be applied (`Prologue`), so that its
-// result is never written: each thread block repeats the sums over the whole row that norms need.
+// One warp encodes 128 inputs of a token. The prologue may be an operation of the model (`Prologue`), whose result is
+// never written: each thread block repeats the sums over the whole row that norms need.
 #include "bitserial.cuh"
 
 namespace crelle {

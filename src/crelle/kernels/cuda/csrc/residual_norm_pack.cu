@@ -1,13 +1,12 @@
-// What stands between the products of many tokens, in one launch: the sum of the residual stream, a norm or an
-// activation, and the order in which gemm.cu takes its x.
+// Fused residual add, norm or activation, and packing of x for the next GEMM, in one launch.
 //
-//   sum = x + more          h = f(sum)          xs = h, laid out as `pack_x` does (gemm.cu), or rows as they are
+//   sum = x + addend          h = f(sum)          xs = h, laid out as `pack_x` does (gemm.cu), or rows as they are
 //
 // A thread block takes `part` inputs of a row, all of them where f is a norm, which needs their sum: 16 bytes at a time
 // as they lie, V times for a thread, then through shared memory, and 16 bytes at a time as they shall lie. A row's
 // numbers have one order of sums, whatever the number of rows.
 //
-// It is all waiting: for the kernel before, for x, for the other warps' sums. What a norm multiplies with is asked for
+// It is all waiting: for the kernel before, for x, for the other warps' sums. What a norm multiplies with is loaded
 // before any of that.
 #include "tensorcore.cuh"
 #include "x_layout.cuh"

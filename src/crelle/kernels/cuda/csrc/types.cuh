@@ -1,5 +1,4 @@
-// Numbers of 16 and 32 bits: pairs as they are stored, loads that know how wide they may be, waiting for the last
-// kernel.
+// 16- and 32-bit floats: conversions, prologues and activations, vector loads, programmatic dependent launch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
