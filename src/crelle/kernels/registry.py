@@ -1,7 +1,7 @@
 """Which kernel multiplies by a given weight, and why not the others.
 
-`kernels` lists them in order of preference; the first that supports the problem is selected. A kernel that another one
-always beats stands behind it, and so is selected only by name: `cuda-lut` behind `cuda`, `cpu-int8` behind `cpu`.
+`kernels` lists them in order of preference; the first that supports the problem is selected. A kernel that takes
+the same problems as one before it is selected only by name: `cuda-lut` behind `cuda`, `cpu-int8` behind `cpu`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """bmma_gemv.cu and encode.cu against f64 of the dequantized weight; what can be checked without a GPU comes first."""
 
 from dataclasses import replace
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crelle.kernels import ops
 from crelle.kernels.cuda import bmma_gemv
+from crelle.kernels.cuda.activations import Prologue, is_gated
 from crelle.kernels.cuda.kernel import Cuda
 from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
 from crelle.kernels.reference import matmul_fp64
@@ -51,9 +54,7 @@ def test_every_choice_fits_a_multiprocessor(
     tall = replace(w, N=rows)
     s = bmma_gemv.choose(tall, tokens, processors=132, in_graph=epilogue != "STORE", epilogue=epilogue)
     assert s.tiles <= s.stages
-    assert (
-        epilogue == "STORE" or 128 % (8 * s.tiles if epilogue == "SILU_MUL_ENCODE" else 16 * s.tiles) == 0
-    )  # whole clusters
+    assert epilogue == "STORE" or 128 % (8 * s.tiles if is_gated(epilogue) else 16 * s.tiles) == 0  # whole clusters
     assert (
         s.warps * bmma_gemv._pipeline_bytes(tall, s) <= 99 * 1024
     )  # what every chip since Ampere gives one thread block
@@ -143,6 +144,13 @@ def test_operations_on_the_way_match_torch(dtype: torch.dtype, tokens: int) -> N
         ),
         (bmma_gemv.encode(both, prepared, "SILU_MUL"), F.silu(both[:, :K].double()) * both[:, K:].double()),
         (bmma_gemv.encode(x, prepared, "RELU"), wide.relu()),
+        (bmma_gemv.encode(x, prepared, "GELU"), F.gelu(wide)),
+        (bmma_gemv.encode(x, prepared, "GELU_TANH"), F.gelu(wide, approximate="tanh")),
+        (bmma_gemv.encode(both, prepared, "GELU_MUL"), F.gelu(both[:, :K].double()) * both[:, K:].double()),
+        (
+            bmma_gemv.encode(both, prepared, "GELU_TANH_MUL"),
+            F.gelu(both[:, :K].double(), approximate="tanh") * both[:, K:].double(),
+        ),
     ]
     for digits, plain in cases:
         y = bmma_gemv.product(digits, prepared, dtype)
@@ -216,11 +224,11 @@ def test_torch_compile_sees_through() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 @pytest.mark.parametrize("tokens", [1, 2, 3])
-@pytest.mark.parametrize("op", ["RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"])
-def test_a_product_leaves_as_digits_of_what_comes_next(op: bmma_gemv.Prologue, tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", [op for op in get_args(Prologue) if op != "PLAIN"])
+def test_a_product_leaves_as_digits_of_what_comes_next(op: Prologue, tokens: int, dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("thread blocks do not meet before sm_90")
-    N, K, rows = 1280, 600, 2560 if op == "SILU_MUL" else 1280
+    N, K, rows = 1280, 600, 2560 if is_gated(op) else 1280
     w, behind = device_weight(ScaleKind.BCQ, 3, rows, K, 128), device_weight(ScaleKind.BCQ, 4, 72, N, 128)
     first, second = lay_out(w), lay_out(behind)
     assert bmma_gemv.epilogue_encodes(first, op, dtype)
@@ -244,7 +252,9 @@ def test_a_product_leaves_as_digits_of_what_comes_next(op: bmma_gemv.Prologue, t
     else:
         y, digits = bmma_gemv.product_encode(bmma_gemv.encode(x, first), first, dtype, op, bias=bias)
         assert y is None
-        between = plain.relu() if op == "RELU" else F.silu(plain[:, :N]) * plain[:, N:]
+        act = {"SILU": F.silu, "RELU": F.relu, "GELU": F.gelu, "GELU_TANH": partial(F.gelu, approximate="tanh")}
+        activated = act[op.removesuffix("_MUL")](plain[:, :N])
+        between = activated * plain[:, N:] if is_gated(op) else activated
     found = bmma_gemv.product(digits, second, dtype, after, fold=fold)
     assert relative(found, between @ behind.dequantize(torch.float64).T) < 1.5 * TOLERANCE[dtype]  # of two products
 

@@ -1,5 +1,7 @@
 """Products with plain weights against fp64, with every operation before them, odd sizes and one to four tokens."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from crelle.kernels import cuda
 from crelle.kernels.cuda import dense, jit
-from crelle.kernels.cuda.bmma_gemv import Prologue
+from crelle.kernels.cuda.activations import Prologue, is_gated
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
@@ -22,6 +24,10 @@ CASES: list[tuple[int, int, int, Prologue, torch.dtype, torch.dtype]] = [  # tok
     (3, 16, 72, "PLAIN", torch.float16, torch.float16),
     (2, 100, 333, "RMS_NORM", torch.bfloat16, torch.float32),
     (1, 5, 7, "SILU_MUL", torch.float16, torch.float16),
+    (2, 40, 4096, "GELU", torch.float16, torch.float16),
+    (1, 40, 333, "GELU_TANH", torch.bfloat16, torch.float32),
+    (4, 33, 2048, "GELU_MUL", torch.bfloat16, torch.bfloat16),
+    (3, 33, 2056, "GELU_TANH_MUL", torch.float16, torch.float16),
 ]
 
 
@@ -40,10 +46,13 @@ def _applied(x: Tensor, op: Prologue, norm: Tensor, shift: Tensor, eps: float) -
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * norm.double()
     if op == "LAYER_NORM":
         return F.layer_norm(x, x.shape[-1:], norm.double(), shift.double(), eps)
-    if op == "SILU_MUL":
+    if op == "PLAIN":
+        return x
+    act = {"SILU": F.silu, "RELU": F.relu, "GELU": F.gelu, "GELU_TANH": partial(F.gelu, approximate="tanh")}
+    if is_gated(op):
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-    return x.relu() if op == "RELU" else x
+        return act[op.removesuffix("_MUL")](gate) * up
+    return act[op](x)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
@@ -55,7 +64,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize(("tokens", "N", "K", "op", "dtype", "out"), CASES)
 def test_dense_matches_oracle(tokens: int, N: int, K: int, op: Prologue, dtype: torch.dtype, out: torch.dtype) -> None:
     torch.manual_seed(N)
-    x = (torch.randn(tokens, K * (2 if op == "SILU_MUL" else 1), device="cuda") + 0.3).to(dtype)
+    x = (torch.randn(tokens, K * (2 if is_gated(op) else 1), device="cuda") + 0.3).to(dtype)
     w = (torch.randn(N, K, device="cuda") / 30).to(dtype)
     norm, shift = (1 + 0.2 * torch.randn(K, device="cuda")).to(dtype), torch.randn(K, device="cuda").to(dtype)
     bias, residual = torch.randn(N, device="cuda").to(dtype), torch.randn(tokens, N, device="cuda").to(dtype)

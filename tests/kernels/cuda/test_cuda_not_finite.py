@@ -1,5 +1,7 @@
 """A NaN or an infinity that goes into a CUDA kernel comes out as NaN or an infinity, and touches no other row."""
 
+from typing import get_args
+
 import pytest
 import torch
 from plane_weights import random_weight
@@ -16,6 +18,7 @@ from crelle.kernels.cuda import (
     paged_attention,
     residual_norm_pack,
 )
+from crelle.kernels.cuda.activations import Prologue, is_gated
 from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
@@ -28,7 +31,7 @@ FORMS = [
     (ScaleKind.AFFINE, 2, 40),
     (ScaleKind.BCQ_SYMMETRIC, 5, 32),
 ]
-OPS: list[bmma_gemv.Prologue] = ["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"]
+OPS: tuple[Prologue, ...] = get_args(Prologue)
 
 
 def spoilt(y: Tensor, clean: Tensor, row: int) -> None:
@@ -60,10 +63,10 @@ def test_products(kind: ScaleKind, P: int, group: int, kernel: str, value: str) 
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("op", OPS)
-def test_operations_before_a_product(op: bmma_gemv.Prologue, value: str) -> None:
+def test_operations_before_a_product(op: Prologue, value: str) -> None:
     if (op, value) == ("RELU", "-inf"):
         return  # max(-inf, 0) is 0
-    K, wide = 1024, 2048 if op == "SILU_MUL" else 1024
+    K, wide = 1024, 2048 if is_gated(op) else 1024
     w = lay_out(random_weight(ScaleKind.BCQ, 3, 64, K, 128, device="cuda"))
     plain = torch.randn(64, K, device="cuda", dtype=HALF)
     norm, shift = torch.randn(2, K, device="cuda", dtype=HALF)
@@ -76,7 +79,7 @@ def test_operations_before_a_product(op: bmma_gemv.Prologue, value: str) -> None
         spoilt(dense.product(bad, plain, op, *norms), dense.product(x, plain, op, *norms), M - 1)
     x = torch.randn(40, wide, device="cuda", dtype=HALF)
     bad = with_bad(x, 17, 700, BAD[value])
-    some = None if op == "SILU_MUL" else torch.randn(40, K, device="cuda", dtype=HALF)
+    some = None if is_gated(op) else torch.randn(40, K, device="cuda", dtype=HALF)
     packed = [gemm.product(residual_norm_pack.add_norm_pack(v, w, op, *norms, addend=some)[0], w) for v in (bad, x)]
     spoilt(*packed, 17)
 

@@ -1,6 +1,7 @@
 """Sum, norm or activation and gemm.cu's order in one launch: what the launches one by one give."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from plane_weights import random_weight
 from torch import Tensor
 
 from crelle.kernels.cuda import dense, gemm, residual_norm_pack
-from crelle.kernels.cuda.bmma_gemv import Prologue
+from crelle.kernels.cuda.activations import Prologue, is_gated
 from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -27,16 +28,16 @@ def test_what_does_not_fit_is_said(K: int, reason: str | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [HALF, BF16])
-@pytest.mark.parametrize("op", ["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"])
+@pytest.mark.parametrize("op", get_args(Prologue))
 @pytest.mark.parametrize(
     ("M", "K", "group"), [(1, 1024, 128), (9, 1000, 40), (130, 4096, 128), (33, 11008, 128), (3, 20480, 40)]
 )
 def test_one_launch_gives_what_three_give(M: int, K: int, group: int, op: Prologue, dtype: torch.dtype) -> None:
     torch.manual_seed(M + K)
     w = weight(K, group)  # groups of 40 are padded: inputs have an order
-    wide = 2 * K if op == "SILU_MUL" else K
+    wide = 2 * K if is_gated(op) else K
     x, addend = (torch.randn(M, wide, device="cuda").to(dtype) for _ in range(2))
-    some: Tensor | None = None if op == "SILU_MUL" else addend
+    some: Tensor | None = None if is_gated(op) else addend
     normed = "NORM" in op
     norm, shift = (torch.randn(K, device="cuda").to(dtype) for _ in range(2))
     settings = (norm if normed else None, shift if op == "LAYER_NORM" else None, 1e-5)

@@ -17,6 +17,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 
@@ -29,14 +30,26 @@ _SHARED = 96 * 1024  # bytes of shared memory that every chip since Ampere gives
 # Weights of more bytes store y as values: there a separate encode launch costs less than a cluster epilogue.
 _MOST_ENCODED = 70e6
 
-Prologue = Literal["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU"]
-EpilogueOut = Literal["STORE", "NORM_ENCODE", "SILU_MUL_ENCODE", "RELU_ENCODE"]
+EpilogueOut = Literal[
+    "STORE",
+    "NORM_ENCODE",
+    "SILU_MUL_ENCODE",
+    "RELU_ENCODE",
+    "GELU_ENCODE",
+    "GELU_TANH_ENCODE",
+    "GELU_MUL_ENCODE",
+    "GELU_TANH_MUL_ENCODE",
+]
 EPILOGUES: tuple[EpilogueOut, ...] = get_args(EpilogueOut)
 _ENCODING: dict[Prologue, EpilogueOut] = {
     "RMS_NORM": "NORM_ENCODE",
     "LAYER_NORM": "NORM_ENCODE",
     "SILU_MUL": "SILU_MUL_ENCODE",
     "RELU": "RELU_ENCODE",
+    "GELU": "GELU_ENCODE",
+    "GELU_TANH": "GELU_TANH_ENCODE",
+    "GELU_MUL": "GELU_MUL_ENCODE",
+    "GELU_TANH_MUL": "GELU_TANH_MUL_ENCODE",
 }
 
 
@@ -128,7 +141,7 @@ def epilogue_encodes(w: CudaWeight, op: Prologue, dtype: torch.dtype) -> bool:
     """Whether the epilogue can apply `op` and encode y for the next GEMV, by a cluster of thread blocks."""
     if op not in _ENCODING or dtype == torch.float32 or not w.words.is_cuda or w.nbytes > _MOST_ENCODED:
         return False
-    rows = 2 * BLOCK if op == "SILU_MUL" else BLOCK
+    rows = width(op) * BLOCK
     return w.N % rows == 0 and torch.cuda.get_device_capability(w.words.device) >= (9, 0)
 
 
@@ -171,7 +184,7 @@ def product_encode(
     """
     epilogue = _ENCODING[op]
     s = config or choose(w, x.tokens, in_graph=True, epilogue=epilogue)
-    device, y, halves = x.bits.device, None, w.N // 128 // (2 if epilogue == "SILU_MUL_ENCODE" else 1)
+    device, y, halves = x.bits.device, None, w.N // 128 // width(op)
     made = BitSerialX.empty(x.tokens, halves, 1, device)
     if epilogue == "NORM_ENCODE":
         moments = torch.empty(halves, columns(x.tokens), 2, dtype=torch.float32, device=device)
@@ -205,7 +218,7 @@ def _launch(
 
 def _cluster(s: GemvTileConfig, epilogue: EpilogueOut) -> int:
     """Thread blocks of a cluster, which encode 128 outputs together; as in bmma_gemv.cu."""
-    return 1 if epilogue == "STORE" else 16 // s.tiles if epilogue == "SILU_MUL_ENCODE" else 8 // s.tiles
+    return 1 if epilogue == "STORE" else 16 // s.tiles if is_gated(epilogue) else 8 // s.tiles
 
 
 def _pipeline_bytes(w: CudaWeight, s: GemvTileConfig) -> int:
@@ -235,11 +248,14 @@ def choose(
     w: CudaWeight, tokens: int, processors: int | None = None, in_graph: bool = False, epilogue: EpilogueOut = "STORE"
 ) -> GemvTileConfig:
     """Return the tile config of the most similar autotuned problem (autotune.json, made on an H200)."""
+    like = epilogue  # gelu was not autotuned: take what has as much work
+    if "GELU" in epilogue:
+        like = "SILU_MUL_ENCODE" if is_gated(epilogue) else "RELU_ENCODE"
     rows = w.N * _MEASURED_ON / (processors or multiprocessors())  # as many rows a multiprocessor as there
 
     def unlike(m: "_Autotuned") -> float:
         size = abs(log2(m.N / rows)) + abs(log2(m.K / w.K))
-        other_kind, other_place = m.codes != (w.kind not in _PLANES), (m.in_graph, m.epilogue) != (in_graph, epilogue)
+        other_kind, other_place = m.codes != (w.kind not in _PLANES), (m.in_graph, m.epilogue) != (in_graph, like)
         other = 4 * (columns(tokens) != m.M) + 0.5 * other_kind + 0.75 * other_place
         found = abs(m.P - w.P) + other + 0.75 * size
         return found if not m.alone else inf if found else -1
@@ -249,7 +265,7 @@ def choose(
         config = GemvTileConfig(1, 8, 1, config.stages, 1, 16 if tokens == 1 else 8)
     if w.words.shape[2] != w.P or w.blocks_per_scale > 1:
         config = replace(config, run=1)
-    if epilogue == "SILU_MUL_ENCODE" and config.tiles % 2:
+    if is_gated(epilogue) and config.tiles % 2:
         config = replace(config, tiles=2, stages=max(2, config.stages))
     room = _SHARED if processors else _pipeline_room(torch.cuda.current_device())
     while config.warps * _pipeline_bytes(w, config) > room:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
-from crelle.kernels.cuda.bmma_gemv import BitSerialX, Prologue
+from crelle.kernels.cuda.activations import Prologue
+from crelle.kernels.cuda.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.executor import DecoderModules
 from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.bmma_gemv import C_TYPES, Prologue
+from crelle.kernels.cuda.activations import Prologue, width
+from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.launch import load
 
@@ -56,7 +57,7 @@ def product(
 ) -> Tensor:
     """Return op(x) @ weight.T (+ bias) (+ residual) as [tokens, N], in `dtype` (that of x by default).
 
-    x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up); weight [N, K]; norm and shift [K]: the norm's weight and bias.
+    x [tokens, K] (gated: [tokens, 2K], gate then up); weight [N, K]; norm and shift [K]: the norm's weight and bias.
     """
     tokens, (N, K) = x.shape[0], weight.shape
     y = torch.empty(tokens, N, dtype=dtype or x.dtype, device=x.device) if out is None else out
@@ -101,7 +102,7 @@ def apply(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return op(x) as [tokens, K]: what `product` does before it multiplies."""
-    tokens, K = x.shape[0], x.shape[1] // (2 if op == "SILU_MUL" else 1)
+    tokens, K = x.shape[0], x.shape[1] // width(op)
     y = torch.empty(tokens, K, dtype=x.dtype, device=x.device) if out is None else out
     kernel = load(*apply_variant(op, K, x.dtype))
     grid = (-(-K // (8 * 32 * _APPLY_WARPS)), tokens, 1)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from crelle.kernels.base import Prepared
 from crelle.kernels.cuda import dense
-from crelle.kernels.cuda.bmma_gemv import BitSerialX, Prologue, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.activations import Prologue
+from crelle.kernels.cuda.bmma_gemv import BitSerialX, encode, epilogue_encodes, parts, product, product_encode
 from crelle.kernels.cuda.weight_layout import CudaWeight, join
 
 STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by

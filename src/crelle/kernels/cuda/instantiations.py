@@ -26,12 +26,13 @@ from crelle.kernels.cuda import (
     skinny_gemm,
     weight_layout,
 )
+from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K = 2048
 GROUPS = (32, 64, 128, 256)  # 8, 4, 2 and 1 in a block
-_OPS = get_args(bmma_gemv.Prologue)
+_OPS = get_args(Prologue)
 
 Instantiation = tuple[str, str]  # file, expression
 
@@ -41,9 +42,9 @@ def instantiations(arch: str) -> list[Instantiation]:
     capability = int(arch[3]), int(arch[4])
     return sorted(
         {
-            *_decode(capability),
-            *_tiles(capability),
-            *_dozens(capability),
+            *_gemv(capability),
+            *_gemm(capability),
+            *_skinny_gemm(capability),
             *_lut(),
             *_attention_dense_embed(),
             *paged_attention.variants(),
@@ -75,7 +76,7 @@ def _weights() -> Iterator[tuple[QuantTensor, torch.dtype]]:
         yield _weight(ScaleKind.AFFINE, 2, scales=scales), HALF
 
 
-def _decode(capability: tuple[int, int]) -> Iterator[Instantiation]:
+def _gemv(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for i, (w, dtype) in enumerate(_weights()):
         laid = weight_layout.lay_out(w)
         tall, count = replace(laid, N=(4096, 49152)[i % 2]), (1, 2, 4)[i % 3]
@@ -88,7 +89,7 @@ def _decode(capability: tuple[int, int]) -> Iterator[Instantiation]:
                 weight_layout.lay_out(_weight(kind, P)), count, config, HALF, epilogue, divided
             )
     for i, epilogue in enumerate(epilogues):
-        for P in (2, 3, 4):
+        for P in (2, 3, 4) if "GELU" not in epilogue else (3,):
             laid = replace(weight_layout.lay_out(_weight(ScaleKind.BCQ, P)), N=(4096, 22016)[i % 2])
             count, dtype = (1, 1, 2, 4)[(i + P) % 4], (HALF, BF16)[P % 2]
             config = bmma_gemv.choose(laid, count, processors=132, in_graph=True, epilogue=epilogue)
@@ -99,7 +100,7 @@ def _decode(capability: tuple[int, int]) -> Iterator[Instantiation]:
             yield bmma_gemv.encode_variant(op, parts, count, dtype)
 
 
-def _tiles(capability: tuple[int, int]) -> Iterator[Instantiation]:
+def _gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for i, (w, dtype) in enumerate(islice(_weights(), 1, None, 2)):
         laid: CudaWeight = replace(weight_layout.lay_out(w), N=4096)
         count = (33, 72, 144, 256, 1024)[i % 5] if capability == (9, 0) else (8, 16, 64, 256, 1024)[i % 5]
@@ -110,7 +111,7 @@ def _tiles(capability: tuple[int, int]) -> Iterator[Instantiation]:
         yield gemm.pack_variant(dtype)
 
 
-def _dozens(capability: tuple[int, int]) -> Iterator[Instantiation]:
+def _skinny_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for dtype in (HALF, BF16):
         yield skinny_gemm.permute_variant(dtype)
     if capability < (9, 0):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda import batch_invariant as invariant
 from crelle.kernels.cuda import dense, dispatch, gemm, residual_norm_pack, skinny_gemm
-from crelle.kernels.cuda.bmma_gemv import Prologue
+from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.gemm import PackedX
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
@@ -129,7 +129,7 @@ def _packs(product: FusedLinear, x: Tensor, op: Prologue, batch_invariant: bool)
         or (not batch_invariant and _uses_gemv(product, x.shape[0]))
     ):
         return False
-    return residual_norm_pack.supports(w, x.shape[1] // (2 if op == "SILU_MUL" else 1)) is None
+    return residual_norm_pack.supports(w, x.shape[1] // width(op)) is None
 
 
 def _packed(

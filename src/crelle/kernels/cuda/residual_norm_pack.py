@@ -12,7 +12,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.bmma_gemv import C_TYPES, Prologue
+from crelle.kernels.cuda.activations import Prologue, is_gated, width
+from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.gemm import PackedX
 from crelle.kernels.cuda.launch import load
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
@@ -54,7 +55,7 @@ def add_norm_pack(
     eps: float = 0.0,
     addend: Tensor | None = None,
 ) -> tuple[PackedX, Tensor]:
-    """Return op(x + addend) packed for w, and x + addend, for x [M, K] (SILU_MUL: [M, 2K])."""
+    """Return op(x + addend) packed for w, and x + addend, for x [M, K] (gated: [M, 2K])."""
     to = PackedX.empty(x.shape[0], w, x)
     return to, _launch(x, w, op, norm, shift, eps, addend, to.xs, to.semaphores, 0)
 
@@ -69,7 +70,7 @@ def add_norm_permute(
     addend: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as rows for skinny_gemm: [M, K], or [M, 256 blocks] permuted where w's inputs are."""
-    pitch = x.shape[1] // (2 if op == "SILU_MUL" else 1) if w.perm is None else BLOCK * w.blocks
+    pitch = x.shape[1] // width(op) if w.perm is None else BLOCK * w.blocks
     rows = torch.empty(x.shape[0], pitch, dtype=x.dtype, device=x.device)
     return rows, _launch(x, w, op, norm, shift, eps, addend, rows, None, pitch)
 
@@ -87,10 +88,10 @@ def _launch(
     pitch: int,
 ) -> Tensor:
     """Fill xs; return x + addend."""
-    M, K = x.shape[0], x.shape[1] // (2 if op == "SILU_MUL" else 1)
+    M, K = x.shape[0], x.shape[1] // width(op)
     assert supports(w, K) is None
     assert x.is_contiguous()
-    assert addend is None or (addend.is_contiguous() and op != "SILU_MUL")
+    assert addend is None or (addend.is_contiguous() and not is_gated(op))
     inputs, whole = BLOCK * w.blocks, w.perm is not None or "NORM" in op
     part = inputs if whole else min(inputs, BLOCK * _WARPS[False])
     total = x if addend is None else torch.empty_like(x)

@@ -94,7 +94,7 @@ struct Quarter {
     for (int i = 0; i < 4; i++) {
       const int k = from[i];
       v[i] = k < 0 ? 0 : to_float(__ldcg(x + k));
-      if constexpr (OP == SILU_MUL) gain[i] = k < 0 ? 0 : to_float(__ldcg(x + K + k));
+      if constexpr (is_gated(OP)) gain[i] = k < 0 ? 0 : to_float(__ldcg(x + K + k));
     }
   }
 
@@ -105,6 +105,7 @@ struct Quarter {
       if constexpr (OP == LAYER_NORM) v[i] = from[i] < 0 ? 0 : (v[i] - row.x) * row.y * gain[i] + shift[i];
       if constexpr (OP == SILU_MUL) v[i] = v[i] / (1 + __expf(-v[i])) * gain[i];
       if constexpr (OP == RELU) v[i] = relu(v[i]);
+      if constexpr (is_gelu(OP)) v[i] = is_gated(OP) ? gelu_of<OP>(v[i]) * gain[i] : gelu_of<OP>(v[i]);
     }
   }
 };

@@ -1,16 +1,16 @@
-// y [M, N] = x [M, K] W.T for up to 4 tokens, W in bit-planes: bmma_block.cuh says how 16 rows and 256 inputs are
-// multiplied.
+// GEMV on the binary tensor cores: y [M, N] = x [M, K] W.T for up to 4 tokens, W in bit-planes, x bit-serial.
+// bmma_block.cuh says how 16 rows and 256 inputs are multiplied.
 //
-// A warp takes TILES * 16 rows and a share of the blocks of 256 inputs, which it asks for STAGES ahead; weights are
-// asked for before the previous kernel is done. The warps of a thread block share the rows and add up in a fixed order.
+// A warp takes TILES * 16 rows and a split of the blocks of 256 inputs, through a load pipeline of STAGES; weights are
+// loaded before the previous kernel is done (PDL). The warps of a thread block split K and add up in a fixed order.
 // Layouts: crelle/kernels/cuda/weight_layout.py (words, scales), bitserial.cuh (x).
 //
-// What comes out may leave as digits, so that the next product follows without a launch between them (`EpilogueOut`).
-// The 128 numbers that share a scale are made by a cluster of thread blocks, which send them to their first one.
+// The epilogue can encode its output, so that the next GEMV follows without a launch between them (`EpilogueOut`). The
+// 128 outputs that share a scale are made by a cluster of thread blocks, which store them into their first one (DSMEM).
 //
-// A norm between two products is one factor, and a mean to subtract, for all inputs alike, so it can wait until the
-// sums are made: the first product gives digits of y * gain and, per 128 of them, the sums of y and of its squares
-// (`moments`); the second one makes of its own sums
+// A norm between two products is one factor, and a mean to subtract, for all inputs alike, so its division is deferred
+// to the second product's epilogue: the first product encodes y * gain and, per 128 of them, the sums of y and of its
+// squares (`moments`); the second one makes of its own sums
 //   (sum - mean * fold) / deviation + bias,     fold = W gain: null for an RMS norm, which has no mean
 #include "bmma_block.cuh"
 #include "dsmem.cuh"
@@ -19,9 +19,27 @@
 
 namespace crelle {
 
-// STORE: y. NORM_ENCODE: y, and its digits times `gain`. SILU_MUL_ENCODE: W is gate, then up, a thread block takes the
-// same rows of both, and only silu(gate) * up leaves, as digits. RELU_ENCODE: only max(y, 0) leaves, as digits.
-enum EpilogueOut { STORE, NORM_ENCODE, SILU_MUL_ENCODE, RELU_ENCODE };
+// What the epilogue writes. STORE: y. NORM_ENCODE: y, and y * gain encoded. RELU_ENCODE, GELU_ENCODE, ...: only act(y),
+// encoded. Gated (..._MUL_ENCODE): W is gate, then up, a thread block takes the same rows of both, and only act(gate) *
+// up is written, encoded.
+enum EpilogueOut {
+  STORE,
+  NORM_ENCODE,
+  SILU_MUL_ENCODE,
+  RELU_ENCODE,
+  GELU_ENCODE,
+  GELU_TANH_ENCODE,
+  GELU_MUL_ENCODE,
+  GELU_TANH_MUL_ENCODE
+};
+
+__host__ __device__ constexpr bool is_gated(EpilogueOut e) {
+  return e == SILU_MUL_ENCODE || e == GELU_MUL_ENCODE || e == GELU_TANH_MUL_ENCODE;
+}
+template <EpilogueOut E>
+__device__ __forceinline__ float epilogue_gelu(float v) {
+  return gelu < E == GELU_TANH_ENCODE || E == GELU_TANH_MUL_ENCODE > (v);
+}
 
 // words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / blocks_per_scale), 8, SCALES]; bits and xscale
 // as in bitserial.cuh, moments [2 blocks, M] where x is still to be DIVIDED by its deviation; bias, gain and fold [N],
@@ -42,9 +60,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   using Queue = Pipeline<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES), TILES>;
   static_assert(M <= WARPS, "a warp makes a token's digits");
   constexpr bool DIGITS = EPILOGUE != STORE;
-  constexpr bool TWO = EPILOGUE == SILU_MUL_ENCODE;  // rows of an output
-  constexpr int OWN = TWO ? TILES / 2 : TILES;       // tiles of outputs in a set
-  constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;      // thread blocks that make 128 outputs
+  constexpr bool TWO = is_gated(EPILOGUE);       // rows of an output
+  constexpr int OWN = TWO ? TILES / 2 : TILES;   // tiles of outputs in a set
+  constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;  // thread blocks that make 128 outputs
   constexpr int OUTPUTS = (OWN * M * 16 + WARPS * 32 - 1) / (WARPS * 32);
   extern __shared__ __align__(128) char shared[];
   __shared__ float partial[2][WARPS][TILES][M][16];
@@ -128,7 +146,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       moment.x += some.x, moment.y += some.y;
     }
   }
-  int taken = 0, round = 0;  // pieces taken from the queue, sets
+  int taken = 0, round = 0;  // pieces taken from the pipeline, sets
 
   // The first block of a cluster turns what all have sent into digits, a warp for each token.
   const auto encode_outputs = [&](int round) {
@@ -221,8 +239,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       const int i = threadIdx.x + k * WARPS * 32, n = place_of(set, k);
       if (n < 0) continue;
       float v = total(i, k) + to_float(more[k]);
-      if constexpr (TWO) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
+      if constexpr (EPILOGUE == SILU_MUL_ENCODE) v = v / (1 + __expf(-v)) * total(OWN * M * 16 + i, OUTPUTS + k);
       if constexpr (EPILOGUE == RELU_ENCODE) v = relu(v);
+      if constexpr (EPILOGUE == GELU_ENCODE || EPILOGUE == GELU_TANH_ENCODE) v = epilogue_gelu<EPILOGUE>(v);
+      if constexpr (EPILOGUE == GELU_MUL_ENCODE || EPILOGUE == GELU_TANH_MUL_ENCODE)
+        v = epilogue_gelu<EPILOGUE>(v) * total(OWN * M * 16 + i, OUTPUTS + k);
       if constexpr (!DIGITS || EPILOGUE == NORM_ENCODE) {
         const Y out = from_float<Y>(v);
         y[(size_t)m * N + n] = out, v = to_float(out);

@@ -7,10 +7,10 @@
 //   S [16 positions, heads] = K q^T          O [16 dimensions, heads] += V^T P,   P = exp(S - max)
 //
 // so that even a single query head wastes no memory traffic, and up to 8 cost what one costs. The positions are split
-// SPLITS ways over thread blocks, and a split over WARPS warps, 16 positions at a time: each warp has its own queue of
-// STAGES tiles and its own running maximum and sums, and waits for nobody. At the end the results of the warps,
-// then those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes
-// into the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
+// SPLITS ways over thread blocks, and a split over WARPS warps, 16 positions at a time: each warp has its own pipeline
+// of STAGES tiles and its own running maximum and sums, and waits for nobody. At the end the results of the warps, then
+// those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes into
+// the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
 //
 // The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
 // step ends with a kernel that never lets the next start early (embed_argmax.cu), or outside of this package.
@@ -28,8 +28,8 @@ namespace crelle {
 #define CLUSTER_OF(blocks)
 #endif
 
-// A warp's queue of tiles of 16 positions, in shared memory: rows of keys, then rows of values, padded so that 8 rows
-// lie in different banks. Positions that are not there are zeros.
+// A warp's pipeline of tiles of 16 positions, in shared memory: rows of keys, then rows of values, padded so that 8
+// rows lie in different banks. Positions that are not there are zeros.
 template <int D, int STAGES, typename T>
 struct Tiles {
   static constexpr int ROW = (D + 15) / 16 * 16 + 8, TILE = 2 * 16 * ROW;

@@ -66,7 +66,7 @@ __device__ __forceinline__ Norm norm_of(float2 sums, int K, float eps) {
   return {mean, rsqrtf(relu(sums.y / K - mean * mean) + eps)};
 }
 
-// f of 8 inputs from k on; x: the token's row, which SILU_MUL reads in a second place; v: what stands at k.
+// f of 8 inputs from k on; x: the token's row, which gated ops read in a second place; v: what stands at k.
 template <Prologue OP, bool ALIGNED, typename T>
 __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm n, const T *norm, const T *shift) {
   if constexpr (OP == PLAIN) return v;
@@ -95,6 +95,11 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = __fdividef(f[i], 1 + __expf(-f[i])) * g[i];
   }
+  if constexpr (is_gelu(OP)) {
+    if constexpr (is_gated(OP)) open<T>(g, eight<ALIGNED>(x + K, k, K));
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = is_gated(OP) ? gelu_of<OP>(f[i]) * g[i] : gelu_of<OP>(f[i]);
+  }
   if constexpr (OP == RELU) {
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = relu(f[i]);
@@ -102,8 +107,8 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
   return closed<T>(f);
 }
 
-// x [M, K] (SILU_MUL: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
-// may be the residual; ahead: so many numbers of a row are brought near before they are asked for. Shared: WARPS * M *
+// x [M, K] (gated: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
+// may be the residual; ahead: so many numbers of a row are prefetched. Shared: WARPS * M *
 // (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
 template <Prologue OP, int M, int WARPS, int DEPTH, int OCCUPANCY, bool ALIGNED, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
@@ -139,7 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   if (writes && residual) extra += to_float(residual[(size_t)token * N + n]);
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   __shared__ float2 sums[M][WARPS];
-  constexpr int WIDE = OP == SILU_MUL ? 2 : 1;
+  constexpr int WIDE = is_gated(OP) ? 2 : 1;
   float sum[M] = {}, squares[M] = {};
 #pragma unroll 2
   for (int c = lane * 8; c < steps * 32; c += 256) {
@@ -206,7 +211,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 template <Prologue OP, int WARPS, bool ALIGNED, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     apply(const T *x, const T *__restrict__ norm, const T *__restrict__ shift, T *y, int K, float eps) {
-  const T *row = x + (size_t)blockIdx.y * K * (OP == SILU_MUL ? 2 : 1);
+  const T *row = x + (size_t)blockIdx.y * K * (is_gated(OP) ? 2 : 1);
   const int k = (blockIdx.x * WARPS * 32 + threadIdx.x) * 8;
   y += (size_t)blockIdx.y * K;
   launch_dependents();

@@ -1,6 +1,5 @@
-// Thread blocks of a cluster that send each other numbers: each goes into the other's shared memory, and a letter box
-// there counts the bytes. Nobody waits but the reader, and no memory has to be flushed. Nothing of it exists before
-// sm_90.
+// Distributed shared memory: thread blocks of a cluster store values into each other's shared memory, and an mbarrier
+// there counts the bytes. Only the reader waits, and no memory has to be flushed. Nothing of it exists before sm_90.
 #pragma once
 #include "types.cuh"
 
@@ -20,8 +19,8 @@ __device__ __forceinline__ uint32 cluster_address(const void *mine, int rank) {
   return cluster_address(static_cast<uint32>(__cvta_generic_to_shared(mine)), rank);
 }
 
-// One thread sets a box up for so many bytes; then all threads of all blocks call `cluster_arrive`, and `cluster_wait`
-// before they send.
+// One thread initializes an mbarrier for so many bytes; then all threads of all blocks call `cluster_arrive`, and
+// `cluster_wait` before they send.
 __device__ __forceinline__ void init_mbarrier(Mbarrier *mbarrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(mbarrier));
@@ -41,7 +40,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// A number for `to`, as this block knows it, in block `rank`, whose box counts it.
+// Store a value to `to`, as this block knows it, in block `rank`, whose mbarrier counts it.
 __device__ __forceinline__ void dsmem_store(float *to, float v, Mbarrier *mbarrier, int rank) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

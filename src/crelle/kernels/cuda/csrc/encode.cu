@@ -1,20 +1,20 @@
-// x [M, K] as the decode kernel wants it: integers of eight digits, one scale per 128 inputs, cut into bits
+// x [M, K] as bmma_gemv.cu wants it, bit-serial: integers of eight digits, one scale per 128 inputs, as bits
 // (bitserial.cuh has the digits and their layout).
 //
-// One warp makes 128 inputs of a token. Before that an operation of the model may be applied (`Prologue`), so that its
-// result is never written: each thread block repeats the sums over the whole row that norms need.
+// One warp encodes 128 inputs of a token. The prologue may be an operation of the model (`Prologue`), whose result is
+// never written: each thread block repeats the sums over the whole row that norms need.
 #include "bitserial.cuh"
 
 namespace crelle {
 
-// x [tokens, K] (SILU_MUL: [tokens, 2K], gate then up); perm [256 blocks], which input stands where, -1 for none, or
+// x [tokens, K] (gated: [tokens, 2K], gate then up); perm [256 blocks], which input stands where, -1 for none, or
 // null; grid (ceil(2 blocks / WARPS), tokens)
 template <Prologue OP, int PARTS, int M, int WARPS, typename X>
 __global__ void __launch_bounds__(WARPS * 32)
     encode(const X *x, const X *__restrict__ weight, const X *__restrict__ bias, const int *__restrict__ perm,
            uint32 *bits, float *xscale, int K, int blocks, float eps) {
   const int lane = threadIdx.x & 31, m = blockIdx.y, half = blockIdx.x * WARPS + (threadIdx.x >> 5);
-  x += (size_t)m * K * (OP == SILU_MUL ? 2 : 1);
+  x += (size_t)m * K * (is_gated(OP) ? 2 : 1);
   launch_dependents();
   Quarter<OP, X> mine;
   mine.place(weight, bias, perm, half, K, blocks, lane);

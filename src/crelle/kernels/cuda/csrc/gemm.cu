@@ -1,11 +1,11 @@
-// y [M, N] = x [M, K] W.T for many tokens: weights become 16-bit numbers in registers, tensor cores do the rest.
+// GEMM for many tokens, y [M, N] = x [M, K] W.T: weights are dequantized to 16 bits in registers, once per tile of
+// tokens and never written anywhere, for mma with f32 accumulators.
 //
-// The weights are those of bmma_gemv.cu, bit for bit: a lane finds the planes of its own rows and inputs in one piece,
-// and x is brought into their order once (arrange, below), since x is smaller and often serves several matrices. A
-// weight is unpacked once per tile of tokens, never written anywhere, and the sums are fp32.
-//   dequant.cuh   planes to numbers: looked up by byte permutation (dequant_lut.cuh); larger codes directly
-//   gemm_sm90.cuh    sm_90a: warpgroup instructions, x by bulk copies, work cut into equal shares (stream_k.cuh)
-//   gemm_sm80.cuh    everything else: warp instructions, cp.async
+// The weights are those of bmma_gemv.cu, bit for bit: a lane finds the planes of its own rows and inputs contiguous,
+// and x is packed into their order once (pack_x, below), since x is smaller and often serves several weights.
+//   dequant.cuh      planes to values: looked up by byte permutation (dequant_lut.cuh); larger codes directly
+//   gemm_sm90.cuh    sm_90a: wgmma, x by bulk copies, stream-K (stream_k.cuh)
+//   gemm_sm80.cuh    everything else: warp mma, cp.async
 // On an H200, group 128, the tile of tokens that wins: as many as there are, up to 256; where that makes fewer than
 // about 50 tiles, at most 128. One thread block of two warpgroups on a multiprocessor is best, of three up to 64 tokens
 // where rows are many; with 256 tokens the tensor cores are busy 80% of the time. Up to 32 tokens skinny_gemm.cu is

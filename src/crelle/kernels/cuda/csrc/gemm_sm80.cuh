@@ -1,6 +1,6 @@
-// The same product with the matrix instructions that every chip since Ampere has: a warp holds TILES tiles of 16 rows
-// and all NT tokens of its thread block. WARPS_N warps stand side by side along the rows and share x; WARPS_K such rows
-// of warps cut K among them and add up in a fixed order. A stage is a block of 256 inputs, of x and of the weights.
+// The GEMM with the warp mma that every chip since Ampere has: a warp holds TILES tiles of 16 rows and all NT tokens of
+// its thread block. WARPS_N warps along N share x; WARPS_K groups of them split K and add up in a fixed order. A
+// pipeline stage is a block of 256 inputs, of x and of the weights.
 #pragma once
 #include "mma.cuh"
 #include "pipeline.cuh"

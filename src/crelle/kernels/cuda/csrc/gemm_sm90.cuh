@@ -1,17 +1,18 @@
-// The product on Hopper's warpgroups: weights become 16-bit numbers in registers and are the left operand from there; x
-// comes to shared memory by bulk copies, ready for the instruction (see pack_x), and is the right one.
+// The GEMM on Hopper's warpgroups: dequantized weights are the left operand of wgmma, from registers; x comes to shared
+// memory by bulk copies, packed for the instruction (pack_x), and is the right one.
 //
 // A tile is 64 WG rows for NT tokens: each of a thread block's WG warpgroups holds 64 rows and all NT tokens in its
-// accumulators, so a weight is unpacked once per NT tokens. Every warp fetches its own 16 rows of weights by its own
-// queue; one more warp fetches x, XC times 64 inputs at a time, XS of these ahead, for all. While four instructions (64
-// inputs) are under way the warp unpacks the operands of the next four, and with two warpgroups there is always one in
-// the middle of a product.
+// accumulators, so a weight is dequantized once per NT tokens. Every warp loads its own 16 rows of weights through its
+// own pipeline; a producer warp loads x, XC times 64 inputs a stage, XS stages, for all. While four instructions (64
+// inputs) are in flight the warp dequantizes the operands of the next four, and with two warpgroups there is always one
+// in the middle of a product.
 //
-// As many thread blocks run as the chip holds at once, and all get the same amount of work, whatever the numbers of
-// rows and tokens: the last tiles are cut along K into equal shares, which begin and end inside tiles. A thread block
-// that begins inside a tile leaves its sums in memory for the one that has the tile's beginning; that one adds them in
-// the order of K and writes the tile, so results do not depend on timing. With SPLIT_K > 1 a cluster of so many thread
-// blocks has a tile instead, a share of K each, and they add up in each other's shared memory.
+// Stream-K: as many thread blocks run as the chip holds at once, and all get the same amount of work, whatever the
+// numbers of rows and tokens: the last tiles are split along K into equal ranges, which begin and end inside tiles. A
+// thread block that begins inside a tile leaves its partial sums in memory for the one that has the tile's beginning;
+// that one waits on their semaphores, adds them in the order of K and writes the tile, so results do not depend on
+// timing. With SPLIT_K > 1 a cluster of so many thread blocks has a tile instead, a split of K each, and they add up in
+// distributed shared memory.
 #pragma once
 #include "pipeline.cuh"
 #include "dequant.cuh"
@@ -57,7 +58,7 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
   using Queue = Pipeline<WS, W::BYTES>;
   constexpr int ROWS = 64 * WG, CHUNK_BYTES = NT * 128, X_BYTES = XC * CHUNK_BYTES, WARPS = 4 * WG;
   extern __shared__ __align__(128) char raw[];
-  char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, queues
+  char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, pipelines
   __shared__ __align__(8) unsigned long long barriers[2][XS];
   const uint32 x_at = shared_address(shared), full = kept(shared_address(barriers[0])), empty = full + 8 * XS;
 
@@ -106,7 +107,7 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
   } else {
     if constexpr (gives_registers(NT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     Queue queue(shared + XS * X_BYTES + warp * Queue::SIZE, lane);
-    TileScheduler ahead = TileScheduler::of<SPLIT_K>(tiles, whole, blocks);  // as far as weights have been asked for
+    TileScheduler ahead = TileScheduler::of<SPLIT_K>(tiles, whole, blocks);  // as far as loads of weights were issued
     const char *planes_at, *scales_at;
     int asked = 0;
     const auto seek = [&] {  // where the weights begin that are next

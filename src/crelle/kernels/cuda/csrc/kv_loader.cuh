@@ -1,4 +1,4 @@
-// How a warp asks for tiles of 16 tokens of one key head: which bytes of the pages a lane copies, and where to.
+// How a warp loads tiles of 16 tokens of one key head: which bytes of the pages a lane copies, and where to.
 #pragma once
 #include "kv_fragments.cuh"
 

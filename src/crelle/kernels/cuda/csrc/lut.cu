@@ -7,7 +7,7 @@
 // walks over many rows with them. Lane l of a warp takes inputs 8l ... of each slice for 16 rows at a time: 16 bytes of
 // weights for 16 reads of its own table. Lanes that own inputs rather than rows are what makes tables free of bank
 // conflicts possible (PRIVATE); the price is one sum over the lanes per 16 rows, a shuffle and an addition a row, which
-// SLICES and P share. Weights are asked for STAGES planes early, the first ones before the tables are built and before
+// SLICES and P share. Weights are loaded STAGES planes early, the first ones before the tables are built and before
 // the previous kernel is done.
 //
 // The thread blocks of some rows each leave partial sums, and the last one to finish adds them up in order: which one
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const char *at = words + (size_t)(begin + warp) * tile_bytes + unit * (planes * 2048) + slice * 512 + lane * 16;
   const char *scale = scales + (size_t)(begin + warp) * tile_scales + upper * eight +
                       (unit / blocks_per_scale * SW * GROUPS + lane * GROUPS / 32) * (16 * (int)sizeof(S));
-  // Weights and alphas under way: each is asked for as soon as the one that was STAGES planes before it is used up.
+  // Weights and alphas under way: each is loaded as soon as the one that was STAGES planes before it is used up.
   uint4 next[STAGES][SLICES];
   Scales<S> alpha[STAGES];
   if (begin + warp < end) {

@@ -11,9 +11,9 @@
 // V's scales go into P. A step of 16 channels belongs to groups whose columns lie together, so no product is made
 // twice: D/16 instructions for K and as many for V, for 1 to 8 heads.
 //
-// A warp takes 16 U tokens at a time from its own queue of STAGES such pieces, has its own running maximum and sums and
-// waits for nobody; WARPS of them share what a thread block reads, blocks along x share a sequence. Parts are added in
-// a fixed order: those of the warps, then, by the last block to arrive, those of the blocks. Then H is undone.
+// A warp takes 16 U tokens at a time from its own pipeline of STAGES such pieces, has its own running maximum and sums
+// and waits for nobody; WARPS of them share what a thread block reads, blocks along x share a sequence. Parts are added
+// in a fixed order: those of the warps, then, by the last block to arrive, those of the blocks. Then H is undone.
 //
 // Arithmetic of 4 bits, D = 128, groups of 32: 16 tokens are 2304 bytes. At 4.5 TB/s a multiprocessor of 132 gets that
 // many in 119 cycles of 1.76 GHz, so each of its 4 schedulers has 475 cycles for 16 tokens. Counted on an H200, all in:

@@ -1,8 +1,8 @@
-// A warp's own queue of pieces of memory: STAGES of them under way at any time, in shared memory, without a register.
-// They are taken TOGETHER at a time, then as many are asked for.
+// A warp's own load pipeline: STAGES pieces of memory in flight at any time, in shared memory, without a register. They
+// are taken TOGETHER at a time, then as many are issued.
 //
-// On Hopper the bulk copy engine fetches a piece (one lane asks, a barrier in shared memory counts the bytes); before
-// it, each lane asks for 16 bytes at a time. A piece is up to two runs of bytes, each a multiple of 16.
+// On Hopper the bulk copy engine loads a piece (one lane issues, an mbarrier counts the bytes); before it, each lane
+// issues cp.async of 16 bytes. A piece is up to two runs of bytes, each a multiple of 16.
 #pragma once
 #include "types.cuh"
 

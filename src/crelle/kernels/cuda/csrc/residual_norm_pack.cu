@@ -1,20 +1,19 @@
-// What stands between the products of many tokens, in one launch: the sum of the residual stream, a norm or an
-// activation, and the order in which gemm.cu takes its x.
+// Fused residual add, norm or activation, and packing of x for the next GEMM, in one launch.
 //
-//   sum = x + more          h = f(sum)          xs = h, laid out as `pack_x` does (gemm.cu), or rows as they are
+//   sum = x + addend          h = f(sum)          xs = h, laid out as `pack_x` does (gemm.cu), or rows as they are
 //
 // A thread block takes `part` inputs of a row, all of them where f is a norm, which needs their sum: 16 bytes at a time
 // as they lie, V times for a thread, then through shared memory, and 16 bytes at a time as they shall lie. A row's
 // numbers have one order of sums, whatever the number of rows.
 //
-// It is all waiting: for the kernel before, for x, for the other warps' sums. What a norm multiplies with is asked for
+// It is all waiting: for the kernel before, for x, for the other warps' sums. What a norm multiplies with is loaded
 // before any of that.
 #include "tensorcore.cuh"
 #include "x_layout.cuh"
 
 namespace crelle {
 
-// x [M, K] (SILU_MUL: [M, 2K], gate then up), K a multiple of 8; more [M, K] may be null, and so may sum, where nobody
+// x [M, K] (gated: [M, 2K], gate then up), K a multiple of 8; more [M, K] may be null, and so may sum, where nobody
 // wants it; norm, shift [K] may be null; perm [256 blocks]: which input stands where, -1 for none, or null; then part
 // is 256 blocks. xs [4 blocks, M', 64], M' = M rounded up to 8, or where there is a `pitch` [M, pitch], in order and
 // padded with zeros. Grid (ceil(256 blocks / part), M'), part at most 256 WARPS V; the first row's thread blocks also
@@ -53,20 +52,22 @@ __global__ void __launch_bounds__(WARPS * 32)
     const int k = first + (threadIdx.x + i * THREADS) * 8;
     v[i] = second[i] = make_uint4(0, 0, 0, 0);
     if (k >= K || !there) continue;
-    v[i] = *reinterpret_cast<const uint4 *>(x + (OP == SILU_MUL ? 2 * row : row) + k);
-    if (OP == SILU_MUL) second[i] = *reinterpret_cast<const uint4 *>(x + 2 * row + K + k);
-    if (OP != SILU_MUL && addend) second[i] = *reinterpret_cast<const uint4 *>(addend + row + k);
+    v[i] = *reinterpret_cast<const uint4 *>(x + (is_gated(OP) ? 2 * row : row) + k);
+    if (is_gated(OP)) second[i] = *reinterpret_cast<const uint4 *>(x + 2 * row + K + k);
+    if (!is_gated(OP) && addend) second[i] = *reinterpret_cast<const uint4 *>(addend + row + k);
   }
   float total = 0, squares = 0;
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int c = (threadIdx.x + i * THREADS) * 8, k = first + c;
     float f[8], g[8];
-    if (OP == SILU_MUL || addend) {
+    if (is_gated(OP) || addend) {
       open<T>(f, v[i]), open<T>(g, second[i]);
 #pragma unroll
       for (int e = 0; e < 8; e++)
-        f[e] = OP == SILU_MUL ? __fdividef(f[e], 1 + __expf(-f[e])) * g[e] : __fadd_rn(f[e], g[e]);
+        f[e] = OP == SILU_MUL ? __fdividef(f[e], 1 + __expf(-f[e])) * g[e]
+               : is_gated(OP) ? gelu_of<OP>(f[e]) * g[e]
+                              : __fadd_rn(f[e], g[e]);
       v[i] = closed<T>(f);
       if (sum && k < K && there) *reinterpret_cast<uint4 *>(sum + row + k) = v[i];
     }
@@ -79,6 +80,12 @@ __global__ void __launch_bounds__(WARPS * 32)
       open<T>(f, v[i]);
 #pragma unroll
       for (int e = 0; e < 8; e++) f[e] = relu(f[e]);
+      v[i] = closed<T>(f);
+    }
+    if constexpr (is_gelu(OP) && !is_gated(OP)) {
+      open<T>(f, v[i]);
+#pragma unroll
+      for (int e = 0; e < 8; e++) f[e] = gelu_of<OP>(f[e]);
       v[i] = closed<T>(f);
     }
     if (!NORM && c < here) *reinterpret_cast<uint4 *>(mine + c) = v[i];

@@ -1,4 +1,4 @@
-// What attention does to single heads: norms, rotary positions.
+// qk-norm and rotary position embedding of single heads.
 #pragma once
 #include "warp.cuh"
 

@@ -1,14 +1,14 @@
-// y [M, N] = x [M, K] W.T for a few dozen tokens: too many to count bits for each, too few for large tiles.
+// GEMM for a few dozen tokens, y [M, N] = x [M, K] W.T: too many to count bits for each, too few for large tiles.
 //
-// As in gemm.cu weights become 16-bit numbers in registers, but the instruction is a warp's (16 rows, 16 inputs, 8
-// tokens), x is taken as it lies in memory, and the warps of a thread block share K among them and add up in shared
-// memory in a fixed order: one launch, nothing that thread blocks have to wait for.
+// As in gemm.cu weights are dequantized to 16 bits in registers, but the mma is a warp's (16 rows, 16 inputs, 8
+// tokens), x is taken as it lies in memory, and the warps of a thread block split K and add up in shared memory in a
+// fixed order: one launch, nothing that thread blocks have to wait for.
 //
-// A warp takes TILES tiles of 16 rows and its share of the blocks of 256 inputs, which come by its own queue, asked for
-// before the previous kernel is done. Lane 4g + t has inputs 32t ... 32t+31 of rows g and g + 8 (dequant.cuh), so
-// of a token g it needs just these: 64 bytes in a piece. They are loaded where the last tile has used the ones before,
-// so they need no registers of their own and come in time. WARPS_N warps with neighbouring rows take the same inputs at
-// about the same time: all but the first find them in L1.
+// A warp takes TILES tiles of 16 rows and its split of the blocks of 256 inputs, through its own load pipeline, whose
+// first stages are issued before the previous kernel is done (PDL). Lane 4g + t has inputs 32t ... 32t+31 of rows g and
+// g + 8 (dequant.cuh), so of a token g it needs just these: 64 contiguous bytes. They are loaded where the last tile
+// has used the ones before, so they need no registers of their own and come in time. WARPS_N warps with neighbouring
+// rows take the same inputs at about the same time: all but the first find them in L1.
 #include "pipeline.cuh"
 #include "tensorcore.cuh"
 #include "dequant.cuh"

@@ -1,4 +1,4 @@
-// What attention does with logits: powers, and what the rows of a tensor instruction's result have together.
+// Softmax of attention: exp2, and reductions over the rows of an mma's result.
 #pragma once
 #include "types.cuh"
 

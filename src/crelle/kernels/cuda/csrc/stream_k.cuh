@@ -1,4 +1,4 @@
-// How thread blocks share the tiles of a product, and how the shares of a tile come together.
+// The stream-K tile scheduler of gemm_sm90.cuh, and loads from other thread blocks of a cluster.
 #pragma once
 #include "dsmem.cuh"
 #include "pipeline.cuh"
@@ -7,7 +7,7 @@ namespace crelle {
 
 #if __CUDA_ARCH__ == 900
 // The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
-// or all) are done as they are, the others are cut.
+// or all) are data-parallel, the others stream-K.
 struct TileScheduler {
   int tile, first, count;  // the current piece: `count` blocks from `first` on
   int at, end, next, tiles, blocks;

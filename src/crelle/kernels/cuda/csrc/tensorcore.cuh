@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32 transposed(uint32 matrix) {
   return to;
 }
 
-// `grid_dependency_wait` behind reads that were asked for: a loop that is never repeated (`positive` is), which the
+// `grid_dependency_wait` behind loads that were issued: a loop that is never repeated (`positive` is), which the
 // assembler does not move them into. Otherwise it waits first and asks then.
 __device__ __forceinline__ void grid_dependency_wait_late(int positive) {
 #if __CUDA_ARCH__ >= 900

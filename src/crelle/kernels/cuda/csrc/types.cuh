@@ -1,5 +1,4 @@
-// Numbers of 16 and 32 bits: pairs as they are stored, loads that know how wide they may be, waiting for the last
-// kernel.
+// 16- and 32-bit floats: conversions, prologues and activations, vector loads, programmatic dependent launch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,8 +19,16 @@ struct Conditional<false, A, B> {
   using type = B;
 };
 
-// What may be done to x on its way into a product; SILU_MUL: x is gate, then up.
-enum Prologue { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU };
+// What a prologue may do to x on its way into a product. GELU is by erf, GELU_TANH its tanh approximation; gated ones
+// (..._MUL) have gate, then up in x.
+enum Prologue { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU, GELU, GELU_TANH, GELU_MUL, GELU_TANH_MUL };
+
+__host__ __device__ constexpr bool is_gated(Prologue op) {
+  return op == SILU_MUL || op == GELU_MUL || op == GELU_TANH_MUL;
+}
+__host__ __device__ constexpr bool is_gelu(Prologue op) {
+  return op == GELU || op == GELU_TANH || op == GELU_MUL || op == GELU_TANH_MUL;
+}
 
 __device__ __forceinline__ float to_float(half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(bfloat16 v) { return __bfloat162float(v); }
@@ -54,6 +61,17 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return m;
 }
 __device__ __forceinline__ float relu(float v) { return max_nan(v, 0); }
+
+// v Phi(v), or v / (1 + exp(-2u)), which is v (1 + tanh(u)) / 2 for u = sqrt(2 / pi) (v + 0.044715 v^3).
+template <bool TANH>
+__device__ __forceinline__ float gelu(float v) {
+  if constexpr (TANH) return __fdividef(v, 1 + __expf(-1.5957691216057308f * fmaf(0.044715f * v * v, v, v)));
+  return 0.5f * v * (1 + erff(v * 0.70710678118654752f));
+}
+template <Prologue OP>
+__device__ __forceinline__ float gelu_of(float v) {
+  return gelu < OP == GELU_TANH || OP == GELU_TANH_MUL > (v);
+}
 
 // A value that is to stay in a register: the compiler would make it anew where it is used. (Thread blocks have one row
 // of threads here, which it does not know.)

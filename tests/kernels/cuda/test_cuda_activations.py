@@ -1,0 +1,29 @@
+"""Which activations the CUDA kernels have, and the sentence where they have none; no GPU needed."""
+
+from typing import get_args
+
+import pytest
+
+from crelle.kernels.cuda import bmma_gemv
+from crelle.kernels.cuda.activations import Prologue, activation_op, is_gated, supports, width
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_an_activation_is_there_or_refused_in_a_sentence(activation: str, gated: bool) -> None:
+    if reason := supports(activation, gated):
+        assert (activation, gated) in {("silu", False), ("relu", True)}
+        assert reason.startswith(
+            f"has no {'gated ' if gated else ''}{activation} activation, only gated silu, relu, gelu"
+        )
+    else:
+        op = activation_op(activation, gated)
+        assert op in get_args(Prologue)
+        assert is_gated(op) == gated
+        assert width(op) == 1 + gated
+
+
+def test_every_activation_has_an_epilogue_that_encodes() -> None:
+    for op in get_args(Prologue):
+        assert op == "PLAIN" or is_gated(bmma_gemv._ENCODING[op]) == is_gated(op)
+    assert {*bmma_gemv._ENCODING.values(), "STORE"} == set(bmma_gemv.EPILOGUES)
