@@ -39,7 +39,7 @@ class ModelRunner:
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv = llm, kv
         self.batch_invariant = model.device.type == "cpu" if batch_invariant is None else batch_invariant
-        self.layers = [KVPages.new(kv, *sizes) for _ in range(c.layers)]
+        self.layers = [KVPages.new(kv, *sizes) for _ in model.layers]
         self._executors: dict[int | None, CudaGraphs | FusedStep | Eager] = {}
         self._rows: dict[Sequence, int] = {}  # of the tokens sampled last
 
@@ -119,7 +119,7 @@ class ModelRunner:
 
 def centers(model: Model, kv: KVFormat) -> list[Tensor] | list[None]:
     """Return what each layer's keys are stored relative to."""
-    return model.key_centers if kv.center else [None] * model.c.layers
+    return model.key_centers if kv.center else [None] * len(model.layers)
 
 
 def _for_samples(logits: Tensor, step: Step) -> Tensor:
