@@ -97,5 +97,5 @@ def test_a_plan_says_what_it_is_for() -> None:
     assert (it.tokens, it.total, it.batch(1024), it.batch(100)) == (16000, 1_120_000_000, 15, 142)
     assert str(it) == (
         "1.12 GB: weights 1 GB, working space 100 MB, 1000 pages of 16 tokens at kv4 20 MB; room for 16000 tokens, "
-        "15 texts of 1024 at once"
+        "15 sequences of 1024 at once"
     )

@@ -1,4 +1,4 @@
-"""crelle explain: which kernel multiplies by which matrix, and why not the others."""
+"""crelle explain: which kernel multiplies by which matrix, which executor runs the layers, and why not the others."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,9 +9,22 @@ from rich.table import Table
 from crelle.cli.console import Device, Json, Model, out, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+    from crelle.formats.kv import KVFormat
     from crelle.formats.open import Weights
+    from crelle.kernels.spec import DecoderSpec
 
 NAME = "explain"
+_NO_GPU = "no GPU is visible here: this is what would run on one, as far as it can be known without it"
+_RUNS = {"engine": "generation and serving", "step": "a step of eval and bench"}
+_TOLD = {
+    "cpu-fused": "the fused C++ step: one call for up to 16 tokens",
+    "cuda-graphs": "CUDA graphs: one launch for a token of every sequence",
+    "torch": "torch, layer by layer",
+}
 
 
 def run(
@@ -20,30 +33,31 @@ def run(
     kv: Annotated[str, typer.Option("--kv", help="Bits of the KV cache it is to run with: 16, 8 or 4.")] = "16",
     json: Json = False,
 ) -> None:
-    """Print layer → kernel → why not the others.
+    """Print layer → kernel → why not the others, and which executor runs the layers.
 
     Nothing falls back silently to something slower or less exact: this is where one sees what runs. Pass one of the
-    names as `--kernel` to `generate` or `eval` to insist on it.
+    names as `--kernel` to `generate` or `eval` to insist on it. `--device cuda` also answers where there is no GPU, as
+    far as that can be known.
     """
+    import torch
+
     from crelle.formats.kv import KVFormat
     from crelle.formats.open import open_weights
-    from crelle.models.cache import why_not_fused
-    from crelle.models.fused import why_not
     from crelle.models.loader import read_spec
 
-    cache = KVFormat.parse(kv)
+    cache, where = KVFormat.parse(kv), _device(device)
     rows = decisions(model, device)
-    where = rows[0]["problem"]["device"]
-    one_by_one = why_not(
-        read_spec(open_weights(model, verify=False)),
-        where,
-        {row["kernel"] for row in rows},
-        any(row["problem"]["permuted"] for row in rows),
-    )
-    one_by_one = one_by_one or why_not_fused(cache, where)
+    kernels, permuted = {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows)
+    spec = read_spec(open_weights(model, verify=False))
+    chosen = executors(spec, cache, where, kernels, permuted)
+    unseen = where == "cuda" and not torch.cuda.is_available()
     if json:
-        said = {"device": where, "kv": str(cache), "fused": one_by_one is None, "why_not_fused": one_by_one}
-        print_json({**said, "layers": rows})
+        step = chosen["step"]
+        fused = step["executor"] != "torch"
+        why = None if fused else step["others"]["cpu-fused" if where == "cpu" else "cuda-graphs"]
+        said = {"device": where, "gpu": where == "cuda" and not unseen, "note": _NO_GPU if unseen else None}
+        said |= {"kv": str(cache), "fused": fused, "why_not_fused": why}
+        print_json({**said, "executors": chosen, "layers": rows})
         return
     table = Table("matrices", "problem", "kernel", "why not the others")
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -54,49 +68,110 @@ def run(
         shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
         table.add_row(shown, problem, kernel, why)
     out.print(table)
-    fused = "in the fused C++ step: one call a token" if one_by_one is None else f"layer by layer: {one_by_one}"
-    out.print(f"decoding runs {fused}", highlight=False, soft_wrap=True)
+    for what, found in chosen.items():
+        reasons = "".join(f"\n    {name}: {why}" for name, why in found["others"].items())
+        out.print(f"{_RUNS[what]}: {_TOLD[found['executor']]}{reasons}", highlight=False, soft_wrap=True)
+    if unseen:
+        out.print(_NO_GPU, highlight=False, soft_wrap=True)
 
 
 def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     """Return for every matrix the kernel that would be chosen and what each other kernel says."""
-    import torch
-
     from crelle.formats.open import open_weights
     from crelle.kernels.base import Problem
     from crelle.kernels.registry import explain, select
-    from crelle.models.loader import choose_device
+    from crelle.models.loader import in_usual_form
     from crelle.models.precisions import at_precision
 
-    where = choose_device(device)
-    dtype = torch.float32 if where.type == "cpu" else torch.float16
-    weights = open_weights(model)
+    where = _device(device)
+    dtype, absent = _dtype(where), _absent(where)
+    weights = in_usual_form(open_weights(model))
     rows = []
     for name, stored in _multiplied(weights).items():
         w = at_precision(weights.matrix(stored))
-        problem = replace(Problem.of(w, dtype), device=where.type)
-        chosen = select(problem).name
-        others = {k: why or "could run it, but is less preferred" for k, why in explain(problem) if k != chosen}
+        problem = replace(Problem.of(w, dtype), device=where)
+        reasons = {k: None if absent and why == absent else why for k, why in explain(problem)}
+        chosen = next((k for k, why in reasons.items() if why is None), None) or select(problem).name
+        others = {k: why or "could run it, but is less preferred" for k, why in reasons.items() if k != chosen}
         facts = {"format": w.format, "N": w.shape[0], "K": w.shape[1], "bits": w.bits, "group": w.group}
-        facts |= {"permuted": problem.permuted, "device": where.type, "dtype": str(dtype).removeprefix("torch.")}
-        rows.append(
-            {
-                "name": name,
-                "problem": facts,
-                "describes": str(problem),
-                "kernel": chosen,
-                "others": others,
-            }
-        )
+        facts |= {"permuted": problem.permuted, "device": where, "dtype": str(dtype).removeprefix("torch.")}
+        rows.append({"name": name, "problem": facts, "describes": str(problem), "kernel": chosen, "others": others})
     return rows
+
+
+def executors(
+    spec: "DecoderSpec", kv: "KVFormat", device: str, kernels: "Collection[str]", permuted: bool
+) -> dict[str, dict[str, Any]]:
+    """Return what runs the engine's batches, and a step of eval and bench, and why not the other executors."""
+    from crelle.kernels.cuda import decode_step
+    from crelle.models import fused
+    from crelle.models.cache import why_not_fused
+
+    on_cpu, on_gpu = fused.why_not(spec, device, kernels, permuted), _lacks_on_gpu(device, kernels)
+    found = {}
+    for what in _RUNS:
+        others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}
+        if device == "cuda" and what == "step":
+            others["cuda-graphs"] = on_gpu or decode_step.supports(spec, _dtype(device)) or why_not_fused(kv, device)
+        if device == "cuda" and what == "engine":
+            others["cuda-graphs"] = on_gpu or decode_step.lacks(spec, _dtype(device)) or _lacks_in_pages(spec, kv)
+        chosen = next((name for name, why in others.items() if why is None), "torch")
+        reasons = {name: why for name, why in others.items() if why is not None and name != chosen}
+        found[what] = {"executor": chosen, "others": reasons}
+        if chosen != "torch":
+            found[what]["others"]["torch"] = "could run it, but is slower"
+    return found
+
+
+def _lacks_on_gpu(device: str, kernels: "Collection[str]") -> str | None:
+    from crelle.kernels import cuda
+    from crelle.kernels.cuda.fused_linear import STEPPED
+
+    if device != "cuda":
+        return f"graphs of a whole step run on a GPU, not on {device}"
+    if (reason := cuda.available()) and reason != _absent(device):
+        return f"a whole step needs the CUDA kernels, and this process {reason}"
+    if others := sorted(set(kernels) - STEPPED):
+        return f"kernel '{others[0]}' is not part of the step"
+    return None
+
+
+def _lacks_in_pages(spec: "DecoderSpec", kv: "KVFormat") -> str | None:
+    from crelle.kernels.cuda import paged_attention
+
+    reason = paged_attention.supports(kv, spec.head_size, _dtype("cuda"))
+    return reason and f"the paged attention {reason}"
+
+
+def _device(device: str) -> str:
+    """Turn cpu | cuda | auto into a device; cuda also where there is none."""
+    from crelle.models.loader import choose_device
+
+    return "cuda" if device == "cuda" else choose_device(device).type
+
+
+def _dtype(device: str) -> "torch.dtype":
+    import torch
+
+    return torch.float32 if device == "cpu" else torch.float16
+
+
+def _absent(device: str) -> str | None:
+    """Return what the CUDA kernels say for want of a GPU, where there is none: all else they answer without one."""
+    import torch
+
+    from crelle.kernels import cuda
+
+    return cuda.available() if device == "cuda" and not torch.cuda.is_available() else None
 
 
 def _multiplied(weights: "Weights") -> dict[str, str]:
     """Return each layer that multiplies by a matrix, and where that is stored: a tied head is the embedding."""
-    from crelle.models.loader import tied_to
+    from crelle.models.loader import architecture
 
+    arch = architecture(weights)
     matrices = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
-    found = {m: m for m in matrices if "embed" not in m}
-    if tied := tied_to(weights):
-        found["lm_head"] = tied
+    found = {m: m for m in matrices if m not in (arch.names.embedding, arch.names.positions)}
+    if arch.spec.tied:
+        found[arch.names.head] = arch.names.embedding
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
+from crelle.kernels.cuda import activations
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
@@ -21,8 +22,6 @@ from crelle.kernels.executor import DecoderModules
 from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
 
 _NORMS: dict[str, Prologue] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
-_GATED: dict[str, Prologue] = {"silu": "SILU_MUL"}
-_PLAIN: dict[str, Prologue] = {"relu": "RELU"}
 
 
 def lacks(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
@@ -39,8 +38,8 @@ def lacks(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
             return "the step has norms with weights, and RMS norms of heads"
         if mlp.experts is not None:
             return "the step has one feed-forward a layer, no experts"
-        if mlp.activation not in (_GATED if mlp.gated else _PLAIN):
-            return f"the step has no {'gated' if mlp.gated else 'plain'} feed-forward with {mlp.activation}"
+        if reason := activations.supports(mlp.activation, mlp.gated):
+            return f"the step {reason}"
         if a.rope is not None and a.rope.channels != a.head_size:
             return "the step rotates whole heads, not a part of them"
         if a.softcap is not None or a.scale != a.head_size**-0.5:
@@ -130,7 +129,7 @@ class Step:
                 StepLayer(
                     spec=spec,
                     norm=_NORMS[spec.norm.kind],
-                    activation=(_GATED if spec.mlp.gated else _PLAIN)[spec.mlp.activation],
+                    activation=activations.activation_op(spec.mlp.activation, spec.mlp.gated),
                     norm_attention=_norm(layer.norm_attention),
                     qkv=FusedLinear([a.q, a.k, a.v], dtype),
                     q_norm=None if a.q_norm is None else a.q_norm.weight,

@@ -1,0 +1,71 @@
+"""crelle explain: on each device its own kernels and executors, also where that device is not there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_tiny_model
+from in_process import succeed
+
+from crelle import quantize
+from crelle.cli import console
+from crelle.kernels import cpu
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is said where there is no GPU")
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("explain")
+    quantize(write_tiny_model(to / "m", hidden_size=64, head_dim=16), to / "q", "rtn:bits=4,group=32")
+    return to / "q"
+
+
+def test_cuda_is_explained_by_its_own_kernels(quantized: Path) -> None:
+    seen = succeed("explain", quantized, "--device", "cuda", "--json").json
+    assert seen["device"] == "cuda"
+    assert {layer["problem"]["dtype"] for layer in seen["layers"]} == {"float16"}
+    coded = [layer for layer in seen["layers"] if layer["problem"]["format"] != "dense"]
+    assert {layer["kernel"] for layer in coded} == {"cuda"}
+    assert all("runs on the CPU" in layer["others"]["cpu"] for layer in coded)
+    assert all(layer["others"]["cuda-lut"] == "could run it, but is less preferred" for layer in coded)
+    assert (seen["fused"], seen["why_not_fused"]) == (True, None)
+    assert {what: found["executor"] for what, found in seen["executors"].items()} == {
+        "engine": "cuda-graphs",
+        "step": "cuda-graphs",
+    }
+    assert "runs on the CPU, not on cuda" in seen["executors"]["engine"]["others"]["cpu-fused"]
+
+
+@without_gpu
+def test_it_is_said_that_no_gpu_was_seen(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = succeed("explain", quantized, "--device", "cuda", "--json").json
+    assert not seen["gpu"]
+    assert "no GPU is visible here" in seen["note"]
+    monkeypatch.setattr(console.out, "width", 200)
+    shown = succeed("explain", quantized, "--device", "cuda").out
+    assert "no GPU is visible here" in shown
+    assert "generation and serving: CUDA graphs" in shown
+    on_cpu = succeed("explain", quantized, "--device", "cpu", "--json").json
+    assert on_cpu["note"] is None
+
+
+def test_the_cache_decides_which_executor_runs_a_step_on_cuda(quantized: Path) -> None:
+    seen = succeed("explain", quantized, "--device", "cuda", "--kv", "4", "--json").json
+    assert seen["executors"]["engine"]["executor"] == "cuda-graphs"
+    assert seen["executors"]["step"]["executor"] == "torch"
+    assert "keys and values of 16 bits" in seen["why_not_fused"] == seen["executors"]["step"]["others"]["cuda-graphs"]
+    odd = succeed("explain", quantized, "--device", "cuda", "--kv", "4:page=4", "--json").json
+    assert "the paged attention takes pages of" in odd["executors"]["engine"]["others"]["cuda-graphs"]
+
+
+def test_what_the_step_lacks_is_said_for_each_device(tmp_path: Path) -> None:
+    """Heads of 12 channels: no kernel of CUDA attends to them, the C++ step does."""
+    path = write_tiny_model(tmp_path / "m")
+    on_gpu = succeed("explain", path, "--device", "cuda", "--json").json["executors"]
+    on_cpu = succeed("explain", path, "--device", "cpu", "--json").json["executors"]
+    assert on_gpu["engine"]["executor"] == on_gpu["step"]["executor"] == "torch"
+    assert "heads of" in on_gpu["engine"]["others"]["cuda-graphs"]
+    here = "cpu-fused" if cpu.available() is None else "torch"
+    assert on_cpu["engine"]["executor"] == on_cpu["step"]["executor"] == here
+    assert "on a GPU, not on cpu" in on_cpu["engine"]["others"]["cuda-graphs"]
