@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tiny_server import GREEDY, Running, ask, nested_llm, post, read_all, serving, status, still_serves
+from server_fixtures import llm, want  # noqa: F401
+from tiny_server import GREEDY, Running, ask, post, read_all, serving, status, still_serves
 
-from crelle import LLM, Sampling
+from crelle import LLM
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.tokenizer import Tokenizer
 from crelle.server.event_queue import EventBridge, EventQueue
@@ -31,16 +32,6 @@ ERRORS = [RuntimeError, Panic, SystemExit, KeyboardInterrupt, MemoryError, StopI
 LONG = {"prompt": ["Hello, " * 75] * 9}  # are tokenized and submitted beside the loop
 LARGE = {"prompt": [[1] * 2000] * 10}  # is parsed there
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
-
-
-@pytest.fixture(scope="module")
-def want() -> str:
-    return nested_llm("alone").generate("Hello", Sampling(max_tokens=12)).text
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import json
 import socket
-from collections.abc import Iterator
 
 import pytest
-from tiny_server import Running, body_of, nested_llm, serving, status
+from server_fixtures import llm, server  # noqa: F401
+from tiny_server import Running, body_of, serving, status
 
 from crelle import LLM
 from crelle.errors import SchemeError
@@ -13,18 +13,6 @@ from crelle.server.settings import Keys, Settings
 
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
 EVERYWHERE = {"host": "0.0.0.0"}
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Running]:
-    with serving(llm) as found:
-        yield found
-        found.assert_empty()
 
 
 def call(server: Running, *headers: str, target: str = "/v1/completions", method: str = "POST") -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from server_fixtures import llm  # noqa: F401
 from tiny_server import Running, nested_llm, serving, slow_down
 
 from crelle import LLM, Sampling
@@ -16,11 +17,6 @@ from crelle.server.settings import Keys
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 TEXTS = ["Hello", "Once upon a time", "a", "Café au lait, très chaud"]
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
 
 
 @pytest.fixture(scope="module")

@@ -4,35 +4,16 @@ Every test also checks, when it ends, that the page asked nobody but its own ser
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browsing import ask, eventually, launched, over, visit, watched
+from browsing import ask, eventually, over, visit, watched
 from fake_server import PAGE, FakeServer, content_security_policy
+from playground_fixtures import browser, page, server  # noqa: F401
 from playwright.sync_api import Browser, Page, expect
 from tiny_server import nested_llm, serving, slow_down
 
 from crelle.server.settings import Keys
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
-
-
-@pytest.fixture
-def page(browser: Browser, server: FakeServer) -> Iterator[Page]:
-    with watched(browser, server.url) as page:
-        yield page
-
 
 # ---- conversation
 

@@ -1,31 +1,13 @@
 """The playground for everyone: by keyboard alone, to a screen reader, in both colours, at every width."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from browsing import ask, eventually, launched, over, visit, watched
+from browsing import ask, eventually, over, visit
 from fake_server import FakeServer
-from playwright.sync_api import Browser, Page, expect
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
-
-
-@pytest.fixture
-def page(browser: Browser, server: FakeServer) -> Iterator[Page]:
-    with watched(browser, server.url) as page:
-        yield page
+from playground_fixtures import browser, page, server  # noqa: F401
+from playwright.sync_api import Page, expect
 
 
 def test_everything_can_be_done_by_keyboard(page: Page, server: FakeServer) -> None:

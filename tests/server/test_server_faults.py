@@ -5,11 +5,12 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from server_fixtures import limited_server as server  # noqa: F401
+from server_fixtures import llm, want  # noqa: F401
 from tiny_server import (
     GREEDY,
     Running,
@@ -31,22 +32,6 @@ from crelle.engine.scheduler import Step
 from crelle.errors import SchemeError
 from crelle.server.event_queue import EventQueue
 from crelle.server.settings import Settings
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Running]:
-    with serving(llm, max_body=20_000, body_timeout=1.0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def want() -> str:
-    return nested_llm("alone").generate("Hello", Sampling(max_tokens=12)).text
 
 
 def stream(server: Running, tokens: int, **socket_options: Any) -> socket.socket:

@@ -3,28 +3,11 @@
 import json
 import random
 import time
-from collections.abc import Iterator
 
 import pytest
-from tiny_server import GREEDY, Running, malformed, nested_llm, post, read_all, reset, serving, status, still_serves
-
-from crelle import LLM, Sampling
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Running]:
-    with serving(llm, max_body=20_000, body_timeout=1.0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def want() -> str:
-    return nested_llm("alone").generate("Hello", Sampling(max_tokens=12)).text
+from server_fixtures import limited_server as server  # noqa: F401
+from server_fixtures import llm, want  # noqa: F401
+from tiny_server import GREEDY, Running, malformed, post, read_all, reset, status, still_serves
 
 
 def test_half_sent_bodies_and_headers(server: Running, want: str) -> None:

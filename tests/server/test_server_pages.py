@@ -5,11 +5,11 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_server import CONTEXT, Running, body_of, nested_llm, post, serving, slow_down, status
+from server_fixtures import llm, server  # noqa: F401
+from tiny_server import CONTEXT, Running, body_of, post, serving, slow_down, status
 
 from crelle import LLM
 from crelle.errors import FormatError, SchemeError
@@ -20,18 +20,6 @@ from crelle.server.settings import Keys, is_loopback
 from crelle.server.token_text import TokenTexts
 
 SECRET = "a-secret-in-the-prompt"
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Running]:
-    with serving(llm) as found:
-        yield found
-        found.assert_empty()
 
 
 def complete(server: Running, *headers: str, **body: object) -> bytes:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_server import GREEDY, Running, ask, body_of, nested_llm, post, read_all, serving, status, still_serves
+from server_fixtures import llm, want  # noqa: F401
+from tiny_server import GREEDY, Running, ask, body_of, post, read_all, serving, status, still_serves
 
 import crelle.server
 from crelle import LLM, Sampling
@@ -195,16 +196,6 @@ def test_tokens_of_probability_0_have_a_logprob_that_json_has(llm: LLM) -> None:
 
 
 # Logits that are not finite -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return nested_llm()
-
-
-@pytest.fixture(scope="module")
-def want() -> str:
-    return nested_llm("alone").generate("Hello", Sampling(max_tokens=12)).text
 
 
 def stream(server: Running, **more: Any) -> bytes:

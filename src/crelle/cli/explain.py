@@ -108,7 +108,7 @@ def executors(
     from crelle.models.cache import why_not_fused
 
     on_cpu, on_gpu = fused.why_not(spec, device, kernels, permuted), _lacks_on_gpu(device, kernels)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for what in _RUNS:
         others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}
         if device == "cuda" and what == "step":
