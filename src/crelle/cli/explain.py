@@ -107,7 +107,7 @@ def executors(
 
     on_cpu = fused.supports(spec) or fused.why_not(device, kernels, permuted)
     on_gpu = _lacks_on_gpu(spec, device, kernels)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for what in _RUNS:
         others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}
         if device == "cuda" and what == "step":
