@@ -208,12 +208,12 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(
     llm: LLM, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(llm) as server:
-        draw, at = OutputState.draw, [0]
+        sample, at = OutputState.sample, [0]
 
         def broken(self: OutputState, logits: Any, so_far: list[int], *more: Any) -> int:
             if len(self.tokens) == at[0]:
                 raise NumericsError("the model's logits are not finite (NaN) at token 7 of /secret/path")
-            return draw(self, logits, so_far, *more)
+            return sample(self, logits, so_far, *more)
 
         monkeypatch.setattr(OutputState, "sample", broken)
         answer = server.raw(post("/v1/completions", json.dumps(GREEDY).encode()))
