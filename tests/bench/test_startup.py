@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from crelle import quantize
-from crelle.bench import startup
+from crelle.bench import import_timer, startup
 from crelle.errors import SchemeError, UnsupportedError
 
 
@@ -26,6 +27,16 @@ def test_parts_lie_within_the_whole(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_a_sentence() -> None:
     with pytest.raises(UnsupportedError, match="nowhere does not exist"):
         startup.measure(Path("nowhere"))
+
+
+@pytest.mark.parametrize(("module", "functions"), import_timer.CALLS.items())
+def test_what_is_timed_exists(module: str, functions: tuple[str, ...]) -> None:
+    """A renamed function would not be timed, and nobody would notice."""
+    for function in functions:
+        found: object = import_module(module)
+        for name in function.split("."):
+            found = getattr(found, name)
+        assert callable(found)
 
 
 def test_no_run_is_a_sentence() -> None:

@@ -1,7 +1,7 @@
-"""Run a program with a watch on it: `python -m crelle.bench.import_timer MODULE ARGUMENTS…` calls the module's main().
+"""Time a program's imports and calls: `python -m crelle.bench.import_timer MODULE ARGUMENTS…` runs the module's main().
 
-Prints, as the last line of standard output, JSON of the seconds that each watched import and function took, all calls
-together. The watch is put in as modules are loaded, so that the program runs as it always does, in its own order.
+Prints, as the last line of standard output, JSON of the seconds that each listed import and function took, all calls
+together. Functions are wrapped as their modules are loaded, so the program imports in its own order.
 """
 
 import json
@@ -43,7 +43,7 @@ def timed(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TimingFinder(MetaPathFinder):
-    """Finds modules as the other finders do, and puts the watch into those that are listed above."""
+    """Finds modules as the other finders do, and wraps what is listed above in them."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in IMPORTS and name not in CALLS:
@@ -51,11 +51,11 @@ class TimingFinder(MetaPathFinder):
         others = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)
         spec = next((s for s in others if s is not None), None)
         if spec is not None and spec.loader is not None:
-            _watch_loader(name, spec.loader)
+            _wrap_loader(name, spec.loader)
         return spec
 
 
-def _watch_loader(name: str, loader: Loader) -> None:
+def _wrap_loader(name: str, loader: Loader) -> None:
     run = timed(name, loader.exec_module) if name in IMPORTS else loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
