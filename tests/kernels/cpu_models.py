@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crelle.formats.source import open_weights
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 from crelle.models.fused import spec_of
 from crelle.models.llama import Llama
 from crelle.models.loader import build

@@ -61,7 +61,7 @@ class Kernel(Protocol):
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """All kernels of this installation, most preferred first."""
-    from crelle.kernels.cpu.planes import Cpu
+    from crelle.kernels.cpu.kernel import Cpu
     from crelle.kernels.cuda.planes import Cuda, CudaLut
     from crelle.kernels.reference import Dense, Dequantized, Reference
 
