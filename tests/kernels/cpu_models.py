@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crelle.formats.open import open_weights
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 

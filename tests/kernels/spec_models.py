@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, ModelParts, NormParts
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from crelle.quantizers.scheme import parse
 

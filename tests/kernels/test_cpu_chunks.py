@@ -21,7 +21,7 @@ from spec_models import SPECS, VOCABULARY, random_parts
 from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder, ModelParts, Paged
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.executor import Chunk
 from crelle.quantizers.scheme import parse
 

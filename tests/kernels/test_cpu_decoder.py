@@ -14,7 +14,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.open import open_weights
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.planes import Cpu, Precision
+from crelle.kernels.cpu.kernel import Cpu, Precision
 from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build

@@ -9,7 +9,7 @@ from torch import Tensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels.base import Problem
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.planes import Cpu, CpuWeight, Precision
+from crelle.kernels.cpu.kernel import Cpu, CpuWeight, Precision
 from crelle.kernels.reference import matmul_fp64
 
 if (reason := available()) is not None:

@@ -9,7 +9,7 @@ import torch
 
 from crelle.formats.bcq import UniformTensor
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)

@@ -8,7 +8,7 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.planes import Cpu, Precision
+from crelle.kernels.cpu.kernel import Cpu, Precision
 from crelle.models.decoder import DecoderModel
 
 if (reason := available()) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)

@@ -16,7 +16,7 @@ if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
 from crelle.kernels.cpu import core
-from crelle.kernels.cpu.planes import Cpu, Precision
+from crelle.kernels.cpu.kernel import Cpu, Precision
 
 VALUES = [math.nan, math.inf, -math.inf]
 ROWS = [1, 3, 6, 40]  # of x: one, those of a step, by digits in tiles, by tiles

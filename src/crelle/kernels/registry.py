@@ -9,7 +9,7 @@ from functools import cache
 
 from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
-from crelle.kernels.cpu.planes import Cpu
+from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.cuda.kernel import Cuda, CudaLut
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference

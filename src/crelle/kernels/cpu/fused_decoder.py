@@ -5,7 +5,7 @@
     logits = decoder.step(tokens, positions, kv)        # [B, V]; kv: per layer [2, rows, Hkv, capacity, D], or pages
     logits = decoder.prefill(tokens, position, kv)      # [1, V]
 
-It takes prepared weights (crelle.kernels.cpu.planes.CpuWeight) and plain tensors (f32, f16, bf16: read where they lie,
+It takes prepared weights (crelle.kernels.cpu.kernel.CpuWeight) and plain tensors (f32, f16, bf16: read where they lie,
 widened in registers) as they come, and gives what the same layers give one by one in f32: the products are the same
 C++ kernels, the rest differs by the rounding of sums. `unsupported` says beforehand what cannot be fused.
 """
@@ -23,7 +23,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DENSE_DTYPES, DenseTensor
 from crelle.formats.kv import KVPages, turned_together
 from crelle.kernels.cpu import available, core
-from crelle.kernels.cpu.planes import CpuWeight, Precision
+from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.ops import Prepared
 from crelle.kernels.spec import DecoderSpec, LayerSpec, NormSpec
 
