@@ -34,7 +34,7 @@ class Weights(Protocol):
     def read(self, name: str) -> Tensor: ...
 
     def matrix(self, module: str) -> QuantTensor:
-        """Return the weight of a linear layer or embedding, encoded as it is stored."""
+        """Return the weight of a linear layer or embedding, encoded as it is stored and in the layout of `read`."""
         ...
 
     def transposed(self, name: str) -> bool:

@@ -89,6 +89,24 @@ def test_transformers_understands_the_config(tmp_path: Path, arch: str) -> None:
     assert {k: got.to_dict()[k] for k in said} == said
 
 
+@pytest.mark.parametrize("arch", BY_TYPE)
+def test_tensors_are_those_that_transformers_reads(tmp_path: Path, arch: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    file = write_gguf(tmp_path / "m.gguf", BY_TYPE[arch], kind=Type.Q8_0)
+    weights = open_weights(file)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**weights.config))
+    want = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    assert sorted(weights.names()) == sorted(want)
+    for name, theirs in want.items():
+        ours = weights.read(name).T if weights.transposed(name) else weights.read(name)
+        if name.endswith("norm.weight"):
+            ours = ours - (1 - weights.config.get("norm_weight_offset", 1))
+        assert torch.equal(ours.float(), theirs.float()), name
+
+
 def adding(**values: Any) -> Any:
     """Return a change of a GGUF file: more metadata of the architecture gemma3."""
 
