@@ -1,0 +1,161 @@
+"""What specs cover beyond the families that come with Crelle: experts, parallel residuals, partial rope, a head's bias.
+
+Mixtral and Phi-2 are described here, as somebody outside of the tree would, and run against transformers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import write_tokenizer
+from torch import Tensor
+
+from crelle import LLM, Sampling, quantize
+from crelle.kernels.cpu.fused_decoder import lacks as cpu_lacks
+from crelle.kernels.cuda.decode_step import lacks as cuda_lacks
+from crelle.kernels.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from crelle.models.families import families
+from crelle.models.families.base import Config, Family, TensorNames
+from crelle.models.loader import load, read_spec
+from crelle.models.rope import rope_of
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 259,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+}
+
+
+def mixtral(c: Config) -> DecoderSpec:
+    norm, size = NormSpec("rms", c["rms_norm_eps"]), c["hidden_size"] // c["num_attention_heads"]
+    attention = AttentionSpec(
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_size=size,
+        scale=size**-0.5,
+        rope=rope_of(c, size),
+    )
+    experts = ExpertsSpec(count=c["num_local_experts"], top=c["num_experts_per_tok"])
+    mlp = MlpSpec(inner=c["intermediate_size"], activation="silu", gated=True, experts=experts)
+    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm)
+    return DecoderSpec(
+        width=c["hidden_size"],
+        vocabulary=c["vocab_size"],
+        context=c["max_position_embeddings"],
+        layers=(layer,) * c["num_hidden_layers"],
+        norm=norm,
+        tied=False,
+    )
+
+
+def phi(c: Config) -> DecoderSpec:
+    norm, size = NormSpec("layer", c["layer_norm_eps"]), c["hidden_size"] // c["num_attention_heads"]
+    attention = AttentionSpec(
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_attention_heads"],
+        head_size=size,
+        scale=size**-0.5,
+        rope=rope_of(c, int(size * c["rope_parameters"]["partial_rotary_factor"])),
+        bias=True,
+    )
+    mlp = MlpSpec(inner=c["intermediate_size"], activation="gelu_tanh", gated=False)
+    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm, parallel=True, shared_norm=True)
+    return DecoderSpec(
+        width=c["hidden_size"],
+        vocabulary=c["vocab_size"],
+        context=c["max_position_embeddings"],
+        layers=(layer,) * c["num_hidden_layers"],
+        norm=norm,
+        tied=False,
+    )
+
+
+NAMES = {"embedding": "model.embed_tokens", "layer": "model.layers.{}"}
+FAMILIES = {
+    "mixtral": Family(
+        model_types=("mixtral",),
+        spec=mixtral,
+        names=lambda _: TensorNames(
+            **NAMES,
+            norm="model.norm",
+            router="block_sparse_moe.gate",
+            expert="block_sparse_moe.experts.{}",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+    ),
+    "phi": Family(
+        model_types=("phi",),
+        spec=phi,
+        names=lambda _: TensorNames(
+            **NAMES, norm="model.final_layernorm", o="self_attn.dense", up="mlp.fc1", down="mlp.fc2"
+        ),
+        required_biases=True,
+    ),
+}
+MODELS: dict[str, tuple[Any, Any]] = {
+    "mixtral": (
+        transformers.MixtralForCausalLM,
+        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2),
+    ),
+    "phi": (transformers.PhiForCausalLM, transformers.PhiConfig(**SIZES, partial_rotary_factor=0.5)),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Tensor]:
+    """A random model on disk, and its logits for `tokens()`."""
+    monkeypatch.setitem(families(), request.param, FAMILIES[request.param])
+    torch.manual_seed(7)
+    kind, config = MODELS[request.param]
+    config._attn_implementation = "eager"
+    made = kind(config).eval()
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if p.dim() > 1:
+                p.normal_(std=p.shape[-1] ** -0.5)
+            else:
+                p.normal_(mean=float("norm" in name and name.endswith("weight")), std=0.2)
+        made.save_pretrained(tmp_path / "m")
+        write_tokenizer(tmp_path / "m")
+        return tmp_path / "m", made(tokens()).logits
+
+
+def tokens(n: int = 200) -> Tensor:
+    return torch.randint(250, (1, n), generator=torch.Generator().manual_seed(3))
+
+
+def ours(path: Path, chunks: tuple[int, ...]) -> Tensor:
+    model, _ = load(path, device="cpu")
+    cache = model.new_cache()
+    return torch.cat([model(part, cache) for part in tokens(sum(chunks)).split(chunks, dim=1)], dim=1)
+
+
+def test_logits_equal_those_of_transformers(model: tuple[Path, Tensor]) -> None:
+    path, expected = model
+    assert expected.std() > 0.3
+    assert (ours(path, (200,)) - expected).abs().max() <= 1e-4
+    assert (ours(path, (150, 20, *[1] * 30)) - expected).abs().max() <= 1e-4
+
+
+def test_it_runs_where_fast_executors_say_what_they_lack(model: tuple[Path, Tensor], tmp_path: Path) -> None:
+    """Quantized, and in an engine, in which each request has the same tokens as alone."""
+    path, expected = model
+    _, weights = load(path, device="cpu")
+    spec = read_spec(weights)
+    assert all(isinstance(why, str) for why in (cpu_lacks(spec), cuda_lacks(spec, torch.float16)))
+    quantize(path, tmp_path / "q", "rtn:bits=8,group=16")
+    assert (ours(tmp_path / "q", (200,)) - expected).norm() < 0.2 * expected.norm()  # routers may choose others
+    llm = LLM.load(tmp_path / "q", device="cpu")
+    llm.end_ids = frozenset()
+    prompts = [tokens(n)[0].tolist() for n in (2, 30, 17)]
+    together = llm.generate(prompts, Sampling(max_tokens=6))
+    assert [c.tokens for c in together] == [llm.generate([p], Sampling(max_tokens=6))[0].tokens for p in prompts]
