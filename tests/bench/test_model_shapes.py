@@ -60,6 +60,11 @@ PARAMETERS = {  # as the papers say, in billions
     "opt-30b": 29.97,
     "opt-66b": 65.7,
     "opt-175b": 174.6,
+    "gpt2-xl": 1.558,
+    "gemma3-1b": 1.0,
+    "gemma3-4b": 3.88,
+    "gemma3-12b": 11.77,
+    "gemma3-27b": 27.01,
 }
 
 
@@ -73,7 +78,8 @@ def logits(weights: RandomWeights, tokens: int = 20) -> torch.Tensor:
 def test_a_shape_has_as_many_weights_as_published(name: str) -> None:
     weights = RandomWeights(name, "bcq:bits=3,group=128")
     assert weights.weights() / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
-    assert read_spec(weights).layers == SHAPES[name]["num_hidden_layers"]
+    config = SHAPES[name]
+    assert len(read_spec(weights).layers) == config.get("num_hidden_layers", config.get("n_layer"))
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -84,7 +90,7 @@ def test_a_model_is_built_and_its_logits_are_finite(kind: str, scheme: str) -> N
     assert 0.2 < found.std() < 5  # neither faded nor grown
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "opt-125m"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "opt-125m", "gpt2-xl"])
 def test_a_real_shape_cut_to_two_layers_runs(name: str) -> None:
     found = logits(RandomWeights(name, "bcq:bits=2,group=128", layers=2), tokens=4)
     assert torch.isfinite(found).all()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_graphed import LLAMA, MISTRAL, OPT, make
+from test_graphed import GEMMA3, GPT2, LLAMA, MISTRAL, OPT, make
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
@@ -14,7 +14,7 @@ from crelle.kernels.executor import Chunk
 from crelle.models.loader import Model
 
 gpu = pytest.mark.gpu
-CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL}
+CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL, "gpt2": GPT2, "gemma3": GEMMA3}
 TOLERANCE = {"kv16": 2e-2, "kv8": 2.5e-2, "kv4": 0.4}  # relative, of logits, to the plain model with numbers as cache
 
 

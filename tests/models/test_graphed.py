@@ -37,7 +37,17 @@ OPT = {
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 64}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 20}
 WIDE = {**LLAMA, "intermediate_size": 512, "num_attention_heads": 2}  # all products leave as digits
-CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL, "wide": WIDE}
+GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000, "n_positions": 1024}
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 20,
+    "norm_weight_offset": 0.0,
+}
+CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL, "wide": WIDE, "gpt2": GPT2}
 SCHEMES = ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"]
 
 

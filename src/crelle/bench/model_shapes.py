@@ -10,6 +10,7 @@ inputs, so that activations neither grow nor fade from layer to layer.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.base import Cast
 from crelle.quantizers.scheme import parse
 
+_LAYER = re.compile(r"\.\d+\.")
 _PLAIN = Cast("fp16")  # what is not inside a layer
 _BIAS = 0.02  # standard deviation
 
@@ -76,8 +78,41 @@ def _opt(width: int, layers: int, heads: int, *, words: int | None = None, norm_
     }
 
 
-# Sizes as published: arXiv 2302.13971 (LLaMA), 2307.09288 (Llama 2), 2407.21783 (Llama 3), 2205.01068 (OPT), and the
-# model card of SmolLM2.
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "activation_function": "gelu_new",
+    }
+
+
+def _gemma3(width: int, layers: int, heads: int, kv_heads: int, inner: int, **other: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "intermediate_size": inner,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "norm_weight_offset": 0.0,  # random norms are 1 already
+        **other,
+    }
+
+
+# Sizes as published: arXiv 2302.13971 (LLaMA), 2307.09288 (Llama 2), 2407.21783 (Llama 3), 2205.01068 (OPT),
+# 2503.19786 (Gemma 3), and the model cards of GPT-2 and SmolLM2.
 SHAPES: Mapping[str, dict[str, Any]] = {
     "smollm2-135m": _llama(576, 30, 9, 1536, kv_heads=3, vocabulary=49152, context=8192, theta=100000.0, tied=True),
     "llama2-7b": _llama(4096, 32, 32, 11008),
@@ -95,6 +130,11 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "opt-30b": _opt(7168, 48, 56),
     "opt-66b": _opt(9216, 64, 72),
     "opt-175b": _opt(12288, 96, 96),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "gemma3-1b": _gemma3(1152, 26, 4, 1, 6912, sliding_window=512),
+    "gemma3-4b": _gemma3(2560, 34, 8, 4, 10240),
+    "gemma3-12b": _gemma3(3840, 48, 16, 8, 15360),
+    "gemma3-27b": _gemma3(5376, 62, 32, 16, 21504, head_dim=128, query_pre_attn_scalar=168),
 }
 
 
@@ -121,10 +161,11 @@ class RandomWeights:
         self.path = Path(shape if isinstance(shape, str) else f"random-{shape.get('model_type')}")
         self.config = config_of(shape) if isinstance(shape, str) else dict(shape)
         if layers is not None:
-            most = self.config["num_hidden_layers"]
+            key = "n_layer" if "n_layer" in self.config else "num_hidden_layers"
+            most = self.config[key]
             if layers < 1 or (named and layers > most):
                 raise SchemeError(f"{self.path} has 1 to {most} layers, not {layers}")
-            self.config["num_hidden_layers"] = layers
+            self.config[key] = layers
         self.scheme, self.device, self.seed = parse(scheme), torch.device(device), seed
         self._shapes = _shapes(self)
 
@@ -141,7 +182,7 @@ class RandomWeights:
         shape = self.shape(name)
         if len(shape) == 2:
             return self.matrix(name.removesuffix(".weight")).dequantize(torch.float16)
-        if name.endswith("norm.weight"):
+        if name.endswith(".weight"):  # of a norm
             return torch.ones(shape, dtype=torch.float16, device=self.device)
         random = self._random(name)
         return torch.randn(shape, generator=random, dtype=torch.float16, device=self.device).mul_(_BIAS)
@@ -151,7 +192,7 @@ class RandomWeights:
         shape = self.shape(name)
         if len(shape) != 2:
             raise FormatError(f"{self.path}: '{name}' is no matrix")
-        scheme = self.scheme if ".layers." in name else _PLAIN
+        scheme = self.scheme if _LAYER.search(name) else _PLAIN
         return random_matrix(scheme, *shape, self._random(name))
 
     def transposed(self, name: str) -> bool:
@@ -172,9 +213,9 @@ class RandomWeights:
         """Return the bytes of the whole model in its scheme, without making it: matrices by a few rows of each kind."""
         bits: dict[int, float] = {}  # of a weight in the layers, by the length of its row
         for name, shape in self._shapes.items():
-            if len(shape) == 2 and ".layers." in name and shape[1] not in bits:
+            if len(shape) == 2 and _LAYER.search(name) and shape[1] not in bits:
                 bits[shape[1]] = bits_per_weight(random_matrix(self.scheme, 8, shape[1], random_generator(0, "cpu")))
-        each = {n: bits[s[1]] if len(s) == 2 and ".layers." in n else 16 for n, s in self._shapes.items()}
+        each = {n: bits[s[1]] if len(s) == 2 and _LAYER.search(n) else 16 for n, s in self._shapes.items()}
         return round(sum(each[n] * torch.Size(s).numel() for n, s in self._shapes.items()) / 8)
 
 
