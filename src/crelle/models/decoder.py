@@ -7,17 +7,18 @@ How products, activations and angles are computed is a `Compute`.
 Shapes: H heads, Hkv key and value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from threading import RLock
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.kv import KVFormat
+from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
 from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
 from crelle.models.builder import Builder
@@ -55,11 +56,28 @@ class Compute:
     def linear(self, linear: nn.Module, x: Tensor) -> Tensor:
         return linear(x)  # type: ignore[no-any-return]
 
+    def linears(self, linears: Sequence[Any], x: Tensor) -> list[Tensor]:
+        """Multiply one input by several matrices; it is encoded once where their kernels share it."""
+        if _share(linears):
+            encoded = ops.encode(x, linears[0].prepared)
+            return [linear(encoded) for linear in linears]
+        return [self.linear(linear, x) for linear in linears]
+
     def activate(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return f(x)
 
     def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(rope, positions, dtype)
+
+
+def _share(linears: Sequence[Any]) -> bool:
+    """Whether one encoded input serves all of these; not where comparing permutations would wait for a GPU."""
+    first, *others = linears
+    if not all(isinstance(linear, QuantLinear) for linear in linears):
+        return False
+    if first.problem.permuted and first.problem.device != "cpu":
+        return False
+    return all(ops.shares(first.prepared, linear.prepared) for linear in others)
 
 
 PLAIN = Compute()
@@ -81,7 +99,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Angles, cache: Attend, compute: Compute = PLAIN) -> Tensor:
         s, tokens = self.spec, x.shape[:-1]
-        q, k, v = (compute.linear(p, x).view(*tokens, -1, s.head_size) for p in (self.q, self.k, self.v))
+        q, k, v = (y.view(*tokens, -1, s.head_size) for y in compute.linears((self.q, self.k, self.v), x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None:
@@ -107,7 +125,8 @@ class Mlp(nn.Module):
         if self.gate is None:
             inner = compute.activate(self.activation, compute.linear(self.up, x))
         else:
-            inner = compute.activate(self.activation, compute.linear(self.gate, x)) * compute.linear(self.up, x)
+            gate, up = compute.linears((self.gate, self.up), x)
+            inner = compute.activate(self.activation, gate) * up
         return compute.linear(self.down, inner)
 
 

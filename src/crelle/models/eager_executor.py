@@ -23,6 +23,7 @@ batch_invariant   A token's bits do not depend on what else is in the pass: not 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,9 @@ class BatchInvariant(Compute):
     def linear(self, linear: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(linear, QuantLinear)
         return invariant_product(linear, x)
+
+    def linears(self, linears: Sequence[Any], x: Tensor) -> list[Tensor]:
+        return [self.linear(linear, x) for linear in linears]
 
     def activate(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return invariant_elementwise(f, x)

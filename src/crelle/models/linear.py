@@ -30,7 +30,7 @@ class QuantLinear(nn.Module):
         # A GPU's memory is not for two copies: only the kernel's layout stays, and of `weight` what it looks like.
         self.weight = w if w.device.type == "cpu" else w.to("meta")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | ops.Encoded) -> Tensor:
         y = ops.matmul(x, self.prepared)
         return y if self.bias is None else y + self.bias
 
