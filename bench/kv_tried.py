@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crelle.engine.llm import LLM
 from crelle.eval.smollm2 import smollm2
-from crelle.formats.kv import KVFormat, dequantize, quantize, turn
+from crelle.formats.kv import KVFormat, dequantize, hadamard, quantize
 from crelle.models.cache import KVCache
 from crelle.models.rope import angles, rotate
 
@@ -30,7 +30,7 @@ Way = Callable[[int, Tensor], Tensor]  # (layer, keys [B, T, Hkv, D]) -> the sam
 def turned(x: Tensor) -> Tensor:
     """Round as kv4 does, without centres."""
     groups = KV4.groups(x.shape[-1])
-    return turn(dequantize(*quantize(turn(x, KV4), 4, groups), 4), KV4)
+    return hadamard(dequantize(*quantize(hadamard(x, KV4), 4, groups), 4), KV4)
 
 
 def words(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def by_channel(x: Tensor, page: int, how: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def turned_halves(x: Tensor, group: int) -> Tensor:
-    return turn(halves(turn(x, KV4).reshape(*x.shape[:-1], -1, group)).reshape(x.shape), KV4)
+    return hadamard(halves(hadamard(x, KV4).reshape(*x.shape[:-1], -1, group)).reshape(x.shape), KV4)
 
 
 def ways(llm: LLM) -> dict[str, tuple[float, Way]]:

@@ -16,7 +16,7 @@ from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
 from crelle.formats.open import open_weights
 from crelle.models.loader import build, load
-from crelle.models.precisions import offered
+from crelle.models.nested import offered
 
 SCHEME = "bcq-nested:bits=4,group=24,data=false"
 IDS = torch.randint(259, (1, 30), generator=torch.Generator().manual_seed(5))

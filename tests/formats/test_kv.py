@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from crelle.errors import SchemeError
-from crelle.formats.kv import KVFormat, KVPages, dequantize, quantize, scale_zero, turn
+from crelle.formats.kv import KVFormat, KVPages, dequantize, hadamard, quantize, scale_zero
 
 quick = settings(deadline=None, max_examples=60)
 formats = st.builds(
@@ -157,14 +157,14 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
 @pytest.mark.parametrize("head_size", [*HEADS, 6, 7])
 def test_rotation_is_its_own_inverse(head_size: int) -> None:
     fmt = KVFormat(4)
-    h = turn(torch.eye(head_size), fmt)
+    h = hadamard(torch.eye(head_size), fmt)
     assert torch.equal(h, h.T)
     torch.testing.assert_close(h @ h, torch.eye(head_size))
     block = {48: 16, 64: 64, 80: 16, 96: 32, 128: 128, 6: 2, 7: 1}[head_size]
     assert torch.equal(h != 0, torch.block_diag(*[torch.ones(block, block)] * (head_size // block)) != 0)
     x = torch.randn(5, head_size, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(turn(x, fmt), x @ h)
-    assert turn(x, KVFormat(4, rotate=False)) is x
+    torch.testing.assert_close(hadamard(x, fmt), x @ h)
+    assert hadamard(x, KVFormat(4, rotate=False)) is x
 
 
 def test_more_bits_smaller_groups_and_rotation_lower_the_error() -> None:
@@ -174,7 +174,7 @@ def test_more_bits_smaller_groups_and_rotation_lower_the_error() -> None:
 
     def error(bits: int, groups: int, rotate: bool) -> float:
         fmt = KVFormat(bits, rotate=rotate)
-        return (turn(dequantize(*quantize(turn(x, fmt), bits, groups), bits), fmt) - x).pow(2).mean().item()
+        return (hadamard(dequantize(*quantize(hadamard(x, fmt), bits, groups), bits), fmt) - x).pow(2).mean().item()
 
     assert error(8, 2, True) < error(4, 2, True) / 100
     assert error(4, 2, True) < error(4, 1, True) < error(4, 1, False) / 2

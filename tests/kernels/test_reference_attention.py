@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat, KVPages, turn
+from crelle.formats.kv import KVFormat, KVPages, hadamard
 from crelle.kernels.reference_attention import append, attend
 
 quick = settings(deadline=None, max_examples=25)
@@ -51,7 +51,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
 def stored(pages: KVPages, row: Tensor, length: int) -> Tensor:
     """What the pages of a sequence stand for, turned back: [2, S, Hkv, D]."""
     n = -(-length // pages.format.page)
-    return turn(pages.read(row[:n].long())[:, :, :length], pages.format).transpose(1, 2)
+    return hadamard(pages.read(row[:n].long())[:, :, :length], pages.format).transpose(1, 2)
 
 
 @pytest.mark.parametrize("text", FORMATS)

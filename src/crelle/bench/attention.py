@@ -23,7 +23,7 @@ from torch import Tensor
 
 from crelle.bench.cuda_timer import Replay, clone, copies
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.formats.kv import KVFormat, KVPages, turn
+from crelle.formats.kv import KVFormat, KVPages, hadamard
 from crelle.kernels import reference_attention as plain
 
 TOLERANCE = 2e-3  # of the largest output, in f16; sums in another order and the rounding of the result
@@ -210,7 +210,7 @@ def _check(
     for b in sorted({0, B - 1, *torch.randperm(B, generator=some)[:CHECKED].tolist()}):
         n = int(lengths[b])
         stored = pages.read(table[b, : -(-n // pages.format.page)].long())[:, :, :n].double()  # [2, Hkv, n, D]
-        wanted = turn(_attended(turn(q[b], pages.format).double(), *stored).float(), pages.format).double()
+        wanted = hadamard(_attended(hadamard(q[b], pages.format).double(), *stored).float(), pages.format).double()
         given = _attended(q[b].double(), k[b, :, :n].double(), v[b, :, :n].double())
         for i, want in enumerate((wanted, given)):
             error = float((y[b].double() - want).abs().max() / want.abs().max())

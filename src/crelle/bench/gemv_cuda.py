@@ -21,7 +21,7 @@ from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.dense import DenseTensor
 from crelle.kernels import ops
-from crelle.models.precisions import at_precision
+from crelle.models.nested import at_precision
 from crelle.quantizers.scheme import parse
 
 TOLERANCE = 1e-3  # ‖y - oracle‖ / ‖oracle‖ with f16 or bf16 in and out

@@ -81,7 +81,7 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     from crelle.kernels.base import Problem
     from crelle.kernels.registry import explain, select
     from crelle.models.loader import in_usual_form
-    from crelle.models.precisions import at_precision
+    from crelle.models.nested import at_precision
 
     where = _device(device)
     dtype, absent = _dtype(where), _absent(where)

@@ -49,7 +49,7 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
     from crelle.formats.open import open_weights
-    from crelle.models.precisions import offered
+    from crelle.models.nested import offered
 
     weights = open_weights(model, encoded=True)
     modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]

@@ -11,8 +11,8 @@ from crelle.errors import CapacityError, SchemeError
 from crelle.formats.io import read_json
 from crelle.formats.kv import KVFormat
 from crelle.formats.open import Weights
-from crelle.models import precisions
 from crelle.models.loader import Model
+from crelle.models.nested import default, offered
 from crelle.models.settings import token_ids
 
 Prompt = str | list[int]  # text, or token ids that are taken as they are
@@ -25,9 +25,9 @@ class LoadedModel:
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self.kv = kv or KVFormat()  # how caches store keys and values
         self.end_ids = _end_ids(weights)
-        self.precisions = precisions.offered(weights)  # of a nested checkpoint; () where there is only one
+        self.precisions = offered(weights)  # of a nested checkpoint; () where there is only one
         self.lock = RLock()  # held by whoever runs a step of the model, at any precision
-        self._at = {model.build.bits or precisions.default(weights): model}
+        self._at = {model.build.bits or default(weights): model}
 
     def at(self, bits: int | None) -> Model:
         """Return the model at a precision of a nested checkpoint; None: as it was loaded.

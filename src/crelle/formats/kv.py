@@ -7,17 +7,17 @@ A value of a head is x = scale * (code - zero), with one scale and one zero for 
 
 Neither H nor c is undone when pages are read, and neither costs a bit:
 
-    H  is orthogonal and symmetric: (H q)·(H k) = q·k, and the attention's sum over H v is turned back once, at its end.
+    H  is orthogonal and symmetric: (H q)·(H k) = q·k, and the attention's sum over H v is rotated back at its end.
        It is the Hadamard matrix (+-1/sqrt) of the greatest power of two that divides D, for each run of so many
        channels (D = 64: one of 64; D = 80: five of 16). Keys have a few channels many times larger than the rest,
-       which would set the scale for all: turned, every channel has a share of each.
+       which would set the scale for all: rotated, every channel has a share of each.
     c  a vector for each key head of a layer. It takes q·c from the scores of all tokens alike; softmax does not see it.
        Keys of slow rope frequencies lie around a mean far from 0; what is left without it is a fraction to code.
 
 Layout of one layer (the only place it is defined; docs/formats/kv.md draws it). Token t of a sequence lies in the page
 that its table names at t // page, at place t % page. Key is 0, value is 1; Hkv heads of D channels; C groups of D/C.
 
-    16 bits   values  f16, bf16 or f32   [pages, 2, Hkv, page, D]          not turned, not centred
+    16 bits   values  f16, bf16 or f32   [pages, 2, Hkv, page, D]          not rotated, not centred
     8, 4      codes   uint8              [pages, 2, Hkv, page, D*bits/8]   channel i at bit i*bits, little end first
               words   int16              [pages, 2, Hkv, page, C]          scale and zero of a group in 16 bits:
 
@@ -179,7 +179,7 @@ class KVPages:
         return KVPages(self.format, self.head_size, *grown)
 
     def read(self, which: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers [2, Hkv, n*page, D] in pages `which` [n], turned and centred as they are stored."""
+        """Return the values [2, Hkv, n*page, D] in pages `which` [n], rotated and centred as they are stored."""
         codes = self.codes[which].movedim(0, 2).flatten(2, 3)  # [2, Hkv, n*page, row]
         if self.words is None:
             return codes.to(dtype)
@@ -231,7 +231,7 @@ def _zero_bits(bits: int) -> int:
     return {4: 6, 8: 8}[bits]
 
 
-def turn(x: Tensor, fmt: KVFormat) -> Tensor:
+def hadamard(x: Tensor, fmt: KVFormat) -> Tensor:
     """Return H x in f32 for x [..., D], or x where the format does not rotate; it is its own inverse.
 
     By sums and differences at distance 1, 2, 4 …, then 1/sqrt: the same bits for a row wherever it is computed.
@@ -239,13 +239,13 @@ def turn(x: Tensor, fmt: KVFormat) -> Tensor:
     x = x.float()
     if not fmt.rotate:
         return x
-    shape, block = x.shape, turned_together(x.shape[-1])
+    shape, block = x.shape, hadamard_block_size(x.shape[-1])
     for step in (1 << i for i in range(block.bit_length() - 1)):
         a, b = x.reshape(*shape[:-1], shape[-1] // (2 * step), 2, step).unbind(-2)  # [..., D/2/step, step]
         x = torch.stack([a + b, a - b], -2).reshape(shape)
     return x * (1 / math.sqrt(block))
 
 
-def turned_together(head_size: int) -> int:
+def hadamard_block_size(head_size: int) -> int:
     """Return how many channels a block of H has: the greatest power of two that divides D."""
     return head_size & -head_size

@@ -1,6 +1,6 @@
 """Readable torch kernels over pages of keys and values: the oracle of every other one, and the last resort.
 
-append   writes new tokens into pages: turns, centres and quantizes them on the way
+append   writes new tokens into pages: rotates (Hadamard), centres and quantizes them on the way
 attend   reads the pages as they are, a slab at a time with a running softmax; there never is a cache of numbers
 
 Both take a batch of sequences of any lengths. N new tokens lie one behind the other, sequence after sequence:
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat, KVPages, quantize, turn
+from crelle.formats.kv import KVFormat, KVPages, hadamard, quantize
 
 SLAB = 256  # tokens that `attend` holds as numbers at one time
 
@@ -56,7 +56,7 @@ def append(
             continue
         assert pages.words is not None
         x = x.float() - center if kind == 0 and center is not None else x
-        codes, words = quantize(turn(x, fmt), fmt.bits, fmt.groups(pages.head_size))
+        codes, words = quantize(hadamard(x, fmt), fmt.bits, fmt.groups(pages.head_size))
         pages.codes[page, kind, :, place] = codes
         pages.words[page, kind, :, place] = words
 
@@ -82,13 +82,13 @@ def attend(
     if pages.head_size != D or H % pages.heads:
         raise SchemeError(f"{H} heads of {D} cannot read pages of {pages.heads} heads of {pages.head_size}")
     scale = D**-0.5 if scale is None else scale
-    turned = (turn(q, pages.format) * scale).view(N, pages.heads, H // pages.heads, D)
+    rotated = (hadamard(q, pages.format) * scale).view(N, pages.heads, H // pages.heads, D)
     parts = []
     for b, ((begin, end), length) in enumerate(zip(_spans(N, table, starts), _ints(lengths), strict=True)):
         if length < end - begin:
             raise SchemeError(f"sequence {b} has {length} tokens in all, but asks for {end - begin} new ones")
-        parts.append(_attend_one(turned[begin:end], pages, table[b], length, window, softcap))
-    y = turn(torch.cat(parts).flatten(1, 2), pages.format)  # [N, H, D]
+        parts.append(_attend_one(rotated[begin:end], pages, table[b], length, window, softcap))
+    y = hadamard(torch.cat(parts).flatten(1, 2), pages.format)  # [N, H, D]
     return y.to(q.dtype)
 
 

@@ -19,7 +19,7 @@ from crelle.kernels.registry import explain
 from crelle.kernels.spec import NormSpec
 from crelle.models.families.base import Architecture
 from crelle.models.linear import QuantLinear
-from crelle.models.precisions import require
+from crelle.models.nested import require
 
 Made = TypeVar("Made")
 

@@ -9,7 +9,7 @@ from crelle.kernels.base import Problem
 
 
 class QuantEmbedding(nn.Module):
-    """Rows of a matrix in any format, turned into numbers when they are looked up."""
+    """Rows of a matrix in any format, dequantized when they are looked up."""
 
     def __init__(self, w: QuantTensor, dtype: torch.dtype) -> None:
         super().__init__()

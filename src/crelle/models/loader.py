@@ -16,7 +16,7 @@ from crelle.models.builder import Builder
 from crelle.models.decoder import DecoderModel
 from crelle.models.families import families
 from crelle.models.families.base import Architecture, Family
-from crelle.models.precisions import offered
+from crelle.models.nested import offered
 from crelle.models.tensor_view import as_specified
 
 Model = DecoderModel

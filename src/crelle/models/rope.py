@@ -37,9 +37,9 @@ def rope_of(c: Mapping[str, Any], channels: int) -> RopeSpec:
 
 def angles(rope: RopeSpec, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] for positions [T]."""
-    turn = position.float()[:, None] * rope.frequency.to(position.device)  # [T, R/2]
-    turn = torch.cat([turn, turn], dim=-1)[:, None]
-    return turn.cos().to(dtype), turn.sin().to(dtype)
+    angle = position.float()[:, None] * rope.frequency.to(position.device)  # [T, R/2]
+    angle = torch.cat([angle, angle], dim=-1)[:, None]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from plane_weights import random_weight
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages, dequantize, quantize, turn
+from crelle.formats.kv import KVFormat, KVPages, dequantize, hadamard, quantize
 from crelle.kernels import cuda
 from crelle.kernels import reference_attention as kv
 from crelle.kernels.cuda import gemm, jit, paged_attention
@@ -273,7 +273,7 @@ def test_append_rotates_and_turns(fmt: str, D: int) -> None:
     kv.append(rotated(k), v[:2], wanted, table[:2], at[:2])
     for a, b in zip(wanted.tensors(), found.tensors(), strict=True):
         assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
-    assert torch.equal(q_out[:2].cpu(), turn(rotated(q), form).half())
+    assert torch.equal(q_out[:2].cpu(), hadamard(rotated(q), form).half())
 
 
 @gpu
@@ -285,7 +285,7 @@ def test_append_norms_before_it_turns() -> None:
     q_out = paged_attention.append(None, None, pages, None, None, q=q.cuda(), q_norm=weight.cuda(), eps=1e-5)
     assert q_out is not None
     normed = q.double() * torch.rsqrt(q.double().pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
-    wanted = turn(normed.float(), form)
+    wanted = hadamard(normed.float(), form)
     assert float((q_out.cpu().float() - wanted).norm() / wanted.norm()) < TOLERANCE[HALF]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DENSE_DTYPES, DenseTensor
-from crelle.formats.kv import KVPages, turned_together
+from crelle.formats.kv import KVPages, hadamard_block_size
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.ops import Prepared
@@ -247,7 +247,7 @@ class FusedDecoder:
             return bound
         if isinstance(kv, Paged):
             fmt, size = kv.layers[0].format, kv.layers[0].head_size
-            hadamard_block = turned_together(size) if fmt.rotate else 0
+            hadamard_block = hadamard_block_size(size) if fmt.rotate else 0
             words = [p.words.numpy() for p in kv.layers if p.words is not None]
             centers = [c.numpy() for c in kv.centers]
             bound = self._core.pages([p.codes for p in kv.layers], words, fmt.bits, hadamard_block, centers)

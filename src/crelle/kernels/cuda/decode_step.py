@@ -119,8 +119,8 @@ class Step:
         self.embed = Embed(model.embedding, model.input.positions, s)
         tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for rope in s.ropes:
-            turn = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, D/2]
-            tables[rope] = turn.cos().to(model.device), turn.sin().to(model.device)
+            angle = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, D/2]
+            tables[rope] = angle.cos().to(model.device), angle.sin().to(model.device)
         self.layers = []
         for layer in cast(Iterable[Any], model.layers):
             a, mlp, spec = layer.attention, layer.mlp, cast(LayerSpec, layer.spec)
