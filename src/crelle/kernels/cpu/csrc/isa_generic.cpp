@@ -21,17 +21,6 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
   encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
 }
 
-float scale_at(const Weight &w, const uint8_t *at, int i) {
-  if (w.wide_scales) {
-    float f;
-    std::memcpy(&f, at + 4 * i, 4);
-    return f;
-  }
-  uint16_t h;
-  std::memcpy(&h, at + 2 * i, 2);
-  return float_of_half(h);
-}
-
 // Row r of a block: the integer sum of plane p over `chunks` chunks.
 int plane_sum(const uint8_t *codes, const uint8_t *tables, int P, int p, int r, int chunks, int D) {
   const int byte = r < R / 2 ? 2 * r : 2 * (r - R / 2) + 1;

@@ -1,6 +1,4 @@
 // The Python face of the module: arrays in and out, the GIL released while the work is done.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -11,27 +9,15 @@
 #include <shared_mutex>
 #include <stdexcept>
 
+#include "bindings.h"
 #include "isa.h"
 #include "matmul.h"
 #include "pool.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 using namespace crelle::cpu;
 
-void bind_timing(nb::module_ &m);   // timing.cpp
-void bind_decoder(nb::module_ &m);  // decoder_bindings.cpp
-
 namespace {
-
-template <class T, int Dim>
-using In = nb::ndarray<const T, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
-template <class T, int Dim>
-using Out = nb::ndarray<T, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
-
-void require(bool ok, const char *what) {
-  if (!ok) throw std::invalid_argument(what);
-}
 
 Stored stored(Kind kind, const In<uint8_t, 3> &planes, int K, int G) {
   require(planes.shape(0) >= 1 && planes.shape(0) <= 8, "planes must be 1 to 8");
@@ -61,12 +47,6 @@ Weight prepare_uniform(In<uint8_t, 3> planes, int K, int G, In<float, 2> scale, 
   s.zero = zero ? zero->data() : nullptr;
   nb::gil_scoped_release release;
   return prepare_weight(s, isa());
-}
-
-Precision precision_of(const std::string &name) {
-  if (name == "int8") return Precision::Int8;
-  if (name == "exact") return Precision::Exact;
-  throw std::invalid_argument("precision must be 'int8' or 'exact', got '" + name + "'");
 }
 
 void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::string &precision) {
@@ -166,6 +146,7 @@ NB_MODULE(_core, m) {
 
   bind_timing(m);
   bind_decoder(m);
+  bind_ops(m);
   m.def(
       "isas",
       [] {

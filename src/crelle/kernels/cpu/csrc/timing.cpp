@@ -2,8 +2,6 @@
 //
 // The weights in the list are visited in turn: with one of them everything is hot, with more than the caches hold
 // each visit finds its weight cold.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,9 +10,9 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "bindings.h"
 #include "matmul.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 using namespace crelle::cpu;
 
@@ -66,7 +64,7 @@ std::vector<double> time_read(const std::vector<Weight *> &weights, double budge
 
 }  // namespace
 
-void bind_timing(nb::module_ &m) {
+void crelle::cpu::bind_timing(nb::module_ &m) {
   m.def("time_matmul", &time_matmul, "weights"_a, "x"_a.noconvert(), "precision"_a, "budget"_a,
         "Seconds of each product, the weights in turn, for at least `budget` seconds.");
   m.def("time_read", &time_read, "weights"_a, "budget"_a,

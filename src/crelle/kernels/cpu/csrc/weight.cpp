@@ -133,21 +133,23 @@ Weight prepare_weight(const Stored &s, const Isa &isa) {
   return w;
 }
 
+float scale_at(const Weight &w, const uint8_t *at, int i) {
+  if (w.wide_scales) {
+    float f;
+    std::memcpy(&f, at + 4 * i, 4);
+    return f;
+  }
+  uint16_t h;
+  std::memcpy(&h, at + 2 * i, 2);
+  return float_of_half(h);
+}
+
 void dequantize_row(const Weight &w, int n, float *out) {
   const int r = n % w.R;
   const uint8_t *at = w.block(n / w.R), *zeros = at;
   at += w.zeros_bytes;
   const size_t set = w.R * w.scale_size();
-  const auto scale = [&](const uint8_t *p) {
-    if (w.wide_scales) {
-      float f;
-      std::memcpy(&f, p + 4 * r, 4);
-      return f;
-    }
-    uint16_t h;
-    std::memcpy(&h, p + 2 * r, 2);
-    return float_of_half(h);
-  };
+  const auto scale = [&](const uint8_t *p) { return scale_at(w, p, r); };
   // Bit of input k of a chunk in plane p, or its whole code.
   const auto code = [&](const uint8_t *chunk, int k) -> int {
     const int j = k / 8, i = k % 8;

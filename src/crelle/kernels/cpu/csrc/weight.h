@@ -73,6 +73,9 @@ struct Stored {
   const uint8_t *zero;    // uniform zero points [N, C] or null
 };
 
+// Scale i of those at `at`, as floats.
+float scale_at(const Weight &w, const uint8_t *at, int i);
+
 // Lay a stored matrix out for `isa`. Runs on the pool.
 Weight prepare_weight(const Stored &s, const Isa &isa);
 
