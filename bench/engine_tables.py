@@ -1,4 +1,4 @@
-"""The tables of docs/engine.md, "On a GPU", from the result files: printed, or put in their places.
+"""The tables of docs/notes/engine.md, "On a GPU", from the result files: printed, or put in their places.
 
     python bench/engine_tables.py [--write]
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS, DOCS = Path(__file__).parent / "results", Path(__file__).parent.parent / "docs" / "engine.md"
+RESULTS, DOCS = Path(__file__).parent / "results", Path(__file__).parent.parent / "docs" / "notes" / "engine.md"
 Row = dict[str, Any]
 WEIGHTS = {"fp16": "16", "rtn:bits=4,group=128": "4", "bcq:bits=3,group=128": "3"}
 
@@ -33,7 +33,7 @@ def attention(result: Row) -> str:
         if not line:
             line += [f"{row['cudnn_us']:.0f}", f"{row['flash_us']:.0f}"]
         line.append(f"{row['us']:.1f} ({row['times_cudnn']:.2f}, {row['times_flash']:.2f})")
-    head = ["heads, texts x tokens", "cuDNN us", "flash us", *(f"ours, {bits} bits" for bits in (16, 8, 4))]
+    head = ["heads, sequences x tokens", "cuDNN us", "flash us", *(f"ours, {bits} bits" for bits in (16, 8, 4))]
     return table(head, [[name, *line] for name, line in lines.items()])
 
 
@@ -55,7 +55,7 @@ def serve(result: Row) -> str:
     for cap in capped:
         mine = {r["batch"]: r for r in free if bits(r) == bits(cap)}
         speeds = [f"{mine[n]['tokens_per_second']:.0f}" if n in mine else "–" for n in batches]
-        within = f"{cap['tokens_per_second']:.0f} with {cap['batch']} texts"
+        within = f"{cap['tokens_per_second']:.0f} with {cap['batch']} sequences"
         lines.append([bits(cap), *speeds, within, f"{cap['times_fp16']:.2f}"])
     memory = capped[0]["memory"]
     return table(["weights, cache", *map(str, batches), f"within {memory}", "times 16, 16 there"], lines)
@@ -76,7 +76,7 @@ def trace(result: Row) -> str:
         lines.append([bits(r), r["memory"], *speed, *waited, *cache])
     waiting = ["first token s, p50 / p90 / p99", "ms a token, p50 / p90 / p99"]
     speeds = ["tokens/s", "in the later half", "requests/s"]
-    head = ["weights, cache", "memory", *speeds, *waiting, "texts at most", "pages used", "preempted"]
+    head = ["weights, cache", "memory", *speeds, *waiting, "sequences at most", "pages used", "preempted"]
     return table(head, lines)
 
 

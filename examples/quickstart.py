@@ -10,17 +10,17 @@ from crelle.eval.text import python_documentation
 
 
 def main() -> None:
-    source = smollm2()  # or the path of any Llama, Mistral or Qwen: a Hugging Face directory or a .gguf file
+    source = smollm2()  # or any Llama, Qwen, Gemma …: a Hugging Face directory or a .gguf file
     report = quantize(source, "out/smollm2-3bit", "rtn:bits=3,group=32", overwrite=True)
     print(f"{report.bits_per_weight:.2f} bits per weight in {report.seconds:.0f} s")
 
     llm = LLM.load("out/smollm2-3bit")
     print(perplexity(llm, python_documentation(), context=512, tokens=2048))
-    for piece in llm.stream("The three laws of robotics are", Sampling(max_tokens=40, temperature=0.7, seed=1)):
-        print(piece.text, end="", flush=True)
+    for chunk in llm.stream("The three laws of robotics are", Sampling(max_tokens=40, temperature=0.7, seed=1)):
+        print(chunk.text, end="", flush=True)
     print()
-    texts = llm.generate(["One", "Two", "Three"], Sampling(max_tokens=20))  # a list: all at once, each as if alone
-    print([text.text for text in texts])
+    answers = llm.generate(["One", "Two", "Three"], Sampling(max_tokens=20))  # a list: one batch, each as if alone
+    print([answer.text for answer in answers])
 
 
 if __name__ == "__main__":

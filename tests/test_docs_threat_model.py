@@ -1,4 +1,4 @@
-"""docs/threat-model.md: every line of its tables names a test, and each of those exists."""
+"""docs/guide/threat-model.md: every line of its tables names a test, and each of those exists."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "threat-model.md"
+PAGE = ROOT / "docs" / "guide" / "threat-model.md"
 CLAIM = re.compile(r"^\| (can|cannot) \| (.+) \| (.+) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 

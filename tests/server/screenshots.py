@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/playground.md from a server that runs: python tests/server/screenshots.py URL
+"""Takes the pictures of docs/guide/playground.md from a server that runs: python tests/server/screenshots.py URL
 
 The model should be a nested checkpoint. Pictures are reduced to 128 colours, which keeps them small.
 """

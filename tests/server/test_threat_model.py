@@ -1,4 +1,4 @@
-"""Lines of docs/threat-model.md that no other test shows."""
+"""Lines of docs/guide/threat-model.md that no other test shows."""
 
 import hmac
 import json

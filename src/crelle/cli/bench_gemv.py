@@ -36,7 +36,7 @@ def run(
     ] = None,
     peer: Annotated[
         str | None,
-        typer.Option("--peer", help="CPU: a command that times the same product elsewhere (docs/kernels/cpu.md)."),
+        typer.Option("--peer", help="CPU: a command that times the same product (docs/notes/cpu-kernels.md)."),
     ] = None,
     threads: ThreadCounts = "",
     kernel: KernelName = None,

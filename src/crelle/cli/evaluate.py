@@ -33,7 +33,7 @@ def run(
     kernel: KernelName = None,
     bits: Bits = None,
     kv: Annotated[
-        str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4, or e.g. kv4:group=64 (docs/formats/kv.md).")
+        str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4, or e.g. kv4:group=64 (docs/notes/kv.md).")
     ] = "16",
     json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Many requests at once. docs/engine.md shows a request's life.
+"""Many requests at once. docs/notes/engine.md shows a request's life.
 
     engine = Engine(llm, memory="24GB")
     handles = [engine.add(prompt, Sampling(max_tokens=64)) for prompt in prompts]

@@ -6,7 +6,7 @@
 Both hold the codes as the same bit-planes and share scales among G inputs of one output row.
 A uniform grid is the case  alpha_p = scale * 2^(P-2-p),  z = scale * ((2^P - 1)/2 - zero);  `to_bcq` is exact.
 
-Layout (the only place it is defined; docs/formats/bcq.md draws it). N outputs, K inputs, C = ceil(K/G) groups:
+Layout (the only place it is defined; docs/notes/bcq.md draws it). N outputs, K inputs, C = ceil(K/G) groups:
     planes  uint8 [P, N, ceil(K/8)]    bit j of planes[p, n, k] belongs to input 8k+j; set means +1
                                        plane 0 is the most significant; bits beyond K are 0
     BCQ:      alpha  f16 [P, N, C]     z  f16 [N, C], absent when the grid is symmetric

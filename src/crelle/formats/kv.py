@@ -14,7 +14,7 @@ Neither H nor c is undone when pages are read, and neither costs a bit:
     c  a vector for each key head of a layer. It takes q·c from the scores of all tokens alike; softmax does not see it.
        Keys of slow rope frequencies lie around a mean far from 0; what is left without it is a fraction to code.
 
-Layout of one layer (the only place it is defined; docs/formats/kv.md draws it). Token t of a sequence lies in the page
+Layout of one layer (the only place it is defined; docs/notes/kv.md draws it). Token t of a sequence lies in the page
 that its table names at t // page, at place t % page. Key is 0, value is 1; Hkv heads of D channels; C groups of D/C.
 
     16 bits   values  f16, bf16 or f32   [pages, 2, Hkv, page, D]          not rotated, not centred

@@ -17,7 +17,7 @@ batch_invariant   A token's bits do not depend on what else is in the pass: not 
                           thread's share; rows go in chunks without a rest and for one thread
             attention     each token by itself
             positions     cos and sin from a table that is made in blocks of fixed size, for the same reason
-        The default on a CPU. What it costs is in docs/engine.md. Elsewhere rows go together as they come.
+        The default on a CPU. What it costs is in docs/notes/engine.md. Elsewhere rows go together as they come.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's protocol over one engine. docs/serving.md is for those who run it.
+"""The HTTP server: OpenAI's protocol over one engine. docs/guide/serve.md is for those who run it.
 
     client ──▶ middleware, hosts ──▶ bodies ──▶ handlers ──▶ validation, requests ──▶ AsyncEngine.submit   event loop
     client ◀── responses ◀── event_queue ◀──────────────────────────────────────── events   the engine's thread

@@ -1,4 +1,4 @@
-"""Under which names this server may be called, and from which web pages. docs/threat-model.md has the reasons.
+"""Under which names this server may be called, and from which web pages. docs/guide/threat-model.md has the reasons.
 
 A web page of a stranger can give its own name the address 127.0.0.1 (DNS rebinding): the browser then takes our answers
 for the page's own, and only the Host header tells. So:

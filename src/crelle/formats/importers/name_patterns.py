@@ -146,7 +146,7 @@ class NamePattern:
     def _group(self) -> tuple[int, int]:
         if self._peek() == "?":
             if self.pattern[self._at : self._at + 2] != "?:":
-                raise self._refused("look-ahead, flags and named groups are not in the language (docs/importing.md)")
+                raise self._refused("look-ahead, flags, named groups are not allowed (docs/guide/import-export.md)")
             self._at += 2
         found = self._alternatives()
         if self._peek() != ")":
@@ -177,7 +177,7 @@ class NamePattern:
             inner = _CLASSES[c.lower()]
             return lambda x: not inner(x)
         if not c or c.isalnum():
-            raise self._refused(f"'\\{c}' is not in the language (docs/importing.md)")
+            raise self._refused(f"'\\{c}' is not in the language (docs/guide/import-export.md)")
         return lambda x: x == c
 
     def _class(self) -> Test:

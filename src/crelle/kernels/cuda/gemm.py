@@ -206,7 +206,7 @@ def choose(
     processors: int | None = None,
     capability: tuple[int, int] | None = None,
 ) -> GemmTileConfig | GemmSm80TileConfig:
-    """Return the tile config that was fastest on an H200 for problems like this (docs/kernels/bcq.md has the table)."""
+    """Return the tile config that was fastest on an H200 for problems like this (docs/notes/cuda-kernels.md)."""
     if (capability or torch.cuda.get_device_capability()) != (9, 0):
         return _choose_sm80(w, tokens)
     processors = processors or multiprocessors()

@@ -1,7 +1,7 @@
 """The CUDA kernels as two Kernels: `cuda` for bit-plane weights, and `cuda-lut`, the papers' way.
 
 `cuda` runs what dispatch.py says for the number of rows. `cuda-lut` is selected only by name: on an H200 `cuda` takes
-0.75 to 0.95 of its time at 2 to 4 bits, and 1.01 in the one 8-bit case that was measured (docs/kernels/bcq.md).
+0.75 to 0.95 of its time at 2 to 4 bits, and 1.01 in the one 8-bit case that was measured (docs/notes/cuda-kernels.md).
 
 Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a fake implementation, so
 that torch.compile sees through it.

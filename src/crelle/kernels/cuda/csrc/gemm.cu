@@ -9,7 +9,7 @@
 // On an H200, group 128, the tile of tokens that wins: as many as there are, up to 256; where that makes fewer than
 // about 50 tiles, at most 128. One thread block of two warpgroups on a multiprocessor is best, of three up to 64 tokens
 // where rows are many; with 256 tokens the tensor cores are busy 80% of the time. Up to 32 tokens skinny_gemm.cu is
-// faster. docs/kernels/bcq.md says what was lost.
+// faster. docs/notes/tried-and-lost.md has the others.
 #include "dequant.cuh"
 #include "x_layout.cuh"
 #include "gemm_sm80.cuh"
