@@ -118,10 +118,11 @@ def test_shared_prefixes_are_computed_once_and_change_nothing(llm: LLM) -> None:
     first, second = engine.add(TEXTS[1], GREEDY), engine.add(TEXTS[3], GREEDY)
     engine.run()
     assert second.outputs[0].reused >= 28  # "Once upon a time there was a " and the start token
-    ids = llm.tokenizer.encode(TEXTS[1]) + tokens(first)[0]  # what was drawn as a prompt: the next turn of a chat
+    ids = llm.tokenizer.encode(TEXTS[1]) + tokens(first)[0]  # what was sampled as a prompt: the next turn of a chat
     third = engine.add(ids, GREEDY)
     engine.run()
-    assert third.outputs[0].reused >= len(TEXTS[1]) + 8
+    sampled = 0 if engine.runner.prefill_differs(None) else 8  # a prompt's tokens may have other bits than sampled ones
+    assert third.outputs[0].reused >= len(TEXTS[1]) + sampled
     assert tokens(third) == alone(llm, ids, kv="4:page=4")
     assert tokens(second) == alone(llm, TEXTS[3], kv="4:page=4")
     assert engine.stats.tokens_reused == second.outputs[0].reused + third.outputs[0].reused

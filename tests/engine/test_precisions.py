@@ -93,11 +93,11 @@ def test_what_has_one_precision_is_shared(tied: bool, head: str | None, tmp_path
     assert two is not four
     assert two.embedding.weight is four.embedding.weight
     assert two.head is four.head
-    assert two.norm.weight is four.norm.weight
+    assert two.output.norm.weight is four.output.norm.weight
     for a, b in zip(two.layers, four.layers, strict=True):
         assert a.norm_mlp.weight is b.norm_mlp.weight
-        assert a.up is not b.up
-        assert (a.up.weight.bits, b.up.weight.bits) == (2, 4)
+        assert a.mlp.up is not b.mlp.up
+        assert (a.mlp.up.weight.bits, b.mlp.up.weight.bits) == (2, 4)
     assert (logits(two) - logits(four)).abs().max() > 0.05
 
 
@@ -105,7 +105,7 @@ def test_a_nested_head_follows_the_precision(tiny_model: Path, tmp_path: Path) -
     quantize(tiny_model, tmp_path / "q", "fp32", head=SCHEME)
     llm = LLM.load(tmp_path / "q", device="cpu")
     assert [llm.at(bits).head.weight.bits for bits in (2, 3, 4)] == [2, 3, 4]
-    assert llm.at(2).layers[0].up is llm.at(4).layers[0].up
+    assert llm.at(2).layers[0].mlp.up is llm.at(4).layers[0].mlp.up
     assert (logits(llm.at(2)) - logits(llm.at(4))).abs().max() > 0.05
 
 

@@ -285,7 +285,7 @@ def test_refusals_are_sentences(quantized: Path) -> None:
     for sentence, change in wrong.items():
         with pytest.raises(UnsupportedError, match=sentence):
             FusedDecoder(take_apart(model, **change))
-    slow = open_model(quantized, "reference").layers[0].gate
+    slow = open_model(quantized, "reference").layers[0].mlp.gate
     assert "reference" in str(matrix(slow.weight, slow.prepared))
 
 

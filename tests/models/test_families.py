@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.quantize import Text, tune_checkpoint
+from crelle.engine.calibration_data import CalibrationData
+from crelle.engine.quantize import tune_checkpoint
 from crelle.errors import FormatError, UnsupportedError
 from crelle.models.families import families
 from crelle.models.loader import load
@@ -137,7 +138,7 @@ def test_an_engine_gives_each_request_what_it_gets_alone(path: Path) -> None:
     assert (expected.amax(-1) - chosen).mean() < 0.5 * expected.std()  # 4 bits: near the best
 
 
-TEXT = Text(text="All that glitters is not gold, and many a man his life has sold. " * 40, rows=8, length=64)
+TEXT = CalibrationData(text="All that glitters is not gold, and many a man his life has sold. " * 40, rows=8, length=64)
 
 
 @pytest.mark.parametrize(

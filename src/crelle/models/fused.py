@@ -57,8 +57,8 @@ def fuse(model: "DecoderModel") -> FusedDecoder | str:
     parts = ModelParts(
         spec=model.spec,
         embedding=_embedding(model),
-        layers=[_layer(layer) for layer in model.layers],
-        norm=_norm(model.output.norm),
+        layers=[_layer(layer, model.spec.width) for layer in model.layers],
+        norm=_norm(model.output.norm, model.spec.width),
         head=_linear(model.head),
         positions=_positions(model.input.positions),
     )
@@ -89,12 +89,16 @@ def _linear(linear: QuantLinear) -> LinearParts:
     return LinearParts(weight=_matrix(linear), bias=linear.bias)
 
 
-def _norm(norm: Any) -> NormParts | None:
-    return None if norm is None else NormParts(weight=norm.weight, bias=getattr(norm, "bias", None))
+def _norm(norm: Any, size: int) -> NormParts | None:
+    """Return a norm's tensors; ones where it has no weight."""
+    if norm is None:
+        return None
+    weight = torch.ones(size) if norm.weight is None else norm.weight
+    return NormParts(weight=weight, bias=getattr(norm, "bias", None))
 
 
-def _layer(layer: Any) -> LayerParts:
-    a, mlp = layer.attention, layer.mlp
+def _layer(layer: Any, width: int) -> LayerParts:
+    a, mlp, head = layer.attention, layer.mlp, layer.spec.attention.head_size
     return LayerParts(
         q=_linear(a.q),
         k=_linear(a.k),
@@ -103,10 +107,10 @@ def _layer(layer: Any) -> LayerParts:
         gate=None if mlp.gate is None else _linear(mlp.gate),
         up=_linear(mlp.up),
         down=_linear(mlp.down),
-        norm_attention=_norm(layer.norm_attention),  # type: ignore[arg-type]
-        norm_mlp=_norm(layer.norm_mlp),  # type: ignore[arg-type]
-        post_attention_norm=_norm(layer.post_attention_norm),
-        post_mlp_norm=_norm(layer.post_mlp_norm),
-        q_norm=_norm(a.q_norm),
-        k_norm=_norm(a.k_norm),
+        norm_attention=_norm(layer.norm_attention, width),  # type: ignore[arg-type]
+        norm_mlp=_norm(layer.norm_mlp, width),  # type: ignore[arg-type]
+        post_attention_norm=_norm(layer.post_attention_norm, width),
+        post_mlp_norm=_norm(layer.post_mlp_norm, width),
+        q_norm=_norm(a.q_norm, head),
+        k_norm=_norm(a.k_norm, head),
     )
