@@ -30,7 +30,7 @@ def main() -> None:
     ids = llm.tokenizer.encode((data / "text" / "wikitext2-test.txt").read_text(encoding="utf-8"), bos=False)
     assert llm.tokenizer.bos_id is None
     windows = torch.tensor(ids[:TOKENS]).view(-1, 1, CONTEXT)  # [windows, 1, tokens]
-    head_size = llm.model.c.head_size
+    head_size = llm.model.spec.head_size
 
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
     result = {**environment(), "command": "python bench/kv_quality.py OUT.json DATA KV …", **result}

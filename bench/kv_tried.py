@@ -95,7 +95,7 @@ class Rounding(KVCache):
 def main() -> None:
     out, data = Path(sys.argv[1]), Path(sys.argv[2])
     llm = LLM.load(smollm2(), device="cpu")
-    c = llm.model.c
+    c = llm.model.spec
     ids = llm.tokenizer.encode((data / "text" / "wikitext2-test.txt").read_text(encoding="utf-8"), bos=False)
     windows = torch.tensor(ids[: WINDOWS * CONTEXT]).view(-1, 1, CONTEXT)
     count = WINDOWS * (CONTEXT - 1)

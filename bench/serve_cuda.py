@@ -53,7 +53,7 @@ def graph_ms(engine: Engine, texts: int) -> float:
 
 def rows_of(llm: LLM, scheme: str, fmt: KVFormat, exact: bool) -> list[dict[str, Any]]:
     """All batches that fit the GPU, in one engine."""
-    c, rows = llm.model.c, []
+    c, rows = llm.model.spec, []
     each = -(-(CONTEXT + TOKENS + 3) // fmt.page)
     page = c.layers * fmt.page_bytes(c.kv_heads, c.head_size)
     most = int((torch.cuda.mem_get_info()[0] - ROOM) // (page * each))

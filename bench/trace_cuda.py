@@ -46,7 +46,7 @@ def main(to: Path, trace: Path, rate: float = 40.0, seconds: float = 20.0) -> No
     for scheme, kv in PAIRS:
         llm = random_llm(SHAPE, scheme, torch.device("cuda"))
         compile_for(llm, BUDGET)
-        requests = read_trace(trace, context=llm.model.c.context, rate=rate, seconds=seconds)
+        requests = read_trace(trace, context=llm.model.spec.context, rate=rate, seconds=seconds)
         for memory in MEMORY:
             options: dict[str, Any] = {"kv": kv, "memory": memory, "max_batch": MAX_BATCH, "budget": BUDGET}
             said = f"{trace.name}, {rate:g} a second"

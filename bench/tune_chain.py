@@ -98,7 +98,7 @@ class ConfigOverride:
 def tune(shape: str, bits: int, layers: int) -> dict[Problem, GemvTileConfig]:
     device = torch.device("cuda")
     model = build_model(RandomWeights(shape, f"bcq:bits={bits},group=128", device, layers=layers), device)
-    run, c = model.make_step(), model.c
+    run, c = model.make_step(), model.spec
     kv = [torch.randn(2, 1, c.kv_heads, 512, c.head_size, device=device, dtype=torch.float16) for _ in range(layers)]
     ids, position = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), 200, dtype=torch.int32).cuda()
 

@@ -24,7 +24,7 @@ def tiny(scheme: str = SCHEME) -> RandomWeights:
 
 
 def prompt(model: Model, batch: int = 1) -> torch.Tensor:
-    return torch.randint(model.c.vocabulary, (batch, 5), generator=torch.Generator().manual_seed(2))
+    return torch.randint(model.spec.vocabulary, (batch, 5), generator=torch.Generator().manual_seed(2))
 
 
 def test_figures_fit_each_other() -> None:

@@ -70,7 +70,7 @@ PARAMETERS = {  # as the papers say, in billions
 
 def logits(weights: RandomWeights, tokens: int = 20) -> torch.Tensor:
     model = build(weights, CPU)
-    ids = torch.randint(model.c.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(model.spec.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1))
     return model(ids, model.new_cache())  # type: ignore[no-any-return]
 
 

@@ -91,7 +91,7 @@ class PlayedRunner:
 
     def __init__(self, engine: Engine, ahead: bool) -> None:
         self.played, self.ahead = fake_model.Runner(engine.scheduler), ahead
-        self.vocabulary, self.sampled = engine.llm.model.c.vocabulary, dict[Sequence, int]()
+        self.vocabulary, self.sampled = engine.llm.model.spec.vocabulary, dict[Sequence, int]()
 
     def run(self, step: Step) -> torch.Tensor:
         logits = torch.zeros(len(step.samples), self.vocabulary)

@@ -53,7 +53,7 @@ def llm(tiny_model: Path) -> LLM:
 
 def played(llm: LLM, *, prefill_differs: bool = True, **options: int) -> tuple[Engine, TwoPaths]:
     engine = Engine(llm, kv=f"16:page={PAGE}", **{"pages": 64, **options})
-    executor = TwoPaths(engine.runner.layers, llm.model.c.vocabulary, prefill_differs=prefill_differs)
+    executor = TwoPaths(engine.runner.layers, llm.model.spec.vocabulary, prefill_differs=prefill_differs)
     engine.runner._executors[None] = executor  # type: ignore[assignment]
     return engine, executor
 

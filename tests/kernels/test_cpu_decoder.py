@@ -51,7 +51,7 @@ def fused(model: DecoderModel, decoder: FusedDecoder, tokens: Tensor, prompt: in
         model(tokens[:, :prompt], cache)
     for i in range(prompt, tokens.shape[1]):
         cache.grow(1)
-        out = torch.full((tokens.shape[0], model.c.vocabulary), float("nan"))
+        out = torch.full((tokens.shape[0], model.spec.vocabulary), float("nan"))
         positions = torch.full((tokens.shape[0],), cache.length)
         all_logits.append(decoder.step(tokens[:, i].contiguous(), positions, cache.layers, out=out))
         cache.advance(1)
@@ -147,7 +147,8 @@ def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
     decoder = FusedDecoder(take_apart(model))
     lengths = [(7 * b + 3) % 71 + 1 for b in range(B)]
     kv = [
-        torch.full((2, B, model.c.kv_heads, 96, model.c.head_size), float("nan")) for _ in range(len(model.spec.layers))
+        torch.full((2, B, model.spec.kv_heads, 96, model.spec.head_size), float("nan"))
+        for _ in range(len(model.spec.layers))
     ]
     rows = torch.arange(B).flip(0).contiguous()
     next_tokens, wanted = some_tokens(B, seed=5), []
@@ -159,7 +160,7 @@ def test_batched_equals_single_rows(B: int, quantized: Path, isa: str) -> None:
         cache.grow(1)
         alone = decoder.step(next_tokens[b : b + 1].contiguous(), torch.tensor([length]), cache.layers)
         wanted.append((alone[0], [own[:, 0, :, length].clone() for own in cache.layers]))
-    out = torch.full((B, model.c.vocabulary), float("nan"))
+    out = torch.full((B, model.spec.vocabulary), float("nan"))
     got = decoder.step(next_tokens, torch.tensor(lengths), kv, rows=rows, out=out)
     for b, (logits, own) in enumerate(wanted):
         assert torch.equal(got[b], logits)
@@ -184,7 +185,7 @@ def test_tokens_of_one_text_have_the_bits_of_single_steps(
         if n < 16:
             ids[n // 2 : n // 2], positions[n // 2 : n // 2], rows[n // 2 : n // 2] = [int(tokens[0, 0])], [0], [0]
         want = [0, len(ids) - 1]
-        out = torch.full((2, model.c.vocabulary), float("nan"))
+        out = torch.full((2, model.spec.vocabulary), float("nan"))
         given = {"rows": torch.tensor(rows), "want": torch.tensor(want), "out": out}
         got = decoder.step(torch.tensor(ids), torch.tensor(positions), cache.layers, **given)
         for i, logits in zip(want, got, strict=True):

@@ -44,7 +44,7 @@ def make(**options: Any) -> DecoderModel:
 
 def pages_for(model: DecoderModel, fmt: KVFormat, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Paged:
     """Pages enough for all rows, handed out in disorder."""
-    c, count = model.c, rows * width + 3
+    c, count = model.spec, rows * width + 3
     layers = [KVPages.new(fmt, count, c.kv_heads, c.head_size, dtype, "cpu") for _ in c.layers]
     table = torch.randperm(count)[: rows * width].to(torch.int32).view(rows, width).contiguous()
     centers = [x.float().contiguous() for x in model.key_centers] if fmt.center else []

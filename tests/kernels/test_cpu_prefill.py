@@ -37,7 +37,7 @@ CONTEXT = 1300  # three portions of 512
 def nan_cache(
     model: DecoderModel, rows: int = 1, capacity: int = CONTEXT, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    c = model.c
+    c = model.spec
     return [torch.full((2, rows, c.kv_heads, capacity, c.head_size), float("nan"), dtype=dtype) for _ in model.layers]
 
 

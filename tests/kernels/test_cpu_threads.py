@@ -63,11 +63,11 @@ class Guarded:
         return sum(int((end != SENTINEL).sum()) for end in ends)
 
     def blocks(self, model: DecoderModel, capacity: int, dtype: torch.dtype, rows: int = 1) -> list[Tensor]:
-        c = model.c
+        c = model.spec
         return [self.new((2, rows, c.kv_heads, capacity, c.head_size), dtype) for _ in c.layers]
 
     def pages(self, model: DecoderModel, text: str, tokens: int) -> Paged:
-        fmt, c = KVFormat.parse(text), model.c
+        fmt, c = KVFormat.parse(text), model.spec
         count = -(-tokens // fmt.page)
         layers = []
         for _ in c.layers:

@@ -31,7 +31,7 @@ class Texts:
     """Sequences on pages of their own, in no order; one more page than they need stays poisoned."""
 
     def __init__(self, model: Model, kv: str, sequences: int, length: int, exact: bool = False) -> None:
-        fmt, c = KVFormat.parse(kv), model.c
+        fmt, c = KVFormat.parse(kv), model.spec
         each = -(-length // fmt.page)
         self.layers = [
             KVPages.new(fmt, each * sequences + 1, c.kv_heads, c.head_size, model.dtype, "cuda") for _ in c.layers

@@ -49,7 +49,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 @given(sizes=portions)
 def test_any_portions_give_the_logits_of_one_pass(which: str, request: pytest.FixtureRequest, sizes: list[int]) -> None:
     model: DecoderModel = request.getfixturevalue(which)
-    while sum(sizes) > model.c.context:
+    while sum(sizes) > model.spec.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
     whole = model(tokens, model.new_cache())
@@ -143,11 +143,11 @@ def test_kv_16_is_the_cache_of_numbers(tiny: DecoderModel) -> None:
 @pytest.mark.parametrize("which", ["tiny", "windowed", "opt"])
 def test_coded_pages_give_nearly_the_logits_of_numbers(which: str, kv: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(which)
-    tokens = random_tokens(60, batch=2) % model.c.vocabulary
+    tokens = random_tokens(60, batch=2) % model.spec.vocabulary
     exact, cache = model(tokens, model.new_cache(2)), model.new_cache(2, kv=kv)
     error = (model(tokens, cache) - exact).pow(2).mean().sqrt() / exact.std()
     assert 0 < error <= (0.02 if KVFormat.parse(kv).bits == 8 else 0.25)
-    assert cache.nbytes == cache.format.page_bytes(cache.layers[0].heads, model.c.head_size) * sum(
+    assert cache.nbytes == cache.format.page_bytes(cache.layers[0].heads, model.spec.head_size) * sum(
         pages.count for pages in cache.layers
     )
 
@@ -156,7 +156,7 @@ def test_coded_pages_give_nearly_the_logits_of_numbers(which: str, kv: str, requ
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 @given(sizes=portions)
 def test_any_portions_give_the_logits_of_one_pass_over_pages(tiny: DecoderModel, kv: str, sizes: list[int]) -> None:
-    while sum(sizes) > tiny.c.context:
+    while sum(sizes) > tiny.spec.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
     whole, cache, at = tiny(tokens, tiny.new_cache(kv=kv)), tiny.new_cache(kv=kv), 0
@@ -191,7 +191,7 @@ def test_centres_are_where_the_keys_are(tiny_model: Path, opt_path: Path) -> Non
             k = layer.attention.k
             k.bias = 4 * torch.randn(k.weight.shape[0], generator=torch.Generator().manual_seed(3))
         cache = model.new_cache()
-        model(random_tokens(40) % model.c.vocabulary, cache)
+        model(random_tokens(40) % model.spec.vocabulary, cache)
         for kv, center in zip(cache.layers, model.key_centers, strict=True):
             keys = kv[0, 0, :, 1:40].transpose(0, 1)  # [T, Hkv, D]
             assert center.shape == keys.shape[1:]

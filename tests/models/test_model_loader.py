@@ -128,7 +128,7 @@ def test_missing_tensor_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_context_defaults_when_the_config_has_none(tiny_model: Path, tmp_path: Path) -> None:
     model, _ = load(changed(tiny_model, tmp_path, max_position_embeddings=None), device="cpu")
-    assert model.c.context == 2048
+    assert model.spec.context == 2048
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

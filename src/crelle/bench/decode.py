@@ -26,7 +26,7 @@ def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, roun
     """Time greedy decoding of `tokens` from an empty cache, and one pass over `prompt` tokens."""
     best_decode = best_prefill = float("inf")
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, llm.model.c.vocabulary, (1, prompt), generator=random)
+    ids = torch.randint(0, llm.model.spec.vocabulary, (1, prompt), generator=random)
     for _ in range(rounds):
         cache = llm.model.new_cache()
         next_id = ids[:, :1]

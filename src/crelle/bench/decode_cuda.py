@@ -134,12 +134,12 @@ def _measure(
     energy: bool,
 ) -> DecodeCuda:
     model = build(weights, device, kernel=kernel)
-    if context + tokens > model.c.context:
-        raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.c.context}")
+    if context + tokens > model.spec.context:
+        raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.spec.context}")
     size = step_bytes(model)
     decoder, why = decoder_of(model, batch)
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.c.vocabulary, (batch, context), generator=random).to(device)
+    ids = torch.randint(model.spec.vocabulary, (batch, context), generator=random).to(device)
     gap = check(model, decoder, ids, tokens)
     steps = [step for _ in range(rounds) for step in _steps(decoder, ids, tokens, device)]
     prefill = median(_seconds(lambda: decoder.generate(ids, 1), device) for _ in range(rounds))

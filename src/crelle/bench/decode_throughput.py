@@ -87,9 +87,9 @@ def decode(
     """Check, then time steps of a batch; `memory` bounds the cache and is said in the row."""
     if batch < 1 or context < 1 or tokens < 2:
         raise SchemeError("decoding is timed with a batch and a context of at least 1, over at least 2 tokens")
-    if context + _WARM + tokens > llm.model.c.context:
+    if context + _WARM + tokens > llm.model.spec.context:
         raise CapacityError(
-            f"{context} + {_WARM + tokens} tokens do not fit the model's context of {llm.model.c.context}"
+            f"{context} + {_WARM + tokens} tokens do not fit the model's context of {llm.model.spec.context}"
         )
     fmt, device = llm.kv if kv is None else KVFormat.parse(kv), llm.model.device
     pages = None if memory is not None else batch * _pages(fmt, context, tokens)
@@ -118,7 +118,7 @@ def decode(
 
 def timed_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[list[float], float]:
     """Return the seconds of each step, and of all of them, in an idle engine that shares no pages; it is idle again."""
-    prompts, steps, before = Prompts(engine.llm.model.c.vocabulary), list[float](), engine.stats
+    prompts, steps, before = Prompts(engine.llm.model.spec.vocabulary), list[float](), engine.stats
     for _ in range(batch):
         engine.add(prompts.next(context), Sampling(max_tokens=_WARM + tokens), ignore_end=True)
     engine.scheduler.assume_prompts()

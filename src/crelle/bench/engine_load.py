@@ -101,7 +101,7 @@ class EngineLoad:
 
     def __init__(self, engine: Engine, *, seed: int = 0, progress: Progress | None = None) -> None:
         self.engine, self._progress = engine, progress
-        self._prompts = Prompts(engine.llm.model.c.vocabulary, tuple(engine.llm.end_ids), seed)
+        self._prompts = Prompts(engine.llm.model.spec.vocabulary, tuple(engine.llm.end_ids), seed)
         self._clients: list[_Client] = []
         self._samples: list[EngineSample] = []
         self._start = 0.0
@@ -287,7 +287,7 @@ def warm_up(engine: Engine, sizes: Sequence[int] | None = None) -> None:
 
     sizes: of the batches that will run; None: any.
     """
-    c = engine.llm.model.c
+    c = engine.llm.model.spec
     engine.add(Prompts(c.vocabulary, seed=-1).next(min(8, c.context - 2)), Sampling(max_tokens=2), ignore_end=True)
     engine.run()
     if (batch := engine.runner.cuda_executor(None)) is not None:
@@ -302,8 +302,8 @@ def disagreement(engine: Engine) -> float:
 
     As in crelle.bench.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model.
     """
-    model, tokens, prompts = engine.llm.model, 8, Prompts(engine.llm.model.c.vocabulary, seed=-2)
-    length = max(1, min(24, model.c.context - tokens))
+    model, tokens, prompts = engine.llm.model, 8, Prompts(engine.llm.model.spec.vocabulary, seed=-2)
+    length = max(1, min(24, model.spec.context - tokens))
     texts = [prompts.next(length) for _ in range(2)]
     handles = [engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True) for ids in texts]
     engine.run()

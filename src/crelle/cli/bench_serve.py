@@ -266,7 +266,7 @@ def _load(rows: Rows, source: _Source, kv: str, memory: str | None, options: dic
         llm, scheme = source.get()
         given, traffic = dict(options), ""
         if isinstance(trace := given.pop("trace", None), _Trace):
-            traffic, trace = str(trace), trace.requests(llm.model.c.context)
+            traffic, trace = str(trace), trace.requests(llm.model.spec.context)
         return serve(llm, scheme, trace=trace, traffic=traffic, kv=kv, memory=memory, seed=seed, **given)
 
     cap, who = f" in {memory}" if memory else "", options.get("clients")

@@ -114,11 +114,11 @@ class Engine:
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if memory is not None else [])
         if memory is None and pages is None:
-            pages = default_pages(llm.model, self.kv, [llm.model.c.context] * max_batch)
+            pages = default_pages(llm.model, self.kv, [llm.model.spec.context] * max_batch)
         self.plan = plan(models, self.kv, memory=memory, pages=pages, max_batch=max_batch, budget=budget)
         self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
         self.scheduler = Scheduler(
-            self.blocks, context=llm.model.c.context, max_batch=max_batch, budget=budget, watermark=watermark
+            self.blocks, context=llm.model.spec.context, max_batch=max_batch, budget=budget, watermark=watermark
         )
         self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
         self.queue_limit = queue_limit

@@ -140,7 +140,7 @@ class LLM(LoadedModel):
 
     def _take_engine(self, prompt: int, more: int) -> Engine:
         """Return an engine for one sequence that no other call uses, with pages for its prompt and its first tokens."""
-        pages = -(-min(prompt + min(more, _FIRST), self.model.c.context) // self.kv.page)
+        pages = -(-min(prompt + min(more, _FIRST), self.model.spec.context) // self.kv.page)
         while True:
             try:
                 engine = self._idle.pop()  # atomic: no lock is held where a stream may be collected
@@ -151,7 +151,7 @@ class LLM(LoadedModel):
                 return engine
         # A proxy: an engine that held its owner would keep the weights in memory until the next garbage collection.
         # Without prefix sharing, so that a prompt's second run takes the time, and on a GPU has the bits, of its first.
-        whole = -(-self.model.c.context // self.kv.page)
+        whole = -(-self.model.spec.context // self.kv.page)
         return Engine(proxy(self), pages=pages, max_pages=whole, max_batch=1, budget=_BUDGET, sharing=False)
 
     def _keep(self, engine: Engine) -> None:

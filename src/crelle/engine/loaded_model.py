@@ -45,7 +45,7 @@ class LoadedModel:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, or say why the model cannot continue it."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        c = self.model.c
+        c = self.model.spec
         if not ids:
             raise SchemeError("the prompt is empty: it needs at least one token")
         if len(ids) >= c.context:

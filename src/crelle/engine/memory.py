@@ -99,7 +99,7 @@ def plan(
 ) -> MemoryPlan:
     """Share out a memory budget among the models' precisions, working space and pages; or take `pages` as given."""
     models = list(models)
-    c, each = models[0].c, page_bytes(models[0], kv)
+    spec, each = models[0].spec, page_bytes(models[0], kv)
     weights, working = weight_bytes(models), working_bytes(models[0], max_batch, budget)
     if pages is None:
         assert memory is not None, "give a budget or the number of pages"
@@ -110,7 +110,7 @@ def plan(
                 f"{show_bytes(working)}, one page of {kv.page} tokens {show_bytes(each)}; give it more memory, or "
                 "choose fewer bits, a smaller batch or a smaller token budget"
             )
-    return MemoryPlan(kv, weights, working, each, pages, c.context, max_batch)
+    return MemoryPlan(kv, weights, working, each, pages, spec.context, max_batch)
 
 
 def kv_heads(model: Model) -> int:
@@ -120,12 +120,12 @@ def kv_heads(model: Model) -> int:
 
 def page_bytes(model: Model, kv: KVFormat) -> int:
     """Return the bytes of one page, all layers together."""
-    return len(model.spec.layers) * kv.page_bytes(kv_heads(model), model.c.head_size, page_dtype(model).itemsize)
+    return len(model.spec.layers) * kv.page_bytes(kv_heads(model), model.spec.head_size, page_dtype(model).itemsize)
 
 
 def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
     """Return pages for sequences of these lengths, as far as 4 GiB go; at least for one of the longest."""
-    context = model.c.context
+    context = model.spec.context
     need = [-(-min(n, context) // kv.page) for n in lengths]
     wanted = sum(need) + len(need)  # the watermark of Scheduler
     return max(max(need), min(wanted, _CACHE // page_bytes(model, kv)))
@@ -133,7 +133,7 @@ def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
 
 def working_bytes(model: Model, max_batch: int, budget: int) -> int:
     """Bound the numbers that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor."""
-    c = model.c
+    c = model.spec
     row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
     scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together
     logits = 4 * 3 * max_batch * c.vocabulary  # their softmax, one sorted

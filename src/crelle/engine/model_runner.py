@@ -33,7 +33,7 @@ class ModelRunner:
 
     def __init__(self, llm: LoadedModel, kv: KVFormat, pages: int, *, batch_invariant: bool | None = None) -> None:
         """Allocate the pages; batch_invariant: see crelle.models.eager_executor; default: on a CPU."""
-        model, c = llm.model, llm.model.c
+        model, c = llm.model, llm.model.spec
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv = llm, kv
         self.batch_invariant = model.device.type == "cpu" if batch_invariant is None else batch_invariant

@@ -45,7 +45,7 @@ def perplexity(
     `stepwise` reads a window token by token, as decoding does, instead of at once, as a prompt.
     `progress` is called after each window with (windows done, of how many, the perplexity so far as text).
     """
-    limit = llm.model.c.context
+    limit = llm.model.spec.context
     if context > limit:
         raise CapacityError(
             f"a window of {context} tokens does not fit the model's context of {limit}; lower --context"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from crelle.formats.kv import KVFormat
 from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
-from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
+from crelle.kernels.spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, RopeSpec
 from crelle.models.builder import Builder
 from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
 from crelle.models.families.base import Architecture
@@ -324,7 +324,3 @@ class DecoderModel(nn.Module):
     def linears(self) -> list[QuantLinear]:
         """All linear layers, in the order in which they run."""
         return [m for m in self.modules() if isinstance(m, QuantLinear)]
-
-    @property
-    def c(self) -> DecoderSpec:
-        return self.spec

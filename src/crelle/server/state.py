@@ -43,7 +43,7 @@ class State:
         self.service, self.settings = service, settings
         self.engine, self.llm = service.engine, service.engine.llm
         self.created = int(time())
-        c, engine = self.llm.model.c, self.engine
+        c, engine = self.llm.model.spec, self.engine
         self.room = min(c.context, engine.blocks.pages * engine.kv.page + 1)  # tokens of one text; the last is not kept
         self.info = ModelInfo(
             name=name or model_name(self.llm.weights.path),
