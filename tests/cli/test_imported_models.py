@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import open_weights
 from crelle.kernels import cpu
-from crelle.models.fused import Decoder
+from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.models.loader import build
 from crelle.quantizers.pipeline import quantize
 
@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_numbers(tmp_path: Path, case: str) -> None:
 def test_act_order_runs_layer_by_layer_and_says_so(tmp_path: Path) -> None:
     theirs, plain = write(tmp_path, "gptq-4-act-order")
     model = build(open_weights(theirs), torch.device("cpu"))
-    assert not isinstance(model.decoder, Decoder)
+    assert not isinstance(model.decoder, FusedDecoder)
     assert "another order" in model.decoder
     assert {layer.kernel for layer in model.linears()} == {"cpu", "dense"}
     said = in_process.succeed("explain", theirs, "--json").json

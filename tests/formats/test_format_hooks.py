@@ -14,7 +14,8 @@ from crelle.cli.inspect import describe
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats import builtin
 from crelle.formats.base import FORMATS, QuantTensor, Spec, expect, format_of, nbytes, register_format, shape_of, take
-from crelle.formats.checkpoint import Checkpoint, CheckpointWriter, shard_name
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.composite import PermutedTensor
 from crelle.kernels import ops
 from crelle.kernels.base import Problem
