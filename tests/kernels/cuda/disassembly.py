@@ -65,7 +65,8 @@ def loads_in_flight(code: str) -> int:
         if kind.startswith("LDS"):
             width = 4 if ".128" in kind else 2 if ".64" in kind else 1
             waiting -= set(registers[1:])
-            waiting |= set(range(registers[0], registers[0] + width))
+            if registers:  # a load into RZ leaves nothing behind
+                waiting |= set(range(registers[0], registers[0] + width))
         elif kind.startswith("UBLKCP"):
             most = max(most, len(waiting))
         else:
