@@ -104,6 +104,7 @@ def executors(
 ) -> dict[str, dict[str, Any]]:
     """Return what runs the engine's batches, and a step of eval and bench, and why not the other executors."""
     from crelle.kernels.cuda import decode_step
+    from crelle.kernels.cuda import executor as cuda_executor
     from crelle.models import fused
     from crelle.models.cache import why_not_fused
 
@@ -114,7 +115,7 @@ def executors(
         if device == "cuda" and what == "step":
             others["cuda-graphs"] = on_gpu or decode_step.supports(spec, _dtype(device)) or why_not_fused(kv, device)
         if device == "cuda" and what == "engine":
-            others["cuda-graphs"] = on_gpu or decode_step.lacks(spec, _dtype(device)) or _lacks_in_pages(spec, kv)
+            others["cuda-graphs"] = on_gpu or cuda_executor.supports(spec, kv, _dtype(device))
         chosen = next((name for name, why in others.items() if why is None), "torch")
         reasons = {name: why for name, why in others.items() if why is not None and name != chosen}
         found[what] = {"executor": chosen, "others": reasons}
@@ -134,13 +135,6 @@ def _lacks_on_gpu(device: str, kernels: "Collection[str]") -> str | None:
     if others := sorted(set(kernels) - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
     return None
-
-
-def _lacks_in_pages(spec: "DecoderSpec", kv: "KVFormat") -> str | None:
-    from crelle.kernels.cuda import paged_attention
-
-    reason = paged_attention.supports(kv, spec.head_size, _dtype("cuda"))
-    return reason and f"the paged attention {reason}"
 
 
 def _device(device: str) -> str:

@@ -33,6 +33,7 @@ from crelle.kernels.cuda.graphs import capture
 from crelle.kernels.cuda.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
 from crelle.kernels.cuda.varlen import VarlenBatch, pack_prefills
 from crelle.kernels.executor import Chunk, DecoderModules
+from crelle.kernels.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.gemm import PackedX
@@ -41,19 +42,24 @@ if TYPE_CHECKING:
 Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
 
 
+def supports(spec: DecoderSpec, kv: KVFormat, dtype: torch.dtype) -> str | None:
+    """Return None, or the sentence that says what of a decoder or its cache the CUDA kernels lack."""
+    from crelle.kernels.cuda import paged_attention
+
+    if reason := paged_attention.supports(kv, spec.head_size, dtype):
+        return f"the paged attention {reason}"
+    return lacks(spec, dtype)
+
+
 def why_not(model: DecoderModules, kv: KVFormat) -> str | None:
     """Return why a model with such a cache runs layer by layer on its device, or None where this module runs it."""
     if model.device.type != "cuda":
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
     if reason := cuda.available():
         return f"a whole step needs the CUDA kernels, and this process {reason}"
-    from crelle.kernels.cuda import paged_attention
-
-    if reason := paged_attention.supports(kv, model.spec.head_size, model.dtype):
-        return f"the paged attention {reason}"
     if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
-    return lacks(model.spec, model.dtype)
+    return supports(model.spec, kv, model.dtype)
 
 
 class CudaExecutor:
