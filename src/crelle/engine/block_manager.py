@@ -1,7 +1,7 @@
 """Who owns which page of the KV cache. Bookkeeping only: the pages themselves lie with the runner.
 
 The cache is a fixed number of pages of `page` tokens. A sequence has a table: the pages that hold its tokens, in
-order. Every page is in exactly one of three states, and the three numbers always sum to `pages`:
+order. Every page is in exactly one of three states, and their counts always sum to `pages`:
 
     used     in one table or in several (its reference count says in how many)
     cached   in no table, but what it holds is known, and a request with the same tokens gets it back
@@ -17,7 +17,7 @@ Sampled tokens.   Where prompts run through other kernels than sampled tokens, a
     many of the page's tokens were sampled: a page is found again only where it has the same bits.
 Caching.          When its last user leaves, a page of the index is not wiped: it becomes `cached`, and is evicted only
     when a page is needed and none is free, the longest unused first. A table is released from its end, so no page is
-    evicted before its successors, and a key's predecessor (a page number) cannot change its meaning.
+    evicted before its successors, and a key's predecessor (a page id) cannot change its meaning.
 Copy on write.    A forked table shares all pages, the half-filled last one too. Who first writes into a page that
     others see gets a copy (`grow` says which); the last one that is left writes in place.
 """

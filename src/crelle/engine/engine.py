@@ -161,7 +161,9 @@ class Engine:
         ids = self.llm.encode(prompt)
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise SchemeError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}")
-        if bits is not None and self.llm.at(bits) is self.llm.model:  # the same model takes one turn, not two
+        if (
+            bits is not None and self.llm.at(bits) is self.llm.model
+        ):  # the same model: one precision for the scheduler, not two
             bits = None
         request = Request(
             prompt=tuple(ids),

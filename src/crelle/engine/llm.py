@@ -1,4 +1,4 @@
-"""LLM: a model, its tokenizer, and text out of it. One object from quantizer to server.
+"""LLM: a model with its tokenizer, for generation. One object from quantizer to server.
 
 A single prompt is a batch of one: `generate`, `stream` and `chat` run through the same Engine as a list of prompts.
 The engine of a call that has ended waits for the next one. Its cache has pages for the prompt and the first tokens, and

@@ -17,7 +17,7 @@ from crelle.formats.open import Weights
 from crelle.formats.rust import panics_are
 
 _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
-_LONGEST_TAIL = 64  # where a prompt is not UTF-8, no number of them does
+_LONGEST_TAIL = 64  # where a prompt is not UTF-8, no count of them does
 _BYTES = 4  # of a character in UTF-8, at most
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 
@@ -53,7 +53,7 @@ class Tokenizer:
 
     @cached_property
     def bos_id(self) -> int | None:
-        """The token that every text starts with here, if there is one."""
+        """The token that every sequence starts with here (BOS), if there is one."""
         token = self._special.get("bos_token")
         probe = self._encode("a", add_special_tokens=True)
         added = probe.special_tokens_mask[:1] == [1]  # the post-processor put something before the text
