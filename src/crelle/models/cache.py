@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far: as numbers in one block per layer, or in pages of 8 or 4 bits.
+"""Keys and values of the tokens so far: as floats in one block per layer, or in pages of 8 or 4 bits.
 
 A forward pass first grows the cache, then attends layer by layer, then advances it. `attend` stores the new keys and
 values and lets the new tokens look at all that is stored; a model need not know how.
@@ -26,7 +26,7 @@ _HORIZON = 4096  # positions for which they are meant
 
 
 class KVCache:
-    """K and V [B, Hkv, S, D] for every layer, as numbers."""
+    """K and V [B, Hkv, S, D] for every layer, as floats."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ def key_centers(model: "DecoderModel") -> list[Tensor]:
     """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.
 
     Any vector is right, for softmax does not see it (crelle.formats.kv); a good one leaves less to quantize. Before
-    rope, keys of all positions have one mean. Rope turns it with the position: slowly in the pairs of channels that
+    rope, keys of all positions have one mean. Rope rotates it with the position: slowly in the pairs of channels that
     keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
     """

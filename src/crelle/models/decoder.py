@@ -197,9 +197,9 @@ class InputLayer(nn.Module):
             table = build.matrix(names.positions, s.context + s.learned_positions, s.width)
             self.positions = QuantEmbedding(table, build.dtype)
 
-    def forward(self, words: Tensor, positions: Tensor, compute: Compute = PLAIN) -> Tensor:
-        """Return x [..., width] for rows of the embedding [..., words] at positions [T]."""
-        x = words if self.spec.embedding_scale == 1 else words * words.new_tensor(self.spec.embedding_scale)
+    def forward(self, embedded: Tensor, positions: Tensor, compute: Compute = PLAIN) -> Tensor:
+        """Return x [..., width] for rows of the embedding [..., embedding_width] at positions [T]."""
+        x = embedded if self.spec.embedding_scale == 1 else embedded * embedded.new_tensor(self.spec.embedding_scale)
         x = x if self.project_in is None else compute.linear(self.project_in, x)
         if self.positions is not None and self.spec.learned_positions is not None:
             x = x + self.positions(positions + self.spec.learned_positions)
