@@ -21,7 +21,7 @@ def run(
     memory: Annotated[
         str | None, typer.Option("--memory", help="For weights and cache together, like 24GB; default: see the banner.")
     ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", help="Texts that run at once.")] = 32,
+    max_batch: Annotated[int, typer.Option("--max-batch", help="Sequences that run at once.")] = 32,
     queue_limit: Annotated[int, typer.Option("--queue-limit", help="Prompts that may wait; one more gets 429.")] = 256,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a whole request may take.")] = 600.0,
     grace: Annotated[float, typer.Option("--grace", help="Seconds to finish what runs after SIGTERM.")] = 30.0,
@@ -53,7 +53,9 @@ def run(
     ] = False,
     exact: Annotated[
         bool | None,
-        typer.Option("--exact/--no-exact", help="Same bits in any company, or faster; default: exact on a CPU."),
+        typer.Option(
+            "--exact/--no-exact", help="Batch-invariant (same bits in any batch), or faster; default: exact on a CPU."
+        ),
     ] = None,
     bits: Bits = None,
     device: Device = "auto",
@@ -63,7 +65,7 @@ def run(
 ) -> None:
     """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
 
-    Clients may stream, ask for logprobs, several texts, seeds and, of a nested checkpoint, `precision`. A page to play
+    Clients may stream, ask for logprobs, several completions (n), seeds and, of a nested checkpoint, `precision`. A page to play
     with is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to standard
     error, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
 
@@ -157,7 +159,7 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
         "model": facts["model"],
         "weights": facts["scheme"] + choice,
         "memory": str(state.engine.plan),
-        "limits": f"{facts['max_batch']} texts at once, {facts['queue_limit']} may wait, {settings.timeout:g} s each",
+        "limits": f"{facts['max_batch']} sequences at once, {facts['queue_limit']} may wait, {settings.timeout:g} s each",
         "keys": keys,
         "address": f"{server.address}/v1 for clients, {server.address} to play",
     }
