@@ -5,7 +5,7 @@
 
 Every request streams, for only a stream shows when the first token came. Tokens are those that the server counts
 (`usage`); where it sends no count, pieces of text. Times are taken when bytes arrive here, so client and server on one
-machine share its cores: the numbers are those of both together.
+machine share its cores: the figures are those of both together.
 """
 
 import asyncio
@@ -72,11 +72,11 @@ def run_closed_loop(
 
     async def run() -> LoadReport:
         async with _open(url, api_key, model, chat, extra, timeout, progress) as load:
-            turn = count()
+            order = count()
 
             async def client() -> None:
                 while load.now() < seconds:
-                    call = await load.call(load.now(), prompts[next(turn) % len(prompts)], max_tokens, seconds)
+                    call = await load.call(load.now(), prompts[next(order) % len(prompts)], max_tokens, seconds)
                     if call.error is not None:
                         pause = min(call.retry_after or _PAUSE, _LONGEST_PAUSE, seconds - load.now())
                         await asyncio.sleep(max(0.0, pause))
@@ -125,9 +125,9 @@ def poisson(rate: float, seconds: float, prompts: Sequence[str], max_tokens: int
         raise SchemeError(
             f"arrivals need a rate and a time above 0 and a prompt, got {rate}, {seconds}, {len(prompts)}"
         )
-    draw, at = random.Random(seed), 0.0
+    rng, at = random.Random(seed), 0.0
     found: list[Arrival] = []
-    while (at := at + draw.expovariate(rate)) < seconds:
+    while (at := at + rng.expovariate(rate)) < seconds:
         found.append(Arrival(at, prompts[len(found) % len(prompts)], max_tokens))
     return found
 

@@ -3,7 +3,7 @@
     RandomWeights("opt-175b", "bcq:bits=3,group=128", device)     a source like a file: build() makes a model of it
 
 Every matrix is made when it is asked for, straight in its quantized form (random planes, plausible scales), on the
-device, and not kept: 175 billion weights at 3 bits pass through one layer at a time and never exist as numbers. What is
+device, and not kept: 175 billion weights at 3 bits pass through one layer at a time and never exist as floats. What is
 random is the same for the same (seed, name, device kind). Inside the layers matrices follow the scheme; embeddings and
 the head are f16, as `crelle quantize` leaves them. A weight has the standard deviation 1/sqrt(inputs), 0.02 at 2500
 inputs, so that activations neither grow nor fade from layer to layer.
@@ -206,7 +206,7 @@ class RandomWeights:
         return random_generator(int.from_bytes(digest[:7]), self.device)
 
     def weights(self) -> int:
-        """Return how many numbers the model has."""
+        """Return how many parameters the model has."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     def nbytes(self) -> int:

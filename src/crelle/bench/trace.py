@@ -4,7 +4,7 @@
 
 A trace is a CSV file with a heading and three columns: arrival (a date with time, or seconds), tokens of the prompt,
 tokens of the answer. The traces that Azure published of its language model service have this form. They tell lengths
-and no text: prompts are random tokens, all different, so that nobody shares a prefix by chance.
+and no text: prompts are random tokens, all different, so that no two share a prefix by chance.
 """
 
 import csv
