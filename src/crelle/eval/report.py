@@ -35,7 +35,7 @@ class Row:
 
 
 def plot_perplexity(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw perplexity over bits per weight; the unquantized model is the dashed line."""
+    """Plot perplexity over bits per weight; the unquantized model is the dashed line."""
     plt = pyplot()
     plain = [r for r in rows if r.bits_per_weight >= 16]
     small = sorted((r for r in rows if r.bits_per_weight < 16), key=lambda r: r.bits_per_weight)
