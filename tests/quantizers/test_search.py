@@ -250,7 +250,7 @@ def test_candidates_reach_their_target(target: float) -> None:
 
 
 def test_no_text_is_a_sentence(opened: CalibrationModel) -> None:
-    with pytest.raises(SchemeError, match="at least one row"):
+    with pytest.raises(SchemeError, match="at least one calibration sequence"):
         sensitivities(opened, text(0, 8), SETTINGS)
 
 

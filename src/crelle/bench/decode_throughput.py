@@ -1,4 +1,4 @@
-"""What a batch of a given size gives: B sequences, each behind a context of its own, one token each a step, by the engine.
+"""Decode throughput of the engine at a given batch size: B sequences, each behind a context, one token each a step.
 
 Prompts are not read: pages are filled with random keys and values once, so that 256 contexts cost no minutes. A step is
 then what it is under steady load: scheduling, the forward pass, sampling, events. `largest_batch` is

@@ -65,8 +65,8 @@ def run(
 ) -> None:
     """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
 
-    Clients may stream, ask for logprobs, several completions (n), seeds and, of a nested checkpoint, `precision`. A page to play
-    with is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to standard
+    Clients may stream, ask for logprobs, several completions, seeds and, of a nested checkpoint, `precision`. The
+    playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to standard
     error, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
 
     **Examples**
@@ -159,7 +159,7 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
         "model": facts["model"],
         "weights": facts["scheme"] + choice,
         "memory": str(state.engine.plan),
-        "limits": f"{facts['max_batch']} sequences at once, {facts['queue_limit']} may wait, {settings.timeout:g} s each",
+        "limits": f"batch {facts['max_batch']}, {facts['queue_limit']} requests may wait, {settings.timeout:g} s each",
         "keys": keys,
         "address": f"{server.address}/v1 for clients, {server.address} to play",
     }

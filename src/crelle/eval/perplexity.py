@@ -1,6 +1,6 @@
 """Perplexity: exp of the mean negative log-likelihood per token, over windows that do not overlap.
 
-A window holds `context` tokens. Where the tokenizer starts sequences with BOS, each window is BOS + context - 1 tokens of
+A window holds `context` tokens. Where the tokenizer adds a BOS, each window is BOS + context - 1 tokens of
 the text, and all of those count; otherwise the first token of a window is only read and context - 1 count.
 A last window that is not full is left out. Keys and values are read as the cache stores them, those of a token's own
 window too: with a 4-bit cache every token sees what decoding would see.
