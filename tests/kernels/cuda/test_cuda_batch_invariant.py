@@ -1,4 +1,4 @@
-"""Products with one order of sums: against f64, and row by row against themselves in any company."""
+"""Products with one order of sums: against f64, and row by row against themselves in other batches."""
 
 from dataclasses import replace
 

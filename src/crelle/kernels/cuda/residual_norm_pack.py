@@ -25,9 +25,9 @@ _TIMES = 8  # pieces of 8 inputs that a thread has, at most
 def supports(w: CudaWeight, K: int) -> str | None:
     """Return None, or why x [M, K] cannot be made ready for a weight."""
     if K % 8:
-        return f"takes rows of a multiple of 8 numbers, not of {K}"
+        return f"takes rows of a multiple of 8 values, not of {K}"
     if (most := BLOCK * _WARPS[True] * _TIMES) < BLOCK * w.blocks:
-        return f"takes rows of up to {most} numbers, not of {K}"
+        return f"takes rows of up to {most} values, not of {K}"
     return None
 
 
