@@ -66,8 +66,8 @@ def run(
     """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
 
     Clients may stream, ask for logprobs, several completions, seeds and, of a nested checkpoint, `precision`. The
-    playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to standard
-    error, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
+    playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to
+    stderr, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
 
     **Examples**
 
