@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crelle.cli.console import Bits, Device, Json, KernelName, Model, Threads, err, print_json, use_threads
+from crelle.cli.console import Json, Model, err, print_json, use_threads
+from crelle.cli.option_groups import ModelOptions, model_options
 
 if TYPE_CHECKING:
     from crelle.server.app import Server
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 NAME = "serve"
 
 
+@model_options
 def run(
     model: Model,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
@@ -57,10 +59,8 @@ def run(
             "--exact/--no-exact", help="Batch-invariant (same bits in any batch), or faster; default: exact on a CPU."
         ),
     ] = None,
-    bits: Bits = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    kernel: KernelName = None,
+    *,
+    options: ModelOptions,
     json: Json = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
@@ -77,7 +77,6 @@ def run(
     """
     from crelle.engine.async_engine import AsyncEngine
     from crelle.engine.engine import Engine
-    from crelle.engine.llm import LLM
     from crelle.engine.memory import parse_bytes
     from crelle.errors import UnsupportedError
 
@@ -104,10 +103,10 @@ def run(
         grace=grace,
         log_prompts=log_prompts,
     )
-    use_threads(threads)
+    use_threads(options.threads)
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     with err.status(f"loading {model}"):
-        llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
+        llm = options.load(model, kv)
         engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, exact=exact)
     logs.set_up()
 
