@@ -11,7 +11,7 @@ from test_opt import write_random
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
-from crelle.models.cache import KVCache, PagedCache, why_not_fused
+from crelle.models.cache import CacheSizes, KVCache, PagedCache, why_not_fused
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load
 
@@ -100,7 +100,7 @@ def test_too_many_tokens_are_refused_and_leave_the_cache_as_it_was(tiny: Decoder
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_cache_returns_all_that_was_appended(sizes: list[int]) -> None:
     heads, head_size, layers = 2, 4, 2
-    cache = KVCache(layers, 1, heads, head_size, sum(sizes), torch.float32, CPU)
+    cache = KVCache(CacheSizes(layers, 1, heads, head_size, sum(sizes), torch.float32, CPU))
     random = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, layers, 1, sum(sizes), heads, head_size, generator=random)
     at = 0

@@ -22,7 +22,7 @@ from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
 from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
 from crelle.models.builder import Builder
-from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
+from crelle.models.cache import Cache, CacheSizes, KVCache, PagedCache, key_centers
 from crelle.models.families.base import Architecture
 from crelle.models.fused import fuse
 from crelle.models.linear import QuantEmbedding, QuantLinear
@@ -310,10 +310,10 @@ class DecoderModel(nn.Module):
     def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
         """Return an empty cache for so many sequences; kv: 16 (the model's dtype), or pages of 8 or 4 bits."""
         s, fmt = self.spec, KVFormat.parse(kv)
-        sizes = (len(s.layers), batch, s.kv_heads, s.head_size, s.context, self.dtype, self.device)
+        sizes = CacheSizes(len(s.layers), batch, s.kv_heads, s.head_size, s.context, self.dtype, self.device)
         if not fmt.coded:
-            return KVCache(*sizes)
-        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
+            return KVCache(sizes)
+        return PagedCache(fmt, sizes, self.key_centers if fmt.center else None)
 
     @cached_property
     def key_centers(self) -> list[Tensor]:
