@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 import transformers
 from conftest import Run, write_tokenizer
+from dequantized_model import write_dequantized
 from transformers import AutoModelForCausalLM
 
 from crelle import LLM, Sampling, quantize
@@ -191,17 +192,6 @@ def test_too_many_tokens_are_refused_and_leave_the_cache_as_it_was(small: Path) 
 
 
 # Quantized ---------------------------------------------------------------------------------------------------------
-
-
-def write_dequantized(checkpoint: Path, to: Path) -> Path:
-    """A plain model whose matrices are the checkpoint's, turned back into numbers."""
-    weights = Checkpoint(checkpoint)
-    tensors = {n: weights.read(n) for n in weights.names() if n.removesuffix(".weight") not in weights.specs}
-    tensors |= {f"{m}.weight": weights.matrix(m).dequantize() for m in weights.specs}
-    to.mkdir()
-    safetensors.torch.save_file(tensors, to / "model.safetensors")
-    (to / "config.json").write_text(json.dumps({k: v for k, v in weights.config.items() if "quant" not in k}))
-    return to
 
 
 def kernels() -> list[str]:

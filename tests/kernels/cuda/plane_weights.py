@@ -1,5 +1,7 @@
 """Random weights of every kind for the tests of the CUDA kernels, and the way back from their layout."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,8 +55,23 @@ def random_weight(
     return UniformTensor(planes, K, group, alpha[0], zero if kind is ScaleKind.UNIFORM else None)
 
 
-def numbers_in(w: CudaWeight) -> Tensor:
-    """Read the numbers f64 [N, K] back out of the layout, by its description alone."""
+def graph_gives_the_same(multiply: Callable[[Tensor | None], Tensor]) -> bool:
+    """Whether a CUDA graph of three products leaves in `out` what a single one, multiply(None), returns."""
+    y = multiply(None)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            multiply(out)
+    same = True
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        same &= torch.equal(out, y)
+    return same
+
+
+def values_in(w: CudaWeight) -> Tensor:
+    """Read the values f64 [N, K] back out of the layout, by its description alone."""
     tiles, blocks = w.words.shape[:2]
     size = (-1, tiles * ROWS, blocks * BLOCK)
     # Lane (g, t), word (half, high), bit j: row g + 8 high of the tile, column 128 half + 32 t + j of the block.
