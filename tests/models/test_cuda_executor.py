@@ -74,7 +74,7 @@ def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: st
     ids = {b: random_ids(60 + b, seed=b) for b in range(12)}
     with torch.inference_mode():
         wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
-    # all prompts at once, some in two portions, then steps of 3, 8 and 12 sequences
+    # all prompts at once, some in two chunks, then steps of 3, 8 and 12 sequences
     found = texts.run({b: ids[b][: 20 + b] for b in range(12)})
     for b in range(12):
         assert error(found[b], wanted[b][19 + b]) < TOLERANCE[kv]
@@ -115,8 +115,8 @@ def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> 
     for b, i in ids.items():
         rows = [alone.run({b: i[:40]})[0]] + [alone.run({b: [i[at]]})[0] for at in range(40, 60)]
         assert torch.equal(torch.stack(rows), torch.stack(found[b]))
-    for portion in ((0, 7), (7, 30), (30, 40)):
-        last = cut.run({b: i[slice(*portion)] for b, i in ids.items()})
+    for chunk in ((0, 7), (7, 30), (30, 40)):
+        last = cut.run({b: i[slice(*chunk)] for b, i in ids.items()})
     assert torch.equal(last, torch.stack([rows[0] for rows in found.values()]))
 
 

@@ -1,7 +1,5 @@
 """Random weights of every kind for the tests of the CUDA kernels, and the way back from their layout."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -53,21 +51,6 @@ def random_weight(
         return AffineTensor(planes, K, group, alpha[0], low)
     zero = torch.randint(0, 256, (N, -(-C * P // 8)), dtype=torch.uint8, device=device)
     return UniformTensor(planes, K, group, alpha[0], zero if kind is ScaleKind.UNIFORM else None)
-
-
-def graph_gives_the_same(multiply: Callable[[Tensor | None], Tensor]) -> bool:
-    """Whether a CUDA graph of three products leaves in `out` what a single one, multiply(None), returns."""
-    y = multiply(None)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            multiply(out)
-    same = True
-    for _ in range(3):
-        out.fill_(float("nan"))
-        graph.replay()
-        same &= torch.equal(out, y)
-    return same
 
 
 def values_in(w: CudaWeight) -> Tensor:
