@@ -1,4 +1,4 @@
-"""Other people's programs, timed in the same run: whoever has one installed names it, nothing is fetched or built here.
+"""External programs timed in the same run: the user names an installed one, nothing is fetched or built here.
 
 llama-bench    measured as it is, on GGUF files, flash attention on (its best)
 a GEMV peer    any command that reads CRELLE_N, CRELLE_K, CRELLE_BATCH, CRELLE_THREADS and CRELLE_SET (hot or cold)

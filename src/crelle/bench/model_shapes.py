@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: how fast a model is depends on its sizes, not on what its weights say.
+"""Models of real shapes with random weights: speed depends on the sizes of a model, not on the values of its weights.
 
     RandomWeights("opt-175b", "bcq:bits=3,group=128", device)     a source like a file: build() makes a model of it
 
@@ -146,7 +146,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 class RandomWeights:
-    """A source of weights (crelle.formats.open.Weights) that makes them up."""
+    """A source of weights (crelle.formats.open.Weights) that generates them."""
 
     def __init__(
         self,

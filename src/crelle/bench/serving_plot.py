@@ -1,4 +1,4 @@
-"""Pictures of `crelle bench serve`: throughput over the batch, and what the cache held over time."""
+"""Plots of `crelle bench serve`: throughput over the batch, and what the cache held over time."""
 
 from pathlib import Path
 from typing import Any

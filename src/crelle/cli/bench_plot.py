@@ -1,4 +1,4 @@
-"""crelle bench plot: the picture of a result file, also where the measuring machine could not draw."""
+"""crelle bench plot: the plot of a result file, also where the measuring machine has no matplotlib."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""crelle demo: the main job, on a small real model, in a few minutes on a CPU."""
+"""crelle demo: quantize, evaluate and generate with a small real model, in a few minutes on a CPU."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who owns which page of the KV cache. Bookkeeping only: the pages themselves lie with the runner.
+"""Block tables: which page of the KV cache belongs to which sequence. The pages themselves are the runner's.
 
 The cache is a fixed number of pages of `page` tokens. A sequence has a table: the pages that hold its tokens, in
 order. Every page is in exactly one of three states, and their counts always sum to `pages`:
@@ -58,7 +58,7 @@ Key = tuple[int | Root, tuple[int, ...], int]  # the page before, its ids, how m
 
 
 class BlockManager:
-    """Hands out pages, shares them, and takes them back."""
+    """Allocates, shares and frees pages."""
 
     def __init__(self, pages: int, page: int, *, sharing: bool = True, max_pages: int | None = None) -> None:
         """Begin with all pages free; max_pages: to which `grow_pool` may lead, default: no more than there are."""
@@ -69,7 +69,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: all pages are free. Whoever has a table empties it."""
+        """Forget everything: all pages are free. Owners of tables empty them."""
         self._references = [0] * self.pages
         self._free = list(reversed(range(self.pages)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first

@@ -1,4 +1,4 @@
-"""Many requests at once. docs/notes/engine.md shows a request's life.
+"""Continuous batching. docs/notes/engine.md follows a request from arrival to its last event.
 
     engine = Engine(llm, memory="24GB")
     handles = [engine.add(prompt, Sampling(max_tokens=64)) for prompt in prompts]
@@ -365,7 +365,7 @@ class Engine:
         return sampled
 
     def _push(self, s: Sequence, token: int) -> None:
-        """Turn a sampled token into text, and doom the sequence where that ends it."""
+        """Detokenize a sampled token, and doom the sequence where that ends it."""
         handle, state = self._active[s]
         if state.verdict is not None or token in s.request.end_ids:
             return

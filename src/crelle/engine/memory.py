@@ -1,4 +1,4 @@
-"""How many pages a memory budget buys.
+"""How many pages fit a memory budget.
 
     budget = weights + working space + pages
 

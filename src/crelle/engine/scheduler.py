@@ -1,4 +1,4 @@
-"""Who runs in the next step. Decided anew for every step, so requests join and leave at any time (Orca, 2022).
+"""Chooses the sequences of each step. Requests join and leave between any two steps (iteration-level, Orca 2022).
 
 The loop around it is the engine's:
 

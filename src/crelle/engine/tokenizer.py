@@ -80,7 +80,7 @@ class Tokenizer:
             raise FormatError(f"the tokenizer of {self.path} fails on this text: {shown(str(e), 300)}") from e
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Return the ids of a text; `bos` puts the start token first where this tokenizer has that habit."""
+        """Return the ids of a text; `bos` puts the start token first where this tokenizer adds one."""
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
@@ -98,12 +98,12 @@ class Tokenizer:
         return ChatTemplate(self._template_source)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
-        """Return the ids of a conversation, up to where the assistant is to speak."""
+        """Return the ids of a conversation, up to where the assistant's answer begins."""
         return self.encode(self._template.render(messages, self._special), bos=False)
 
 
 class Detokenizer:
-    """Turns a growing list of ids into text, giving out only what later tokens cannot change.
+    """Incremental detokenizer: ids to text, of which only what later tokens cannot change is returned.
 
     The text continues a prompt: SentencePiece drops the space of a text's first word, but not of a later one.
     """

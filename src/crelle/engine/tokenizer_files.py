@@ -66,7 +66,7 @@ def plain(fast: Any, file: Path) -> Any:
 
 
 def _patterns(value: Any) -> Any:
-    """Yield the regular expressions in a part of a tokenizer that are too dear; see `backtracks`."""
+    """Yield the regular expressions in a part of a tokenizer that are too expensive; see `backtracks`."""
     if isinstance(value, dict):
         if isinstance(found := value.get("Regex"), str) and backtracks(found):
             yield found

@@ -1,4 +1,4 @@
-"""What a plan is worth in truth: the model quantized by it in memory, and its perplexity; nothing is written."""
+"""The measured quality of a plan: the model quantized by it in memory, and its perplexity; nothing is written."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Keys and values of the tokens so far: as floats in one block per layer, or in pages of 8 or 4 bits.
 
 A forward pass first grows the cache, then attends layer by layer, then advances it. `attend` stores the new keys and
-values and lets the new tokens look at all that is stored; a model need not know how.
+values and lets the new tokens look at all that is stored; a model need not know the format.
 """
 
 from dataclasses import dataclass

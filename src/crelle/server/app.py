@@ -151,6 +151,6 @@ def address(sock: socket.socket) -> str:
 
 
 def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what the loop itself stumbles over, such as too many open files, in one line."""
+    """Log the loop's own errors, such as too many open files, in one line."""
     error = context.get("exception")
     log("loop", logging.ERROR, said=context.get("message"), fault=describe(error) if error else None)

@@ -1,4 +1,4 @@
-"""The pages of the server, each a few lines; middleware.py stands before them."""
+"""The HTTP handlers; every request passes middleware.py first."""
 
 import asyncio
 import re

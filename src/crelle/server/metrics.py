@@ -98,7 +98,7 @@ class Metrics:
             ("crelle_requests_waiting", "HTTP requests that have not", self.waiting),
             ("crelle_kv_pages", "pages of the cache", stats.pages),
             ("crelle_kv_pages_used", "pages of running sequences", stats.pages_used),
-            ("crelle_kv_pages_cached", "pages kept for whoever has the same prefix", stats.pages_cached),
+            ("crelle_kv_pages_cached", "pages kept for prompts with the same prefix", stats.pages_cached),
             (
                 "crelle_tokens_per_second",
                 "tokens sampled, over the last 5 s",

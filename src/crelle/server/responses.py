@@ -124,6 +124,6 @@ def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
 
 
 def _end(output: Output, cut: str | None) -> dict[str, Any]:
-    """Say why a sequence ended: OpenAI has no word for a server that shuts down, so that stands beside."""
+    """Say why a sequence ended: OpenAI has no reason for a server that shuts down, so `cut` names it."""
     reason = output.completion.finish_reason
     return {"finish_reason": reason} if reason in ("stop", "length") else {"finish_reason": "length", "cut": cut}

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, walked with bounds: no count or length in it is believed before the file's size allows it.
+"""The header of a GGUF file, walked with bounds: every count and length is checked against the file's size first.
 
     magic "GGUF", version u32 (2 or 3), tensor count u64, metadata count u64
     metadata     key string, type u32, value                      string: length u64, UTF-8 bytes
