@@ -14,10 +14,10 @@ Row = dict[str, Any]
 
 def run(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A result file that a benchmark wrote.")],
-    to: Annotated[Path | None, typer.Option("--out", help="The picture to write; default: FILE with .png.")] = None,
+    to: Annotated[Path | None, typer.Option("--out", help="The plot to write; default: FILE with .png.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw the picture of a result file that gemv, decode, serve or attention wrote, on any machine.
+    """Plot a result file that gemv, decode, serve or attention wrote, on any machine.
 
     **Example**: `crelle bench plot bench/results/h200-gemv.json`
     """

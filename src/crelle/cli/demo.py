@@ -19,7 +19,7 @@ PROMPT = "Python is a programming language that"
 
 
 def run(
-    directory: Annotated[Path, typer.Option("--out", help="Where checkpoints, picture and figures go.")] = Path(
+    directory: Annotated[Path, typer.Option("--out", help="Where checkpoints, plot and figures go.")] = Path(
         "out/demo"
     ),
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,

@@ -149,11 +149,7 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
     state = server.state
     settings, bits = state.settings, facts["precisions"]
     choice = f", at {', '.join(map(str, bits))} bits as each request asks" if bits else ""
-    keys = (
-        f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}"
-        if facts["keys"]
-        else "none: whoever reaches it may use it"
-    )
+    keys = f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}" if facts["keys"] else "none: any client may use it"
     rows = {
         "model": facts["model"],
         "weights": facts["scheme"] + choice,

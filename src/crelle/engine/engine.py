@@ -68,7 +68,7 @@ class Stats:
     running: int
     pages: int
     pages_used: int  # in sequences that run
-    pages_cached: int  # kept for whoever has the same prefix
+    pages_cached: int  # kept for prompts with the same prefix
     steps: int
     tokens_run: int  # the model ran over so many, prompts and repetitions after preemption included
     tokens_sampled: int
@@ -401,11 +401,11 @@ class Engine:
                 self._note(e)
 
     def _hand_out(self, *, idle: bool) -> None:
-        """Give everyone who is finished the last event; idle: the scheduler had nothing to run."""
+        """Give every finished sequence its last event; idle: the scheduler had nothing to run."""
         self._reap()
         with self._lock:
             self._done.extend(self.scheduler.take_finished())
-            if idle and not self.scheduler.unfinished:  # then whoever is left was lost in some fault
+            if idle and not self.scheduler.unfinished:  # then those left were lost in some fault
                 self._done.extend(s for s in self._active if s not in self._done)
         while self._done:
             self._deliver(self._done[0])

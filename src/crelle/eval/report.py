@@ -1,4 +1,4 @@
-"""One model measured whole: size, perplexity, speed, a sample of its text; and the picture of several."""
+"""One model measured whole: size, perplexity, speed, a sample of its text; and the plot of several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Row:
     def of(
         cls, llm: LLM, scheme: str, bits_per_weight: float, perplexity: float, quantize_seconds: float, prompt: str
     ) -> "Row":
-        """Let the very model that was evaluated speak, and take its speed and its size on disk."""
+        """Generate with the model that was evaluated, and take its speed and its size on disk."""
         llm.generate(prompt, Sampling(max_tokens=4))  # the first call pays for what is set up lazily
         said = llm.generate(prompt, Sampling(max_tokens=48))
         path = llm.weights.path

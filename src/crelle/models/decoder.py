@@ -249,7 +249,7 @@ class DecoderModel(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
         T = tokens.shape[1]
-        # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
+        # Prompts of a plain model stay with torch, whose f32 products are the reference.
         if isinstance(self.decoder, FusedDecoder) and (self.coded or T == 1):
             return self._fused(self.decoder, tokens, cache, last)
         if T == 1 and isinstance(cache, KVCache) and (step := self.graphed()) and len(tokens) <= step.max_rows:

@@ -257,7 +257,7 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
             if (n + j < N) here[j] = each[j];
         }
       };
-      if constexpr (SPLIT_K > 1) {  // everybody's sums in shared memory; everybody adds and writes some tokens
+      if constexpr (SPLIT_K > 1) {  // all blocks' sums in shared memory; each block adds and writes some tokens
         float4 *const sums = reinterpret_cast<float4 *>(shared);
         asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");  // no warp multiplies by x any more
 #pragma unroll
