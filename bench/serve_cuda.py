@@ -59,7 +59,9 @@ def rows_of(llm: LLM, scheme: str, fmt: KVFormat, exact: bool) -> list[dict[str,
     most = int((torch.cuda.mem_get_info()[0] - ROOM) // (page * each))
     batches = [n for n in (EXACT_BATCHES if exact else BATCHES) if n <= most]
     largest = batches[-1]
-    engine = Engine(llm, kv=fmt, pages=largest * each, max_batch=largest, spare=0, sharing=False, exact=exact)
+    engine = Engine(
+        llm, kv=fmt, pages=largest * each, max_batch=largest, watermark=0, sharing=False, batch_invariant=exact
+    )
     warm_up(engine, batches)
     gap = disagreement(engine)
     fill(engine.runner.layers)

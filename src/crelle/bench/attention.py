@@ -195,7 +195,7 @@ def _check(
     context: int,
     dtype: torch.dtype,
 ) -> tuple[float, float]:
-    """Return the largest errors, relative to the largest output, against f64 of stored and of given numbers."""
+    """Return the largest errors, relative to the largest output, against f64 of stored and of given values."""
     B, H, D = q.shape
     some = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, context + 1, (B,), generator=some).int()

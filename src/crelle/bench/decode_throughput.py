@@ -82,7 +82,7 @@ def decode(
     tokens: int = 64,
     kv: KVFormat | str | int | None = None,
     memory: str | int | None = None,
-    exact: bool | None = None,
+    batch_invariant: bool | None = None,
 ) -> DecodeThroughput:
     """Check, then time steps of a batch; `memory` bounds the cache and is said in the row."""
     if batch < 1 or context < 1 or tokens < 2:
@@ -100,9 +100,9 @@ def decode(
         pages=pages,
         max_batch=batch,
         budget=max(BUDGET, batch),
-        spare=0,
+        watermark=0,
         sharing=False,
-        exact=exact,
+        batch_invariant=batch_invariant,
     )
     warm_up(engine, [batch])
     gap = disagreement(engine)

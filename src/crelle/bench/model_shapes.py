@@ -178,7 +178,7 @@ class RandomWeights:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor as numbers: norms are 1, biases small."""
+        """Return a tensor as floats: norms are 1, biases small."""
         shape = self.shape(name)
         if len(shape) == 2:
             return self.matrix(name.removesuffix(".weight")).dequantize(torch.float16)

@@ -32,7 +32,7 @@ def run(
     try:
         draw(path, rows)
     except (KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{file} has rows of a kind that cannot be drawn ({e})") from e
+        raise FormatError(f"{file} has rows of a kind that cannot be plotted ({e})") from e
     if json:
         print_json({"picture": path.name})
     else:

@@ -118,9 +118,9 @@ def run(
         due = None if trace is None else recorded.requests(1 << 20)
         over_http(url, api_key, due, crowds, seconds or 20.0, prompt, tokens, seed, ignore_eos, results, json)
         return
-    options = {"max_batch": max_batch, "budget": max(budget, max_batch), "exact": exact}
+    options = {"max_batch": max_batch, "budget": max(budget, max_batch), "batch_invariant": exact}
     closed = {"seconds": seconds or 20.0, "prompt": prompt, "tokens": tokens}
-    decoding = {"context": context, "tokens": tokens, "exact": exact}
+    decoding = {"context": context, "tokens": tokens, "batch_invariant": exact}
     rows = _Bench(results, device).rows
     for s in _sources(model, shape, scheme, layers, device, kernel):
         for k in kv or ["16"]:

@@ -107,7 +107,7 @@ def run(
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     with err.status(f"loading {model}"):
         llm = options.load(model, kv)
-        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, exact=exact)
+        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, batch_invariant=exact)
     logs.set_up()
 
     def on_start(server: "Server") -> None:
@@ -149,7 +149,11 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
     state = server.state
     settings, bits = state.settings, facts["precisions"]
     choice = f", at {', '.join(map(str, bits))} bits as each request asks" if bits else ""
-    keys = f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}" if facts["keys"] else "none: any client may use it"
+    keys = (
+        f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}"
+        if facts["keys"]
+        else "none: whoever reaches it may use it"
+    )
     rows = {
         "model": facts["model"],
         "weights": facts["scheme"] + choice,

@@ -23,7 +23,7 @@ def dequantized(
     device: torch.device,
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """Quantize the linears as `crelle quantize` does and return the numbers that their bits stand for."""
+    """Quantize the linears as `crelle quantize` does and return the dequantized weights."""
     recipes = {module: parse(scheme) for module, scheme in overrides.items()}
     calibrator = Calibrator(model, rows, device=device)
     found: dict[str, Tensor] = {}
