@@ -2,7 +2,7 @@
 
     python bench/kv_tried.py OUT.json DATA      DATA: a folder with text/wikitext2-test.txt
 
-Each way is emulated: keys are rounded as it would and go on as numbers. Values are rounded as kv4 rounds them in all
+Each way is emulated: keys are rounded as it would and go on as floats. Values are rounded as kv4 rounds them in all
 rows. The rows go to `tried` in OUT.json, which bench/kv_quality.py writes; its docstring says what divergence is.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from crelle.engine.llm import LLM
 from crelle.eval.smollm2 import smollm2
 from crelle.formats.kv import KVFormat, dequantize, hadamard, quantize
-from crelle.models.cache import KVCache
+from crelle.models.cache import CacheSizes, KVCache
 from crelle.models.rope import angles, rotate
 
 CONTEXT, WINDOWS = 1024, 3
@@ -27,7 +27,7 @@ KV4 = KVFormat(4)
 Way = Callable[[int, Tensor], Tensor]  # (layer, keys [B, T, Hkv, D]) -> the same, rounded
 
 
-def turned(x: Tensor) -> Tensor:
+def hadamard_rounded(x: Tensor) -> Tensor:
     """Round as kv4 does, without centres."""
     groups = KV4.groups(x.shape[-1])
     return hadamard(dequantize(*quantize(hadamard(x, KV4), 4, groups), 4), KV4)
@@ -68,12 +68,12 @@ def ways(llm: LLM) -> dict[str, tuple[float, Way]]:
         return lambda i, k: rotate(by_channel(rotate(k, cos, -sin), page, halves), cos, sin)
 
     def first(f: Callable[[Tensor], Tensor]) -> Way:
-        return lambda i, k: torch.cat([f(k[:, :1]), centered(turned)(i, k[:, 1:])], 1)
+        return lambda i, k: torch.cat([f(k[:, :1]), centered(hadamard_rounded)(i, k[:, 1:])], 1)
 
     return {
-        "kv4": (4.5, centered(turned)),
+        "kv4": (4.5, centered(hadamard_rounded)),
         "kv4, keys with two f16": (4.75, centered(lambda k: turned_halves(k, 32))),
-        "kv4, the first token's key not centred": (4.5, first(turned)),
+        "kv4, the first token's key not centred": (4.5, first(hadamard_rounded)),
         "kv4, the first token's key exact": (4.5, first(lambda k: k)),
         "keys by channel after rope, centred, pages of 16": (4.75, centered(lambda k: by_channel(k, 16, words))),
         "keys by channel after rope, centred, pages of 32": (4.5, centered(lambda k: by_channel(k, 32, words))),
@@ -84,12 +84,12 @@ def ways(llm: LLM) -> dict[str, tuple[float, Way]]:
 
 
 class Rounding(KVCache):
-    """A cache of numbers that rounds what it is given."""
+    """A cache of floats that rounds what it is given."""
 
     keys: Way
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return super().append(layer, self.keys(layer, k), turned(v))
+        return super().append(layer, self.keys(layer, k), hadamard_rounded(v))
 
 
 def main() -> None:
@@ -109,7 +109,9 @@ def main() -> None:
     for name, (bits, keys) in ways(llm).items():
         loss = divergence = 0.0
         for window, p in zip(windows, plain, strict=True):
-            cache = Rounding(c.layers, 1, c.kv_heads, c.head_size, c.context, torch.float32, torch.device("cpu"))
+            cache = Rounding(
+                CacheSizes(len(c.layers), 1, c.kv_heads, c.head_size, c.context, torch.float32, torch.device("cpu"))
+            )
             cache.keys = keys
             said = predicted(window, cache)
             loss += F.nll_loss(said, window[0, 1:], reduction="sum").item()

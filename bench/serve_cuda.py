@@ -55,11 +55,13 @@ def rows_of(llm: LLM, scheme: str, fmt: KVFormat, exact: bool) -> list[dict[str,
     """All batches that fit the GPU, in one engine."""
     c, rows = llm.model.spec, []
     each = -(-(CONTEXT + TOKENS + 3) // fmt.page)
-    page = c.layers * fmt.page_bytes(c.kv_heads, c.head_size)
+    page = len(c.layers) * fmt.page_bytes(c.kv_heads, c.head_size)
     most = int((torch.cuda.mem_get_info()[0] - ROOM) // (page * each))
     batches = [n for n in (EXACT_BATCHES if exact else BATCHES) if n <= most]
     largest = batches[-1]
-    engine = Engine(llm, kv=fmt, pages=largest * each, max_batch=largest, spare=0, sharing=False, exact=exact)
+    engine = Engine(
+        llm, kv=fmt, pages=largest * each, max_batch=largest, watermark=0, sharing=False, batch_invariant=exact
+    )
     warm_up(engine, batches)
     gap = disagreement(engine)
     fill(engine.runner.layers)

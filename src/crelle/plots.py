@@ -1,4 +1,4 @@
-"""Pictures for people who would rather look than read."""
+"""Plots with matplotlib, in one style."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -160,7 +160,7 @@ def test_shape_with_random_weights_decodes_without_a_tokenizer() -> None:
     shaped = random_llm("smollm2-135m", "rtn:bits=4,group=64", torch.device("cpu"), layers=1)
     row = decode(shaped, "rtn:bits=4,group=64", batch=2, context=20, tokens=3, kv=4)
     assert row.model == "smollm2-135m"
-    with pytest.raises(UnsupportedError, match="knows no words"):
+    with pytest.raises(UnsupportedError, match="has no tokenizer"):
         shaped.generate("Hello")
 
 

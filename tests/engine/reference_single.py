@@ -1,5 +1,6 @@
 """What one request gets that has an engine for itself, and that everybody else gets the same."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from crelle import LLM, Sampling
@@ -28,6 +29,17 @@ def assert_as_alone(handle: Handle, want: list[list[int]]) -> None:
         got, why = output.completion.tokens, output.completion.finish_reason
         assert got == whole if why in ("stop", "length") else got == whole[: len(got)]
         assert (why == "error") == (output.error is not None)
+
+
+def assert_all_as_alone(engine: Engine, asked: Iterable[tuple[Any, Handle]]) -> None:
+    """The same of all requests, which are keyed by (prompt, sampling, n, bits); and nothing is left in the engine."""
+    known = dict[Any, list[list[int]]]()
+    for key, handle in asked:
+        prompt, sampling, n, bits = key
+        if key not in known:
+            known[key] = alone(engine.llm, prompt, sampling, kv=engine.kv, n=n, bits=bits)
+        assert_as_alone(handle, known[key])
+    assert_empty(engine)
 
 
 def assert_empty(engine: Engine) -> None:

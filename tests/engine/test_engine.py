@@ -1,4 +1,4 @@
-"""The engine: whatever the company, the pages and the faults, a request gets what it would get alone."""
+"""The engine: whatever the batch, the pages and the faults, a request gets what it would get alone."""
 
 import gc
 from dataclasses import replace
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference_single import GREEDY, TEXTS, WARM, alone, assert_as_alone, assert_empty, tokens
+from reference_single import GREEDY, TEXTS, WARM, alone, assert_all_as_alone, assert_empty, tokens
 
 from crelle import LLM, Sampling, quantize
 from crelle.engine.async_engine import AsyncEngine
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_generate(llm: LLM) -> None:
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LLM, data: st.DataObject) -> None:
     """Few pages, small budgets, arrivals at any step, cancellations, faults, n texts, three precisions."""
-    kv, known = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv"), dict[Any, Any]()
+    kv = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv")
     pages, max_batch = data.draw(st.integers(14, 30), label="pages"), data.draw(st.integers(3, 6), label="batch")
     budget = data.draw(st.integers(max_batch, 24), label="budget")
     engine = Engine(nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, spare=data.draw(st.integers(0, 1)))
@@ -94,12 +94,7 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LL
             engine.step()
     failing = False
     engine.run()
-    for key, handle in asked:
-        text, sampling, n, bits = key
-        if key not in known:
-            known[key] = alone(nested, text, sampling, kv=kv, n=n, bits=bits)
-        assert_as_alone(handle, known[key])
-    assert_empty(engine)
+    assert_all_as_alone(engine, asked)
 
 
 def test_preempted_texts_are_the_same(llm: LLM) -> None:

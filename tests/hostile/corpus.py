@@ -332,7 +332,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "join method": ("{% set l = ['a' * 99999] * 9999 %}{{ ''.join(l) }}", "makes a list"),
     "replace": ("{% set l = 'a' * 99999 %}{{ l|replace('a', l) }}", "makes more than"),
     "replace method": ("{% set l = 'a' * 99999 %}{{ l.replace('a', l) }}", "makes more than"),
-    "sum of lists": ("{{ ([[1] * 999] * 999)|sum(start=[]) }}", "no numbers|takes more"),
+    "sum of lists": ("{{ ([[1] * 999] * 999)|sum(start=[]) }}", "not numbers|takes more"),
     "sorting": ("{% for i in range(9999) %}{% set x = range(99999)|sort %}{% endfor %}", "takes more than"),
     "sorting of long strings": ("{% set a = 'a' * 10**6 %}{% set b = a ~ 'a' %}{{ ([a, b] * 50000)|sort|length }}", "makes a list"),
     "searching of long strings": ("{% set a = 'a' * 10**6 %}{{ (a ~ 'a') in [a ~ 'b'] * 10**6 }}", "makes a list|takes more"),

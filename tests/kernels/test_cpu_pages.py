@@ -52,7 +52,7 @@ def pages_for(model: DecoderModel, fmt: KVFormat, rows: int, width: int, dtype: 
 
 
 def layer_by_layer(model: DecoderModel, tokens: Tensor, fmt: KVFormat, cuts: list[int]) -> Tensor:
-    """Logits [T, V] of tokens [T] that come in portions, without the C++ step."""
+    """Logits [T, V] of tokens [T] that come in chunks, without the C++ step."""
     decoder, model.decoder = model.decoder, "not now"
     try:
         cache = model.new_cache(1, kv=fmt)

@@ -1,4 +1,4 @@
-"""A prompt in C++ against the same layers one by one in Python: shapes, portions, windows, caches, threads."""
+"""A prompt in C++ against the same layers one by one in Python: shapes, chunks, windows, caches, threads."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
-CONTEXT = 1300  # three portions of 512
+CONTEXT = 1300  # three chunks of 512
 
 
 def nan_cache(
@@ -94,7 +94,7 @@ def test_any_length(T: int, mixed: Path, isa: str) -> None:
 
 
 @pytest.mark.parametrize("T", [512, 513, 1025, CONTEXT])
-def test_long_prompts_go_in_portions(T: int, mixed: Path) -> None:
+def test_long_prompts_go_in_chunks(T: int, mixed: Path) -> None:
     check(open_model(mixed), T, TOLERANCE["exact"])
 
 

@@ -1,4 +1,4 @@
-"""Attention over pages: of 16 bits as torch's own, of codes as of their numbers; any portions, any batch, faults."""
+"""Attention over pages: of 16 bits as torch's own, of codes as of their numbers; any chunks, any batch, faults."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_attention_equals_plain_attention_over_what_the_pages_stand_for(
 @quick
 @pytest.mark.parametrize("text", FORMATS)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_any_portions_store_the_bits_of_one_append(text: str, sizes: list[int]) -> None:
+def test_any_chunks_store_the_bits_of_one_append(text: str, sizes: list[int]) -> None:
     fmt, S = KVFormat.parse(text), sum(sizes)
     k, v = random(S, 2, 64), random(S, 2, 64, seed=1)
     (whole, table), (parts, _) = case(fmt, [S]), case(fmt, [S])

@@ -27,7 +27,7 @@ def test_buckets_hold_every_batch() -> None:
     assert list(BUCKETS) == sorted(BUCKETS)
 
 
-class Texts:
+class Sequences:
     """Sequences on pages of their own, in no order; one more page than they need stays poisoned."""
 
     def __init__(self, model: Model, kv: str, sequences: int, length: int, exact: bool = False) -> None:
@@ -70,23 +70,23 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: str) -> None:
     model = make(CONFIGS[name], scheme, "cuda")
     assert why_not(model, KVFormat.parse(kv)) is None
-    texts = Texts(model, kv, 12, 80)
+    sequences = Sequences(model, kv, 12, 80)
     ids = {b: random_ids(60 + b, seed=b) for b in range(12)}
     with torch.inference_mode():
         wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
-    # all prompts at once, some in two portions, then steps of 3, 8 and 12 sequences
-    found = texts.run({b: ids[b][: 20 + b] for b in range(12)})
+    # all prompts at once, some in two chunks, then steps of 3, 8 and 12 sequences
+    found = sequences.run({b: ids[b][: 20 + b] for b in range(12)})
     for b in range(12):
         assert error(found[b], wanted[b][19 + b]) < TOLERANCE[kv]
-    found = texts.run({b: ids[b][20 + b : 41 + b] for b in (1, 5)} | {2: [ids[2][22]]}, wanted=[2, 5])
+    found = sequences.run({b: ids[b][20 + b : 41 + b] for b in (1, 5)} | {2: [ids[2][22]]}, wanted=[2, 5])
     assert error(found[0], wanted[5][45]) < TOLERANCE[kv]
     assert error(found[1], wanted[2][22]) < TOLERANCE[kv]
     for rows in (range(3), range(2, 10), range(12), range(1)):
         for _ in range(3):
-            found = texts.run({b: [ids[b][texts.lengths[b]]] for b in rows})
+            found = sequences.run({b: [ids[b][sequences.lengths[b]]] for b in rows})
             for row, b in enumerate(rows):
-                assert error(found[row], wanted[b][texts.lengths[b] - 1]) < TOLERANCE[kv]
-    assert texts.untouched()
+                assert error(found[row], wanted[b][sequences.lengths[b] - 1]) < TOLERANCE[kv]
+    assert sequences.untouched()
 
 
 @gpu
@@ -94,7 +94,7 @@ def test_prompts_that_attend_in_several_calls_are_as_those_in_one() -> None:
     """A context of 64 holds three of them."""
     short = make({**LLAMA, "max_position_embeddings": 64}, "fp16", "cuda")
     ids = {b: random_ids(20, seed=b) for b in range(7)}
-    together, alone = (Texts(short, "kv16", 7, 48) for _ in range(2))
+    together, alone = (Sequences(short, "kv16", 7, 48) for _ in range(2))
     for begin, end in ((0, 12), (12, 20)):
         found = together.run({b: i[begin:end] for b, i in ids.items()})
         for b, i in ids.items():
@@ -107,7 +107,7 @@ def test_prompts_that_attend_in_several_calls_are_as_those_in_one() -> None:
 def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> None:
     model = make(LLAMA, scheme, "cuda")
     ids = {b: random_ids(60, seed=b) for b in range(20)}
-    together, alone, cut = (Texts(model, kv, 20, 64, exact=True) for _ in range(3))
+    together, alone, chunked = (Sequences(model, kv, 20, 64, exact=True) for _ in range(3))
     found = {b: [row] for b, row in enumerate(together.run({b: i[:40] for b, i in ids.items()}))}
     for at in range(40, 60):
         for b, row in enumerate(together.run({b: [i[at]] for b, i in ids.items()})):
@@ -115,8 +115,8 @@ def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> 
     for b, i in ids.items():
         rows = [alone.run({b: i[:40]})[0]] + [alone.run({b: [i[at]]})[0] for at in range(40, 60)]
         assert torch.equal(torch.stack(rows), torch.stack(found[b]))
-    for portion in ((0, 7), (7, 30), (30, 40)):
-        last = cut.run({b: i[slice(*portion)] for b, i in ids.items()})
+    for chunk in ((0, 7), (7, 30), (30, 40)):
+        last = chunked.run({b: i[slice(*chunk)] for b, i in ids.items()})
     assert torch.equal(last, torch.stack([rows[0] for rows in found.values()]))
 
 
@@ -124,10 +124,10 @@ def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> 
 def test_a_bucket_gives_the_same_bits_whoever_else_is_in_it() -> None:
     model = make(LLAMA, "rtn:bits=4,group=64", "cuda")
     ids = {b: random_ids(33, seed=b) for b in range(16)}
-    full, few = (Texts(model, "kv4", 16, 48) for _ in range(2))
-    for texts in (full, few):
+    full, few = (Sequences(model, "kv4", 16, 48) for _ in range(2))
+    for sequences in (full, few):
         for b in range(16):
-            texts.run({b: ids[b][:32]})
+            sequences.run({b: ids[b][:32]})
     a = full.run({b: [ids[b][32]] for b in range(16)})
     b = few.run({b: [ids[b][32]] for b in range(3, 12)})  # 9 of 16 rows
     assert torch.equal(a[3:12], b)
@@ -136,5 +136,5 @@ def test_a_bucket_gives_the_same_bits_whoever_else_is_in_it() -> None:
 @gpu
 def test_no_one_has_no_logits() -> None:
     model = make(LLAMA, "fp16", "cuda")
-    texts = Texts(model, "kv16", 2, 40)
-    assert texts.run({0: random_ids(5), 1: [7]}, wanted=[]).shape == (0, 1000)
+    sequences = Sequences(model, "kv16", 2, 40)
+    assert sequences.run({0: random_ids(5), 1: [7]}, wanted=[]).shape == (0, 1000)

@@ -1,4 +1,4 @@
-"""The cache never shows: tokens in any portions give the logits of one pass, and a full cache is a sentence."""
+"""The cache never shows: tokens in any chunks give the logits of one pass, and a full cache is a sentence."""
 
 from pathlib import Path
 
@@ -11,21 +11,21 @@ from test_opt import write_random
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
-from crelle.models.cache import KVCache, PagedCache, why_not_fused
+from crelle.models.cache import CacheSizes, KVCache, PagedCache, why_not_fused
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load
 
 TOLERANCE = 2e-5  # sums of f32 in another order
 CPU = torch.device("cpu")
 quick = settings(deadline=None, max_examples=30)
-portions = st.lists(st.integers(1, 24), min_size=1, max_size=12)
+chunks = st.lists(st.integers(1, 24), min_size=1, max_size=12)
 
 
 def random_tokens(n: int, batch: int = 1) -> torch.Tensor:
     return torch.randint(259, (batch, n), generator=torch.Generator().manual_seed(1))
 
 
-def in_portions(model: DecoderModel, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def in_chunks(model: DecoderModel, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     cache, parts, at = model.new_cache(len(tokens)), [], 0
     for size in sizes:
         parts.append(model(tokens[:, at : at + size], cache))
@@ -46,21 +46,21 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 @quick
 @pytest.mark.parametrize("which", ["tiny", "windowed"])
-@given(sizes=portions)
-def test_any_portions_give_the_logits_of_one_pass(which: str, request: pytest.FixtureRequest, sizes: list[int]) -> None:
+@given(sizes=chunks)
+def test_any_chunks_give_the_logits_of_one_pass(which: str, request: pytest.FixtureRequest, sizes: list[int]) -> None:
     model: DecoderModel = request.getfixturevalue(which)
     while sum(sizes) > model.spec.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
     whole = model(tokens, model.new_cache())
-    assert torch.allclose(in_portions(model, tokens, sizes), whole, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(in_chunks(model, tokens, sizes), whole, rtol=0, atol=TOLERANCE)
 
 
 def test_one_token_at_a_time_gives_the_logits_of_one_pass_beyond_every_growth(tmp_path: Path) -> None:
     model, _ = load(write_tiny_model(tmp_path, num_hidden_layers=1, max_position_embeddings=600), device="cpu")
     tokens = random_tokens(600)
     whole = model(tokens, model.new_cache())
-    assert torch.allclose(in_portions(model, tokens, [1] * 600), whole, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(in_chunks(model, tokens, [1] * 600), whole, rtol=0, atol=TOLERANCE)
 
 
 def test_last_gives_only_the_last_logits(tiny: DecoderModel) -> None:
@@ -72,8 +72,8 @@ def test_last_gives_only_the_last_logits(tiny: DecoderModel) -> None:
 
 def test_batched_equals_single_rows(tiny: DecoderModel) -> None:
     tokens, sizes = random_tokens(30, batch=3), [17, 1, 1, 11]
-    single = torch.cat([in_portions(tiny, row[None], sizes) for row in tokens])
-    assert torch.allclose(in_portions(tiny, tokens, sizes), single, rtol=0, atol=TOLERANCE)
+    single = torch.cat([in_chunks(tiny, row[None], sizes) for row in tokens])
+    assert torch.allclose(in_chunks(tiny, tokens, sizes), single, rtol=0, atol=TOLERANCE)
 
 
 def test_later_tokens_do_not_change_earlier_logits(tiny: DecoderModel) -> None:
@@ -100,7 +100,7 @@ def test_too_many_tokens_are_refused_and_leave_the_cache_as_it_was(tiny: Decoder
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_cache_returns_all_that_was_appended(sizes: list[int]) -> None:
     heads, head_size, layers = 2, 4, 2
-    cache = KVCache(layers, 1, heads, head_size, sum(sizes), torch.float32, CPU)
+    cache = KVCache(CacheSizes(layers, 1, heads, head_size, sum(sizes), torch.float32, CPU))
     random = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, layers, 1, sum(sizes), heads, head_size, generator=random)
     at = 0
@@ -154,9 +154,9 @@ def test_coded_pages_give_nearly_the_logits_of_numbers(which: str, kv: str, requ
 
 @quick
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
-@given(sizes=portions)
-def test_any_portions_give_the_logits_of_one_pass_over_pages(tiny: DecoderModel, kv: str, sizes: list[int]) -> None:
-    while sum(sizes) > tiny.spec.context:
+@given(sizes=chunks)
+def test_any_chunks_give_the_logits_of_one_pass_over_pages(tiny: DecoderModel, kv: str, sizes: list[int]) -> None:
+    while sum(sizes) > tiny.c.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
     whole, cache, at = tiny(tokens, tiny.new_cache(kv=kv)), tiny.new_cache(kv=kv), 0

@@ -108,11 +108,11 @@ def theirs(path: Path, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens).logits
 
 
-def ours(path: Path, tokens: torch.Tensor, portions: tuple[int, ...] = (TOKENS,)) -> torch.Tensor:
-    """Our logits of some tokens, given in portions that the cache holds together."""
+def ours(path: Path, tokens: torch.Tensor, chunks: tuple[int, ...] = (TOKENS,)) -> torch.Tensor:
+    """Our logits of some tokens, given in chunks that the cache holds together."""
     model, _ = load(path, device="cpu")
     cache = model.new_cache()
-    return torch.cat([model(part, cache) for part in tokens.split(portions, dim=1)], dim=1)
+    return torch.cat([model(part, cache) for part in tokens.split(chunks, dim=1)], dim=1)
 
 
 def random_tokens(vocabulary: int, n: int = TOKENS) -> torch.Tensor:
@@ -121,13 +121,13 @@ def random_tokens(vocabulary: int, n: int = TOKENS) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """In one pass, and by a prompt, a portion and single tokens, which may take other paths."""
+    """In one pass, and by a prompt, a chunk and single tokens, which may take other paths."""
     family, options = CASES[case]
     path, tokens = write_random(tmp_path, family, **options), random_tokens(128)
     expected = theirs(path, tokens)
     assert expected.std() > 0.3  # otherwise a small difference would mean nothing
     assert (ours(path, tokens) - expected).abs().max() <= TOLERANCE
-    decoded = ours(path, tokens, portions=(110, 4, 36, *[1] * 50))
+    decoded = ours(path, tokens, chunks=(110, 4, 36, *[1] * 50))
     assert (decoded - expected).abs().max() <= TOLERANCE
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_cuda_executor import Texts, random_ids
+from test_cuda_executor import Sequences, random_ids
 from test_graphed import LLAMA, OPT, WIDE
 
 from crelle.bench.model_shapes import RandomWeights
@@ -54,7 +54,7 @@ def test_a_graphed_step(name: str, scheme: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_batch(name: str, scheme: str, kv: str) -> None:
     model = broken(name, scheme)
-    good, bad = Texts(model, kv, 6, 64), Texts(model, kv, 6, 64)
+    good, bad = Sequences(model, kv, 6, 64), Sequences(model, kv, 6, 64)
     ids = {b: [i if i != BROKEN else 0 for i in random_ids(20 + b, seed=b)] for b in range(6)}
     spoilt = ids | {2: [*ids[2][:3], BROKEN, *ids[2][4:]]}  # early in its prompt: only keys and values carry it on
     others = [b for b in range(6) if b != 2]

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 import transformers
 from conftest import Run, write_tokenizer
+from dequantized_model import write_dequantized
 from transformers import AutoModelForCausalLM
 
 from crelle import LLM, Sampling, quantize
@@ -100,12 +101,12 @@ def theirs(path: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def ours(
-    path: Path, tokens: torch.Tensor, portions: tuple[int, ...] = (TOKENS,), kernel: str | None = None
+    path: Path, tokens: torch.Tensor, chunks: tuple[int, ...] = (TOKENS,), kernel: str | None = None
 ) -> torch.Tensor:
-    """Our logits of some tokens, given in portions that the cache holds together."""
+    """Our logits of some tokens, given in chunks that the cache holds together."""
     model, _ = load(path, device="cpu", kernel=kernel)
     cache = model.new_cache(len(tokens))
-    return torch.cat([model(part, cache) for part in tokens.split(portions, dim=1)], dim=1)
+    return torch.cat([model(part, cache) for part in tokens.split(chunks, dim=1)], dim=1)
 
 
 # The same numbers as transformers ----------------------------------------------------------------------------------
@@ -113,12 +114,12 @@ def ours(
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """In one pass, and by a prompt, a portion and single tokens."""
+    """In one pass, and by a prompt, a chunk and single tokens."""
     path, tokens = write_random(tmp_path, **CASES[case]), random_tokens()
     expected = theirs(path, tokens)
     assert expected.std() > 0.3  # otherwise a small difference would mean nothing
     assert (ours(path, tokens) - expected).abs().max() <= TOLERANCE["transformers"]
-    decoded = ours(path, tokens, portions=(110, 4, 36, *[1] * 50))
+    decoded = ours(path, tokens, chunks=(110, 4, 36, *[1] * 50))
     assert (decoded - expected).abs().max() <= TOLERANCE["transformers"]
 
 
@@ -169,9 +170,9 @@ def test_one_token_at_a_time_gives_the_logits_of_one_pass(small: Path) -> None:
 
 
 def test_batched_equals_single_rows(small: Path) -> None:
-    tokens, portions = random_tokens(30, batch=3), (17, 1, 1, 11)
-    single = torch.cat([ours(small, row[None], portions) for row in tokens])
-    assert (ours(small, tokens, portions) - single).abs().max() <= TOLERANCE["cache"]
+    tokens, chunks = random_tokens(30, batch=3), (17, 1, 1, 11)
+    single = torch.cat([ours(small, row[None], chunks) for row in tokens])
+    assert (ours(small, tokens, chunks) - single).abs().max() <= TOLERANCE["cache"]
 
 
 def test_last_gives_only_the_last_logits(small: Path) -> None:
@@ -193,17 +194,6 @@ def test_too_many_tokens_are_refused_and_leave_the_cache_as_it_was(small: Path) 
 # Quantized ---------------------------------------------------------------------------------------------------------
 
 
-def write_dequantized(checkpoint: Path, to: Path) -> Path:
-    """A plain model whose matrices are the checkpoint's, turned back into numbers."""
-    weights = Checkpoint(checkpoint)
-    tensors = {n: weights.read(n) for n in weights.names() if n.removesuffix(".weight") not in weights.specs}
-    tensors |= {f"{m}.weight": weights.matrix(m).dequantize() for m in weights.specs}
-    to.mkdir()
-    safetensors.torch.save_file(tensors, to / "model.safetensors")
-    (to / "config.json").write_text(json.dumps({k: v for k, v in weights.config.items() if "quant" not in k}))
-    return to
-
-
 def kernels() -> list[str]:
     return ["reference", "dequantized", *(["cpu"] if cpu.available() is None else [])]
 
@@ -212,10 +202,10 @@ def kernels() -> list[str]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_equal_those_of_the_dequantized_weights(scheme: str, kernel: str, small: Path, tmp_path: Path) -> None:
     quantize(small, tmp_path / "q", scheme)
-    tokens, portions = random_tokens(60), (40, *[1] * 20)
-    expected = ours(write_dequantized(tmp_path / "q", tmp_path / "plain"), tokens, portions)
-    assert (ours(tmp_path / "q", tokens, portions, kernel) - expected).abs().max() <= TOLERANCE[kernel]
-    assert (ours(small, tokens, portions) - expected).abs().max() > 0.05  # quantizing changed something
+    tokens, chunks = random_tokens(60), (40, *[1] * 20)
+    expected = ours(write_dequantized(tmp_path / "q", tmp_path / "plain"), tokens, chunks)
+    assert (ours(tmp_path / "q", tokens, chunks, kernel) - expected).abs().max() <= TOLERANCE[kernel]
+    assert (ours(small, tokens, chunks) - expected).abs().max() > 0.05  # quantizing changed something
 
 
 def test_quantized_embeddings_and_projections_equal_the_dequantized_ones(small: Path, tmp_path: Path) -> None:

@@ -1,33 +1,20 @@
 """A quantized checkpoint runs as the numbers that its bits stand for, whichever kernel multiplies."""
 
-import json
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from conftest import write_tiny_model
+from dequantized_model import write_dequantized
 
 from crelle import quantize
 from crelle.errors import UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
 from crelle.kernels import cpu
 from crelle.models.loader import load
 
 # The largest difference of a logit, of size about 1, by kernel; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}
 SCHEMES = ("rtn:bits=4,group=24", "rtn:bits=3,group=32,symmetric=true", "bcq:bits=3,group=32", "bcq:bits=2,group=row")
-
-
-def write_dequantized(checkpoint: Path, to: Path) -> Path:
-    """A plain model whose matrices are the checkpoint's, turned back into numbers."""
-    weights = Checkpoint(checkpoint)
-    tensors = {n: weights.read(n) for n in weights.names() if n.removesuffix(".weight") not in weights.specs}
-    tensors |= {f"{m}.weight": weights.matrix(m).dequantize() for m in weights.specs}
-    to.mkdir()
-    safetensors.torch.save_file(tensors, to / "model.safetensors")
-    (to / "config.json").write_text(json.dumps({k: v for k, v in weights.config.items() if "quant" not in k}))
-    return to
 
 
 def logits(path: Path, kernel: str | None = None) -> torch.Tensor:

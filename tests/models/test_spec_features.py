@@ -33,48 +33,41 @@ SIZES = {
 }
 
 
-def mixtral(c: Config) -> DecoderSpec:
-    norm, size = NormSpec("rms", c["rms_norm_eps"]), c["hidden_size"] // c["num_attention_heads"]
-    attention = AttentionSpec(
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_size=size,
-        scale=size**-0.5,
-        rope=rope_of(c, size),
-    )
-    experts = ExpertsSpec(count=c["num_local_experts"], top=c["num_experts_per_tok"])
-    mlp = MlpSpec(inner=c["intermediate_size"], activation="silu", gated=True, experts=experts)
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm)
+def attention_of(c: Config, *, kv_heads: int, rotated: float = 1.0, bias: bool = False) -> AttentionSpec:
+    """Rope over a share of each head."""
+    size = c["hidden_size"] // c["num_attention_heads"]
+    rope = rope_of(c, int(size * rotated))
+    heads = c["num_attention_heads"]
+    return AttentionSpec(heads=heads, kv_heads=kv_heads, head_size=size, scale=size**-0.5, rope=rope, bias=bias)
+
+
+def decoder_of(c: Config, layer: LayerSpec) -> DecoderSpec:
+    """Equal layers, and their norm once more before the head."""
     return DecoderSpec(
         width=c["hidden_size"],
         vocabulary=c["vocab_size"],
         context=c["max_position_embeddings"],
         layers=(layer,) * c["num_hidden_layers"],
-        norm=norm,
+        norm=layer.norm,
         tied=False,
     )
+
+
+def mixtral(c: Config) -> DecoderSpec:
+    attention = attention_of(c, kv_heads=c["num_key_value_heads"])
+    experts = ExpertsSpec(count=c["num_local_experts"], top=c["num_experts_per_tok"])
+    mlp = MlpSpec(inner=c["intermediate_size"], activation="silu", gated=True, experts=experts)
+    layer = LayerSpec(attention=attention, mlp=mlp, norm=NormSpec("rms", c["rms_norm_eps"]))
+    return decoder_of(c, layer)
 
 
 def phi(c: Config) -> DecoderSpec:
-    norm, size = NormSpec("layer", c["layer_norm_eps"]), c["hidden_size"] // c["num_attention_heads"]
-    attention = AttentionSpec(
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_attention_heads"],
-        head_size=size,
-        scale=size**-0.5,
-        rope=rope_of(c, int(size * c["rope_parameters"]["partial_rotary_factor"])),
-        bias=True,
-    )
+    rotated = c["rope_parameters"]["partial_rotary_factor"]
+    attention = attention_of(c, kv_heads=c["num_attention_heads"], rotated=rotated, bias=True)
     mlp = MlpSpec(inner=c["intermediate_size"], activation="gelu_tanh", gated=False)
+    norm = NormSpec("layer", c["layer_norm_eps"])
     layer = LayerSpec(attention=attention, mlp=mlp, norm=norm, parallel=True, shared_norm=True)
-    return DecoderSpec(
-        width=c["hidden_size"],
-        vocabulary=c["vocab_size"],
-        context=c["max_position_embeddings"],
-        layers=(layer,) * c["num_hidden_layers"],
-        norm=norm,
-        tied=False,
-    )
+    return decoder_of(c, layer)
 
 
 NAMES = {"embedding": "model.embed_tokens", "layer": "model.layers.{}"}

@@ -120,7 +120,7 @@ def test_one_setting_per_kind() -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_sentence() -> None:
-    with pytest.raises(SchemeError, match="not all numbers"):
+    with pytest.raises(SchemeError, match="not all finite"):
         choose([Sensitivity("a", (1, 8), {BitConfig(2, 8): math.nan})], None, 9.0)
     with pytest.raises(SchemeError, match="no matrix"):
         choose([], None, 3.0)
@@ -250,7 +250,7 @@ def test_candidates_reach_their_target(target: float) -> None:
 
 
 def test_no_text_is_a_sentence(opened: CalibrationModel) -> None:
-    with pytest.raises(SchemeError, match="at least one row"):
+    with pytest.raises(SchemeError, match="at least one calibration sequence"):
         sensitivities(opened, text(0, 8), SETTINGS)
 
 

@@ -186,7 +186,7 @@ def test_tokens_of_probability_0_have_a_logprob_that_json_has(llm: LLM) -> None:
     found = [TokenLogprob(33, -0.5, ((33, -0.5), (34, -inf)))]
     for chat in (False, True):
         asked = GenerationRequest(
-            chat=chat, texts=["a"], sampling=Sampling(), max_tokens=1, n=1, bits=None, logprobs=2, ignore_end=False,
+            chat=chat, prompts=["a"], sampling=Sampling(), max_tokens=1, n=1, bits=None, logprobs=2, ignore_end=False,
             stream=False, usage=False,
         )  # fmt: skip
         written = strictly(encode(ResponseBuilder(asked, 1, "tiny", TokenTexts(llm.tokenizer))._logprobs(found, 0)))

@@ -1,6 +1,6 @@
 """Decode attention over pages: one token of each of B sequences, checked against f64, beside torch's own attention.
 
-    1. check    poisoned outputs, ragged lengths: y against f64 of the numbers that the pages hold (`rel_err`) and of
+    1. check    poisoned outputs, ragged lengths: y against f64 of the values that the pages hold (`rel_err`) and of
                 those before they were stored (`stored_rel_err`); a rerun must be equal to the last bit
     2. time     all sequences at full length, over more pages than the caches hold; on a GPU by graph replays
     3. beside   torch's scaled_dot_product_attention over plain keys and values, every backend that takes the problem
@@ -96,10 +96,10 @@ class CudaKernels:
         self._paged.append(k, v, pages, table, position)
 
     def prepare(self, q: Tensor, pages: KVPages) -> Tensor:
-        """In a model's step `append` turns q on the way."""
-        turned = self._paged.append(None, None, pages, None, None, q=q)
-        assert turned is not None
-        return turned
+        """Rotate q, which `append` does in a model's step."""
+        rotated = self._paged.append(None, None, pages, None, None, q=q)
+        assert rotated is not None
+        return rotated
 
     def attend(self, q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         return self._paged.attend(q, pages, table, lengths, rotated=True, dtype=dtype)
@@ -195,7 +195,7 @@ def _check(
     context: int,
     dtype: torch.dtype,
 ) -> tuple[float, float]:
-    """Return the largest errors, relative to the largest output, against f64 of stored and of given numbers."""
+    """Return the largest errors, relative to the largest output, against f64 of stored and of given values."""
     B, H, D = q.shape
     some = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, context + 1, (B,), generator=some).int()
@@ -266,7 +266,7 @@ def _time(calls: Sequence[Callable[[], Tensor]], expected: Tensor | None, device
 
 
 def plot_attention(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Draw bars: ours, and torch's backends."""
+    """Plot bars: ours, and torch's backends."""
     from crelle.plots import plot_bars
 
     labels = [

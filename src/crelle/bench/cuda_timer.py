@@ -1,4 +1,4 @@
-"""Time on a GPU, properly: many calls captured in one CUDA graph, replayed, between two events.
+"""Timing on a GPU: many calls captured in one CUDA graph, replayed, between two events.
 
 calls    Each has its own copy of the weights. Together they hold far more than the L2 cache, so each call reads memory;
          one graph holds them all, so that what the host takes to launch does not count.

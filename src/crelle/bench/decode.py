@@ -44,6 +44,6 @@ def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, roun
 def measure_llama_bench(
     program: Path, model: Path, threads: int, *, tokens: int = 64, prompt: int = 512
 ) -> DecodeSpeed:
-    """Let somebody's llama-bench time a GGUF file in the same way."""
+    """Let an installed llama-bench time a GGUF file in the same way."""
     decode, prefill = llama_bench(program, model, threads, tokens, prompt)
     return DecodeSpeed(f"{program.name} {model.stem}", threads, decode, prefill, tokens, prompt)

@@ -229,7 +229,7 @@ def check(model: Model, decoder: Decoder, ids: Tensor, tokens: int) -> float:
     if not gap <= TOLERANCE:  # a NaN fails too
         raise UnsupportedError(
             f"decoding is wrong here: it chose a token {gap:.0%} of the way from the best to the mean of what one pass "
-            "over the same text gives, so it is not timed"
+            "over the same tokens gives, so it is not timed"
         )
     return gap
 

@@ -1,8 +1,8 @@
-"""What a batch of a given size gives: B texts, each behind a context of its own, one token each a step, by the engine.
+"""Decode throughput of the engine at a given batch size: B sequences, each behind a context, one token each a step.
 
 Prompts are not read: pages are filled with random keys and values once, so that 256 contexts cost no minutes. A step is
-then what it is in the middle of a busy hour: scheduling, the pass over the model, drawing, events. `largest_batch` is
-how many such texts a memory budget holds; nothing is allocated to find out.
+then what it is under steady load: scheduling, the forward pass, sampling, events. `largest_batch` is
+how many such sequences a memory budget holds; nothing is allocated to find out.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from crelle.formats.kv import KVFormat, KVPages, quantize
 
 BUDGET = 512  # tokens of a step, where the batch is no larger
 _WARM = 3  # steps that do not count
-_MOST = 4096  # texts that are thought of
+_MOST = 4096  # the largest batch that is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class DecodeThroughput:
     memory: str | None  # the budget whose largest batch this is
     batch: int
     context: int  # tokens before the first that is decoded
-    tokens: int  # decoded for each text
-    disagreement: float  # with one pass over the same text, 0 … 1
+    tokens: int  # decoded for each sequence
+    disagreement: float  # with one pass over the same tokens, 0 … 1
     milliseconds_per_step: float  # the median
-    tokens_per_second: float  # of all texts together, all steps and what is between them counted
+    tokens_per_second: float  # of all sequences together, all steps and what is between them counted
     weight_bytes: int
     working_bytes: int
-    cache_bytes: int  # of all pages, where there is a budget; else of the texts' own
-    cached_tokens: int  # that the texts have in the cache at the end
+    cache_bytes: int  # of all pages, where there is a budget; else of the sequences' own
+    cached_tokens: int  # that the sequences have in the cache at the end
     peak_memory_bytes: int | None  # of a GPU
 
     @classmethod
@@ -82,7 +82,7 @@ def decode(
     tokens: int = 64,
     kv: KVFormat | str | int | None = None,
     memory: str | int | None = None,
-    exact: bool | None = None,
+    batch_invariant: bool | None = None,
 ) -> DecodeThroughput:
     """Check, then time steps of a batch; `memory` bounds the cache and is said in the row."""
     if batch < 1 or context < 1 or tokens < 2:
@@ -100,9 +100,9 @@ def decode(
         pages=pages,
         max_batch=batch,
         budget=max(BUDGET, batch),
-        spare=0,
+        watermark=0,
         sharing=False,
-        exact=exact,
+        batch_invariant=batch_invariant,
     )
     warm_up(engine, [batch])
     gap = disagreement(engine)
@@ -133,12 +133,14 @@ def timed_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[
     engine.run()  # on a GPU the last step has only been started
     stats = engine.stats
     if stats.preemptions > before.preemptions or stats.failed or stats.finished < before.finished + batch:
-        raise CapacityError(f"a batch of {batch} texts behind {context} tokens does not stay together: {engine.plan}")
+        raise CapacityError(
+            f"a batch of {batch} sequences behind {context} tokens does not stay together: {engine.plan}"
+        )
     return steps, seconds
 
 
 def largest_batch(llm: LLM, kv: KVFormat | str | int, memory: str | int, context: int, tokens: int) -> int:
-    """Return how many texts behind a context, `tokens` to come, a budget holds; or say that it holds none."""
+    """Return how many sequences behind a context, `tokens` to come, a budget holds; or say that it holds none."""
     fmt = KVFormat.parse(kv)
 
     def fits(batch: int) -> bool:
@@ -146,7 +148,7 @@ def largest_batch(llm: LLM, kv: KVFormat | str | int, memory: str | int, context
         return found.pages >= batch * _pages(fmt, context, tokens)
 
     if not fits(1):  # raises where not even a page is left
-        raise CapacityError(f"a budget of {memory} does not hold one text of {context + tokens} tokens at {fmt}")
+        raise CapacityError(f"a budget of {memory} does not hold one sequence of {context + tokens} tokens at {fmt}")
     low, high = 1, _MOST + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -170,7 +172,7 @@ def _pages(kv: KVFormat, context: int, tokens: int) -> int:
 
 
 def fill(layers: list[KVPages]) -> None:
-    """Give pages something to read: random numbers of a usual size."""
+    """Give pages something to read: random values of a usual size."""
     for i, pages in enumerate(layers):
         random = torch.Generator(pages.codes.device).manual_seed(i)
         if pages.words is None:

@@ -50,7 +50,7 @@ class EngineLoadResult:
     kv: str
     device: str
     traffic: str
-    disagreement: float  # with one pass over the same text, 0 … 1; see `disagreement`
+    disagreement: float  # with one pass over the same tokens, 0 … 1; see `disagreement`
     memory: str | None  # the budget, as it was given
     plan: str  # what it was used for
     weight_bytes: int
@@ -298,17 +298,17 @@ def warm_up(engine: Engine, sizes: Sequence[int] | None = None) -> None:
 
 @torch.inference_mode()
 def disagreement(engine: Engine) -> float:
-    """Compare what the engine chooses for two texts with one pass of the model over the same tokens.
+    """Compare what the engine chooses for two sequences with one pass of the model over the same tokens.
 
     As in crelle.bench.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model.
     """
     model, tokens, prompts = engine.llm.model, 8, Prompts(engine.llm.model.spec.vocabulary, seed=-2)
     length = max(1, min(24, model.spec.context - tokens))
-    texts = [prompts.next(length) for _ in range(2)]
-    handles = [engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True) for ids in texts]
+    given = [prompts.next(length) for _ in range(2)]
+    handles = [engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True) for ids in given]
     engine.run()
     worst = 0.0
-    for ids, handle in zip(texts, handles, strict=True):
+    for ids, handle in zip(given, handles, strict=True):
         output = handle.outputs[0]
         if output.error:
             raise output.error
@@ -321,7 +321,7 @@ def disagreement(engine: Engine) -> float:
         if not gap <= TOLERANCE:  # a NaN fails too
             raise UnsupportedError(
                 f"the engine is wrong here: it chose a token {gap:.0%} of the way from the best to the mean of what "
-                "one pass over the same text gives, so it is not timed"
+                "one pass over the same tokens gives, so it is not timed"
             )
         worst = max(worst, gap)
     return worst

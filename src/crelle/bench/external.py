@@ -1,4 +1,4 @@
-"""Other people's programs, timed in the same run: whoever has one installed names it, nothing is fetched or built here.
+"""External programs timed in the same run: the user names an installed one, nothing is fetched or built here.
 
 llama-bench    measured as it is, on GGUF files, flash attention on (its best)
 a GEMV peer    any command that reads CRELLE_N, CRELLE_K, CRELLE_BATCH, CRELLE_THREADS and CRELLE_SET (hot or cold)
@@ -16,7 +16,7 @@ from crelle.errors import UnsupportedError
 
 
 def llama_bench(program: Path, model: Path, threads: int, tokens: int, prompt: int) -> tuple[float, float]:
-    """Return the best tokens per second of (decode, prefill) of somebody's llama-bench."""
+    """Return the best tokens per second of (decode, prefill) of an installed llama-bench."""
     command = [program, "-m", model, "-t", threads, "-n", tokens, "-p", prompt, "-fa", 1, "-r", 5, "-o", "json"]
     rows: list[dict[str, Any]] = json.loads(_output([str(c) for c in command]))
     best = {("decode" if r["n_gen"] else "prefill"): max(r["samples_ts"]) for r in rows}

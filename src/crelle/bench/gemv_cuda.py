@@ -53,7 +53,7 @@ class GemvCuda:
     kernel: str
     bytes: int  # of the prepared weight
     bits_per_weight: float  # as stored, scales counted
-    copies: int  # of the weight that calls take in turn
+    copies: int  # of the weight, read round-robin
     rel_err: float  # norm of the error over norm of the f64 result
     max_rel_err: float  # largest error over the largest output
     microseconds: float  # of the whole product, from x to y

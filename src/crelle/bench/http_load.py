@@ -5,7 +5,7 @@
 
 Every request streams, for only a stream shows when the first token came. Tokens are those that the server counts
 (`usage`); where it sends no count, pieces of text. Times are taken when bytes arrive here, so client and server on one
-machine share its cores: the numbers are those of both together.
+machine share its cores: the figures are those of both together.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from crelle.bench.load_report import Call, LoadReport, Percentiles
@@ -27,10 +27,22 @@ if TYPE_CHECKING:
 
 _LONGEST_PAUSE = 5.0  # seconds that a refused client waits at most, whatever Retry-After says
 _PAUSE = 0.1  # and where it says nothing
+_TIMEOUT = 600.0  # seconds for one answer, unless told
 
 __all__ = ["Arrival", "Call", "LoadReport", "Percentiles", "Progress", "poisson", "run_closed_loop", "run_trace"]
 
 Progress = Callable[[float, int, int], None]  # seconds so far, requests answered, requests failed
+
+
+class LoadOptions(TypedDict, total=False):
+    """What any load may set."""
+
+    api_key: str | None
+    model: str | None  # default: the first that the server lists
+    chat: bool  # default: true; false asks /v1/completions
+    extra: Mapping[str, Any] | None  # further fields of each request (temperature is 0 unless named here)
+    timeout: float  # seconds for one answer
+    progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +61,15 @@ def run_closed_loop(
     seconds: float,
     prompts: Sequence[str],
     max_tokens: int,
-    api_key: str | None = None,
-    model: str | None = None,
-    chat: bool = True,
-    extra: Mapping[str, Any] | None = None,
-    timeout: float = 600.0,
-    progress: Progress | None = None,
+    **options: Unpack[LoadOptions],
 ) -> LoadReport:
     """Let `clients` clients ask, one request after the other, for `seconds`; then let the last answers come in.
 
-    url: of the server, with or without /v1.  prompts: taken in turn by whoever is free.
-    model: None takes the first that the server lists.  chat: False asks /v1/completions.
-    extra: further fields of each request (temperature is 0 unless named here).  timeout: seconds for one answer.
+    url: of the server, with or without /v1.  prompts: taken in order by whichever client is free.
     A refused client waits as long as the server says. Failures are counted, not raised; but a server that does not
     list its models raises a CrelleError before anything is sent.
     """
+    timeout = options.get("timeout", _TIMEOUT)
     for name, value in {"clients": clients, "seconds": seconds, "max_tokens": max_tokens, "timeout": timeout}.items():
         if not value > 0:
             raise SchemeError(f"{name} must be above 0, got {value}")
@@ -71,12 +77,12 @@ def run_closed_loop(
         raise SchemeError("a load needs at least one prompt")
 
     async def run() -> LoadReport:
-        async with _open(url, api_key, model, chat, extra, timeout, progress) as load:
-            turn = count()
+        async with _open(url, **options) as load:
+            order = count()
 
             async def client() -> None:
                 while load.now() < seconds:
-                    call = await load.call(load.now(), prompts[next(turn) % len(prompts)], max_tokens, seconds)
+                    call = await load.call(load.now(), prompts[next(order) % len(prompts)], max_tokens, seconds)
                     if call.error is not None:
                         pause = min(call.retry_after or _PAUSE, _LONGEST_PAUSE, seconds - load.now())
                         await asyncio.sleep(max(0.0, pause))
@@ -87,17 +93,7 @@ def run_closed_loop(
     return asyncio.run(run())
 
 
-def run_trace(
-    url: str,
-    arrivals: Sequence[Arrival],
-    *,
-    api_key: str | None = None,
-    model: str | None = None,
-    chat: bool = True,
-    extra: Mapping[str, Any] | None = None,
-    timeout: float = 600.0,
-    progress: Progress | None = None,
-) -> LoadReport:
+def run_trace(url: str, arrivals: Sequence[Arrival], **options: Unpack[LoadOptions]) -> LoadReport:
     """Send each request when it is due, however many are under way, and wait for all answers. See run_closed_loop."""
     if not arrivals:
         raise SchemeError("a trace needs at least one arrival")
@@ -107,7 +103,7 @@ def run_trace(
         )
 
     async def run() -> LoadReport:
-        async with _open(url, api_key, model, chat, extra, timeout, progress) as load:
+        async with _open(url, **options) as load:
 
             async def client(a: Arrival) -> None:
                 await asyncio.sleep(a.at - load.now())
@@ -125,9 +121,9 @@ def poisson(rate: float, seconds: float, prompts: Sequence[str], max_tokens: int
         raise SchemeError(
             f"arrivals need a rate and a time above 0 and a prompt, got {rate}, {seconds}, {len(prompts)}"
         )
-    draw, at = random.Random(seed), 0.0
+    rng, at = random.Random(seed), 0.0
     found: list[Arrival] = []
-    while (at := at + draw.expovariate(rate)) < seconds:
+    while (at := at + rng.expovariate(rate)) < seconds:
         found.append(Arrival(at, prompts[len(found) % len(prompts)], max_tokens))
     return found
 
@@ -135,12 +131,13 @@ def poisson(rate: float, seconds: float, prompts: Sequence[str], max_tokens: int
 @asynccontextmanager
 async def _open(
     url: str,
-    api_key: str | None,
-    model: str | None,
-    chat: bool,
-    extra: Mapping[str, Any] | None,
-    timeout: float,
-    progress: Progress | None,
+    *,
+    api_key: str | None = None,
+    model: str | None = None,
+    chat: bool = True,
+    extra: Mapping[str, Any] | None = None,
+    timeout: float = _TIMEOUT,
+    progress: Progress | None = None,
 ) -> AsyncIterator["_Load"]:
     try:
         import aiohttp

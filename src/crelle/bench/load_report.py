@@ -1,4 +1,4 @@
-"""What a load showed: every request as its client saw it, and the numbers that sum them up. load.py makes them."""
+"""What a load showed: every request as its client saw it, and the figures that sum them up; http_load.py makes them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Call:
     text: str = ""
     tokens: int = 0
     prompt_tokens: int = 0
-    first: float | None = None  # seconds until the first text
+    first: float | None = None  # seconds until the first token
     per_token: float | None = None  # seconds, mean over the tokens after the first
     stall: float | None = None  # the longest wait between two pieces of text
     within: float = 1.0  # the share of its text that came before the run's time was over

@@ -1,9 +1,9 @@
-"""Models of real shapes with random weights: how fast a model is depends on its sizes, not on what its weights say.
+"""Models of real shapes with random weights: speed depends on the sizes of a model, not on the values of its weights.
 
     RandomWeights("opt-175b", "bcq:bits=3,group=128", device)     a source like a file: build() makes a model of it
 
 Every matrix is made when it is asked for, straight in its quantized form (random planes, plausible scales), on the
-device, and not kept: 175 billion weights at 3 bits pass through one layer at a time and never exist as numbers. What is
+device, and not kept: 175 billion weights at 3 bits pass through one layer at a time and never exist as floats. What is
 random is the same for the same (seed, name, device kind). Inside the layers matrices follow the scheme; embeddings and
 the head are f16, as `crelle quantize` leaves them. A weight has the standard deviation 1/sqrt(inputs), 0.02 at 2500
 inputs, so that activations neither grow nor fade from layer to layer.
@@ -146,7 +146,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 class RandomWeights:
-    """A source of weights (crelle.formats.open.Weights) that makes them up."""
+    """A source of weights (crelle.formats.open.Weights) that generates them."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class RandomWeights:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor as numbers: norms are 1, biases small."""
+        """Return a tensor as floats: norms are 1, biases small."""
         shape = self.shape(name)
         if len(shape) == 2:
             return self.matrix(name.removesuffix(".weight")).dequantize(torch.float16)
@@ -206,7 +206,7 @@ class RandomWeights:
         return random_generator(int.from_bytes(digest[:7]), self.device)
 
     def weights(self) -> int:
-        """Return how many numbers the model has."""
+        """Return how many parameters the model has."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     def nbytes(self) -> int:

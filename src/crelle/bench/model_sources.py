@@ -19,7 +19,7 @@ class NoTokenizer:
     """Stands in for the tokenizer of a model that has none: its tokens mean nothing."""
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        raise UnsupportedError("a model of random weights knows no words; give it token ids")
+        raise UnsupportedError("a model of random weights has no tokenizer; give it token ids")
 
     def decode(self, ids: Sequence[int]) -> str:
         return ""

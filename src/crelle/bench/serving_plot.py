@@ -1,4 +1,4 @@
-"""Pictures of `crelle bench serve`: throughput over the batch, and what the cache held over time."""
+"""Plots of `crelle bench serve`: throughput over the batch, and what the cache held over time."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ _COLOURS = ("#1f5fa8", "#d98032", "#3a8f5c", "#8a4fa3", "#b8403a", "#7a7a7a")
 
 
 def plot_serving(path: Path, rows: list[Row]) -> None:
-    """Draw rows of a result file; those of decoding and those of a load each get their panels."""
+    """Plot rows of a result file; those of decoding and those of a load each get their panels."""
     decoded = [r for r in rows if "milliseconds_per_step" in r]
     served = [r for r in rows if r.get("over_time")]
     plt = pyplot()
@@ -23,7 +23,7 @@ def plot_serving(path: Path, rows: list[Row]) -> None:
         _throughput(next(free), decoded)
     if served:
         _over_time(next(free), served, "pages in use, share of all", lambda m, r: m["pages_used"] / r["pages"])
-        _over_time(next(free), served, "texts: running, and (dotted) waiting", lambda m, _: m["running"], "waiting")
+        _over_time(next(free), served, "sequences: running, and (dotted) waiting", lambda m, _: m["running"], "waiting")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -42,7 +42,7 @@ def _throughput(axes: Any, rows: list[Row]) -> None:
                 axes.annotate(
                     said, (r["batch"], r["tokens_per_second"]), fontsize=7, xytext=(4, -10), textcoords="offset points"
                 )
-    axes.set(xscale="log", yscale="log", xlabel="texts at once", ylabel="tokens per second")
+    axes.set(xscale="log", yscale="log", xlabel="sequences at once", ylabel="tokens per second")
     axes.set_title(f"{rows[0]['model']}, {rows[0]['device']}, behind {rows[0]['context']} tokens", fontsize=9)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)

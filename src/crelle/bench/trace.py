@@ -4,7 +4,7 @@
 
 A trace is a CSV file with a heading and three columns: arrival (a date with time, or seconds), tokens of the prompt,
 tokens of the answer. The traces that Azure published of its language model service have this form. They tell lengths
-and no text: prompts are random tokens, all different, so that nobody shares a prefix by chance.
+and no text: prompts are random tokens, all different, so that no two share a prefix by chance.
 """
 
 import csv
@@ -29,7 +29,7 @@ class TraceRequest:
 def read_trace(
     path: Path, *, context: int, rate: float | None = None, seconds: float | None = None, requests: int | None = None
 ) -> list[TraceRequest]:
-    """Return a trace's requests by arrival, the first at 0, cut to a model's context.
+    """Return a trace's requests by arrival, the first at 0, truncated to a model's context.
 
     rate: requests per second on average, over the whole trace; None: as it was recorded; 0: all of them at once.
     seconds, requests: only those due before; only the first so many.

@@ -19,7 +19,7 @@ def run(
     heads: Annotated[
         list[str] | None, typer.Option("--heads", help="Heads, or heads/key heads, e.g. 32/8; repeatable. Default: 32.")
     ] = None,
-    head_size: Annotated[int, typer.Option("--head-size", help="Numbers of a head.")] = 128,
+    head_size: Annotated[int, typer.Option("--head-size", help="Channels of a head.")] = 128,
     kv: Annotated[
         list[str] | None, typer.Option("--kv", help="Bits of the cache; repeatable. Default: 16, 8, 4.")
     ] = None,

@@ -67,7 +67,7 @@ def run(
         list[Path] | None, typer.Option("--llama-model", help="CPU: GGUF files for it; repeatable.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Turns to take; CPU: the best counts, GPU: the median of all tokens.")
+        int, typer.Option("--rounds", help="Rounds; CPU: the best counts, GPU: the median of all tokens.")
     ] = 5,
     kernel: KernelName = None,
     energy: Energy = True,

@@ -1,4 +1,4 @@
-"""crelle bench plot: the picture of a result file, also where the measuring machine could not draw."""
+"""crelle bench plot: the plot of a result file, also where the measuring machine has no matplotlib."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +14,10 @@ Row = dict[str, Any]
 
 def run(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A result file that a benchmark wrote.")],
-    to: Annotated[Path | None, typer.Option("--out", help="The picture to write; default: FILE with .png.")] = None,
+    to: Annotated[Path | None, typer.Option("--out", help="The plot to write; default: FILE with .png.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw the picture of a result file that gemv, decode, serve or attention wrote, on any machine.
+    """Plot a result file that gemv, decode, serve or attention wrote, on any machine.
 
     **Example**: `crelle bench plot bench/results/h200-gemv.json`
     """
@@ -32,7 +32,7 @@ def run(
     try:
         draw(path, rows)
     except (KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{file} has rows of a kind that cannot be drawn ({e})") from e
+        raise FormatError(f"{file} has rows of a kind that cannot be plotted ({e})") from e
     if json:
         print_json({"picture": path.name})
     else:

@@ -84,14 +84,14 @@ class Rows:
 
 
 def show(table: Table) -> None:
-    """Print a table as wide as its figures need: in a log of 80 columns they would be cut to nothing."""
+    """Print a table as wide as its figures need: in a log of 80 columns they would be truncated to nothing."""
     Console(width=max(out.width, _WIDTH)).print(table)
 
 
-def parse_shapes(texts: list[str]) -> list[tuple[int, int]]:
+def parse_shapes(given: list[str]) -> list[tuple[int, int]]:
     """Read shapes like 4096x4096, given apart or with commas."""
     shapes = []
-    for text in (part.strip() for given in texts for part in given.split(",")):
+    for text in (part.strip() for option in given for part in option.split(",")):
         N, _, K = text.partition("x")
         if not (N.isdigit() and K.isdigit() and int(N) and int(K)):
             raise SchemeError(f"--shape should read OUTPUTSxINPUTS, e.g. 4096x4096; got '{text}'")

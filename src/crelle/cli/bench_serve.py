@@ -34,7 +34,7 @@ def run(
         str | None, typer.Option("--clients", help="So many clients, each asking again when it is answered, e.g. 1,16.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", help="Decoding alone, so many texts at once, e.g. 1,4,16; or none.")
+        str | None, typer.Option("--batch", help="Decoding alone, so many sequences at once, e.g. 1,4,16; or none.")
     ] = None,
     url: Annotated[
         str | None, typer.Option("--url", help="Instead of MODEL: a server that speaks OpenAI's way.")
@@ -58,7 +58,7 @@ def run(
             help="A budget like 24GB; repeatable: a row each. With --batch: the largest batch that it holds, besides.",
         ),
     ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", help="Texts that run at once.")] = 32,
+    max_batch: Annotated[int, typer.Option("--max-batch", help="Sequences that run at once.")] = 32,
     budget: Annotated[int, typer.Option("--budget", help="Tokens of a step, prompts included.")] = 512,
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="How long clients ask; 20. Of a trace: what is due before.")
@@ -78,7 +78,10 @@ def run(
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
     exact: Annotated[
         bool | None,
-        typer.Option("--exact/--fast", help="Same bits in any company; default: on a CPU exact, on a GPU fast."),
+        typer.Option(
+            "--exact/--fast",
+            help="Batch-invariant: the same bits in any batch; default: on a CPU exact, on a GPU fast.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda or auto.")] = "auto",
     threads: Threads = None,
@@ -115,9 +118,9 @@ def run(
         due = None if trace is None else recorded.requests(1 << 20)
         over_http(url, api_key, due, crowds, seconds or 20.0, prompt, tokens, seed, ignore_eos, results, json)
         return
-    options = {"max_batch": max_batch, "budget": max(budget, max_batch), "exact": exact}
+    options = {"max_batch": max_batch, "budget": max(budget, max_batch), "batch_invariant": exact}
     closed = {"seconds": seconds or 20.0, "prompt": prompt, "tokens": tokens}
-    decoding = {"context": context, "tokens": tokens, "exact": exact}
+    decoding = {"context": context, "tokens": tokens, "batch_invariant": exact}
     rows = _Bench(results, device).rows
     for s in _sources(model, shape, scheme, layers, device, kernel):
         for k in kv or ["16"]:

@@ -21,8 +21,8 @@ def run(
 ) -> None:
     """Time `crelle generate` in fresh processes, from the shell to the first token, and show its parts.
 
-    Each turn is one plain run, which gives the time, and one under a watch, which gives the parts. The tokenizer is
-    read beside the weights, so parts may add up to more than the whole. Files are warm after the first turn.
+    Each round is one plain run, which gives the time, and one under a watch, which gives the parts. The tokenizer is
+    read beside the weights, so parts may add up to more than the whole. Files are warm after the first round.
 
     **Example**: `crelle bench startup out/smollm2-4bit --repeat 10`
     """

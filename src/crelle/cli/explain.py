@@ -35,7 +35,7 @@ def run(
 ) -> None:
     """Print layer → kernel → why not the others, and which executor runs the layers.
 
-    Nothing falls back silently to something slower or less exact: this is where one sees what runs. Pass one of the
+    Nothing falls back silently to something slower or less precise: this is where one sees what runs. Pass one of the
     names as `--kernel` to `generate` or `eval` to insist on it. `--device cuda` also answers where there is no GPU, as
     far as that can be known.
     """

@@ -5,18 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import (
-    Bits,
-    Device,
-    Json,
-    KernelName,
-    Model,
-    Threads,
-    err,
-    print_json,
-    reading_input,
-    use_threads,
-)
+from crelle.cli.console import Json, Model, err, print_json, reading_input, use_threads
+from crelle.cli.option_groups import ModelOptions, model_options
 from crelle.cli.sampling import sampling_options
 
 if TYPE_CHECKING:
@@ -25,15 +15,13 @@ if TYPE_CHECKING:
 NAME = "generate"
 
 
+@model_options
 @sampling_options(max_tokens=128)
 def run(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", help="The text to continue; - reads it from standard input.")],
     sampling: "Sampling",
-    bits: Bits = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    kernel: KernelName = None,
+    options: ModelOptions,
     json: Json = False,
 ) -> None:
     """Continue a prompt and show the text as it comes.
@@ -44,12 +32,10 @@ def run(
 
     `crelle generate model.gguf --prompt - --temperature 0.8 --top-p 0.95 --seed 1 < prompt.txt`
     """
-    from crelle.engine.llm import LLM
-
-    use_threads(threads)
+    use_threads(options.threads)
     with reading_input():
         text = sys.stdin.read() if prompt == "-" else prompt
-    llm = LLM.load(model, device=device, kernel=kernel, bits=bits)
+    llm = options.load(model)
     pieces = llm.stream(text, sampling)
     if not json:
         print(text, end="", flush=True)

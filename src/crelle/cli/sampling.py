@@ -1,11 +1,14 @@
 """The sampling options, declared once for all commands that generate."""
 
 from collections.abc import Callable
-from functools import wraps
-from inspect import Parameter, signature
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from crelle.cli.option_groups import Command, option_group
+
+if TYPE_CHECKING:
+    from crelle.engine.sampler import Sampling
 
 _OPTIONS: dict[str, tuple[Any, Any]] = {  # field of Sampling: (what typer reads, default)
     "max_tokens": (Annotated[int, typer.Option("--max-tokens", help="Stop after this many tokens.")], 128),
@@ -28,27 +31,13 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # field of Sampling: (what typer reads
 }
 
 
-def sampling_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
     """Put the options where a command has its parameter `sampling`; it then gets one Sampling made of them."""
-    options = [
-        Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=defaults.get(name, default))
-        for name, (kind, default) in _OPTIONS.items()
-    ]
+    options = {name: (kind, defaults.get(name, default)) for name, (kind, default) in _OPTIONS.items()}
+    return option_group("sampling", options, _sampling)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**given: Any) -> None:
-            from crelle.engine.sampler import Sampling
 
-            chosen = {name: given.pop(name) for name in _OPTIONS}
-            chosen["stop"] = tuple(chosen["stop"] or ())
-            command(**given, sampling=Sampling(**chosen))
+def _sampling(stop: list[str] | None, **given: Any) -> "Sampling":
+    from crelle.engine.sampler import Sampling
 
-        shown: list[Parameter] = []
-        for parameter in signature(command).parameters.values():
-            shown += options if parameter.name == "sampling" else [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
-        run.__signature__ = signature(command).replace(parameters=shown)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in shown}  # typer reads both
-        return run
-
-    return decorate
+    return Sampling(**given, stop=tuple(stop or ()))

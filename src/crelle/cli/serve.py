@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crelle.cli.console import Bits, Device, Json, KernelName, Model, Threads, err, print_json, use_threads
+from crelle.cli.console import Json, Model, err, print_json, use_threads
+from crelle.cli.option_groups import ModelOptions, model_options
 
 if TYPE_CHECKING:
     from crelle.server.app import Server
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 NAME = "serve"
 
 
+@model_options
 def run(
     model: Model,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
@@ -21,7 +23,7 @@ def run(
     memory: Annotated[
         str | None, typer.Option("--memory", help="For weights and cache together, like 24GB; default: see the banner.")
     ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", help="Texts that run at once.")] = 32,
+    max_batch: Annotated[int, typer.Option("--max-batch", help="Sequences that run at once.")] = 32,
     queue_limit: Annotated[int, typer.Option("--queue-limit", help="Prompts that may wait; one more gets 429.")] = 256,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a whole request may take.")] = 600.0,
     grace: Annotated[float, typer.Option("--grace", help="Seconds to finish what runs after SIGTERM.")] = 30.0,
@@ -53,19 +55,19 @@ def run(
     ] = False,
     exact: Annotated[
         bool | None,
-        typer.Option("--exact/--no-exact", help="Same bits in any company, or faster; default: exact on a CPU."),
+        typer.Option(
+            "--exact/--no-exact", help="Batch-invariant (same bits in any batch), or faster; default: exact on a CPU."
+        ),
     ] = None,
-    bits: Bits = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    kernel: KernelName = None,
+    *,
+    options: ModelOptions,
     json: Json = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
 
-    Clients may stream, ask for logprobs, several texts, seeds and, of a nested checkpoint, `precision`. A page to play
-    with is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to standard
-    error, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
+    Clients may stream, ask for logprobs, several completions, seeds and, of a nested checkpoint, `precision`. The
+    playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to
+    stderr, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
 
     **Examples**
 
@@ -75,7 +77,6 @@ def run(
     """
     from crelle.engine.async_engine import AsyncEngine
     from crelle.engine.engine import Engine
-    from crelle.engine.llm import LLM
     from crelle.engine.memory import parse_bytes
     from crelle.errors import UnsupportedError
 
@@ -102,11 +103,11 @@ def run(
         grace=grace,
         log_prompts=log_prompts,
     )
-    use_threads(threads)
+    use_threads(options.threads)
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     with err.status(f"loading {model}"):
-        llm = LLM.load(model, device=device, kernel=kernel, bits=bits, kv=kv)
-        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, exact=exact)
+        llm = options.load(model, kv)
+        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, batch_invariant=exact)
     logs.set_up()
 
     def on_start(server: "Server") -> None:
@@ -157,7 +158,7 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
         "model": facts["model"],
         "weights": facts["scheme"] + choice,
         "memory": str(state.engine.plan),
-        "limits": f"{facts['max_batch']} texts at once, {facts['queue_limit']} may wait, {settings.timeout:g} s each",
+        "limits": f"batch {facts['max_batch']}, {facts['queue_limit']} requests may wait, {settings.timeout:g} s each",
         "keys": keys,
         "address": f"{server.address}/v1 for clients, {server.address} to play",
     }

@@ -50,7 +50,7 @@ def run(
     """Train the scales (and weights) of a quantized model end to end, and write a new checkpoint.
 
     With `--teacher` the loss is the KL divergence from the full-precision model; without, the plain
-    language-model loss on the text: AlphaTuning to a task. The loss curve is drawn in OUT/training.png.
+    language-model loss on the text: AlphaTuning to a task. The loss curve is plotted in OUT/training.png.
 
     **Examples**
 

@@ -1,1 +1,1 @@
-"""Floor 5: from prompts to text."""
+"""Layer 5, the engine: tokenizer, scheduling, paged cache, sampling."""

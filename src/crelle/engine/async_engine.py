@@ -66,7 +66,7 @@ class AsyncEngine:
                 self._work.clear()  # so too: what comes later sets it again
                 worked = self.engine.step()
                 strikes = 0
-            except BaseException as e:  # a mistake of ours: nobody shall wait for ever
+            except BaseException as e:  # a mistake of ours: no caller may wait for ever
                 worked, strikes = True, strikes + 1
                 if strikes > 1:
                     self.engine.stop(e)

@@ -1,7 +1,7 @@
-"""Who owns which page of the KV cache. Bookkeeping only: the pages themselves lie with the runner.
+"""Block tables: which page of the KV cache belongs to which sequence. The pages themselves are the runner's.
 
 The cache is a fixed number of pages of `page` tokens. A sequence has a table: the pages that hold its tokens, in
-order. Every page is in exactly one of three states, and the three numbers always sum to `pages`:
+order. Every page is in exactly one of three states, and their counts always sum to `pages`:
 
     used     in one table or in several (its reference count says in how many)
     cached   in no table, but what it holds is known, and a request with the same tokens gets it back
@@ -17,7 +17,7 @@ Sampled tokens.   Where prompts run through other kernels than sampled tokens, a
     many of the page's tokens were sampled: a page is found again only where it has the same bits.
 Caching.          When its last user leaves, a page of the index is not wiped: it becomes `cached`, and is evicted only
     when a page is needed and none is free, the longest unused first. A table is released from its end, so no page is
-    evicted before its successors, and a key's predecessor (a page number) cannot change its meaning.
+    evicted before its successors, and a key's predecessor (a page id) cannot change its meaning.
 Copy on write.    A forked table shares all pages, the half-filled last one too. Who first writes into a page that
     others see gets a copy (`grow` says which); the last one that is left writes in place.
 """
@@ -58,7 +58,7 @@ Key = tuple[int | Root, tuple[int, ...], int]  # the page before, its ids, how m
 
 
 class BlockManager:
-    """Hands out pages, shares them, and takes them back."""
+    """Allocates, shares and frees pages."""
 
     def __init__(self, pages: int, page: int, *, sharing: bool = True, max_pages: int | None = None) -> None:
         """Begin with all pages free; max_pages: to which `grow_pool` may lead, default: no more than there are."""
@@ -69,7 +69,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: all pages are free. Whoever has a table empties it."""
+        """Forget everything: all pages are free. Owners of tables empty them."""
         self._references = [0] * self.pages
         self._free = list(reversed(range(self.pages)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first

@@ -35,7 +35,7 @@ def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = No
     ids = tokenizer.encode(text, bos=False)
     count = len(ids) // body
     if count == 0:
-        raise SchemeError(f"the calibration text has {len(ids)} tokens, too few for one row of {body}")
+        raise SchemeError(f"the calibration text has {len(ids)} tokens, too few for one sequence of {body}")
     rows = torch.tensor([start + ids[i * body : (i + 1) * body] for i in range(count)])
     if limit is None or count <= limit:
         return rows

@@ -1,4 +1,4 @@
-"""Chat templates, rendered with limits: a template comes with a model, so its author may be anybody.
+"""Chat templates, rendered with limits: a template comes with a model, so it is untrusted input.
 
 The text is the one that transformers gives: Jinja in its immutable sandbox, with `tojson`, `raise_exception`,
 `strftime_now`, `{% generation %}` and loop controls. On top of the sandbox, which keeps a template from Python's
@@ -222,7 +222,7 @@ class ChatTemplate:
         return _Environment().from_string(self.source)
 
     def render(self, messages: list[Any], special: Mapping[str, str]) -> str:
-        """Return a conversation as text, up to where the assistant is to speak."""
+        """Return a conversation as text, up to where the assistant's answer begins."""
         with _Speaking():
             template = self._template
         budget = Budget()
@@ -246,7 +246,7 @@ def _up_to(limit: int, chunks: Iterable[str]) -> Iterator[str]:
 
 
 class _Speaking:
-    """Turns whatever a template trips over into a sentence."""
+    """Reports any error of a template in a sentence."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Many requests at once. docs/notes/engine.md shows a request's life.
+"""Continuous batching. docs/notes/engine.md follows a request from arrival to its last event.
 
     engine = Engine(llm, memory="24GB")
     handles = [engine.add(prompt, Sampling(max_tokens=64)) for prompt in prompts]
@@ -68,7 +68,7 @@ class Stats:
     running: int
     pages: int
     pages_used: int  # in sequences that run
-    pages_cached: int  # kept for whoever has the same prefix
+    pages_cached: int  # kept for prompts with the same prefix
     steps: int
     tokens_run: int  # the model ran over so many, prompts and repetitions after preemption included
     tokens_sampled: int
@@ -161,7 +161,9 @@ class Engine:
         ids = self.llm.encode(prompt)
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise SchemeError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}")
-        if bits is not None and self.llm.at(bits) is self.llm.model:  # the same model takes one turn, not two
+        if (
+            bits is not None and self.llm.at(bits) is self.llm.model
+        ):  # the same model: one precision for the scheduler, not two
             bits = None
         request = Request(
             prompt=tuple(ids),
@@ -363,7 +365,7 @@ class Engine:
         return sampled
 
     def _push(self, s: Sequence, token: int) -> None:
-        """Turn a sampled token into text, and doom the sequence where that ends it."""
+        """Detokenize a sampled token, and doom the sequence where that ends it."""
         handle, state = self._active[s]
         if state.verdict is not None or token in s.request.end_ids:
             return
@@ -399,11 +401,11 @@ class Engine:
                 self._note(e)
 
     def _hand_out(self, *, idle: bool) -> None:
-        """Give everyone who is finished the last event; idle: the scheduler had nothing to run."""
+        """Give every finished sequence its last event; idle: the scheduler had nothing to run."""
         self._reap()
         with self._lock:
             self._done.extend(self.scheduler.take_finished())
-            if idle and not self.scheduler.unfinished:  # then whoever is left was lost in some fault
+            if idle and not self.scheduler.unfinished:  # then those left were lost in some fault
                 self._done.extend(s for s in self._active if s not in self._done)
         while self._done:
             self._deliver(self._done[0])

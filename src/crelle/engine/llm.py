@@ -1,4 +1,4 @@
-"""LLM: a model, its tokenizer, and text out of it. One object from quantizer to server.
+"""LLM: a model with its tokenizer, for generation. One object from quantizer to server.
 
 A single prompt is a batch of one: `generate`, `stream` and `chat` run through the same Engine as a list of prompts.
 The engine of a call that has ended waits for the next one. Its cache has pages for the prompt and the first tokens, and
@@ -35,7 +35,7 @@ _KEPT = 256 << 20  # bytes of the largest cache on a CPU that is kept for the ne
 
 
 class LLM(LoadedModel):
-    """A language model that is ready to speak.
+    """A loaded language model with its tokenizer.
 
     >>> llm = LLM.load("out/smollm2-3bit")                                     # doctest: +SKIP
     >>> llm.generate("Once upon a time", Sampling(max_tokens=40)).text         # doctest: +SKIP
@@ -115,7 +115,7 @@ class LLM(LoadedModel):
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None
     ) -> Iterator[StreamChunk]:
-        """Continue a prompt, piece by piece as the text becomes certain."""
+        """Stream the continuation of a prompt, in pieces of text that later tokens cannot change."""
         ids = self.encode(prompt)
         self.at(bits)  # which says why, where there is no such precision
         return self._stream(ids, sampling or Sampling(), bits)

@@ -59,7 +59,7 @@ class LoadedModel:
 
 
 def _end_ids(weights: Weights) -> frozenset[int]:
-    """The tokens that end a text: what config.json and generation_config.json say."""
+    """The end-of-sequence tokens: what config.json and generation_config.json say."""
     ids = token_ids(weights.config.get("eos_token_id"), str(weights.path))
     if (file := weights.path / "generation_config.json").is_file():
         ids |= token_ids(read_json(file).get("eos_token_id"), str(file))

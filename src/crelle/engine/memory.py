@@ -1,4 +1,4 @@
-"""How many pages a memory budget buys.
+"""How many pages fit a memory budget.
 
     budget = weights + working space + pages
 
@@ -132,7 +132,7 @@ def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
 
 
 def working_bytes(model: Model, max_batch: int, budget: int) -> int:
-    """Bound the numbers that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor."""
+    """Bound the values that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor."""
     c = model.spec
     row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
     scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together

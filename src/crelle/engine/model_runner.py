@@ -1,4 +1,4 @@
-"""Carries out steps: owns the pages of all layers, copies what the scheduler wants copied, runs the model.
+"""Runs the scheduler's steps: owns the pages of all layers, copies what the scheduler wants copied, runs the model.
 
     run(step)   1  copies       page to page in every layer, before anything is written
                 2  one pass     of the model at the step's precision over all tokens of the step, by the executor that

@@ -45,7 +45,7 @@ Piece = StreamChunk  # its older name
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token, before temperature, penalties and truncation had their say."""
+    """How likely the model found a token, before temperature, penalties and truncation."""
 
     token: int
     logprob: float

@@ -192,7 +192,9 @@ def tune_checkpoint(
     if not isinstance(checkpoint, Checkpoint):
         raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")
     if own and teacher is None:
-        raise SchemeError("without a teacher nobody writes text of its own; leave --own out or give --teacher")
+        raise SchemeError(
+            "without a teacher there is no model to sample sequences from; leave --own out or give --teacher"
+        )
     full = None if teacher is None else open_weights(teacher)
     where = choose_device(device)
     length = min(length, read_spec(checkpoint).context)

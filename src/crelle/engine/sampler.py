@@ -25,7 +25,7 @@ class Sampling:
     top_k: int = 0  # keep the k most likely tokens; 0 = all
     top_p: float = 1.0  # keep the most likely tokens that together have this probability
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one
-    repetition_penalty: float = 1.0  # > 1 makes tokens that stand in the text already less likely
+    repetition_penalty: float = 1.0  # > 1 makes tokens that already occurred less likely
     seed: int | None = None  # same seed, same text
     stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it
 
@@ -47,7 +47,7 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens for one sequence."""
+    """Samples tokens for one sequence."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.s = sampling
@@ -81,7 +81,7 @@ class Sampler:
 
 
 def require_finite(largest: float, position: int) -> None:
-    """Raise unless the largest logit, of the token at this position, is a finite number."""
+    """Raise unless the largest logit, of the token at this position, is finite."""
     if not math.isfinite(largest):
         raise not_finite(position, f"the largest is {largest}")
 

@@ -1,4 +1,4 @@
-"""Who runs in the next step. Decided anew for every step, so requests join and leave at any time (Orca, 2022).
+"""Chooses the sequences of each step. Requests join and leave between any two steps (iteration-level, Orca 2022).
 
 The loop around it is the engine's:
 
@@ -23,13 +23,13 @@ A step.      Every running sequence that decodes runs 1 token; prompts get what 
     in chunks of any size. Since at most `max_batch` sequences run and the budget is no smaller, the first unfinished
     prompt always gets at least one token. A prompt whose next page is just being computed by an earlier one sits out
     the step and takes the page over in the next.
-Precisions.  A step runs one precision. Of those with running sequences it is the one whose last turn is longest ago:
+Precisions.  A step runs one precision. Of those with running sequences it is the one whose last step is longest ago:
     with k precisions each gets every k-th step, however many sequences it has. A step costs about the same whatever
     its batch, so this shares out time, not tokens.
 Preemption.  When decoding needs more pages than there are, the last in order gives all of its pages back, at whatever
     precision, and waits in its place in the order. It keeps its tokens; they are its prompt when it comes back, and
     what it left in the prefix cache is found again unless it was evicted.
-So the first in order among the running is never preempted and advances in each turn of its precision; alone it always
+So the first in order among the running is never preempted and advances in each step of its precision; alone it always
 fits, because what could not is refused at submission; hence it finishes, and so does the next.
 
 Ahead.       A step may end before its tokens are known: `update` takes UNKNOWN for them, the next step is chosen on

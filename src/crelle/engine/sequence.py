@@ -38,7 +38,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One question: token ids in, n sequences of token ids out."""
+    """Token ids in, n sequences of token ids out."""
 
     prompt: tuple[int, ...]
     sampling: "Sampling"

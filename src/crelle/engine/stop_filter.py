@@ -29,7 +29,7 @@ class StopFilter:
             return text
         found = [(i + len(s), i) for s in self._stop if (i := self._all.find(s, self._given)) >= 0]
         if found:
-            self.stopped, end = True, min(found)[1]  # the one that is complete first, however the text was cut
+            self.stopped, end = True, min(found)[1]  # the one that is complete first, however the text was split
         else:
             end = len(self._all) - (self._held() if hold else 0)
         piece, self._given = self._all[self._given : end], end

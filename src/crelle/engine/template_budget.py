@@ -153,7 +153,7 @@ def _small(value: Any, number: Any = 0, *_: Any, **__: Any) -> int:
 
 def _start_is_number(value: Any, attribute: Any = None, start: Any = 0) -> int:
     if not isinstance(start, int | float):
-        raise TemplateLimitError("sums up what are no numbers")
+        raise TemplateLimitError("sums values that are not numbers")
     return 0
 
 

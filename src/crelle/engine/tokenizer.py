@@ -17,7 +17,7 @@ from crelle.formats.open import Weights
 from crelle.formats.rust import panics_are
 
 _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
-_LONGEST_TAIL = 64  # where a prompt is not UTF-8, no number of them does
+_LONGEST_TAIL = 64  # where a prompt is not UTF-8, no count of them does
 _BYTES = 4  # of a character in UTF-8, at most
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 
@@ -53,7 +53,7 @@ class Tokenizer:
 
     @cached_property
     def bos_id(self) -> int | None:
-        """The token that every text starts with here, if there is one."""
+        """The token that every sequence starts with here (BOS), if there is one."""
         token = self._special.get("bos_token")
         probe = self._encode("a", add_special_tokens=True)
         added = probe.special_tokens_mask[:1] == [1]  # the post-processor put something before the text
@@ -80,7 +80,7 @@ class Tokenizer:
             raise FormatError(f"the tokenizer of {self.path} fails on this text: {shown(str(e), 300)}") from e
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Return the ids of a text; `bos` puts the start token first where this tokenizer has that habit."""
+        """Return the ids of a text; `bos` puts the start token first where this tokenizer adds one."""
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
@@ -98,12 +98,12 @@ class Tokenizer:
         return ChatTemplate(self._template_source)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
-        """Return the ids of a conversation, up to where the assistant is to speak."""
+        """Return the ids of a conversation, up to where the assistant's answer begins."""
         return self.encode(self._template.render(messages, self._special), bos=False)
 
 
 class Detokenizer:
-    """Turns a growing list of ids into text, giving out only what later tokens cannot change.
+    """Incremental detokenizer: ids to text, of which only what later tokens cannot change is returned.
 
     The text continues a prompt: SentencePiece drops the space of a text's first word, but not of a later one.
     """

@@ -38,7 +38,7 @@ _MAX_REPEATS = 3  # unbounded repeats in one alternative of a pattern; each one 
 
 
 def load_fast(file: Path) -> Any:
-    """Return the tokenizer in a tokenizer.json; prompts are neither cut nor padded, whatever the file says."""
+    """Return the tokenizer in a tokenizer.json; prompts are neither truncated nor padded, whatever the file says."""
     from tokenizers import Tokenizer as Fast
 
     try:
@@ -66,7 +66,7 @@ def plain(fast: Any, file: Path) -> Any:
 
 
 def _patterns(value: Any) -> Any:
-    """Yield the regular expressions in a part of a tokenizer that are too dear; see `backtracks`."""
+    """Yield the regular expressions in a part of a tokenizer that are too expensive; see `backtracks`."""
     if isinstance(value, dict):
         if isinstance(found := value.get("Regex"), str) and backtracks(found):
             yield found

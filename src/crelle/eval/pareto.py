@@ -31,7 +31,7 @@ class ParetoPlot:
 
 
 def plot_pareto(path: Path, plot: ParetoPlot) -> None:
-    """Draw predicted loss over bits per weight as PNG."""
+    """Plot predicted loss over bits per weight as PNG."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     shown = _shown(plot.plans)
@@ -143,7 +143,7 @@ def _words(p: Plan) -> str:
 
 
 def _heat_map(plan: Plan) -> str:
-    """One column a layer, one row a kind; colour and number are the bits, the group shows on pointing."""
+    """One column a layer, one row a kind; colour and label are the bits, the group shows on pointing."""
     places = {module: (_layer_of(module), kind_of(module)) for module in plan.choices}
     layers, kinds = (
         list(dict.fromkeys(p[0] for p in places.values())),
@@ -168,8 +168,8 @@ def _heat_map(plan: Plan) -> str:
 
 
 def _layer_of(module: str) -> str:
-    number = re.search(r"\.(\d+)\.", module)
-    return number[1] if number else "–"
+    index = re.search(r"\.(\d+)\.", module)
+    return index[1] if index else "–"
 
 
 def _colour(bits: int) -> str:

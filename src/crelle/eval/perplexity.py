@@ -1,6 +1,6 @@
 """Perplexity: exp of the mean negative log-likelihood per token, over windows that do not overlap.
 
-A window holds `context` tokens. Where the tokenizer starts texts with BOS, each window is BOS + context - 1 tokens of
+A window holds `context` tokens. Where the tokenizer adds a BOS, each window is BOS + context - 1 tokens of
 the text, and all of those count; otherwise the first token of a window is only read and context - 1 count.
 A last window that is not full is left out. Keys and values are read as the cache stores them, those of a token's own
 window too: with a 4-bit cache every token sees what decoding would see.
@@ -78,11 +78,11 @@ def perplexity(
     return Perplexity(_exp(total / predicted), count * body, count, context, bool(start), str(llm.kv))
 
 
-def _logits(llm: LLM, window: Tensor, portion: int) -> Tensor:
-    """Return the logits [1, T, V] of a window [1, T], read in portions."""
+def _logits(llm: LLM, window: Tensor, chunk: int) -> Tensor:
+    """Return the logits [1, T, V] of a window [1, T], read in chunks."""
     cache, T = llm.model.new_cache(kv=llm.kv), window.shape[1]
     with llm.lock:
-        return torch.cat([llm.model(window[:, t : t + portion], cache) for t in range(0, T, portion)], dim=1)
+        return torch.cat([llm.model(window[:, t : t + chunk], cache) for t in range(0, T, chunk)], dim=1)
 
 
 def _exp(loss: float) -> float:

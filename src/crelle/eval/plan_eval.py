@@ -1,4 +1,4 @@
-"""What a plan is worth in truth: the model quantized by it in memory, and its perplexity; nothing is written."""
+"""The measured quality of a plan: the model quantized by it in memory, and its perplexity; nothing is written."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ def dequantized(
     device: torch.device,
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """Quantize the linears as `crelle quantize` does and return the numbers that their bits stand for."""
+    """Quantize the linears as `crelle quantize` does and return the dequantized weights."""
     recipes = {module: parse(scheme) for module, scheme in overrides.items()}
     calibrator = Calibrator(model, rows, device=device)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""One model measured whole: size, perplexity, speed, a sample of its text; and the picture of several."""
+"""One model measured whole: size, perplexity, speed, a sample of its text; and the plot of several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Row:
     def of(
         cls, llm: LLM, scheme: str, bits_per_weight: float, perplexity: float, quantize_seconds: float, prompt: str
     ) -> "Row":
-        """Let the very model that was evaluated speak, and take its speed and its size on disk."""
+        """Generate with the model that was evaluated, and take its speed and its size on disk."""
         llm.generate(prompt, Sampling(max_tokens=4))  # the first call pays for what is set up lazily
         said = llm.generate(prompt, Sampling(max_tokens=48))
         path = llm.weights.path
@@ -35,7 +35,7 @@ class Row:
 
 
 def plot_perplexity(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw perplexity over bits per weight; the unquantized model is the dashed line."""
+    """Plot perplexity over bits per weight; the unquantized model is the dashed line."""
     plt = pyplot()
     plain = [r for r in rows if r.bits_per_weight >= 16]
     small = sorted((r for r in rows if r.bits_per_weight < 16), key=lambda r: r.bits_per_weight)

@@ -1,1 +1,1 @@
-"""Floor 1: what the bits mean. Each format is defined in exactly one module here; torch only."""
+"""Layer 1, formats: encodings of weights and caches, each defined in exactly one module; torch only."""

@@ -125,8 +125,7 @@ class BCQTensor(Planes):
         return {"format": self.format, **self.dimensions(), "bias": self.z is not None}
 
     def tensors(self) -> dict[str, Tensor]:
-        parts = {"planes": self.planes, "alpha": self.alpha}
-        return parts if self.z is None else parts | {"z": self.z}
+        return {"planes": self.planes, **self.scales()}
 
     @classmethod
     def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:

@@ -128,7 +128,7 @@ class Checkpoint:
             raise FormatError(f"{self.path}, '{module}': {e}") from e
 
     def read(self, name: str) -> Tensor:
-        """Return a stored tensor, or the numbers of an encoded matrix under the name that they would have."""
+        """Return a stored tensor, or a dequantized matrix under the name that they would have."""
         module = name.removesuffix(".weight")
         if name not in self._where and module in self.specs and module != name:
             return self.matrix(module).dequantize()

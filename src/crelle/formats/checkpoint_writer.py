@@ -44,9 +44,9 @@ from crelle.formats.ownership import (
 )
 
 
-def shard_name(number: int, count: int) -> str:
+def shard_name(index: int, count: int) -> str:
     """Return the name of a shard, counted from 1."""
-    return f"crelle-{number:05d}-of-{count:05d}.safetensors"
+    return f"crelle-{index:05d}-of-{count:05d}.safetensors"
 
 
 class CheckpointWriter:
@@ -222,7 +222,7 @@ class CheckpointWriter:
     def _rename(self) -> None:
         """Give the directory its name; an old checkpoint of that name goes only after the new one stands.
 
-        Until then the old one has a name that nobody else uses. A run that is killed in between leaves it there, and
+        Until then the old one has a name that nothing else uses. A run that is killed in between leaves it there, and
         the next one says so.
         """
         refuse_finished(self.out, self._overwrite)  # again: hours may have passed

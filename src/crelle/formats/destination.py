@@ -112,7 +112,7 @@ def refuse_finished(out: Path, overwrite: bool) -> None:
 
 
 def refuse_unfinished(held: Holding, out: Path, decided: bool) -> None:
-    """Refuse an OUT.partial that is not ours, and one that is unless somebody decided what to do with it."""
+    """Refuse an OUT.partial that is not ours, and one that is unless the caller decided what to do with it."""
     if not held.ours:
         why = f"holds {held.stranger}, which" if held.stranger else "holds files that"
         raise FormatError(

@@ -1,6 +1,6 @@
-"""Reading and writing files so that nothing is ever half true.
+"""Reading files with checks, and writing them atomically.
 
-Writers go through a temporary name and a rename; readers turn every way a file can be broken into one sentence.
+Writers go through a temporary name and a rename; readers report every way a file can be broken in one sentence.
 A temporary name is unique and created exclusively, so it never meets a file of the user's: NAME.<16 hex>.crelle-tmp.
 Nothing here, or anywhere in Crelle, unpickles.
 """

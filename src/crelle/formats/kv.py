@@ -66,7 +66,7 @@ class KVFormat:
     def __post_init__(self) -> None:
         if self.bits not in GROUPS:
             raise SchemeError(f"a KV cache has 16, 8 or 4 bits, not {self.bits}")
-        if self.bits == 16:  # numbers as they are
+        if self.bits == 16:  # values as they are
             usual = {"group": 0, "rotate": False, "center": False}
         else:
             usual = {"group": self.group or GROUPS[self.bits]}
@@ -110,7 +110,7 @@ class KVFormat:
 
     @property
     def coded(self) -> bool:
-        """Whether pages hold codes, not numbers."""
+        """Whether pages hold codes, not floats."""
         return self.bits < 16
 
     def groups(self, head_size: int) -> int:
@@ -187,7 +187,7 @@ class KVPages:
 
 
 def quantize(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [..., D*bits/8] and words int16 [..., C] for x [..., D]."""
+    """Return codes uint8 [..., D*bits/8] and packed scales int16 [..., C] (`words`) for x [..., D]."""
     steps, zero_bits = 2**bits - 1, _zero_bits(bits)
     x = _grouped(x.float(), groups)  # [..., C, D/C]
     low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
@@ -196,7 +196,7 @@ def quantize(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
     kept = zero_bits - 1  # bits of the f16 below the mantissa's kept part
     half = ((half + (1 << kept) - 1) >> kept << kept).clamp(max=0x7FFF & -(1 << kept))
     scale = half.to(torch.int16).view(torch.float16).float()
-    safe = torch.where(scale > 0, scale, 1.0)  # also where it is not a number
+    safe = torch.where(scale > 0, scale, 1.0)  # also where it is NaN
     fine = 1 << (zero_bits - bits)  # parts of a step in which zero is told
     z = (-low / safe * fine).nan_to_num(0).round_().clamp_(0, (1 << zero_bits) - 1)
     codes = (x / safe[..., None] + (z / fine)[..., None]).nan_to_num(0).round_().clamp_(0, steps)
@@ -207,7 +207,7 @@ def quantize(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, words: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the numbers [..., D] that codes [..., D*bits/8] and words [..., C] stand for, computed in f32."""
+    """Return the values [..., D] of codes [..., D*bits/8] and packed scales [..., C], computed in f32."""
     scale, zero = scale_zero(words, bits)
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)  # [..., D]
@@ -216,7 +216,7 @@ def dequantize(codes: Tensor, words: Tensor, bits: int, dtype: torch.dtype = tor
 
 
 def scale_zero(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return scale and zero f32 of words int16."""
+    """Return scale and zero f32 of packed scales int16."""
     zero_bits, word = _zero_bits(bits), words.int() & 0xFFFF
     scale = ((word >> zero_bits) << (zero_bits - 1)).to(torch.int16).view(torch.float16).float()
     zero = (word & ((1 << zero_bits) - 1)).float() / (1 << (zero_bits - bits))

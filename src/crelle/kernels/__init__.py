@@ -1,1 +1,1 @@
-"""Floor 2: how to multiply by a quantized matrix. `ops` is the only door; `select` decides who does the work."""
+"""Layer 2, kernels: products with quantized matrices. `ops` is the interface; `select` chooses the kernel."""

@@ -1,4 +1,4 @@
-"""The only door to the kernels: `prepare` a weight once, then `matmul` with it.
+"""The interface to the kernels: `prepare` a weight once, then `matmul` with it.
 
 y = matmul(x, w)
 encoded = encode(x, q)                                      # once, where several weights read the same input

@@ -56,7 +56,7 @@ class Dequantized(Dense):
 
 
 class Reference(FloatInput):
-    """Dequantize a slab of rows, multiply, forget it, take the next."""
+    """Dequantize a slab of rows, multiply, free it, take the next."""
 
     name: ClassVar[str] = "reference"
 

@@ -1,16 +1,16 @@
 """Readable torch kernels over pages of keys and values: the oracle of every other one, and the last resort.
 
 append   writes new tokens into pages: rotates (Hadamard), centres and quantizes them on the way
-attend   reads the pages as they are, a slab at a time with a running softmax; there never is a cache of numbers
+attend   reads the pages as they are, a slab at a time with a running softmax; the cache is never dequantized as a whole
 
 Both take a batch of sequences of any lengths. N new tokens lie one behind the other, sequence after sequence:
 
     table    int [B, max_pages]   the pages of each sequence, in order; what lies behind its last page is not looked at
-    starts   B+1 numbers          tokens starts[b] … starts[b+1]-1 are those of sequence b; None: N/B for each
+    starts   B+1 integers         tokens starts[b] … starts[b+1]-1 are those of sequence b; None: N/B for each
     position / lengths            tokens of each sequence before / after these new ones
 
-so a prompt, a part of one and one token of a text under way go together. Each sequence is computed by itself, so its
-numbers do not depend on who else is in the batch.
+so prompts, chunks of prompts and decode tokens go together. Each sequence is computed by itself, so its values do not
+depend on the rest of the batch (batch-invariant).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ from torch import Tensor
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat, KVPages, hadamard, quantize
 
-SLAB = 256  # tokens that `attend` holds as numbers at one time
+SLAB = 256  # tokens that `attend` dequantizes at one time
 
-Numbers = Tensor | Sequence[int]
+Integers = Tensor | Sequence[int]
 
 
 def append(
@@ -32,9 +32,9 @@ def append(
     v: Tensor,
     pages: KVPages,
     table: Tensor,
-    position: Numbers,
+    position: Integers,
     *,
-    starts: Numbers | None = None,
+    starts: Integers | None = None,
     center: Tensor | None = None,
 ) -> None:
     """Store k and v [N, Hkv, D] behind the `position` tokens that each sequence has; center: f32 [Hkv, D] or None."""
@@ -65,9 +65,9 @@ def attend(
     q: Tensor,
     pages: KVPages,
     table: Tensor,
-    lengths: Numbers,
+    lengths: Integers,
     *,
-    starts: Numbers | None = None,
+    starts: Integers | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -129,7 +129,7 @@ def _poisoned(score: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slabs(pages: KVPages, row: Tensor, first: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Walk through tokens first … length-1: their positions [S] and numbers [2, Hkv, S, D], cut at fixed places."""
+    """Walk through tokens first … length-1: their positions [S] and values [2, Hkv, S, D], in fixed slabs."""
     page = pages.format.page
     step = max(1, SLAB // page) * page
     for begin in range(first // step * step, length, step):
@@ -152,7 +152,7 @@ def _pages(pages: KVPages, row: Tensor, token: Tensor, fmt: KVFormat) -> Tensor:
     return found.to(pages.codes.device)
 
 
-def _spans(N: int, table: Tensor, starts: Numbers | None) -> list[tuple[int, int]]:
+def _spans(N: int, table: Tensor, starts: Integers | None) -> list[tuple[int, int]]:
     B = table.shape[0]
     if starts is None:
         if N % B:
@@ -160,9 +160,9 @@ def _spans(N: int, table: Tensor, starts: Numbers | None) -> list[tuple[int, int
         starts = range(0, N + 1, N // B)
     found = _ints(starts)
     if len(found) != B + 1 or found[0] != 0 or found[-1] != N or sorted(found) != found:
-        raise SchemeError(f"starts must rise from 0 to {N} in {B + 1} numbers, got {found}")
+        raise SchemeError(f"starts must rise from 0 to {N} in {B + 1} integers, got {found}")
     return list(pairwise(found))
 
 
-def _ints(x: Numbers) -> list[int]:
+def _ints(x: Integers) -> list[int]:
     return x.tolist() if isinstance(x, Tensor) else list(x)

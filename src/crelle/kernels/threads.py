@@ -1,4 +1,4 @@
-"""How many CPU threads everybody uses: torch and our own pool are set together."""
+"""The number of CPU threads: torch and our own pool are set together."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""Floor 4: plain transformer code, one page a family, over QuantLinear."""
+"""Layer 4, models: specs of the families, one torch forward for all of them, the loader."""

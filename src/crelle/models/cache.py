@@ -1,9 +1,10 @@
-"""Keys and values of the tokens so far: as numbers in one block per layer, or in pages of 8 or 4 bits.
+"""Keys and values of the tokens so far: as floats in one block per layer, or in pages of 8 or 4 bits.
 
 A forward pass first grows the cache, then attends layer by layer, then advances it. `attend` stores the new keys and
-values and lets the new tokens look at all that is stored; a model need not know how.
+values and lets the new tokens look at all that is stored; a model need not know the format.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,23 +26,27 @@ _SAMPLE = 256  # random tokens from which the centres of keys are found
 _HORIZON = 4096  # positions for which they are meant
 
 
-class KVCache:
-    """K and V [B, Hkv, S, D] for every layer, as numbers."""
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """What a cache is allocated for."""
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        heads: int,
-        head_size: int,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.length, self.context = 0, context
+    layers: int
+    batch: int
+    heads: int  # of keys and values
+    head_size: int
+    context: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KVCache:
+    """K and V [B, Hkv, S, D] for every layer, as floats."""
+
+    def __init__(self, sizes: CacheSizes) -> None:
+        self.length, self.context = 0, sizes.context
         # per layer [2, B, Hkv, capacity, D]: keys, then values
-        empty = torch.empty(2, batch, heads, 0, head_size, dtype=dtype, device=device)
-        self.layers = [empty] * layers
+        shape = 2, sizes.batch, sizes.heads, 0, sizes.head_size
+        self.layers = [torch.empty(shape, dtype=sizes.dtype, device=sizes.device)] * sizes.layers
 
     def grow(self, more: int) -> None:
         """Make room for `more` tokens, or say that the context is full."""
@@ -76,24 +81,14 @@ class KVCache:
 class PagedCache:
     """The same in pages of any KVFormat (reference_attention): page i of sequence b is page i*B + b."""
 
-    def __init__(
-        self,
-        fmt: KVFormat,
-        layers: int,
-        batch: int,
-        heads: int,
-        head_size: int,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        centers: list[Tensor] | None = None,
-    ) -> None:
+    def __init__(self, fmt: KVFormat, sizes: CacheSizes, centers: list[Tensor] | None = None) -> None:
         """Begin empty; centers: of each layer's keys, f32 [Hkv, D], where the format has them."""
         assert (centers is not None) == fmt.center, "centers and the format that asks for them go together"
-        self.format, self.batch, self.length, self.context = fmt, batch, 0, context
-        self.layers = [KVPages.new(fmt, 0, heads, head_size, dtype, device) for _ in range(layers)]
-        self.table = torch.empty(batch, 0, dtype=torch.int32)
-        self.centers: list[Tensor] | list[None] = centers or [None] * layers
+        self.format, self.batch, self.length, self.context = fmt, sizes.batch, 0, sizes.context
+        each = sizes.heads, sizes.head_size, sizes.dtype, sizes.device
+        self.layers = [KVPages.new(fmt, 0, *each) for _ in range(sizes.layers)]
+        self.table = torch.empty(sizes.batch, 0, dtype=torch.int32)
+        self.centers: list[Tensor] | list[None] = centers or [None] * sizes.layers
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +178,7 @@ def key_centers(model: "DecoderModel") -> list[Tensor]:
     """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.
 
     Any vector is right, for softmax does not see it (crelle.formats.kv); a good one leaves less to quantize. Before
-    rope, keys of all positions have one mean. Rope turns it with the position: slowly in the pairs of channels that
+    rope, keys of all positions have one mean. Rope rotates it with the position: slowly in the pairs of channels that
     keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
     """

@@ -21,7 +21,7 @@ from crelle.quantizers.layer_api import Block, ScaleFold, TrainableLinear
 
 
 class _NoCache:
-    """A whole sequence at a time needs no memory of the one before."""
+    """A whole sequence at a time needs no cache."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None

@@ -22,7 +22,7 @@ from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
 from crelle.kernels.spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, RopeSpec
 from crelle.models.builder import Builder
-from crelle.models.cache import Cache, KVCache, PagedCache, key_centers
+from crelle.models.cache import Cache, CacheSizes, KVCache, PagedCache, key_centers
 from crelle.models.families.base import Architecture
 from crelle.models.fused import fuse
 from crelle.models.linear import QuantEmbedding, QuantLinear
@@ -197,9 +197,9 @@ class InputLayer(nn.Module):
             table = build.matrix(names.positions, s.context + s.learned_positions, s.width)
             self.positions = QuantEmbedding(table, build.dtype)
 
-    def forward(self, words: Tensor, positions: Tensor, compute: Compute = PLAIN) -> Tensor:
-        """Return x [..., width] for rows of the embedding [..., words] at positions [T]."""
-        x = words if self.spec.embedding_scale == 1 else words * words.new_tensor(self.spec.embedding_scale)
+    def forward(self, embedded: Tensor, positions: Tensor, compute: Compute = PLAIN) -> Tensor:
+        """Return x [..., width] for rows of the embedding [..., embedding_width] at positions [T]."""
+        x = embedded if self.spec.embedding_scale == 1 else embedded * embedded.new_tensor(self.spec.embedding_scale)
         x = x if self.project_in is None else compute.linear(self.project_in, x)
         if self.positions is not None and self.spec.learned_positions is not None:
             x = x + self.positions(positions + self.spec.learned_positions)
@@ -249,7 +249,7 @@ class DecoderModel(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
         T = tokens.shape[1]
-        # Prompts of a plain model stay with torch, whose f32 products are what everybody compares with.
+        # Prompts of a plain model stay with torch, whose f32 products are the reference.
         if isinstance(self.decoder, FusedDecoder) and (self.coded or T == 1):
             return self._fused(self.decoder, tokens, cache, last)
         if T == 1 and isinstance(cache, KVCache) and (step := self.graphed()) and len(tokens) <= step.max_rows:
@@ -310,10 +310,10 @@ class DecoderModel(nn.Module):
     def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
         """Return an empty cache for so many sequences; kv: 16 (the model's dtype), or pages of 8 or 4 bits."""
         s, fmt = self.spec, KVFormat.parse(kv)
-        sizes = (len(s.layers), batch, s.kv_heads, s.head_size, s.context, self.dtype, self.device)
+        sizes = CacheSizes(len(s.layers), batch, s.kv_heads, s.head_size, s.context, self.dtype, self.device)
         if not fmt.coded:
-            return KVCache(*sizes)
-        return PagedCache(fmt, *sizes, self.key_centers if fmt.center else None)
+            return KVCache(sizes)
+        return PagedCache(fmt, sizes, self.key_centers if fmt.center else None)
 
     @cached_property
     def key_centers(self) -> list[Tensor]:

@@ -8,8 +8,8 @@
 The forward is the model's own (crelle.models.decoder), with positions token by token.
 
 batch_invariant   A token's bits do not depend on what else is in the pass: not on other sequences, not on how its
-        prompt was cut into chunks, not on whether it was sampled here or runs again after a preemption. Only rows go
-        together that are computed by the same instructions in the same order whatever their number:
+        prompt was split into chunks, not on whether it was sampled here or runs again after a preemption. Only rows go
+        together that are computed by the same instructions in the same order however many they are:
             products      the C++ kernels have two paths, for fewer than 24 rows and (AMX tiles) for more, which
                           differ in the last bits; rows go in chunks of 16. Other kernels always get 16 rows, some
                           of them padding: torch takes another path for each small number of rows.

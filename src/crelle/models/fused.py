@@ -1,4 +1,4 @@
-"""Hands a model over to C++, where its spec and all of its linears can go there.
+"""Builds the C++ step of a model whose spec and linears it supports.
 
 The prompt of a quantized model is one call into C++, and so is each further token of any model, over the same prepared
 weights and the same cache that crelle.models.decoder uses.

@@ -15,19 +15,19 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 def _all(arch: Architecture) -> Shapes:
     s, names = arch.spec, arch.names
-    words, narrow = s.embedding_width, s.embedding_width != s.width
-    yield f"{names.embedding}.weight", (s.vocabulary, words)
+    embedded, narrow = s.embedding_width, s.embedding_width != s.width
+    yield f"{names.embedding}.weight", (s.vocabulary, embedded)
     if s.learned_positions is not None:
         yield f"{names.positions}.weight", (s.context + s.learned_positions, s.width)
     if narrow:
-        yield f"{names.project_in}.weight", (s.width, words)
-        yield f"{names.project_out}.weight", (words, s.width)
+        yield f"{names.project_in}.weight", (s.width, embedded)
+        yield f"{names.project_out}.weight", (embedded, s.width)
     for i in range(len(s.layers)):
         yield from _layer(arch, i)
     if s.norm is not None:
         yield from _norm(names.norm, s.width, s.norm)
     if not s.tied:
-        yield f"{names.head}.weight", (s.vocabulary, words)
+        yield f"{names.head}.weight", (s.vocabulary, embedded)
 
 
 def _layer(arch: Architecture, i: int) -> Shapes:

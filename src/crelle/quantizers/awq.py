@@ -110,12 +110,12 @@ class AWQ(GroupedConfig):
                 high = torch.maximum(-low, high)
                 low = -high
             for f in _CLIPS:
-                cut = here.clamp(f * low, f * high)
-                left = here - rounding.rounded(cut)
+                trial = here.clamp(f * low, f * high)
+                left = here - rounding.rounded(trial)
                 cost = ((left @ H + 2 * others) * left).sum(1, keepdim=True)
                 won = cost < least
                 least = torch.where(won, cost, least)
-                clipped[:, place] = torch.where(won, cut, clipped[:, place])
+                clipped[:, place] = torch.where(won, trial, clipped[:, place])
                 error[:, place] = torch.where(won, left, error[:, place])
         return clipped
 

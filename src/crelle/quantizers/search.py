@@ -176,7 +176,7 @@ def _items(sensitivities: Sequence[Sensitivity], sizes: Sizes, per: Per) -> list
             (sum(sizes[m.module][s] for m in members), sum(m.losses[s] for m in members), s) for s in common
         )
         if not all(math.isfinite(loss) for _, loss, _ in options) or not options:
-            raise SchemeError(f"the sensitivities of '{name}' are not all numbers; the model or its text may be broken")
+            raise SchemeError(f"the sensitivities of '{name}' are not all finite; the model or its text may be broken")
         useful = [options[0]]
         for option in options[1:]:  # drop dominated settings: larger and no better
             if option[1] < useful[-1][1]:

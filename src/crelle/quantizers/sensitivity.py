@@ -73,7 +73,7 @@ def sensitivities(
 ) -> list[Sensitivity]:
     """Measure every linear of the model on sequences of token ids [S, T], in execution order."""
     if len(tokens) == 0:
-        raise SchemeError("measuring sensitivities needs at least one row of text")
+        raise SchemeError("measuring sensitivities needs at least one calibration sequence")
     L = model.layers
     rng = torch.Generator().manual_seed(seed)
     found: list[list[Sensitivity]] = []

@@ -2,7 +2,7 @@
 
 async with running(service, settings) as server:        # accepts requests
     await something
-                                                        # takes no more, finishes or cuts what runs, is gone
+                                                        # takes no more, finishes or ends what runs, is gone
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _IDLE = 75.0  # seconds after which a connection without a request is closed
 _HEADERS, _HEADER_SIZE = 128, 8190  # of a request, and bytes of each
 _LINGER = 3.0  # seconds in which what a refused client still sends is thrown away
 _QUEUE = 1024  # connections that the system holds until they are accepted
-_LAST = 5.0  # seconds for answers that were cut to be written
+_LAST = 5.0  # seconds for answers that were ended early to be written
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ async def running(
     state.bridge = EventBridge(loop)
     runner = web.AppRunner(
         make_app(state),
-        handler_cancellation=True,  # a client that leaves ends its texts
+        handler_cancellation=True,  # a client that disconnects ends its sequences
         access_log=None,
         logger=LOGGER,
         auto_decompress=False,  # a small body must not become a large one
@@ -92,7 +92,7 @@ async def running(
 
 
 async def _finish(server: Server) -> None:
-    """Accept no more; wait for what runs, for a while; then cut it and let what it has be sent."""
+    """Accept no more; wait for what runs, for a while; then end it and let what it has be sent."""
     state = server.state
     state.closing = True
     for site in list(server.runner.sites):
@@ -126,7 +126,7 @@ async def _watch(state: State) -> None:
 
 
 def reserve(settings: Settings) -> socket.socket:
-    """Take the port, or say why that cannot be done. Nobody can connect to it yet."""
+    """Take the port, or say why that cannot be done. It does not accept connections yet."""
     where = f"{settings.host} port {settings.port}"
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -151,6 +151,6 @@ def address(sock: socket.socket) -> str:
 
 
 def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what the loop itself stumbles over, such as too many open files, in one line."""
+    """Log the loop's own errors, such as too many open files, in one line."""
     error = context.get("exception")
     log("loop", logging.ERROR, said=context.get("message"), fault=describe(error) if error else None)

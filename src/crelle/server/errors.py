@@ -13,7 +13,7 @@ from crelle.errors import CapacityError, CrelleError, NumericsError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-PASSED_ON = (asyncio.CancelledError, GeneratorExit, ConnectionError)  # nobody is there to be answered
+PASSED_ON = (asyncio.CancelledError, GeneratorExit, ConnectionError)  # the client is gone
 
 
 class ApiError(Exception):

@@ -12,10 +12,10 @@ Item = tuple[int, Event]  # number of the prompt among those of the HTTP request
 
 
 class EventQueue:
-    """The events of one HTTP request. A reader who lags too far behind loses the request, nobody else notices."""
+    """The events of one HTTP request. A reader who lags too far behind loses the request; others are not affected."""
 
     def __init__(self, limit: int | None, too_slow: Callable[[], None]) -> None:
-        """limit: events that may wait to be read; None: any number.  too_slow: called once, when there are more."""
+        """limit: events that may wait to be read; None: no limit.  too_slow: called once, when there are more."""
         self.handles: list[Handle] = []
         self.closed = False
         self.error: BaseException | None = None  # why an event could not be delivered

@@ -1,4 +1,4 @@
-"""One HTTP request for text, from its tokens to its last event."""
+"""One HTTP request for completions, from its tokens to its last event."""
 
 from time import monotonic
 from types import TracebackType
@@ -20,7 +20,7 @@ _ON_ITS_WAY = 3.0  # seconds in which an event surely comes from the engine's th
 
 
 class Generation:
-    """Texts that are being sampled. Leave the `async with` block, for whatever reason, and what still runs is ended."""
+    """The sequences of one HTTP request. Leaving the `async with` block, for any reason, ends what still runs."""
 
     def __init__(self, state: State, request: web.Request, params: GenerationRequest, prompts: list[list[int]]) -> None:
         self.state, self.request, self.params = state, request, params
@@ -68,12 +68,12 @@ class Generation:
 
     @property
     def outputs(self) -> list[Output]:
-        """All texts, when they are finished."""
+        """All outputs, when they are finished."""
         return [self._outputs[i] for i in range(self.choices)]
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, in texts that have ended or not."""
+        """Tokens sampled so far, in sequences that have ended or not."""
         return sum(len(s.new) for handle in self.queue.handles for s in handle.request.sequences)
 
     @property
@@ -127,7 +127,7 @@ class Generation:
         return now - self._missing_since > _ON_ITS_WAY
 
     def cancel(self) -> None:
-        """End the texts now; what they have so far still comes."""
+        """End the sequences now; what they have so far still comes."""
         for handle in self.queue.handles:
             handle.cancel()
 
@@ -135,7 +135,7 @@ class Generation:
         return any(o.completion.finish_reason == "cancelled" for o in self.outputs)
 
     def _too_slow(self) -> None:
-        """Nobody reads the stream: hang up. Closing politely would wait for the reader once more."""
+        """The client does not read the stream: hang up. Closing politely would wait for the reader once more."""
         self.state.metrics.slow_readers += 1
         self.context.log_fields["slow_reader"] = True
         if self.request.transport is not None:
@@ -151,6 +151,6 @@ class Generation:
         else:
             fields |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.tokens}
         if self.state.settings.log_prompts:
-            fields["prompt"] = [text[:_LOGGED] if isinstance(text, list) else text for text in self.params.texts]
+            fields["prompt"] = [p[:_LOGGED] if isinstance(p, list) else p for p in self.params.prompts]
             fields["answer"] = [o.completion.text for o in self._outputs.values()]
         return fields

@@ -1,4 +1,4 @@
-"""The pages of the server, each a few lines; middleware.py stands before them."""
+"""The HTTP handlers; every request passes middleware.py first."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ T = TypeVar("T")
 STATE = web.AppKey("state", State)
 PLAYGROUND = Path(__file__).parent / "static" / "playground.html"
 _SMALL = 1000  # tokens, or logprobs of tokens, of an answer that is built in the loop
-_EVENTS = 32  # of a stream, that are written before others have their turn
+_EVENTS = 32  # of a stream, that are written before the loop runs others
 _LAST_WORDS = 5.0  # seconds for an error to be written into a stream
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
@@ -138,7 +138,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return reply(await state.writing(partial(encode_large, answer)) if len(ids) > _SMALL else answer)
 
 
-# Text -----------------------------------------------------------------------------------------------------------------
+# Completions ----------------------------------------------------------------------------------------------------------
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -212,7 +212,7 @@ async def _stream(g: Generation) -> web.StreamResponse:
                         await response.write(data or PING)
                     writing = False
                     if len(items) > _EVENTS:
-                        await asyncio.sleep(0)  # others have their turn
+                        await asyncio.sleep(0)  # let other tasks run
             closing = g.response.closing(g.outputs)
             writing = True
             await response.write(closing)
@@ -247,5 +247,5 @@ async def _stream(g: Generation) -> web.StreamResponse:
 
 
 def batched(items: list[T], size: int) -> list[list[T]]:
-    """Cut a list; an empty one is one batch."""
+    """Split a list into batches; an empty one is one batch."""
     return [items[i : i + size] for i in range(0, max(len(items), 1), size)]

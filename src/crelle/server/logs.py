@@ -32,7 +32,7 @@ def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def set_up(stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Send the server's logs, and what aiohttp and asyncio have to say, to a stream (default: standard error)."""
+    """Send the server's logs, and those of aiohttp and asyncio, to a stream (default: standard error)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())
     for logger, least in ((LOGGER, level), (logging.getLogger("aiohttp"), logging.ERROR), (_asyncio(), logging.ERROR)):

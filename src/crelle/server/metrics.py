@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, in its text format."""
+"""Metrics for Prometheus, in its text format."""
 
 from bisect import bisect_left
 from collections import deque
@@ -56,14 +56,14 @@ class Rate:
 
 
 class Metrics:
-    """What the server counts itself; the engine's numbers come from its Stats."""
+    """What the server counts itself; the engine's counts come from its Stats."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
         self.first = Histogram("crelle_time_to_first_token_seconds", "from arrival to the first token", _FIRST)
-        self.each = Histogram("crelle_time_per_token_seconds", "mean of a text's tokens after the first", _EACH)
+        self.each = Histogram("crelle_time_per_token_seconds", "mean of a sequence's tokens after the first", _EACH)
         self.speed, self.finishing = Rate(), Rate()
-        self.running = self.waiting = 0  # HTTP requests for text with, and still without, a first token
+        self.running = self.waiting = 0  # HTTP requests for completions with, and still without, a first token
         self.prompt_tokens = 0
         self.disconnects = self.slow_readers = self.timeouts = 0
 
@@ -71,7 +71,7 @@ class Metrics:
         self.requests[path, status] = self.requests.get((path, status), 0) + 1
 
     def finished(self, output: Output) -> None:
-        """Take note of a text's times."""
+        """Take note of a sequence's times."""
         done = output.completion
         if done.tokens:
             self.first.observe(done.first_token_seconds)
@@ -92,13 +92,13 @@ class Metrics:
         now: list[tuple[str, str, float]] = [
             ("crelle_ready", "1 while requests are taken", int(ready)),
             ("crelle_queue_length", "prompts that wait for the engine", stats.waiting),
-            ("crelle_queue_limit", "prompts that may wait; -1: any number", -1 if queue_limit is None else queue_limit),
-            ("crelle_texts_running", "texts that the engine works on", stats.running),
+            ("crelle_queue_limit", "prompts that may wait; -1: no limit", -1 if queue_limit is None else queue_limit),
+            ("crelle_texts_running", "sequences that the engine works on", stats.running),
             ("crelle_requests_running", "HTTP requests that have had a first token", self.running),
             ("crelle_requests_waiting", "HTTP requests that have not", self.waiting),
             ("crelle_kv_pages", "pages of the cache", stats.pages),
-            ("crelle_kv_pages_used", "pages in texts that run", stats.pages_used),
-            ("crelle_kv_pages_cached", "pages kept for whoever has the same prefix", stats.pages_cached),
+            ("crelle_kv_pages_used", "pages of running sequences", stats.pages_used),
+            ("crelle_kv_pages_cached", "pages kept for prompts with the same prefix", stats.pages_cached),
             (
                 "crelle_tokens_per_second",
                 "tokens sampled, over the last 5 s",
@@ -111,11 +111,11 @@ class Metrics:
             ("crelle_tokens_drawn_total", "tokens sampled", stats.tokens_sampled),
             ("crelle_tokens_reused_total", "tokens of prompts found in the cache", stats.tokens_reused),
             ("crelle_prompt_tokens_total", "tokens of prompts let in", self.prompt_tokens),
-            ("crelle_preemptions_total", "texts that gave their pages back for a while", stats.preemptions),
-            ("crelle_texts_finished_total", "texts ended, for any reason", stats.finished),
-            ("crelle_texts_failed_total", "texts ended by a fault of the server", stats.failed),
+            ("crelle_preemptions_total", "sequences preempted (their pages given back for a while)", stats.preemptions),
+            ("crelle_texts_finished_total", "sequences ended, for any reason", stats.finished),
+            ("crelle_texts_failed_total", "sequences ended by a fault of the server", stats.failed),
             ("crelle_disconnects_total", "clients that left before their answer", self.disconnects),
-            ("crelle_slow_readers_total", "streams ended because nobody read them", self.slow_readers),
+            ("crelle_slow_readers_total", "streams ended because the client did not read them", self.slow_readers),
             ("crelle_timeouts_total", "requests that took too long", self.timeouts),
         ]
         lines = [*_numbers("gauge", now), *_numbers("counter", ever)]

@@ -1,4 +1,4 @@
-"""What every request passes: who may call, and what becomes of errors. Nothing above it ever sees an exception."""
+"""Middleware of every request: authorization and error responses. Nothing above it ever sees an exception."""
 
 import asyncio
 import logging
@@ -66,7 +66,7 @@ async def _answer(state: State, request: web.Request, context: RequestContext, h
 
 
 async def dress(request: web.Request, response: web.StreamResponse) -> None:
-    """Add what every answer has in its head, streams too."""
+    """Add the headers of every answer, streams too."""
     response.headers.update(
         {"X-Request-Id": REQUEST_CONTEXT.get().id, "X-Content-Type-Options": "nosniff", "Server": "crelle"}
     )

@@ -30,7 +30,7 @@ def document(info: ModelInfo, *, keys: bool) -> dict[str, Any]:
     paths = {
         "/v1/models": {"get": _get("the model that is served", schemas.MODELS)},
         "/v1/models/{model}": {"get": {**_get("one model", schemas.MODEL, 404), "parameters": [model]}},
-        "/v1/completions": {"post": _post("continue texts", schemas.completion(info), schemas.COMPLETION, stream)},
+        "/v1/completions": {"post": _post("complete prompts", schemas.completion(info), schemas.COMPLETION, stream)},
         "/v1/chat/completions": {"post": _post("answer", schemas.chat(info), schemas.CHAT, stream)},
         "/v1/status": {"get": _get("what the engine is doing", schemas.STATUS)},
         "/tokenize": {"post": _post("the token ids of a text", schemas.tokenize(info), schemas.TOKENS, {})},

@@ -12,15 +12,15 @@ from crelle.server.validation import Schema, check
 
 _LEAST = 1e-6  # of top_p: keeps the likeliest token alone, as anything smaller would, which f32 takes for 0
 
-Texts = list[str] | list[list[int]] | list[Message]  # prompts, prompts as ids, or one conversation
+Prompts = list[str] | list[list[int]] | list[Message]  # prompts, prompts as ids, or one conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One HTTP request for text. Its prompts are not tokenized yet: that can take a while."""
+    """One HTTP request for completions. Its prompts are not tokenized yet: that can take a while."""
 
     chat: bool
-    texts: Texts
+    prompts: Prompts
     sampling: Sampling  # with max_tokens as asked; `most` is what there is room for
     max_tokens: int | None
     n: int
@@ -33,12 +33,12 @@ class GenerationRequest:
     def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Tokenize; a conversation becomes one prompt."""
         if self.chat:
-            return [tokenizer.encode_chat(self.texts)]  # type: ignore[arg-type]
-        return [tokenizer.encode(t) if isinstance(t, str) else _integers(t) for t in self.texts]  # type: ignore[arg-type]
+            return [tokenizer.encode_chat(self.prompts)]  # type: ignore[arg-type]
+        return [tokenizer.encode(t) if isinstance(t, str) else _integers(t) for t in self.prompts]  # type: ignore[arg-type]
 
     @property
     def characters(self) -> int:
-        return _characters(self.texts)
+        return _characters(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class Tokenize:
     """One HTTP request for token ids."""
 
     chat: bool
-    texts: Texts  # a prompt or a conversation
-    bos: bool = True  # whether the prompt starts as texts start
+    prompts: Prompts  # a prompt or a conversation
+    bos: bool = True  # whether the prompt starts with BOS where the tokenizer has one
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
         if self.chat:
-            return tokenizer.encode_chat(self.texts)  # type: ignore[arg-type]
-        return tokenizer.encode(self.texts[0], self.bos)  # type: ignore[arg-type]
+            return tokenizer.encode_chat(self.prompts)  # type: ignore[arg-type]
+        return tokenizer.encode(self.prompts[0], self.bos)  # type: ignore[arg-type]
 
     @property
     def characters(self) -> int:
-        return _characters(self.texts)
+        return _characters(self.prompts)
 
 
 class RequestParser:
@@ -74,9 +74,9 @@ class RequestParser:
         self._check(body, self._completion)
         prompt = body["prompt"]
         several = isinstance(prompt, list) and isinstance(prompt[0], str | list)
-        texts = prompt if several else [prompt]
+        prompts = prompt if several else [prompt]
         most = int(_of(body, "max_tokens", min(16, self.info.max_tokens)))
-        return self._parsed(body, texts, most, body.get("logprobs"))
+        return self._parsed(body, prompts, most, body.get("logprobs"))
 
     def chat(self, body: Any) -> GenerationRequest:
         self._check(body, self._chat)
@@ -117,7 +117,7 @@ class RequestParser:
         return found
 
     def _parsed(
-        self, body: dict[str, Any], texts: Texts, most: int | None, logprobs: float | None
+        self, body: dict[str, Any], prompts: Prompts, most: int | None, logprobs: float | None
     ) -> GenerationRequest:
         stop = body.get("stop") or ()
         seed = body.get("seed")
@@ -133,7 +133,7 @@ class RequestParser:
         bits = body.get("precision")
         return GenerationRequest(
             chat="messages" in body,
-            texts=texts,
+            prompts=prompts,
             sampling=sampling,
             max_tokens=most,
             n=int(_of(body, "n", 1)),
@@ -156,9 +156,9 @@ def _integers(ids: list[int]) -> list[int]:
     return ids if set(map(type, ids)) <= {int} else list(map(int, ids))
 
 
-def _characters(texts: Texts) -> int:
+def _characters(prompts: Prompts) -> int:
     """Count what is to be tokenized."""
-    return sum(len(t if isinstance(t, str) else t["content"]) for t in texts if isinstance(t, str | dict))
+    return sum(len(t if isinstance(t, str) else t["content"]) for t in prompts if isinstance(t, str | dict))
 
 
 def _of(body: dict[str, Any], name: str, default: Any) -> Any:

@@ -36,7 +36,7 @@ class TextOffset:
 
 
 class ResponseBuilder:
-    """Builds the answers to one request. Text number i of prompt p is choice p * n + i."""
+    """Builds the answers to one request. Sequence i of prompt p is choice p * n + i."""
 
     def __init__(self, params: GenerationRequest, choices: int, model: str, tokens: TokenTexts) -> None:
         self.params, self._tokens = params, tokens
@@ -114,7 +114,7 @@ def _log(value: float) -> float:
 
 
 def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
-    """Count tokens; a prompt counts once, however many texts are sampled for it."""
+    """Count tokens; a prompt counts once, however many sequences are sampled for it."""
     firsts = outputs[::n]
     prompt = sum(o.completion.prompt_tokens for o in firsts)
     sampled = sum(len(o.completion.tokens) for o in outputs)
@@ -124,6 +124,6 @@ def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
 
 
 def _end(output: Output, cut: str | None) -> dict[str, Any]:
-    """Say why a text ended: OpenAI has no word for a server that shuts down, so that stands beside."""
+    """Say why a sequence ended: OpenAI has no reason for a server that shuts down, so `cut` names it."""
     reason = output.completion.finish_reason
     return {"finish_reason": reason} if reason in ("stop", "length") else {"finish_reason": "length", "cut": cut}

@@ -32,7 +32,7 @@ def serve(
     """
     _raise_file_limit()
     gc.collect()
-    gc.freeze()  # the model stays: nobody needs to look for garbage in it again
+    gc.freeze()  # the model stays: the collector need not look at it again
     gc.set_threshold(10_000, 20, 20)
     sys.setswitchinterval(_SWITCH)
     asyncio.run(_serve(running(service, settings, name, sock), on_start))

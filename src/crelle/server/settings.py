@@ -1,4 +1,4 @@
-"""What whoever runs the server may choose."""
+"""The settings of the server."""
 
 import hashlib
 import hmac
@@ -17,7 +17,7 @@ _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")  
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The API keys that open the server; none: it is open to whoever reaches it. Only digests are kept."""
+    """The API keys that open the server; none: any client may call. Only digests are kept."""
 
     digests: tuple[bytes, ...] = ()
 
@@ -62,7 +62,7 @@ def _digest(key: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Addresses, limits and habits. The limits of the engine (batch, queue, pages) are the engine's own."""
+    """Addresses, limits and options. The limits of the engine (batch, queue, pages) are the engine's own."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: one that is free

@@ -24,10 +24,10 @@ from crelle.server.strict_json import encode
 from crelle.server.token_text import TokenTexts
 
 T = TypeVar("T")
-_CHARACTERS_A_TOKEN = 8  # few texts have more on average, so longer prompts would not fit the context anyway
+_CHARACTERS_A_TOKEN = 8  # few prompts have more on average, so longer prompts would not fit the context anyway
 _PROMPTS = 64  # in one request
 _QUICK = 4096  # characters that are tokenized at once, tokens submitted; more would hold up the loop
-_FEW = 8  # texts that are submitted at once
+_FEW = 8  # sequences that are submitted at once
 
 
 class Cancellable(Protocol):
@@ -44,7 +44,9 @@ class State:
         self.engine, self.llm = service.engine, service.engine.llm
         self.created = int(time())
         c, engine = self.llm.model.spec, self.engine
-        self.room = min(c.context, engine.blocks.pages * engine.kv.page + 1)  # tokens of one text; the last is not kept
+        self.room = min(
+            c.context, engine.blocks.pages * engine.kv.page + 1
+        )  # tokens of one sequence; the last is not kept
         self.info = ModelInfo(
             name=name or model_name(self.llm.weights.path),
             context=c.context,
@@ -59,7 +61,7 @@ class State:
         self.document = encode(document(self.info, keys=bool(settings.keys)))
         self.bodies = Bodies(settings)
         self.closing = False
-        self.cut: str | None = None  # why texts are ended before they are complete
+        self.cut: str | None = None  # why sequences are ended before they are complete
         self.generations: set[Cancellable] = set()
         self.bridge: EventBridge | None = None  # set when the loop runs
         # One thread each: more would only take the interpreter lock from the loop, and memory for what is half done.
@@ -133,7 +135,7 @@ class State:
             )
             try:
                 queue.add(handle)
-            except BaseException:  # nobody else knows of it
+            except BaseException:  # no other code knows of it
                 handle.cancel()
                 raise
 
@@ -149,7 +151,7 @@ class State:
 
 
 async def _beside(worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """Run something in a worker. Where nobody waits for it any more, what it holds is let go before its turn."""
+    """Run something in a worker. If its caller is gone, what it holds is released before it runs."""
     held = [work]
 
     def run() -> T:

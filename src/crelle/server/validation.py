@@ -70,7 +70,7 @@ def _items(values: list[Any], schema: Schema, at: str) -> None:
 
 
 def _any_of(value: Any, schema: Schema, at: str) -> None:
-    """Let one alternative suffice; complain in the words of the one that was meant, if that can be told."""
+    """Let one alternative suffice; raise the error of the one that was meant, if that can be told."""
     meant: list[ApiError] = []
     for option in schema["anyOf"]:
         try:

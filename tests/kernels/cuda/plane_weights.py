@@ -53,8 +53,8 @@ def random_weight(
     return UniformTensor(planes, K, group, alpha[0], zero if kind is ScaleKind.UNIFORM else None)
 
 
-def numbers_in(w: CudaWeight) -> Tensor:
-    """Read the numbers f64 [N, K] back out of the layout, by its description alone."""
+def values_in(w: CudaWeight) -> Tensor:
+    """Read the values f64 [N, K] back out of the layout, by its description alone."""
     tiles, blocks = w.words.shape[:2]
     size = (-1, tiles * ROWS, blocks * BLOCK)
     # Lane (g, t), word (half, high), bit j: row g + 8 high of the tile, column 128 half + 32 t + j of the block.

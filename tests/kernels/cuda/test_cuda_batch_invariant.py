@@ -1,4 +1,4 @@
-"""Products with one order of sums: against f64, and row by row against themselves in any company."""
+"""Products with one order of sums: against f64, and row by row against themselves in other batches."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def test_thread_blocks_that_wait_for_each_other_run_at_once(N: int) -> None:
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 @pytest.mark.parametrize(("kind", "P", "group"), [KINDS[i] for i in (1, 2, 5, 8, 10, 13)])
 @pytest.mark.parametrize(("N", "K"), [(500, 1024), (4096, 2900), (17000, 300)])
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     N: int, K: int, kind: ScaleKind, P: int, group: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(N + P)

@@ -34,7 +34,7 @@ def test_eight_digits_of_base_three_hold_the_integer(q: int) -> None:
     assert sum((bits >> 2 * i & 3).bit_count() * worth for i, worth in enumerate(WORTH)) == q
 
 
-def numbers_in(x: BitSerialX, parts: int) -> Tensor:
+def values_in(x: BitSerialX, parts: int) -> Tensor:
     """Read x f64 [tokens, 256 blocks] back out of its digits in base 3, by the description of their layout alone."""
     halves, M = x.bits.shape[0], x.bits.shape[2]
     L = 4 // M  # pairs of columns of a token
@@ -67,7 +67,7 @@ def test_digits_are_x_rounded(tokens: int, group: int) -> None:
     x[0, 512] = 3000
     digits = bmma_gemv.encode(x, w)
     plain = torch.nn.functional.pad(x.double().cpu(), (0, 24))
-    error = (numbers_in(digits, bmma_gemv.parts(w)) - plain).abs().view(tokens, 8, 128)
+    error = (values_in(digits, bmma_gemv.parts(w)) - plain).abs().view(tokens, 8, 128)
     near, far = plain.view(tokens, 8, 128).clamp(min=0).amax(-1), plain.view(tokens, 8, 128).clamp(max=0).neg().amax(-1)
     step = torch.maximum(torch.maximum(near, far) / -LEAST, torch.minimum(near, far) / MOST)
     assert bool((error <= step[..., None] * 0.502).all())

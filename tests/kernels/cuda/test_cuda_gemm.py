@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from plane_weights import KINDS, TOLERANCE, random_weight, relative
+from product_checks import check_first_planes, check_reruns, graph_gives_the_same
 
 from crelle.kernels.cuda import gemm, jit
 from crelle.kernels.cuda.gemm import GemmSm80TileConfig, GemmTileConfig
@@ -171,22 +172,12 @@ def test_every_shape_matches_oracle(config: GemmTileConfig | GemmSm80TileConfig,
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [48, 128, 256])
 def test_reruns_of_a_large_product_are_equal(tokens: int) -> None:
-    w = random_weight(ScaleKind.BCQ, 2, 8192, 4096, 128, HALF, "cuda")
-    x, prepared = torch.randn(tokens, 4096, dtype=HALF, device="cuda"), lay_out(w)
-    y = gemm.matmul(x, prepared)
-    rows = torch.randint(0, 8192, (256,), device="cuda")
-    assert relative(y[:, rows], x.double() @ w.rows(rows).dequantize(torch.float64).T) <= TOLERANCE[HALF]
-    for _ in range(50):
-        assert torch.equal(gemm.matmul(x, prepared), y)
+    check_reruns(gemm.matmul, 2, 8192, 4096, tokens, times=50)
 
 
 @pytest.mark.gpu
 def test_first_planes_alone_are_a_weight() -> None:
-    w = lay_out(random_weight(ScaleKind.BCQ_SYMMETRIC, 4, 64, 512, 128, HALF, "cuda"))
-    few = replace(w, P=2, scales=w.scales[..., :2, :].contiguous())
-    same = replace(few, words=w.words[:, :, :2].contiguous())
-    x = torch.randn(20, 512, dtype=HALF, device="cuda")
-    assert torch.equal(gemm.matmul(x, few), gemm.matmul(x, same))
+    check_first_planes(gemm.matmul)
 
 
 @pytest.mark.gpu
@@ -201,12 +192,4 @@ def test_inputs_are_taken_in_the_order_of_the_weight() -> None:
 def test_a_graph_of_products_gives_the_same() -> None:
     w = lay_out(random_weight(ScaleKind.BCQ, 2, 300, 1024, 128, HALF, "cuda"))
     x = torch.randn(40, 1024, dtype=HALF, device="cuda")
-    y = gemm.matmul(x, w)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            gemm.matmul(x, w, out=out)
-    for _ in range(3):
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, y)
+    assert graph_gives_the_same(lambda out: gemm.matmul(x, w, out=out))

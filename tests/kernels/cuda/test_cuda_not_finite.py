@@ -19,6 +19,7 @@ from crelle.kernels.cuda import (
     residual_norm_pack,
 )
 from crelle.kernels.cuda.activations import Prologue, is_gated
+from crelle.kernels.cuda.fused_linear import Norm
 from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
@@ -80,7 +81,9 @@ def test_operations_before_a_product(op: Prologue, value: str) -> None:
     x = torch.randn(40, wide, device="cuda", dtype=HALF)
     bad = with_bad(x, 17, 700, BAD[value])
     some = None if is_gated(op) else torch.randn(40, K, device="cuda", dtype=HALF)
-    packed = [gemm.product(residual_norm_pack.add_norm_pack(v, w, op, *norms, addend=some)[0], w) for v in (bad, x)]
+    packed = [
+        gemm.product(residual_norm_pack.add_norm_pack(v, w, op, Norm(*norms), addend=some)[0], w) for v in (bad, x)
+    ]
     spoilt(*packed, 17)
 
 

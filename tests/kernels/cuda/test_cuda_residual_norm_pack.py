@@ -10,6 +10,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda import dense, gemm, residual_norm_pack
 from crelle.kernels.cuda.activations import Prologue, is_gated
+from crelle.kernels.cuda.fused_linear import Norm
 from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -41,7 +42,7 @@ def test_one_launch_gives_what_three_give(M: int, K: int, group: int, op: Prolog
     normed = "NORM" in op
     norm, shift = (torch.randn(K, device="cuda").to(dtype) for _ in range(2))
     settings = (norm if normed else None, shift if op == "LAYER_NORM" else None, 1e-5)
-    found, total = residual_norm_pack.add_norm_pack(x, w, op, *settings, addend=some)
+    found, total = residual_norm_pack.add_norm_pack(x, w, op, Norm(*settings), addend=some)
     wanted = x if some is None else x + some
     assert torch.equal(total, wanted)
     h = wanted if op == "PLAIN" else dense.apply(wanted, op, *settings)
@@ -52,17 +53,17 @@ def test_one_launch_gives_what_three_give(M: int, K: int, group: int, op: Prolog
         assert float((found.xs - plain.xs).abs().max()) <= TOLERANCE[dtype] * float(plain.xs.abs().max())
     else:
         assert torch.equal(found.xs, plain.xs)
-    again, _ = residual_norm_pack.add_norm_pack(x, w, op, *settings, addend=some)
+    again, _ = residual_norm_pack.add_norm_pack(x, w, op, Norm(*settings), addend=some)
     assert torch.equal(again.xs, found.xs)
-    ordered, _ = residual_norm_pack.add_norm_permute(x, w, op, *settings, addend=some)
+    ordered, _ = residual_norm_pack.add_norm_permute(x, w, op, Norm(*settings), addend=some)
     assert torch.equal(gemm.pack(ordered, replace(w, perm=None)).xs, found.xs)
 
 
 @pytest.mark.gpu
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     w, x, addend = weight(4096, 128), *torch.randn(2, 64, 4096, device="cuda").half()
-    norm = torch.randn(4096, device="cuda").half()
-    whole, _ = residual_norm_pack.add_norm_pack(x, w, "RMS_NORM", norm, eps=1e-5, addend=addend)
+    norm = Norm(torch.randn(4096, device="cuda").half(), None, 1e-5)
+    whole, _ = residual_norm_pack.add_norm_pack(x, w, "RMS_NORM", norm, addend=addend)
     for some in (slice(0, 8), slice(24, 40)):  # from a multiple of 8 on: then rows are swizzled alike
-        found, _ = residual_norm_pack.add_norm_pack(x[some], w, "RMS_NORM", norm, eps=1e-5, addend=addend[some])
+        found, _ = residual_norm_pack.add_norm_pack(x[some], w, "RMS_NORM", norm, addend=addend[some])
         assert torch.equal(found.xs, whole.xs[:, some])

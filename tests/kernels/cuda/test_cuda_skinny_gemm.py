@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from plane_weights import KINDS, TOLERANCE, random_weight, relative
+from product_checks import check_first_planes, check_reruns, graph_gives_the_same
 
 from crelle.kernels.cuda import jit, skinny_gemm
 from crelle.kernels.cuda.skinny_gemm import SkinnyTileConfig
@@ -117,25 +118,14 @@ def test_every_shape_matches_oracle(config: SkinnyTileConfig, scale_dtype: torch
 @pytest.mark.parametrize("tokens", [8, 16, 32])
 @pytest.mark.parametrize("P", [2, 4])
 def test_no_weight_is_overwritten_while_it_is_read(P: int, tokens: int) -> None:
-    w = random_weight(
-        ScaleKind.BCQ, P, 12288, 8192, 128, HALF, "cuda"
-    )  # all processors busy, queues filled again and again
-    x, prepared = torch.randn(tokens, 8192, dtype=HALF, device="cuda"), lay_out(w)
-    y = skinny_gemm.product(x, prepared)
-    rows = torch.randint(0, 12288, (256,), device="cuda")
-    assert relative(y[:, rows], x.double() @ w.rows(rows).dequantize(torch.float64).T) <= TOLERANCE[HALF]
-    for _ in range(100):
-        assert torch.equal(skinny_gemm.product(x, prepared), y)
+    # all processors busy, queues filled again and again
+    check_reruns(skinny_gemm.product, P, 12288, 8192, tokens, times=100)
 
 
 @pytest.mark.gpu
 @hopper
 def test_first_planes_alone_are_a_weight() -> None:
-    w = lay_out(random_weight(ScaleKind.BCQ_SYMMETRIC, 4, 64, 512, 128, HALF, "cuda"))
-    few = replace(w, P=2, scales=w.scales[..., :2, :].contiguous())
-    same = replace(few, words=w.words[:, :, :2].contiguous())
-    x = torch.randn(20, 512, dtype=HALF, device="cuda")
-    assert torch.equal(skinny_gemm.product(x, few), skinny_gemm.product(x, same))
+    check_first_planes(skinny_gemm.product)
 
 
 @pytest.mark.gpu
@@ -162,12 +152,4 @@ def test_rows_at_an_odd_address_are_copied() -> None:
 def test_a_graph_of_products_gives_the_same() -> None:
     w = lay_out(random_weight(ScaleKind.BCQ, 2, 300, 1024, 128, HALF, "cuda"))
     x = torch.randn(16, 1024, dtype=HALF, device="cuda")
-    y = skinny_gemm.product(x, w)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            skinny_gemm.product(x, w, out=out)
-    for _ in range(3):
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, y)
+    assert graph_gives_the_same(lambda out: skinny_gemm.product(x, w, out=out))

@@ -1,10 +1,10 @@
-"""The layout of the CUDA kernels holds exactly the numbers of the format, whatever the shape and the group."""
+"""The layout of the CUDA kernels holds exactly the values of the format, whatever the shape and the group."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plane_weights import numbers_in, random_weight
+from plane_weights import random_weight, values_in
 
 from crelle.errors import UnsupportedError
 from crelle.formats.composite import PermutedTensor
@@ -22,14 +22,14 @@ from crelle.kernels.cuda.weight_layout import BLOCK, ScaleKind, join, lay_out
 )
 def test_layout_holds_the_numbers(kind: ScaleKind, P: int, N: int, K: int, group: int) -> None:
     w = random_weight(kind, P, N, K, group)
-    assert torch.equal(numbers_in(lay_out(w)), w.dequantize(torch.float64))
+    assert torch.equal(values_in(lay_out(w)), w.dequantize(torch.float64))
 
 
 @pytest.mark.parametrize("group", [40, 64])
 def test_permuted_inputs_are_found_by_their_order(group: int) -> None:
     inner = random_weight(ScaleKind.UNIFORM, 3, 20, 300, group)
     w = PermutedTensor(inner, torch.randperm(300).to(torch.int32))
-    assert torch.equal(numbers_in(lay_out(w)), w.dequantize(torch.float64))
+    assert torch.equal(values_in(lay_out(w)), w.dequantize(torch.float64))
 
 
 def test_groups_that_fit_cost_no_padding() -> None:
@@ -48,13 +48,13 @@ def test_a_whole_row_has_one_set_of_scales() -> None:
 
 def test_joined_matrices_share_memory_with_their_parts() -> None:
     parts = [lay_out(random_weight(ScaleKind.BCQ, 3, n, 512, 128)) for n in (32, 16, 24)]
-    before = [numbers_in(p) for p in parts]
+    before = [values_in(p) for p in parts]
     joined = join(parts)
     assert joined is not None
     whole, views = joined
-    assert torch.equal(numbers_in(whole), torch.cat(before))
-    for view, numbers in zip(views, before, strict=True):
-        assert torch.equal(numbers_in(view), numbers)
+    assert torch.equal(values_in(whole), torch.cat(before))
+    for view, values in zip(views, before, strict=True):
+        assert torch.equal(values_in(view), values)
         assert view.words.untyped_storage().data_ptr() == whole.words.untyped_storage().data_ptr()
 
 

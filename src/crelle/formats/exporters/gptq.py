@@ -133,7 +133,7 @@ def pack(w: QuantTensor, version: int) -> tuple[dict[str, Tensor], Grid]:
     if K * bits % 32 or N * bits % 32:
         raise UnsupportedError(f"{N} x {K} at {bits} bits does not fill whole 32-bit words, which GPTQ asks for")
     if not torch.equal(scale.float(), inner.scale.float()):
-        raise UnsupportedError("a scale is not an f16 number, and GPTQ stores f16")
+        raise UnsupportedError("a scale is not representable in f16, and GPTQ stores f16")
     zero = inner.zeros()
     if version == 1 and bool((zero == 0).any()):
         raise UnsupportedError("GPTQ v1 cannot store a zero point of 0; use --gptq-version 2")

@@ -1,1 +1,1 @@
-"""What people already have: readers of other projects' files."""
+"""Readers of other projects' files."""

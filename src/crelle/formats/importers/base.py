@@ -1,7 +1,7 @@
 """What the importers of quantized Hugging Face directories share.
 
 Such a directory differs from a plain one in that `module.weight` is missing for some modules; a few tensors with other
-names stand for it (GPTQ: qweight, qzeros, scales, g_idx). An importer names those parts and turns them into one of our
+names stand for it (GPTQ: qweight, qzeros, scales, g_idx). An importer names those parts and converts them to one of our
 tensors; everything else is read as from a plain directory.
 """
 
@@ -49,7 +49,7 @@ class EncodedDirectory(HFDirectory):
             return self._matrix_shape(module)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor; an encoded matrix as the f32 numbers that it stands for."""
+        """Return a tensor; an encoded matrix dequantized to f32."""
         return self.matrix(module).dequantize() if (module := self._encoded_module(name)) else super().read(name)
 
     def matrix(self, module: str) -> QuantTensor:

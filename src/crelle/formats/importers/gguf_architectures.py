@@ -20,7 +20,7 @@ class Architecture:
 
     model_class: str  # transformers' class
     model_type: str
-    layers: str  # the prefix of a layer's tensors, before its number
+    layers: str  # the prefix of a layer's tensors, before its index
     outer: Mapping[str, str]  # tensors outside the layers
     inner: Mapping[str, str]  # tensors of a layer
     sizes: Mapping[str, str]  # config keys of integers, from GGUF's keys (without the architecture)

@@ -1,6 +1,6 @@
 """Blocks of GGUF's uniform types taken apart into codes and scales, without loss.
 
-A row is cut into blocks of 32 weights, or 256 in the K-quants; b bits, d and m are f16 values of the block:
+A row is split into blocks of 32 weights, or 256 in the K-quants; b bits, d and m are f16 values of the block:
     Q4_0 Q5_0 Q8_0    w = d (q - 2^(b-1))                    groups of 32, f16 scales
     Q4_1 Q5_1         w = d q + m                            groups of 32, f16 scales
     Q3_K Q6_K         w = d s (q - 2^(b-1))                  groups of 16, s an integer of 6 or 8 bits
@@ -45,7 +45,7 @@ def half(blocks: Array) -> Array:
 
 
 def fields(data: Array, bits: int) -> Array:
-    """Cut bytes [..., m] into fields: [..., 8/bits, m], all lowest fields first."""
+    """Split bytes [..., m] into fields: [..., 8/bits, m], all lowest fields first."""
     place = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (data[..., None, :] >> place) & ((1 << bits) - 1)
 
@@ -144,7 +144,7 @@ def _tq1_0(b: Array) -> Blocks:
     """48 bytes with five base-3 digits each, in runs of 32 and 16 bytes; 4 with four digits; d.
 
     A byte holds ceil(256 n / 243) for the number n of its digits, so that multiplying by 3 brings the first digit out
-    above the byte: byte * 3^i, cut to a byte, begins with digit i.
+    above the byte: byte * 3^i, truncated to a byte, begins with digit i.
     """
     digits = []
     for start, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):

@@ -47,7 +47,7 @@ def _mxfp4(b: Array) -> Array:
 
 
 def _nvfp4(b: Array) -> Array:
-    """Four scales of 4 bits exponent and 3 bits mantissa (0x7f: no number, read as 0); 32 bytes of codes."""
+    """Four scales of 4 bits exponent and 3 bits mantissa (0x7f: NaN, read as 0); 32 bytes of codes."""
     x = b[:, :4].astype(np.int32) & 0x7F
     exponent, mantissa = x >> 3, x & 7
     value = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10), np.ldexp(1.0 * mantissa, -9))

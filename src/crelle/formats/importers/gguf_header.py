@@ -1,4 +1,4 @@
-"""The header of a GGUF file, walked with bounds: no count or length in it is believed before the file's size allows it.
+"""The header of a GGUF file, walked with bounds: every count and length is checked against the file's size first.
 
     magic "GGUF", version u32 (2 or 3), tensor count u64, metadata count u64
     metadata     key string, type u32, value                      string: length u64, UTF-8 bytes
@@ -118,10 +118,10 @@ class Header:
                 text, at = self._text(at, key)
                 found.append(text)
             return found
-        numbers = np.frombuffer(self.data, _TYPES[value.kind], 1 if value.count is None else value.count, value.at)
+        values = np.frombuffer(self.data, _TYPES[value.kind], 1 if value.count is None else value.count, value.at)
         if value.kind == _BOOL:
-            numbers = numbers.astype(bool)
-        return numbers.tolist() if value.count is not None else numbers[0].item()
+            values = values.astype(bool)
+        return values.tolist() if value.count is not None else values[0].item()
 
     # The walk: `_at` never passes the end of the file.
 
@@ -199,12 +199,12 @@ class Header:
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise FormatError(f"'{name}' has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed")
         inner_first = struct.unpack_from(f"<{dimensions}Q", self.data, self._need(8 * dimensions))
-        number, offset = _U32_U64.unpack_from(self.data, self._need(12))
+        type_id, offset = _U32_U64.unpack_from(self.data, self._need(12))
         try:
-            kind = GGMLQuantizationType(number)
+            kind = GGMLQuantizationType(type_id)
             block, size = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as e:
-            raise FormatError(f"'{name}' has the unknown type {number}") from e
+            raise FormatError(f"'{name}' has the unknown type {type_id}") from e
         if not all(inner_first) or inner_first[0] % block:
             sizes = " x ".join(map(str, reversed(inner_first)))
             raise FormatError(f"'{name}' is {sizes}, which {kind.name} cannot be (rows of blocks of {block})")

@@ -110,8 +110,8 @@ def _merges_of_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[
     """SentencePiece joins the pair whose result scores best; list all pairs in that order."""
     found = []
     for token, i in vocab.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
             if left in vocab and right in vocab:
                 found.append((-scores[i], vocab[left], vocab[right], left, right))
     return [(left, right) for *_, left, right in sorted(found)]

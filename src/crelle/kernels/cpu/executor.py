@@ -2,7 +2,7 @@
 
 Tokens of prompts go through the large tiles of `prefill`, those of all sequences in one pass over the weights; sampled
 tokens go through `step`, up to 16 of them in a call. Both are batch-invariant, so that a sequence has the same bits
-alone and beside others, and however its prompt is cut into chunks.
+alone and beside others, and however its prompt is split into chunks.
 """
 
 from collections.abc import Sequence

@@ -214,7 +214,7 @@ class FusedDecoder:
 
         Chunks of the prompts of S sequences in one pass over the weights: the next counts[s] of tokens [T] stand at
         positions[s] and behind it in row rows[s] (default: s) of the cache, which holds all before them. want: indices
-        of sequences, rising. All int64. Batch-invariant: the bits of a token depend neither on how its prompt was cut
+        of sequences, rising. All int64. Batch-invariant: the bits of a token depend neither on how its prompt was split
         into chunks nor on other sequences (csrc/prefill.h says how).
         """
         logits = torch.empty(len(tokens if want is None else want), self.vocabulary)
@@ -287,7 +287,7 @@ def _shape(m: Matrix) -> tuple[int, int]:
 
 
 def _for_core(parts: ModelParts) -> SimpleNamespace:
-    """Return what C++ reads: names of numbers, prepared weights, plain matrices as they are, vectors as f32."""
+    """Return what C++ reads: scalars by name, prepared weights, plain matrices as they are, vectors as f32."""
     spec, ropes = parts.spec, parts.spec.ropes
     first = spec.layers[0].attention
     return SimpleNamespace(

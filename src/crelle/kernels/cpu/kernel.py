@@ -23,7 +23,7 @@ Precision = Literal["exact", "int8"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuWeight:
-    """A prepared matrix and how exactly to multiply by it."""
+    """A prepared matrix and the precision to multiply by it in."""
 
     data: Any  # crelle.kernels.cpu._core.Weight
     precision: Precision

@@ -1,6 +1,6 @@
 """CUDA kernels (`csrc/`), compiled at run time for the device at hand: `jit` compiles, `launch` runs.
 
-Optional, and nothing here is imported before somebody asks: without a device, or without the packages of
+Optional, and nothing here is imported before it is needed: without a device, or without the packages of
 `pip install 'crelle[cuda]'`, `available` says so in a sentence and other kernels do the work.
 """
 

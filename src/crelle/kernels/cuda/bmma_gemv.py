@@ -128,12 +128,12 @@ def gemv_variant(
     divided: bool = False,
 ) -> tuple[str, str]:
     s = config
-    numbers = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}"
+    arguments = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}"
     pieces = f"{s.tiles}, {s.warps}, {s.run}, {s.stages}, {s.halves}, {s.occupancy}"
     types = f"{C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
     return (
         "bmma_gemv.cu",
-        f"crelle::bmma_gemv<{numbers}, {pieces}, crelle::{epilogue}, {str(divided).lower()}, {types}>",
+        f"crelle::bmma_gemv<{arguments}, {pieces}, crelle::{epilogue}, {str(divided).lower()}, {types}>",
     )
 
 
@@ -200,7 +200,7 @@ def _launch(
     dtype: torch.dtype,
     s: GemvTileConfig,
     epilogue: EpilogueOut,
-    numbers: tuple[Tensor | None, ...],
+    vectors: tuple[Tensor | None, ...],
     made: BitSerialX | None,
 ) -> None:
     given = (made.bits, made.scale, made.moments) if made else (None, None, None)
@@ -208,7 +208,7 @@ def _launch(
     load(*gemv_variant(w, x.tokens, s, dtype, epilogue, x.moments is not None))(
         (_grid(w, s, epilogue), 1, 1),
         32 * s.warps,
-        *(w.words, w.scales, x.bits, x.scale, x.moments, *numbers, *given, *sizes),
+        *(w.words, w.scales, x.bits, x.scale, x.moments, *vectors, *given, *sizes),
         shared=s.warps * _pipeline_bytes(w, s) + _cluster_bytes(w, s, x.tokens, epilogue),
         pdl=True,
         cluster=_cluster(s, epilogue),

@@ -36,7 +36,7 @@ def supports(head_size: int, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float16, torch.bfloat16):
         return f"attends in float16 and bfloat16, not in {dtype}"
     if head_size % 8 or not 8 <= head_size <= 256:
-        return f"takes heads of 8, 16, … 256 numbers, not of {head_size}"
+        return f"takes heads of 8, 16, … 256 channels, not of {head_size}"
     return None
 
 
@@ -69,8 +69,8 @@ def attend_variant(
     p: AttentionTileConfig, head_size: int, dtype: torch.dtype, cluster: bool = True, bitserial: int = 0
 ) -> tuple[str, str]:
     """`cluster`: splits are added in distributed shared memory (sm_90); `bitserial`: DIGITS of decode_attention.cu."""
-    numbers = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}, {bitserial}"
-    return "decode_attention.cu", f"crelle::decode_attention<{numbers}, {C_TYPES[dtype]}>"
+    arguments = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}, {bitserial}"
+    return "decode_attention.cu", f"crelle::decode_attention<{arguments}, {C_TYPES[dtype]}>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

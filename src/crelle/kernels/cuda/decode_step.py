@@ -111,7 +111,7 @@ class StepLayer:
 
 
 class Step:
-    """The step of any spec that `supports` has nothing to say about."""
+    """The step of any spec for which `supports` returns None."""
 
     def __init__(self, model: DecoderModules) -> None:
         s, dtype = model.spec, model.dtype

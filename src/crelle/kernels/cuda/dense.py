@@ -38,8 +38,8 @@ def product_variant(
     op: Prologue, tokens: int, K: int, dtype: torch.dtype, out_dtype: torch.dtype, config: DenseTileConfig | None = None
 ) -> tuple[str, str]:
     c = config or choose(K)
-    numbers = f"crelle::{op}, {tokens}, {c.warps}, {c.depth}, {c.occupancy}, {_aligned(K)}"
-    return "dense.cu", f"crelle::dense_gemv<{numbers}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
+    arguments = f"crelle::{op}, {tokens}, {c.warps}, {c.depth}, {c.occupancy}, {_aligned(K)}"
+    return "dense.cu", f"crelle::dense_gemv<{arguments}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
 
 
 def product(

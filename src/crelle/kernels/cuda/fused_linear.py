@@ -102,9 +102,9 @@ class FusedLinear:
             y = self(x, op, norm, residual)
             return y, y
         digits, bias, fold = self._digits(x, w, op, norm, self.bias)
-        numbers, made = product_encode(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
-        assert numbers is not None
-        return numbers, made
+        stored, made = product_encode(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
+        assert stored is not None
+        return stored, made
 
     def _encoding_weight(self, then: Prologue, following: "FusedLinear") -> CudaWeight | None:
         """The weight, where its epilogue can encode then(y)."""

@@ -75,13 +75,13 @@ def pack_variant(dtype: torch.dtype) -> tuple[str, str]:
 
 def product_variant(w: CudaWeight, config: GemmTileConfig | GemmSm80TileConfig, dtype: torch.dtype) -> tuple[str, str]:
     s = config
-    numbers = f"{w.P}, crelle::{w.kind.name}, {w.groups}"
+    arguments = f"{w.P}, crelle::{w.kind.name}, {w.groups}"
     if isinstance(s, GemmSm80TileConfig):
         kernel, pieces = "gemm_sm80", f"{s.tokens}, {s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}"
     else:
         kernel = "gemm_sm90"
         pieces = f"{s.tokens}, {s.warpgroups}, {s.x_chunks}, {s.x_stages}, {s.w_stages}, {s.occupancy}, {s.split_k}"
-    return "gemm.cu", f"crelle::{kernel}<{numbers}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
+    return "gemm.cu", f"crelle::{kernel}<{arguments}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
 
 
 def pack(x: Tensor, w: CudaWeight) -> PackedX:

@@ -123,11 +123,11 @@ def architecture(capability: tuple[int, int] | None = None) -> str:
 
 
 def _checked(arch: str) -> str:
-    """Refuse what NVRTC or our kernels cannot do, in words."""
+    """Refuse what NVRTC or our kernels cannot do, with a sentence."""
     if arch in ARCHITECTURES:
         return arch
-    number = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if number is None or int(number[1]) < 80 or int(number[1]) not in _supported():
+    found = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if found is None or int(found[1]) < 80 or int(found[1]) not in _supported():
         could = ", ".join(f"sm_{n}" for n in _supported() if n >= 80)
         raise UnsupportedError(f"cannot compile kernels for '{arch}'; {version()} and Crelle can do: {could}")
     return arch

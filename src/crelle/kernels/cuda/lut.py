@@ -5,7 +5,7 @@
 
 Rows are padded to tiles of 16, inputs to units of 1024: 32 lanes of 32 inputs, of which slice s is lane's s-th byte.
     words   uint8 [tiles, units, P, 4, 32, 16]     unit, plane, slice, lane: the byte of each of 16 rows
-    scales  S [tiles, ceil(units/span), words, groups, 16]     what a group stores for each row, see layout.Kind
+    scales  S [tiles, ceil(units/span), words, groups, 16]     what a group stores for each row, see ScaleKind
 Lanes 16 ... 31 hold rows 8 ... 15 first: the kernel's sum over lanes then needs no choice in its widest step.
 A group of inputs is stored as 32, 64, ... 512 or a multiple of 1024 of them. Others are padded up to 32 inputs and,
 where that is none of these, stored as several groups with the same scales; `order` then tells which input stands where
@@ -102,10 +102,10 @@ def lut_variant(
 ) -> tuple[str, str]:
     """Return the kernel (file, expression) of such a product."""
     s = config
-    numbers = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}, crelle::{variant}"
+    arguments = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}, crelle::{variant}"
     pieces = f"{s.slices}, {s.warps}, {s.occupancy}, {min(s.stages, w.P)}"
     types = f"{C_TYPES[s.table]}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
-    return "lut.cu", f"crelle::lut<{numbers}, {pieces}, {types}>"
+    return "lut.cu", f"crelle::lut<{arguments}, {pieces}, {types}>"
 
 
 def matmul(

@@ -144,16 +144,15 @@ def _packed(
         ]
         products, sums = zip(*parts, strict=True)
         return torch.cat(products), torch.cat(sums)
-    scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     if not batch_invariant and dispatch.gemm_route(x.shape[0]) == "skinny_gemm":
         plain = op == "PLAIN" and addend is None
         ready, total = (
             (skinny_gemm.permuted_rows(x, w), x)
             if plain
-            else residual_norm_pack.add_norm_permute(x, w, op, scale, shift, eps, addend)
+            else residual_norm_pack.add_norm_permute(x, w, op, norm, addend)
         )
         return skinny_gemm.product(ready, w, product.bias), total
-    xs, total = residual_norm_pack.add_norm_pack(x, w, op, scale, shift, eps, addend)
+    xs, total = residual_norm_pack.add_norm_pack(x, w, op, norm, addend)
     return _gemm(xs, product, batch_invariant), total
 
 

@@ -50,7 +50,7 @@ def supports(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dt
     if dtype not in _SIZES or (not fmt.coded and (values or dtype) not in _SIZES):
         return f"attends in float16 and bfloat16, not in {dtype if dtype not in _SIZES else values}"
     if head_size % 16 or not 16 <= head_size <= 256:
-        return f"takes heads of 16, 32, … 256 numbers, not of {head_size}"
+        return f"takes heads of 16, 32, … 256 channels, not of {head_size}"
     if fmt.page % _TOKENS:
         return f"takes pages of a multiple of {_TOKENS} tokens, not of {fmt.page}"
     if not most_heads(fmt, head_size):
@@ -102,18 +102,18 @@ def attend_variant(
     p: PagedTileConfig, fmt: KVFormat, head_size: int, values: torch.dtype, dtype: torch.dtype
 ) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result."""
-    numbers = (
+    arguments = (
         f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
     )
     types = f"{str(fmt.rotate).lower()}, {C_TYPES[values]}, {C_TYPES[dtype]}"
-    return "paged_attention.cu", f"crelle::paged_attend<{numbers}, {types}>"
+    return "paged_attention.cu", f"crelle::paged_attend<{arguments}, {types}>"
 
 
 def append_variant(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype) -> tuple[str, str]:
     """`dtype`: that of q, k and v; `values`: the type of 16-bit pages, f16 for codes."""
-    numbers = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {str(fmt.rotate).lower()}"
+    arguments = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {str(fmt.rotate).lower()}"
     name = "paged_append_8lane" if _lanes(fmt, head_size) == 8 else "paged_append"
-    return "paged_append.cu", f"crelle::{name}<{numbers}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
+    return "paged_append.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
 
 
 def _lanes(fmt: KVFormat, head_size: int) -> int:
@@ -123,8 +123,8 @@ def _lanes(fmt: KVFormat, head_size: int) -> int:
 
 def read_variant(fmt: KVFormat, head_size: int, values: torch.dtype) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; also that of the result."""
-    numbers = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}"
-    return "paged_append.cu", f"crelle::paged_read<{numbers}, {C_TYPES[values]}>"
+    arguments = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}"
+    return "paged_append.cu", f"crelle::paged_read<{arguments}, {C_TYPES[values]}>"
 
 
 def variants() -> Iterator[tuple[str, str]]:
@@ -210,7 +210,7 @@ def attend(
 ) -> Tensor:
     """Return softmax(q K^T * scale) V [B, H, D] for q [B, H, D], one token of each sequence, the last of its `lengths`.
 
-    `rotated`: q is what `append` returned; then `dtype` is that of the result, the pages' numbers' (f16 for codes)
+    `rotated`: q is what `append` returned; then `dtype` is that of the result, the pages' values' (f16 for codes)
     unless told. `config` fixes the order of sums; otherwise it depends on the batch's size and the table's width.
     `semaphores`: int32 zeros [B * Hkv * chunks] or more that stay zeros, to be shared by the launches of one stream.
     `packed_for`: the result is [2 H, B, 64], packed as gemm.py packs x for this weight; for D = 128, an even H and B a

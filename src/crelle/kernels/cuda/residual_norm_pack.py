@@ -1,6 +1,6 @@
 """Launches residual_norm_pack.cu: fused residual add, norm or activation, and packing for the next GEMM.
 
-    xs, x = add_norm_pack(x, w, "RMS_NORM", norm=norm, eps=eps, addend=y)      # x += y; norm; packed for gemm.product
+    xs, x = add_norm_pack(x, w, "RMS_NORM", norm, addend=y)      # x += y; norm; packed for gemm.product
     xs, _ = add_norm_pack(inner, down, "SILU_MUL")
 
 What `dense.apply` and `gemm.pack` do, and the sum before them, in one launch instead of three.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
+from crelle.kernels.cuda.fused_linear import Norm
 from crelle.kernels.cuda.gemm import PackedX
 from crelle.kernels.cuda.launch import load
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
@@ -25,9 +26,9 @@ _TIMES = 8  # pieces of 8 inputs that a thread has, at most
 def supports(w: CudaWeight, K: int) -> str | None:
     """Return None, or why x [M, K] cannot be made ready for a weight."""
     if K % 8:
-        return f"takes rows of a multiple of 8 numbers, not of {K}"
+        return f"takes rows of a multiple of 8 values, not of {K}"
     if (most := BLOCK * _WARPS[True] * _TIMES) < BLOCK * w.blocks:
-        return f"takes rows of up to {most} numbers, not of {K}"
+        return f"takes rows of up to {most} values, not of {K}"
     return None
 
 
@@ -47,41 +48,27 @@ def variants() -> Iterator[tuple[str, str]]:
 
 
 def add_norm_pack(
-    x: Tensor,
-    w: CudaWeight,
-    op: Prologue = "PLAIN",
-    norm: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 0.0,
-    addend: Tensor | None = None,
+    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: Norm | None = None, addend: Tensor | None = None
 ) -> tuple[PackedX, Tensor]:
     """Return op(x + addend) packed for w, and x + addend, for x [M, K] (gated: [M, 2K])."""
     to = PackedX.empty(x.shape[0], w, x)
-    return to, _launch(x, w, op, norm, shift, eps, addend, to.xs, to.semaphores, 0)
+    return to, _launch(x, w, op, norm, addend, to.xs, to.semaphores, 0)
 
 
 def add_norm_permute(
-    x: Tensor,
-    w: CudaWeight,
-    op: Prologue = "PLAIN",
-    norm: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 0.0,
-    addend: Tensor | None = None,
+    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: Norm | None = None, addend: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the same as rows for skinny_gemm: [M, K], or [M, 256 blocks] permuted where w's inputs are."""
     pitch = x.shape[1] // width(op) if w.perm is None else BLOCK * w.blocks
     rows = torch.empty(x.shape[0], pitch, dtype=x.dtype, device=x.device)
-    return rows, _launch(x, w, op, norm, shift, eps, addend, rows, None, pitch)
+    return rows, _launch(x, w, op, norm, addend, rows, None, pitch)
 
 
 def _launch(
     x: Tensor,
     w: CudaWeight,
     op: Prologue,
-    norm: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
+    norm: Norm | None,
     addend: Tensor | None,
     xs: Tensor,
     semaphores: Tensor | None,
@@ -89,6 +76,7 @@ def _launch(
 ) -> Tensor:
     """Fill xs; return x + addend."""
     M, K = x.shape[0], x.shape[1] // width(op)
+    weight, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     assert supports(w, K) is None
     assert x.is_contiguous()
     assert addend is None or (addend.is_contiguous() and not is_gated(op))
@@ -98,7 +86,7 @@ def _launch(
     load(*variant(op, x.dtype, inputs, whole))(
         (-(-inputs // part), -(-M // 8) * 8, 1),
         32 * _WARPS[whole],
-        *(x, addend, norm, shift, w.perm, None if addend is None else total, xs, semaphores),
+        *(x, addend, weight, shift, w.perm, None if addend is None else total, xs, semaphores),
         *(0 if semaphores is None else semaphores.numel(), M, K, w.blocks, part, pitch, w.stride16, float(eps)),
         shared=2 * part,
         pdl=True,

@@ -33,9 +33,9 @@ class SkinnyTileConfig:
 
 
 def variant(w: CudaWeight, s: SkinnyTileConfig, dtype: torch.dtype) -> tuple[str, str]:
-    numbers = f"{w.P}, crelle::{w.kind.name}, {w.groups}"
+    arguments = f"{w.P}, crelle::{w.kind.name}, {w.groups}"
     pieces = f"{s.tokens}, {s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
-    return "skinny_gemm.cu", f"crelle::skinny_gemm<{numbers}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
+    return "skinny_gemm.cu", f"crelle::skinny_gemm<{arguments}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
 
 
 def permute_variant(dtype: torch.dtype) -> tuple[str, str]:

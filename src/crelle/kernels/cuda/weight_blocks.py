@@ -20,7 +20,7 @@ ROWS = 16  # of a tile, in every layout
 
 
 class ScaleKind(Enum):
-    """What a group's scale words are; the names are those of bmma_gemv.cu."""
+    """What a group's scales are; the names are those of bmma_gemv.cu."""
 
     BCQ = "alpha of every plane, z"
     BCQ_SYMMETRIC = "alpha of every plane"

@@ -11,7 +11,7 @@ Config = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Module names of a decoder's slots. Those of a layer stand behind `layer`, which has a {} for its number."""
+    """Module names of a decoder's slots. Those of a layer stand behind `layer`, which has a {} for its index."""
 
     embedding: str
     layer: str
@@ -35,7 +35,7 @@ class TensorNames:
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     router: str = ""
-    expert: str = ""  # stands before gate, up and down of an expert, with a {} for its number
+    expert: str = ""  # stands before gate, up and down of an expert, with a {} for its index
 
     def of_layer(self, i: int, slot: str, expert: int | None = None) -> str:
         """Return the module of a layer's slot."""

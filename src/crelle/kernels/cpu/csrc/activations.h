@@ -1,4 +1,4 @@
-// Activations x [M, K], turned into small integers once and used by every matrix that takes the same x (q, k, v).
+// Activations x [M, K], encoded as small integers once and used by every matrix that takes the same x (q, k, v).
 //
 // A segment of up to 128 inputs has one scale. Two encodings, chosen by the weight's stream:
 //   digits   d = round(x / scale), so that sum_k q_k x_k is an integer dot product (vpdpbusd)

@@ -103,7 +103,7 @@ CRELLE_INLINE void unpack_codes(const Weight &w, const uint8_t *from, int chunks
 }
 
 // Segments take turns with two sets of tiles: sums of the first and of the second digit, codes, digits. The intrinsics
-// want the tiles' numbers as they are written, hence the macro.
+// want the tiles' indices as literals, hence the macro.
 template <int Set, int D>
 struct TileSet;
 

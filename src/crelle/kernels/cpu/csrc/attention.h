@@ -2,9 +2,9 @@
 // A head has the same bits alone and beside others.
 //
 // Scores of 16 keys are summed side by side, lane by lane, and the 16 vectors folded into one at the end: a fold per
-// key would cost more than its products. The run is short (decoder.h cuts a sequence into runs of kRun), so the scores
-// stay in L1 and the softmax needs no second look at the keys. Parts of a sequence are put together by `combine`.
-// The values are prefetched while the keys are looked at.
+// key would cost more than its products. The run is short (decoder.h splits a sequence into runs of kRun), so the
+// scores stay in L1 and the softmax needs no second look at the keys. Parts of a sequence are put together by
+// `combine`. The values are prefetched while the keys are looked at.
 //
 // Included inside a namespace of the including file, after simd.h.
 

@@ -15,7 +15,7 @@ namespace crelle::cpu {
 
 class Barrier {
 public:
-  // For teams of `threads`; nobody may be waiting.
+  // For teams of `threads`; no thread may be waiting.
   void reset(int threads) { lines_ = std::vector<Line>(threads); }
 
   void arrive_and_wait(int thread, int threads) {

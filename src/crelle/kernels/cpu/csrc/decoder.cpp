@@ -8,10 +8,10 @@
 namespace crelle::cpu {
 namespace {
 
-// Cut matrices that are multiplied in one phase into shares of equal bytes, each a run of whole units. `together`:
-// the matrices have the same rows, and a thread gets the same rows of each.
+// Partition matrices that are multiplied in one phase into shares of equal bytes, each a run of whole units.
+// `together`: the matrices have the same rows, and a thread gets the same rows of each.
 template <class Share>
-void cut(const std::vector<const Matrix *> &group, bool together, int threads, std::vector<Share> *out) {
+void partition(const std::vector<const Matrix *> &group, bool together, int threads, std::vector<Share> *out) {
   int unit = 16;
   for (const Matrix *m : group) unit = std::max(unit, m->unit());
   double total = 0, begun = 0;
@@ -27,7 +27,7 @@ void cut(const std::vector<const Matrix *> &group, bool together, int threads, s
     int row = 0;
     for (int t = 0; t < threads; ++t) {
       out[i][t].row0 = row;
-      const double end = (total * (t + 1) / threads - begun) / each;  // rows up to here, if they could be cut
+      const double end = (total * (t + 1) / threads - begun) / each;  // rows up to here, if units could be split
       if (t + 1 == threads) row = m.N;
       while (row < m.N && row + 0.5 * unit <= end) row = std::min(m.N, row + unit);
       out[i][t].row1 = row;
@@ -115,12 +115,12 @@ void Decoder::arrange(int threads, int count, int runs) {
     for (int i = 0; i < layers; ++i) {
       const LayerWeights &l = model_.layers[i];
       auto *s = &shares_[i * kMatrices];
-      cut({&l.q, &l.k, &l.v}, false, threads, s);
-      cut({&l.o}, false, threads, s + 3);
-      cut({&l.gate, &l.up}, true, threads, s + 4);
-      cut({&l.down}, false, threads, s + 6);
+      partition({&l.q, &l.k, &l.v}, false, threads, s);
+      partition({&l.o}, false, threads, s + 3);
+      partition({&l.gate, &l.up}, true, threads, s + 4);
+      partition({&l.down}, false, threads, s + 6);
     }
-    cut({&model_.head}, false, threads, &shares_.back());
+    partition({&model_.head}, false, threads, &shares_.back());
   }
   encoded_.resize(kinds_.size());
   for (size_t i = 0; i < kinds_.size(); ++i) {

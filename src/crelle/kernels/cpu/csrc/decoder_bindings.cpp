@@ -152,14 +152,14 @@ BoundCache blocks(const Owned &self, std::vector<AnyCache> layers) {
   return made;
 }
 
-using Words = Out<int16_t, 5>;
+using PackedScales = Out<int16_t, 5>;
 
-// Pages instead: codes (or values) and words of every layer.
-BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<Words> words, int bits,
+// Pages instead: codes (or values) and packed scales of every layer.
+BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<PackedScales> words, int bits,
                  int hadamard_block, std::vector<In<float, 2>> center) {
   const Model &m = self.decoder->model();
   require(layers.size() == m.layers.size() && (bits == 16 ? words.empty() : words.size() == layers.size()),
-          "pages must have one array of codes per layer, and one of words where they are coded");
+          "pages must have one array of codes per layer, and one of packed scales where they are coded");
   require(bits == 16 || bits == 8 || bits == 4, "pages have 16, 8 or 4 bits");
   require(m.head_size <= 512 && (hadamard_block == 0 ||
                                  (m.head_size % hadamard_block == 0 && (hadamard_block & (hadamard_block - 1)) == 0)),
@@ -181,7 +181,7 @@ BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<Wo
     c.layers.push_back(static_cast<uint8_t *>(a.data()));
     made.arrays.emplace_back(nb::ndarray<>(a.handle()));
     if (bits == 16) continue;
-    const Words &w = words[i];
+    const PackedScales &w = words[i];
     c.groups = int(words[0].shape(4));
     require(w.shape(0) == count && w.shape(1) == 2 && int(w.shape(2)) == m.kv_heads && int(w.shape(3)) == c.page &&
                 int(w.shape(4)) == c.groups && c.groups >= 1 && c.groups <= 64 && m.head_size % c.groups == 0 &&

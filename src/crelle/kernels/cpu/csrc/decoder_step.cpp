@@ -129,7 +129,7 @@ struct Decoder::Work {
     for (int b = in0; b < in1; ++b) norm_row(ops, norm, stream + b * ld, width, input + b * ld_in);
   }
 
-  // Turn this thread's rows of x into the integers that the matrices take; afterwards all rows are ready.
+  // Encode this thread's rows of x as the integers that the matrices take; afterwards all rows are ready.
   void encode(std::initializer_list<const Matrix *> group, const float *x, size_t ldx, int begin, int end) {
     uint64_t done = 0;  // bit i: encoding i
     for (const Matrix *m : group) {
@@ -405,7 +405,8 @@ struct Decoder::Work {
       else
         std::copy_n(x, width, input + i * ld_in);
     }
-    if (!alone && t == 0 && model.head.kind >= 0) d.encoded_[model.head.kind][0].M = W;  // nobody reads it just now
+    if (!alone && t == 0 && model.head.kind >= 0)
+      d.encoded_[model.head.kind][0].M = W;  // no thread reads it at this point
     encode({&model.head}, input, ld_in, first, last);
     multiply(model.head, d.shares_.back(), input, ld_in, W, logits, V);
     sync(Head);
@@ -428,7 +429,7 @@ void Decoder::step(const Cache &cache, const Tokens &in, float *logits) {
     const int threads = Pool::get().threads();
     arrange(threads, in.count, int(in.last) / kRun + 1);
     Pool::get().run_team([&](int t, int n) {
-      if (n != threads) return;  // somebody changed the number since: arrange again
+      if (n != threads) return;  // the thread count changed since: arrange again
       Work{*this, cache, in, t, n, logits}.run();
       if (t == 0) done = true;
     });

@@ -1,8 +1,8 @@
 // Activations to integers (see activations.h), in GCC's portable vectors: each instruction set's file compiles it
 // for itself, inside a namespace of its own.
 //
-// Rounding is by adding 1.5 * 2^23: the sum's low bits are then the nearest integer in two's complement, and cutting
-// them off to a byte is all the conversion that there is. A bias costs nothing, it is part of the constant.
+// Rounding is by adding 1.5 * 2^23: the sum's low bits are then the nearest integer in two's complement, so
+// truncating it to a byte is all the conversion that there is. A bias costs nothing, it is part of the constant.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;

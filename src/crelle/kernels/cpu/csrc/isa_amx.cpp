@@ -43,7 +43,7 @@ struct alignas(64) TileConfig {
   }
 };
 
-// GCC's tile intrinsics do not tell the compiler which memory they read and write: everything in memory is settled
+// GCC's tile intrinsics do not tell the compiler which memory they read and write: everything in memory is written
 // here.
 CRELLE_INLINE void compiler_fence() { __asm__ volatile("" ::: "memory"); }
 

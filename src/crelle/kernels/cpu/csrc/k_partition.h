@@ -1,4 +1,4 @@
-// How a row of K inputs is cut: groups, segments, chunks. Weights and activations must be cut alike.
+// How a row of K inputs is split: groups, segments, chunks. Weights and activations must be split alike.
 //
 //   group    G inputs that share the weight's scales; the last one is shorter where G does not divide K
 //   segment  up to 128 inputs of one group that share one activation scale; integer sums live this long

@@ -12,8 +12,8 @@
 namespace crelle::cpu {
 
 // Keys and values of all layers; borrowed. It never changes: calls of several threads share it. Which pages belong to a
-// sequence is told with every call, in a copy that was checked and that nobody else knows (decoder.h). Blocks: [2,
-// rows, kv_heads, capacity, head_size]. Pages: [pages, 2, kv_heads, page, values or codes of a head], and words
+// sequence is told with every call, in a copy that was checked and that no caller can change (decoder.h). Blocks: [2,
+// rows, kv_heads, capacity, head_size]. Pages: [pages, 2, kv_heads, page, values or codes of a head], and packed scales
 // [pages, 2, kv_heads, page, groups] beside codes.
 struct Cache {
   DType type = DType::F32;  // of values; codes are read as f32

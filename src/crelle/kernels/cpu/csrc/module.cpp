@@ -57,8 +57,8 @@ void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::stri
   matmul(x.data(), int(x.shape(0)), w, y.data(), p);
 }
 
-// Activations that threads of Python may share: who prepares them anew waits until nobody multiplies by them. The GIL
-// is given back before the wait, and what is checked is what is used.
+// Activations that threads of Python may share: who prepares them anew waits until no thread multiplies by them. The
+// GIL is given back before the wait, and what is checked is what is used.
 struct SharedActivations {
   Activations a;
   std::shared_mutex mutex;
@@ -132,7 +132,7 @@ NB_MODULE(_core, m) {
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
       .def("dequantize", &py_dequantize, "out"_a.noconvert());
 
-  nb::class_<SharedActivations>(m, "Activations", "x turned into integers once, for every weight that fits.")
+  nb::class_<SharedActivations>(m, "Activations", "x encoded as integers once, for every weight that fits.")
       .def(nb::init<>())
       .def("prepare", &py_prepare, "x"_a.noconvert(), "weight"_a, "precision"_a)
       .def("fits", &py_fits, "weight"_a)

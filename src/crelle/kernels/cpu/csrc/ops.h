@@ -24,7 +24,7 @@ struct Bfloat {
   uint16_t bits;
 };
 
-// A plain matrix [N, K], rows one after the other; somebody else owns the memory, any alignment.
+// A plain matrix [N, K], rows one after the other; the memory belongs to the caller, any alignment.
 struct Dense {
   const uint8_t *data = nullptr;
   DType type = DType::F32;
@@ -106,7 +106,7 @@ struct Ops {
   void (*add_to_tile)(float *x, const float *bias, int n);
   void (*attend_block)(const AttendBlock &a, float *scratch);
   size_t (*attend_block_scratch)(int heads, int D);  // in floats
-  // `rows` rows of codes [D * bits / 8] and words [groups] to floats: see kv_dequant.h
+  // `rows` rows of codes [D * bits / 8] and packed scales [groups] to floats: see kv_dequant.h
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
 };
 

@@ -2,8 +2,8 @@
 //
 // A worker that waits looks at the counter for a few microseconds and then sleeps in the kernel (futex), so that an
 // idle Crelle costs nothing and a neighbour on the same cores is not starved. Where the cores are busy with something
-// else, a worker may wake late: whoever is done first takes the parts that nobody has begun, so that more threads are
-// never much slower than one. Results do not depend on who computes a part, nor on the number of threads: a part is
+// else, a worker may wake late: whoever is done first takes the parts that no thread has begun, so that more threads
+// are never much slower than one. Results do not depend on who computes a part, nor on the number of threads: a part is
 // whole output rows, each computed in one fixed order.
 #pragma once
 

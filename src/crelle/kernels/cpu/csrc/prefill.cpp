@@ -237,7 +237,7 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
   if (l.v.bias) ops_.add_to_tile(v, l.v.bias, Hkv * D);
   const int rotated = l.rope < 0 ? 0 : model_.ropes[l.rope].channels();
   const float *cos = l.rope < 0 ? nullptr : angles_.tile(tile) + model_.ropes[l.rope].at * kTileRows;
-  const auto turn = [&](float *x, const Norm &norm, float factor) {
+  const auto norm_rope = [&](float *x, const Norm &norm, float factor) {
     if (norm) norm_tile(ops_, norm, x, D, x);
     if (rotated) ops_.rope_tile(x, cos, cos + rotated / 2 * kTileRows, factor, rotated);
     if (rotated < D && factor != 1.0f) ops_.scale(x + rotated * kTileRows, factor, (D - rotated) * kTileRows);
@@ -254,10 +254,10 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
     ops_.rows_of_tile(x, count, D, floats_of(scratch), D);
     for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
   };
-  for (int h = 0; h < H; ++h) turn(q + h * head, l.q_norm, l.scale);
+  for (int h = 0; h < H; ++h) norm_rope(q + h * head, l.q_norm, l.scale);
   if (cache_->hadamard_block) hadamard_tile(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
-    turn(k + h * head, l.k_norm, 1.0f);
+    norm_rope(k + h * head, l.k_norm, 1.0f);
     if (cache_->paged()) {
       into_pages(h, 0, k + h * head), into_pages(h, 1, v + h * head);
       continue;

@@ -22,7 +22,7 @@
 // A pass takes up to kTiles tiles, which bounds the memory. Where only last tokens' logits are wanted, the last layer
 // computes keys and values of all tokens but the rest of their tiles only.
 //
-// Batch-invariant: the bits of a token depend on the tokens before it in its sequence, not on how the prompt is cut
+// Batch-invariant: the bits of a token depend on the tokens before it in its sequence, not on how the prompt is split
 // into chunks, nor on the other sequences of the pass. What is fixed:
 //   products   tiles wherever the instruction set has them, whatever the number of rows (short tiles are padded);
 //              sums over K run in order for each row, alone or beside others

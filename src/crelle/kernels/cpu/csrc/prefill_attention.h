@@ -35,7 +35,7 @@ CRELLE_INLINE void block_scores(const float *k, const Queries<W> &a, int D, floa
     for (int w = 0; w < W; ++w) store(out + (r * W + w) * kLanes, sums[r][w]);
 }
 
-// Numbers [d, d + R) of the outputs: out = out * factor + sum over keys of weight * value.
+// Channels [d, d + R) of the outputs: out = out * factor + sum over keys of weight * value.
 template <int R, int W>
 CRELLE_INLINE void block_values(const float *v, const float *weights, int keys, int D, const Vec (&factor)[W], int d,
                                 const Queries<W> &a) {

@@ -1,6 +1,6 @@
 // A weight matrix [N, K] laid out for one instruction set: one sequential stream of codes and scales.
 //
-// The stream is cut into blocks of R output rows. A block holds, in the order in which the kernel reads it,
+// The stream is split into blocks of R output rows. A block holds, in the order in which the kernel reads it,
 //
 //   zeros   uint8 [groups][R]                            uniform grids with stored zero points only
 //   for each group:

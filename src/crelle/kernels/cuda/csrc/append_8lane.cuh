@@ -89,7 +89,8 @@ struct HeadIn8Lanes {
     }
   }
 
-  // Codes and words of a head whose groups are those of whole lanes; `stores`: all lanes must come, not all may write.
+  // Codes and packed scales of a head whose groups are those of whole lanes; `stores`: all lanes must come, not all may
+  // write.
   template <int BITS, int C>
   static __device__ __forceinline__ void quantize(const float (&v)[SIZE], unsigned char *codes, unsigned short *words,
                                                   bool stores, int j) {
@@ -119,7 +120,7 @@ struct HeadIn8Lanes {
         // x / safe, rounded as division does: once more by what the product with the inverse leaves
         const float x = v[h * E + i], near = __fmul_rn(x, inverse);
         const float found = rintf(__fadd_rn(fmaf(fmaf(-near, safe, x), inverse, near), shift));
-        const int code = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // not a number: 0
+        const int code = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // NaN: 0
         packed[i * BITS / 16] |= code << i * BITS % 16;
       }
       if (!stores) continue;

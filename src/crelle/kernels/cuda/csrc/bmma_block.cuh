@@ -4,8 +4,8 @@
 //
 // The instruction mma.b1.and.popc takes 16 rows of a plane, straight from memory, and 8 columns of bits of x, and
 // counts where both are set. A digit x_i is two bits, and the instruction adds up what each of them counts: sum_k b_k
-// x_ik is one number per row and column. Nothing is unpacked, and the counts are exact. What is left is to weigh them,
-// two per lane, row, plane and group; a count c, read as a float, is the number c * 2^-149, so that this needs no
+// x_ik is one value per row and column. Nothing is unpacked, and the counts are exact. What is left is to weigh them,
+// two per lane, row, plane and group; a count c, read as a float, is c * 2^-149, so that this needs no
 // conversion (but floats must not be flushed to zero).
 //
 // A lane of the instruction's result holds two columns of 16 rows. `Block` is one of two ways to fill them:
@@ -43,7 +43,7 @@ __device__ __forceinline__ uint4 twice(const void *p) {
   return v;
 }
 
-// Two numbers, of row r and row r + 8.
+// Two values, of row r and row r + 8.
 template <typename S>
 struct Pair;
 template <>

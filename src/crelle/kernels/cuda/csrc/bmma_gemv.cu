@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   };
   struct {
     int set, block, tile;
-  } wanted = {static_cast<int>(blockIdx.x), begin, 0};  // what to ask for next: run by run, its tiles in turn
+  } wanted = {static_cast<int>(blockIdx.x), begin, 0};  // what to load next: run by run, its tiles in order
   const auto issue_load = [&](int stage) {
     if (wanted.set >= sets || begin == end) {
       queue.issue_nothing();
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   }
   int taken = 0, round = 0;  // pieces taken from the pipeline, sets
 
-  // The first block of a cluster turns what all have sent into digits, a warp for each token.
+  // The first block of a cluster encodes what all have sent, a warp for each token.
   const auto encode_outputs = [&](int round) {
     if constexpr (DIGITS) {
       if (blockIdx.x % CLUSTER || warp >= tokens || round < 0) return;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       taken += TILES;
     }
 
-    // The warps' sums, in order. Two pages, so that one barrier is enough: nobody is two sets ahead.
+    // The warps' sums, in order. Two pages, so that one barrier is enough: no warp is two sets ahead.
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       float a = sums[j].x * place, c = sums[j].y * place;

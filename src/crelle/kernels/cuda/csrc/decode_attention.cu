@@ -8,9 +8,9 @@
 //
 // so that even a single query head wastes no memory traffic, and up to 8 cost what one costs. The positions are split
 // SPLITS ways over thread blocks, and a split over WARPS warps, 16 positions at a time: each warp has its own pipeline
-// of STAGES tiles and its own running maximum and sums, and waits for nobody. At the end the results of the warps, then
-// those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes into
-// the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
+// of STAGES tiles and its own running maximum and sums, and waits for no other. At the end the results of the warps,
+// then those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes
+// into the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
 //
 // The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
 // step ends with a kernel that never lets the next start early (embed_argmax.cu), or outside of this package.
@@ -84,8 +84,8 @@ struct Tiles {
 // qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position [B]; cos, sin f32 [context, D/2] and
 // the norms' weights [D] may be null; out [B, heads D]; window: how many positions a token sees, itself among them.
 // parts, semaphores (zeros): only without clusters. Grid (SPLITS, kv_heads * chunks of G query heads, B).
-// DIGITS is 0, or the M of bitserial.cuh: heads of 128 numbers are half blocks then and leave as digits, `out` and
-// `xscale`.
+// DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial, `out`
+// and `xscale`.
 template <int D, int G, int SPLITS, int STAGES, int WARPS, bool CLUSTER, int DIGITS, typename T>
 __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     decode_attention(const T *qkv, T *cache, const int *position, const float *__restrict__ cos,
@@ -94,7 +94,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
                      int window, float scale, float eps) {
   using Queue = Tiles<D, STAGES, T>;
   constexpr int ROW = Queue::ROW, STEPS = (D + 15) / 16;
-  struct Part {  // what a warp found; heads are 4 numbers apart in their banks
+  struct Part {  // what a warp found; heads are 4 floats apart in their banks
     float largest[WARPS][8], sum[WARPS][8], out[WARPS][G][D + 4];
   };
   extern __shared__ __align__(128) char shared[];
@@ -256,7 +256,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
       to[i] = from_float<T>(result / total);
     }
   } else {
-    // --- all blocks' parts: each block gives every adder its share of the numbers
+    // --- all blocks' parts: each block gives every adder its share of the values
     const int set = b * gridDim.y + blockIdx.y;
     ClusterPartials *mine =
         reinterpret_cast<ClusterPartials *>(CLUSTER ? gathered : parts + (size_t)set * (sizeof(ClusterPartials) / 4));

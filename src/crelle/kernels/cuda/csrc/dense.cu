@@ -13,7 +13,7 @@
 
 namespace crelle {
 
-// 8 numbers from `k` on of a row of K, zeros behind its end; ALIGNED: K is a multiple of 8.
+// 8 values from `k` on of a row of K, zeros behind its end; ALIGNED: K is a multiple of 8.
 template <bool ALIGNED, typename T>
 __device__ __forceinline__ uint4 eight(const T *row, int k, int K) {
   if constexpr (ALIGNED) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void take_if(bool there, uint4 &to, const void *from)
       : "l"(from), "r"((uint32)there));
 }
 
-// Sums of M tokens' numbers and of their squares, over the thread block; all threads must come.
+// Sums of M tokens' values and of their squares, over the thread block; all threads must come.
 template <int M, int WARPS>
 __device__ __forceinline__ void block_sums(float2 (&part)[M][WARPS], float (&sum)[M], float (&squares)[M]) {
 #pragma unroll
@@ -108,8 +108,8 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
 }
 
 // x [M, K] (gated: [M, 2K], gate then up); norm, shift [K], bias [N], residual [M, N] may be null; y [M, N], which
-// may be the residual; ahead: so many numbers of a row are prefetched. Shared: WARPS * M *
-// (32 share + 32) numbers, share: the steps of 32 inputs that a warp takes.
+// may be the residual; ahead: so many values of a row are prefetched. Shared: WARPS * M *
+// (32 share + 32) values, share: the steps of 32 inputs that a warp takes.
 template <Prologue OP, int M, int WARPS, int DEPTH, int OCCUPANCY, bool ALIGNED, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     dense_gemv(const T *x, const T *__restrict__ weight, const T *__restrict__ norm, const T *__restrict__ shift,
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   grid_dependency_wait_late(K);
 
   // --- f(x), as far as this warp needs it
-  float extra = 0;  // what the thread adds to the number that it will write
+  float extra = 0;  // what the thread adds to the value that it will write
   const int n = tile + threadIdx.x % 16, token = threadIdx.x / 16;
   const bool writes = token < M && n < N;
   if (writes && bias) extra = to_float(bias[n]);

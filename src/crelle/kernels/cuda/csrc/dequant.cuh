@@ -1,4 +1,4 @@
-// Half a block of weights in the registers of a warp, and how they become pairs of 16-bit numbers for a matrix
+// Half a block of weights in the registers of a warp, and how they become pairs of 16-bit floats for a matrix
 // instruction.
 //
 // Lane 4g + t holds inputs 32t ... 32t+31 of rows g and g + 8. Which input stands at which place of the instruction's k
@@ -7,7 +7,7 @@
 // register); if pairs are STRIDE16, 32t + 8 (s/4) + s%4 + 0, 16, 4, 20.
 //
 // Binary-coded planes and codes of up to three bits are looked up (dequant_lut.cuh). Codes of four and more bits are
-// cheaper without: 0x6400 | q is the number 1024 + q, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied
+// cheaper without: 0x6400 | q is 1024 + q as f16, 0x5400 | q << 4 is 64 + q, exact until the scale is multiplied
 // in.
 #pragma once
 #include "scales.cuh"
@@ -44,33 +44,33 @@ struct Dequantizer {
   struct PickTable<FIRST, 0> {
     using Type = Nothing;
   };
-  struct First {  // a single plane has a table, too: its numbers may be any two
+  struct First {  // a single plane has a table, too: its values may be any two
     using Type = Table<0, 1, P>;
   };
   typename Conditional<A == 1, First, PickTable<0, A>>::type::Type first;
   typename PickTable<A, B>::Type second;
   uint32 offset[OFFSET ? 2 : 1];
 
-  // numbers[c] = start + sum of +-alpha, the first plane's sign is the highest bit of c
+  // values[c] = start + sum of +-alpha, the first plane's sign is the highest bit of c
   template <int FIRST, int COUNT>
-  static __device__ __forceinline__ void sums(uint32 (&numbers)[1 << COUNT], const uint32 *scale, const uint32 *start) {
+  static __device__ __forceinline__ void sums(uint32 (&values)[1 << COUNT], const uint32 *scale, const uint32 *start) {
     if constexpr (sizeof(X) == 2 && Scale<half, X>::alike(half(), X())) {
-      numbers[0] = start ? Scale<S, X>::both(start) : 0;
+      values[0] = start ? Scale<S, X>::both(start) : 0;
 #pragma unroll
       for (int p = 0; p < COUNT; p++) {
         const uint32 alpha = Scale<S, X>::both(scale + (FIRST + p) * Scale<S, X>::WORDS);
 #pragma unroll
         for (int c = (1 << p) - 1; c >= 0; c--) {  // in place, from the top
-          const uint32 v = numbers[c];
-          numbers[2 * c + 1] = Pack2<X>::add(v, alpha), numbers[2 * c] = Pack2<X>::add(v, alpha ^ 0x80008000u);
+          const uint32 v = values[c];
+          values[2 * c + 1] = Pack2<X>::add(v, alpha), values[2 * c] = Pack2<X>::add(v, alpha ^ 0x80008000u);
         }
       }
     } else {  // eight bits are too few to round more than once
       float2 f[1 << COUNT];
-      f[0] = start ? Scale<S, X>::numbers(start) : make_float2(0, 0);
+      f[0] = start ? Scale<S, X>::values(start) : make_float2(0, 0);
 #pragma unroll
       for (int p = 0; p < COUNT; p++) {
-        const float2 alpha = Scale<S, X>::numbers(scale + (FIRST + p) * Scale<S, X>::WORDS);
+        const float2 alpha = Scale<S, X>::values(scale + (FIRST + p) * Scale<S, X>::WORDS);
 #pragma unroll
         for (int c = (1 << p) - 1; c >= 0; c--) {
           const float2 v = f[c];
@@ -79,18 +79,17 @@ struct Dequantizer {
         }
       }
 #pragma unroll
-      for (int c = 0; c < 1 << COUNT; c++) numbers[c] = Pack2<X>::of(f[c].x, f[c].y);
+      for (int c = 0; c < 1 << COUNT; c++) values[c] = Pack2<X>::of(f[c].x, f[c].y);
     }
   }
-  static __device__ __forceinline__ void grid(uint32 (&numbers)[1 << P], const uint32 *scale) {
+  static __device__ __forceinline__ void grid(uint32 (&values)[1 << P], const uint32 *scale) {
     const uint32 s = Scale<S, X>::both(scale);
     const uint32 offset = KIND == UNIFORM_SYMMETRIC ? 0 : Scale<S, X>::both(scale + Scale<S, X>::WORDS);
 #pragma unroll
     for (int q = 0; q < 1 << P; q++) {
-      if constexpr (KIND == AFFINE) numbers[q] = Pack2<X>::fma(Pack2<X>::of(q), s, offset);
-      if constexpr (KIND == UNIFORM)
-        numbers[q] = Pack2<X>::mul(Pack2<X>::add(Pack2<X>::of(q), offset ^ 0x80008000u), s);
-      if constexpr (KIND == UNIFORM_SYMMETRIC) numbers[q] = Pack2<X>::mul(Pack2<X>::of(q - (1 << (P - 1))), s);
+      if constexpr (KIND == AFFINE) values[q] = Pack2<X>::fma(Pack2<X>::of(q), s, offset);
+      if constexpr (KIND == UNIFORM) values[q] = Pack2<X>::mul(Pack2<X>::add(Pack2<X>::of(q), offset ^ 0x80008000u), s);
+      if constexpr (KIND == UNIFORM_SYMMETRIC) values[q] = Pack2<X>::mul(Pack2<X>::of(q - (1 << (P - 1))), s);
     }
   }
 
@@ -99,22 +98,22 @@ struct Dequantizer {
   static __device__ __forceinline__ void fill(T &table, const uint32 (&words)[P][2], const uint32 *scale,
                                               const uint32 *start) {
     if constexpr (COUNT == 4) {
-      uint32 numbers[8];
-      sums<FIRST + 1, 3>(numbers, scale, scale + FIRST * Scale<S, X>::WORDS);
-      table.load(words, numbers);
+      uint32 values[8];
+      sums<FIRST + 1, 3>(values, scale, scale + FIRST * Scale<S, X>::WORDS);
+      table.load(words, values);
     } else if constexpr (COUNT == 1 && FIRST > 0) {
       table.load(words[FIRST], Scale<S, X>::both(scale + FIRST * Scale<S, X>::WORDS));
     } else if constexpr (COUNT > 0) {
-      uint32 numbers[1 << COUNT];
-      sums<FIRST, COUNT>(numbers, scale, start);
-      table.load(words, numbers);
+      uint32 values[1 << COUNT];
+      sums<FIRST, COUNT>(values, scale, start);
+      table.load(words, values);
     }
   }
   __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 *scale) {
     if constexpr (CODES) {
-      uint32 numbers[1 << P];
-      grid(numbers, scale);
-      first.load(words, numbers);
+      uint32 values[1 << P];
+      grid(values, scale);
+      first.load(words, values);
     } else {
       const uint32 *z = KIND == BCQ ? scale + P * Scale<S, X>::WORDS : nullptr;
       fill<0, A>(first, words, scale, z), fill<A, B>(second, words, scale, z);
@@ -137,21 +136,21 @@ struct Dequantizer {
   }
 };
 
-// Where integers up to 15 are added to numbers: those of the first (M = 0) and of the second pair of a step. In an X
+// Where integers up to 15 are added to floats: those of the first (M = 0) and of the second pair of a step. In an X
 // the last bits of 1024 are free, and bits 4 ... 7 of 64; 128 as a bfloat16 has only its seven last ones.
 template <typename X, bool STRIDE16, int M>
 struct Place {
-  static constexpr uint32 MASK = M ? 0x00f000f0 : 0x000f000f, NUMBER = M ? 0x54005400 : 0x64006400;
+  static constexpr uint32 MASK = M ? 0x00f000f0 : 0x000f000f, OFFSET = M ? 0x54005400 : 0x64006400;
   static __device__ __forceinline__ uint32 at(uint32 nibbles) { return nibbles; }
 };
 template <int M>
 struct Place<half, false, M> {
-  static constexpr uint32 MASK = 0x00f0000f, NUMBER = 0x54006400;
+  static constexpr uint32 MASK = 0x00f0000f, OFFSET = 0x54006400;
   static __device__ __forceinline__ uint32 at(uint32 nibbles) { return __byte_perm(nibbles, nibbles, M * 0x1111); }
 };
 template <bool STRIDE16, int M>
 struct Place<bfloat16, STRIDE16, M> {
-  static constexpr uint32 MASK = 0x000f000f, NUMBER = 0x43004300;
+  static constexpr uint32 MASK = 0x000f000f, OFFSET = 0x43004300;
   static __device__ __forceinline__ uint32 at(uint32 nibbles) {
     return STRIDE16 ? nibbles >> 4 * M : __byte_perm(nibbles, nibbles >> 4, M * 0x1111 + 0x4400);
   }
@@ -176,24 +175,24 @@ struct Dequantizer<P, KIND, S, X, STRIDE16, true> {
     for (int row = 0; row < 2; row++) {
       scale[row] = twice(s, row), start[row][0] = start[row][1] = twice(second, row);
       if constexpr (KIND != AFFINE && HIGH == 0) {  // exact: integers
-        start[row][0] = Pack2<X>::add(start[row][0], Place<X, STRIDE16, 0>::NUMBER | MINUS);
-        start[row][1] = Pack2<X>::add(start[row][1], Place<X, STRIDE16, 1>::NUMBER | MINUS);
+        start[row][0] = Pack2<X>::add(start[row][0], Place<X, STRIDE16, 0>::OFFSET | MINUS);
+        start[row][1] = Pack2<X>::add(start[row][1], Place<X, STRIDE16, 1>::OFFSET | MINUS);
       }
     }
   }
-  // Two nibbles as numbers, too large by Place::NUMBER.
+  // Two nibbles as floats, plus Place::OFFSET.
   template <int M>
-  __device__ __forceinline__ uint32 numbers(uint32 nibbles) const {
+  __device__ __forceinline__ uint32 values(uint32 nibbles) const {
     const uint32 mask = Place<X, STRIDE16, 0>::MASK == Place<X, STRIDE16, 1>::MASK ? masks[0] : masks[M];
-    return (Place<X, STRIDE16, M>::at(nibbles) & mask) | Place<X, STRIDE16, M>::NUMBER;
+    return (Place<X, STRIDE16, M>::at(nibbles) & mask) | Place<X, STRIDE16, M>::OFFSET;
   }
   template <int M>
   __device__ __forceinline__ uint32 pair(int row, int i) const {
-    constexpr uint32 LESS = Place<X, STRIDE16, M>::NUMBER | MINUS;
-    uint32 q = numbers<M>(low[row][i]);
+    constexpr uint32 LESS = Place<X, STRIDE16, M>::OFFSET | MINUS;
+    uint32 q = values<M>(low[row][i]);
     if constexpr (KIND == AFFINE || HIGH > 0) q = Pack2<X>::add(q, LESS);
     if constexpr (KIND != AFFINE) q = Pack2<X>::add(q, start[row][M]);
-    if constexpr (HIGH > 0) q = Pack2<X>::fma(Pack2<X>::add(numbers<M>(high[row][i]), LESS), Pack2<X>::of(16), q);
+    if constexpr (HIGH > 0) q = Pack2<X>::fma(Pack2<X>::add(values<M>(high[row][i]), LESS), Pack2<X>::of(16), q);
     return KIND == AFFINE ? Pack2<X>::fma(q, scale[row], start[row][M]) : Pack2<X>::mul(q, scale[row]);
   }
   __device__ __forceinline__ void next_half() {
@@ -213,7 +212,7 @@ struct Weights {
   static constexpr int PLANE_BYTES = P * 512, SCALE_BYTES = GROUPS * SW * 32;  // of a block
   static constexpr int BYTES = PLANE_BYTES + SCALE_BYTES;
 
-  Dequantizer<P, KIND, S, X, STRIDE16> numbers;
+  Dequantizer<P, KIND, S, X, STRIDE16> dequantizer;
   uint32 seen;  // bits of all that was loaded
 
   // Half h of a whole block in shared memory, planes and then scales.
@@ -229,7 +228,7 @@ struct Weights {
     for (int p = 0; p < P; p++) seen |= words[p][0] | words[p][1];
 #pragma unroll
     for (int i = 0; i < SW; i++) seen |= scale[i];
-    numbers.load(words, scale);
+    dequantizer.load(words, scale);
   }
   // Zero, but not before all that was loaded is there: the copy engine does not wait for reads that are under way, so
   // what it is asked to write over them has to. `positive` is; the compiler must not know.
@@ -239,11 +238,11 @@ struct Weights {
     return zero;
   }
   // Half of the steps are done: the others are 0 ... 3 again.
-  __device__ __forceinline__ void next_half() { numbers.next_half(); }
+  __device__ __forceinline__ void next_half() { dequantizer.next_half(); }
   // The lane's part of the left operand (16 rows, 16 inputs) of step STEP = 0 ... 3.
   template <int STEP>
   __device__ __forceinline__ void step(uint32 (&a)[4]) const {
-    const uint2 u = numbers.template pairs<STEP>(0), v = numbers.template pairs<STEP>(1);
+    const uint2 u = dequantizer.template pairs<STEP>(0), v = dequantizer.template pairs<STEP>(1);
     a[0] = u.x, a[1] = v.x, a[2] = u.y, a[3] = v.y;
   }
 };

@@ -1,8 +1,8 @@
-// Planes as 16-bit numbers: pairs of them in a register, and tables of what a few planes can mean.
+// Planes as 16-bit floats: pairs of them in a register, and tables of what a few planes can mean.
 //
 // Planes are interleaved into nibbles: word i of four has in nibble n the bits of input 4n + i. Four of them are what a
-// byte permutation takes to look up 4 low bytes, and again 4 high bytes, in a table of the 8 numbers that three planes
-// can mean: with the interleaving and the making of the table about four instructions a pair, whatever the numbers. A
+// byte permutation takes to look up 4 low bytes, and again 4 high bytes, in a table of the 8 values that three planes
+// can mean: with the interleaving and the making of the table about four instructions a pair, whatever the values. A
 // fourth plane is the sign of the sum of all (Signed), two instructions for two pairs; one left over is added with its
 // sign: -alpha ^ bit.
 #pragma once
@@ -10,14 +10,14 @@
 
 namespace crelle {
 
-// Two numbers of type X in a register.
+// Two values of type X in a register.
 template <typename X>
 struct Pack2;
 template <>
 struct Pack2<half> {
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2half2_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2half2_rn(a, b)); }
-  static __device__ __forceinline__ float2 numbers(uint32 v) { return __half22float2(two(v)); }
+  static __device__ __forceinline__ float2 values(uint32 v) { return __half22float2(two(v)); }
   static __device__ __forceinline__ uint32 bits(__half2 v) { return *reinterpret_cast<uint32 *>(&v); }
   static __device__ __forceinline__ __half2 two(uint32 v) { return *reinterpret_cast<__half2 *>(&v); }
   static __device__ __forceinline__ uint32 add(uint32 a, uint32 b) { return bits(__hadd2_rn(two(a), two(b))); }
@@ -30,7 +30,7 @@ template <>
 struct Pack2<bfloat16> {
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2bfloat162_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2bfloat162_rn(a, b)); }
-  static __device__ __forceinline__ float2 numbers(uint32 v) {
+  static __device__ __forceinline__ float2 values(uint32 v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
   }
   static __device__ __forceinline__ uint32 bits(__nv_bfloat162 v) { return *reinterpret_cast<uint32 *>(&v); }
@@ -46,15 +46,15 @@ struct Pack2<bfloat16> {
 template <typename S, typename X>
 struct Scale {
   static constexpr int WORDS = sizeof(S) / 2;
-  static __device__ __forceinline__ float2 numbers(const uint32 *w) {
+  static __device__ __forceinline__ float2 values(const uint32 *w) {
     if constexpr (sizeof(S) == 4)
       return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
     else
-      return Pack2<S>::numbers(*w);
+      return Pack2<S>::values(*w);
   }
   static __device__ __forceinline__ uint32 both(const uint32 *w) {
     if constexpr (alike(S(), X())) return *w;
-    const float2 v = numbers(w);
+    const float2 v = values(w);
     return Pack2<X>::of(v.x, v.y);
   }
   static __device__ constexpr bool alike(half, half) { return true; }
@@ -121,22 +121,22 @@ __device__ __forceinline__ void upper_half(uint32 (&words)[2][4]) {
   for (int i = 0; i < 8; i++) words[i / 4][i % 4] >>= BITS;
 }
 
-// The 2^COUNT numbers that planes FIRST ... can mean, of both rows.
+// The 2^COUNT values that planes FIRST ... can mean, of both rows.
 template <int FIRST, int COUNT, int P>
 struct Table {
   static constexpr int ENTRIES = 1 << COUNT, REGISTERS = COUNT == 3 ? 2 : 1;
   uint32 low[2][REGISTERS], high[2][REGISTERS], nibbles[2][4];  // [row]
 
-  // numbers[c]: of rows g and g + 8 for code c
-  __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 (&numbers)[ENTRIES]) {
+  // values[c]: of rows g and g + 8 for code c
+  __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 (&values)[ENTRIES]) {
     interleave<FIRST, COUNT>(nibbles, words);
-    tabulate(numbers);
+    tabulate(values);
   }
-  __device__ __forceinline__ void tabulate(const uint32 (&numbers)[ENTRIES]) {
+  __device__ __forceinline__ void tabulate(const uint32 (&values)[ENTRIES]) {
 #pragma unroll
     for (int i = 0; i < REGISTERS; i++) {
-      const uint32 a = numbers[4 * i], b = numbers[4 * i + 1], c = numbers[COUNT > 1 ? 4 * i + 2 : 0],
-                   d = numbers[COUNT > 1 ? 4 * i + 3 : 1];
+      const uint32 a = values[4 * i], b = values[4 * i + 1], c = values[COUNT > 1 ? 4 * i + 2 : 0],
+                   d = values[COUNT > 1 ? 4 * i + 3 : 1];
 #pragma unroll
       for (int row = 0; row < 2; row++) {
         const uint32 ab = __byte_perm(a, b, row ? 0x7362 : 0x5140), cd = __byte_perm(c, d, row ? 0x7362 : 0x5140);
@@ -162,8 +162,8 @@ struct Signed {
   Table<0, 3, 3> rest;
   uint32 signs[2][2];  // [row][half]: bit 4 + i of byte n is the sign of input 4n + i
 
-  // numbers[c]: alpha of the first plane, and what the others add if it is positive
-  __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 (&numbers)[8]) {
+  // values[c]: alpha of the first plane, and what the others add if it is positive
+  __device__ __forceinline__ void load(const uint32 (&words)[P][2], const uint32 (&values)[8]) {
     uint32 relative[3][2];
 #pragma unroll
     for (int row = 0; row < 2; row++) {
@@ -176,7 +176,7 @@ struct Signed {
         signs[row][h] = mixed(0x00ff00ff, bytes << 4, bytes);
       }
     }
-    rest.load(relative, numbers);
+    rest.load(relative, values);
   }
   __device__ __forceinline__ void next_half() {
     rest.next_half();

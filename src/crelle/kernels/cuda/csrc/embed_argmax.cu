@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256) embed(const long long *ids, const T *__re
   }
 }
 
-// A key that is larger for larger numbers, then for smaller indices; not-a-number is the largest, as torch has it.
+// A key that is larger for larger values, then for smaller indices; NaN is the largest, as torch has it.
 using Key = unsigned long long;
 __device__ __forceinline__ Key key(float v, int index) {
   const uint32 bits = __float_as_uint(v + 0.0f);  // makes -0 the same as 0

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32)
     }
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncthreads();  // nobody reads the stages any more: results take their place
+  __syncthreads();  // no warp reads the stages any more: results take their place
 
   float *const results = reinterpret_cast<float *>(shared);
   const int t = lane % 4 * 2;

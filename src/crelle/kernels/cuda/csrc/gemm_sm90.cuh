@@ -7,8 +7,8 @@
 // inputs) are in flight the warp dequantizes the operands of the next four, and with two warpgroups there is always one
 // in the middle of a product.
 //
-// Stream-K: as many thread blocks run as the chip holds at once, and all get the same amount of work, whatever the
-// numbers of rows and tokens: the last tiles are split along K into equal ranges, which begin and end inside tiles. A
+// Stream-K: as many thread blocks run as the chip holds at once, and all get the same amount of work, for any
+// count of rows and tokens: the last tiles are split along K into equal ranges, which begin and end inside tiles. A
 // thread block that begins inside a tile leaves its partial sums in memory for the one that has the tile's beginning;
 // that one waits on their semaphores, adds them in the order of K and writes the tile, so results do not depend on
 // timing. With SPLIT_K > 1 a cluster of so many thread blocks has a tile instead, a split of K each, and they add up in
@@ -257,9 +257,9 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
             if (n + j < N) here[j] = each[j];
         }
       };
-      if constexpr (SPLIT_K > 1) {  // everybody's sums in shared memory; everybody adds and writes some tokens
+      if constexpr (SPLIT_K > 1) {  // all blocks' sums in shared memory; each block adds and writes some tokens
         float4 *const sums = reinterpret_cast<float4 *>(shared);
-        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");  // nobody multiplies by x any more
+        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");  // no warp multiplies by x any more
 #pragma unroll
         for (int c = 0; c < NT / 8; c++)
           sums[c * (WG * 128) + threadIdx.x] = make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]);
@@ -276,7 +276,7 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
           }
           put(c, sum);
         }
-        cluster_sync();  // nobody leaves while others read
+        cluster_sync();  // no block exits while others read
       } else {
 #pragma unroll
         for (int c = 0; c < NT / 8; c++) put(c, make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));

@@ -1,11 +1,11 @@
-// Pages of keys and values as formats/kv.py lays them out, seen from a warp: the rotation H, the words with scale and
+// Pages of keys and values as formats/kv.py lays them out, seen from a warp: the rotation H, the packed scale and
 // zero, and 16 tokens of codes as the tensor cores' fragments.
 //
 // 16 tokens of a head lie in one run of memory, and in the same order in shared memory, but for the 8 pieces of 16
 // bytes in each line of 128: piece i of line l is at i ^ (some of l), so that 8 tokens of a column (piece u of each)
 // fill the 32 banks once. Pieces next to each other stay in one line: a copy of two that share a sector of 32 bytes
 // into two lines asks for that sector twice (seen on an H200: half the speed). `ldmatrix` takes a column as a matrix of
-// 16-bit numbers, whatever it holds. With g = lane / 4, t = lane % 4 a lane gets
+// 16-bit values, whatever it holds. With g = lane / 4, t = lane % 4 a lane gets
 //
 //   keys    (as they lie)    token g, bytes 4t … 4t+3                8 channels of 4 bits, 4 of 8, 2 of 16
 //   values  (transposed)     tokens 2t and 2t+1, bytes 2g and 2g+1   4 channels of 4 bits, 2 of 8, 1 of 16
@@ -199,7 +199,7 @@ struct Pages {
     }
   }
 
-  // Neighbours words: their scales, and OFFSET + zero of each.
+  // Two packed scales: their scales, and OFFSET + zero of each.
   static __device__ __forceinline__ void open(uint32 words, uint32 &scales, uint32 &zeros) {
     scales = words >> 1 & (BITS == 4 ? 0x7fe07fe0 : 0x7f807f80);
     zeros = BITS == 4 ? masked(words << 2, 0x00fc00fc, 0x54005400) : centred(masked(words, 0x00ff00ff, 0x64006400));
@@ -208,18 +208,18 @@ struct Pages {
 
 __device__ __forceinline__ float2 both(uint32 halves) { return __half22float2(*reinterpret_cast<half2 *>(&halves)); }
 
-// One group's range becomes its word; `safe` and `shift` take a number to its code.
+// One group's range becomes its word; `safe` and `shift` take a value to its code.
 template <int BITS>
 __device__ __forceinline__ int word_of(float low, float high, bool broken, float &safe, float &shift) {
   constexpr int ZERO_BITS = BITS == 4 ? 6 : 8, KEPT = ZERO_BITS - 1, STEPS = (1 << BITS) - 1;
   constexpr float FINE = 1 << (ZERO_BITS - BITS);
   int half_bits = __half_as_ushort(__float2half_rn(__fdiv_rn(__fsub_rn(high, low), STEPS)));
   half_bits = min((half_bits + (1 << KEPT) - 1) >> KEPT << KEPT, 0x7fff & -(1 << KEPT));
-  if (broken) half_bits = 0x7e00;  // not a number
+  if (broken) half_bits = 0x7e00;  // NaN
   const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(half_bits)));
   safe = scale > 0 ? scale : 1.f;
   const float zero = rintf(__fmul_rn(__fdiv_rn(-low, safe), FINE));
-  const int z = broken ? 0 : static_cast<int>(fminf(fmaxf(zero, 0.f), (1 << ZERO_BITS) - 1));  // not a number: 0
+  const int z = broken ? 0 : static_cast<int>(fminf(fmaxf(zero, 0.f), (1 << ZERO_BITS) - 1));  // NaN: 0
   shift = z / FINE;
   return half_bits << 1 | z;
 }

@@ -15,7 +15,7 @@ namespace crelle {
 
 enum Placement { SHARED, PRIVATE };
 
-// M numbers as a table holds them; sums of entries of up to 4 slices stay in this form.
+// M values as a table holds them; sums of entries of up to 4 slices stay in this form.
 template <typename T, int M>
 struct Entry;
 

@@ -1,9 +1,9 @@
-// New tokens into pages: q and k are normed (where the model does that) and rotated by position, then q, k, v turned by
-// H, the keys' centre taken off, and keys and values quantized and stored where the block table says.
+// New tokens into pages: q and k are normed (where the model does that) and rotated by position, then q, k, v rotated
+// by H, the keys' centre taken off, and keys and values quantized and stored where the block table says.
 //
 // A warp takes one head of one token, a lane two channels next to each other of each 64. What formats/kv.py computes is
 // computed in the same steps with the same roundings (division, not a product with the inverse; nothing contracted), so
-// codes and words are the same bits. A norm and a rotation round to T where the model's own layers do.
+// codes and packed scales are the same bits. A norm and a rotation round to T where the model's own layers do.
 #include "append_8lane.cuh"
 
 namespace crelle {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *fro
   }
 }
 
-// The least and the greatest of the group of each pair of channels, and whether some channel of it is not a number.
+// The least and the greatest of the group of each pair of channels, and whether some channel of it is NaN.
 template <int D, int GROUP>
 __device__ __forceinline__ void ranges(const float (&v)[Head<D>::SIZE], float (&low)[Head<D>::PAIRS],
                                        float (&high)[Head<D>::PAIRS], bool (&broken)[Head<D>::PAIRS], int lane) {
@@ -134,11 +134,11 @@ struct Token {
   }
 };
 
-// q [N, heads, D], k and v [N, kv_heads, D], whose tokens are so many numbers apart; position [B]: where the first new
+// q [N, heads, D], k and v [N, kv_heads, D], whose tokens are so many values apart; position [B]: where the first new
 // token of each sequence stands, < 0: nowhere; starts [B + 1], null: N / B new tokens for each; table [B, max_pages];
 // cos, sin f32 [context, D/2], the norms' weights [D] and the keys' centre f32 [kv_heads, D] may be null;
-// turned [N, heads, D]: q as paged_attention.cu wants it. codes, words: the layer's pages; E: the numbers of 16-bit
-// pages. Grid (N, heads + 2 stored over 8), 8 warps; stored: kv_heads, or 0 where only q is to be turned.
+// rotated [N, heads, D]: q as paged_attention.cu wants it. codes, words: the layer's pages; E: the type of 16-bit
+// pages. Grid (N, heads + 2 stored over 8), 8 warps; stored: kv_heads, or 0 where only q is to be rotated.
 template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
 __global__ void __launch_bounds__(256)
     paged_append(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const float found = rintf(__fadd_rn(__fdiv_rn(x[2 * p + j], safe), shift));
-        code[j] = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // not a number: 0
+        code[j] = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // NaN: 0
       }
       unsigned char *to = codes + row * ROW + first * BITS / 8;
       if constexpr (BITS == 4)
@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// The numbers of the first tokens of B sequences, turned and centred as they are stored, those of sequence b at
+// The values of the first tokens of B sequences, rotated and centred as they are stored, those of sequence b at
 // starts[b] … starts[b + 1]: out [2, starts[B], kv_heads, D]. For prompts, whose tokens share them. table [B,
-// max_pages]. Grid (8 numbers a thread, kv_heads, 2).
+// max_pages]. Grid (8 values a thread, kv_heads, 2).
 template <int D, int BITS, int C, typename E>
 __global__ void __launch_bounds__(256)
     paged_read(const unsigned char *codes, const unsigned short *words, const int *table, const int *starts, E *out,

@@ -7,23 +7,23 @@
 //   S [token, (h, c)] = sum over channels of c of q code              score(h) = sum over c of scale (S - zero sum(q))
 //   O [channel, (h, c)] += code (p scale)      z [(h, c)] += zero (p scale)      out(h) = O - z in the channels of c
 //
-// so K takes 4 multiply-adds for 2 groups of a token where dequantizing takes one for each 2 of their 64 numbers, and
+// so K takes 4 multiply-adds for 2 groups of a token where dequantizing takes one for each 2 of their 64 values, and
 // V's scales go into P. A step of 16 channels belongs to groups whose columns lie together, so no product is made
 // twice: D/16 instructions for K and as many for V, for 1 to 8 heads.
 //
 // A warp takes 16 U tokens at a time from its own pipeline of STAGES such pieces, has its own running maximum and sums
-// and waits for nobody; WARPS of them share what a thread block reads, blocks along x share a sequence. Parts are added
-// in a fixed order: those of the warps, then, by the last block to arrive, those of the blocks. Then H is undone.
+// and waits for no other; WARPS of them share what a thread block reads, blocks along x share a sequence. Parts are
+// added in a fixed order: those of the warps, then, by the last block to arrive, those of the blocks. Then H is undone.
 //
 // Arithmetic of 4 bits, D = 128, groups of 32: 16 tokens are 2304 bytes. At 4.5 TB/s a multiprocessor of 132 gets that
 // many in 119 cycles of 1.76 GHz, so each of its 4 schedulers has 475 cycles for 16 tokens. Counted on an H200, all in:
 // 326 instructions for them with one head (before the copies were written as they are now; 393 with four heads), among
-// them 16 tensor instructions and 96 masks and shifts that make numbers of codes (at half rate: 192 cycles of their
+// them 16 tensor instructions and 96 masks and shifts that dequantize codes (at half rate: 192 cycles of their
 // unit). Under way: 4608 bytes for each stage of a warp; 8 blocks of 2 warps with 3 stages: 221 KB a multiprocessor.
-// Lost there (128 texts of 1024, 32/8 heads: 43.8 us): zeros as one more step of both products instead of two fused
+// Lost there (128 sequences of 1024, 32/8 heads: 43.8 us): zeros as one more step of both products instead of two fused
 // multiply-adds, 5% fewer instructions (43.8: they are not what it waits for), and with it 16 tokens at a time (47.5),
-// 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99), two blocks a text (61); values as
-// 1024 + code, 5 instructions a word instead of 7 (the tensor cores cut sums off: error 4e-3 over 1024 tokens, 1e-2
+// 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99), two blocks a sequence (61); values
+// as 1024 + code, 5 instructions a word instead of 7 (the tensor cores truncate sums: error 4e-3 over 1024 tokens, 1e-2
 // over 8192).
 #include "kv_loader.cuh"
 #include "softmax.cuh"
@@ -45,11 +45,11 @@ struct __align__(4 * WORDS) Vector {
   uint32 word[WORDS];
 };
 
-// q [B, heads, D], turned where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
-// lengths [B]: tokens of each sequence, this one among them; 0: nobody, out is 0. A token sees the last `window`. out
+// q [B, heads, D], rotated where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
+// lengths [B]: tokens of each sequence, this one among them; 0: padding, out is 0. A token sees the last `window`. out
 // [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
 // even. parts [sets, splits, G, D + 2], semaphores [sets] (zeros): where there are splits, at most 32 of them. Grid
-// (splits, kv_heads * chunks of G query heads, B). E: the numbers of pages and q; T: those of out. OCCUPANCY: warps for
+// (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY: warps for
 // which the registers of a multiprocessor shall suffice.
 template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int OCCUPANCY, bool ROTATE, typename E,
           typename T>
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       const int n = Shape::tile_of_channel(unit * P::WIDE), channel = unit * P::WIDE + RUN * t;
       union {
         Vector<RUN / 2> words;
-        E numbers[RUN];
+        E values[RUN];
       } run = {};
       if (g / PACK < count && channel < D)
         run.words = *reinterpret_cast<const Vector<RUN / 2> *>(from + unit * P::WIDE);
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         for (int i = 0; i < 2; i++) {
           const int j = P::key_place(k, i);
           const bool in = !P::CODED || (channel + j) / Shape::GROUP == n * PACK + g % PACK;
-          v[i] = to_float(from_float<E>((in ? to_float(run.numbers[j]) : 0.f) * P::key_factor(k)));
+          v[i] = to_float(from_float<E>((in ? to_float(run.values[j]) : 0.f) * P::key_factor(k)));
           sums_of[n][P::key_factor(k) != 1] += v[i];
         }
         if (BITS == 16)
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   }
   scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
 
-  // Words of columns 2t and 2t + 1 (of head 2t / PACK) for a token.
+  // Packed scales of columns 2t and 2t + 1 (of head 2t / PACK) for a token.
   const auto words_of = [&](const char *at, int n, int token) -> uint32 {
     const unsigned short *w = reinterpret_cast<const unsigned short *>(at) + token * C;
     if constexpr (PACK == 1) return w[n] * 0x10001u;
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         }
       }
     }
-    if constexpr (BITS == 4) {  // the tensor cores cut sums off: take the offset out before it outgrows what is meant
+    if constexpr (BITS == 4) {  // the tensor cores truncate sums: take the offset out before it outgrows what is meant
       if (i % 8 == 7) {
 #pragma unroll
         for (int n = 0; n < TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     }
   }
 
-  // --- turned back, a head to a warp
+  // --- rotated back, a head to a warp
   float *all = reinterpret_cast<float *>(shared);
   __syncthreads();  // all have read the warps' parts
 #pragma unroll

@@ -4,7 +4,7 @@
 //
 // A thread block takes `part` inputs of a row, all of them where f is a norm, which needs their sum: 16 bytes at a time
 // as they lie, V times for a thread, then through shared memory, and 16 bytes at a time as they shall lie. A row's
-// numbers have one order of sums, whatever the number of rows.
+// values have one order of sums, whatever the number of rows.
 //
 // It is all waiting: for the kernel before, for x, for the other warps' sums. What a norm multiplies with is loaded
 // before any of that.
@@ -13,8 +13,8 @@
 
 namespace crelle {
 
-// x [M, K] (gated: [M, 2K], gate then up), K a multiple of 8; more [M, K] may be null, and so may sum, where nobody
-// wants it; norm, shift [K] may be null; perm [256 blocks]: which input stands where, -1 for none, or null; then part
+// x [M, K] (gated: [M, 2K], gate then up), K a multiple of 8; more [M, K] may be null, and so may sum, where nothing
+// reads it; norm, shift [K] may be null; perm [256 blocks]: which input stands where, -1 for none, or null; then part
 // is 256 blocks. xs [4 blocks, M', 64], M' = M rounded up to 8, or where there is a `pitch` [M, pitch], in order and
 // padded with zeros. Grid (ceil(256 blocks / part), M'), part at most 256 WARPS V; the first row's thread blocks also
 // clear `semaphores`. Shared: 2 part bytes.

@@ -4,7 +4,7 @@
 
 namespace crelle {
 
-// cos and sin for the pairs of dimensions that a lane turns.
+// cos and sin for the pairs of dimensions that a lane rotates.
 template <int D>
 struct Rope {
   static constexpr int PAIRS = (D / 2 + 31) / 32;
@@ -14,12 +14,12 @@ struct Rope {
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
       const int i = lane + 32 * j;
-      const bool turns = c && i < D / 2;
-      cos[j] = turns ? c[(size_t)at * (D / 2) + i] : 1, sin[j] = turns ? s[(size_t)at * (D / 2) + i] : 0;
+      const bool rotates = c && i < D / 2;
+      cos[j] = rotates ? c[(size_t)at * (D / 2) + i] : 1, sin[j] = rotates ? s[(size_t)at * (D / 2) + i] : 0;
     }
   }
 
-  // A warp norms (where there is a weight) and turns a head; `to` gets it, and `also` unless it is null.
+  // A warp norms (where there is a weight) and rotates a head; `to` gets it, and `also` unless it is null.
   template <typename T>
   __device__ __forceinline__ void head(const T *from, const T *weight, float eps, int lane, T *to, T *also) const {
     float a[PAIRS], b[PAIRS], squares = 0;

@@ -3,7 +3,7 @@
 
 namespace crelle {
 
-// What the scale words of a group say about its grid, as in weight_layout.py; b is 0 or 1 in the kernels, +-1 in the
+// What the scales of a group say about its grid, as in weight_layout.py; b is 0 or 1 in the kernels, +-1 in the
 // format.
 enum ScaleKind { BCQ, BCQ_SYMMETRIC, UNIFORM, UNIFORM_SYMMETRIC, AFFINE };
 

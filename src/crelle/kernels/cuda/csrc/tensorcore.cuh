@@ -1,18 +1,18 @@
-// What goes with the tensor core instruction (mma.cuh): pairs of numbers, and matrices of 8 x 8 numbers from shared
+// What goes with the tensor core instruction (mma.cuh): pairs of values, and matrices of 8 x 8 values from shared
 // memory in the order that it wants.
 #pragma once
 #include "mma.cuh"
 
 namespace crelle {
 
-// Two numbers as the instruction takes them: the first in the low half.
+// Two values as the instruction takes them: the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32 pair(float first, float second) {
   const T v[2] = {from_float<T>(first), from_float<T>(second)};
   return *reinterpret_cast<const uint32 *>(v);
 }
 
-// 8 numbers in 16 bytes.
+// 8 values in 16 bytes.
 template <typename T>
 __device__ __forceinline__ void open(float (&v)[8], uint4 from) {
   const T *p = reinterpret_cast<const T *>(&from);

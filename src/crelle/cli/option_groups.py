@@ -1,0 +1,59 @@
+"""Options that several commands share: a command has one parameter for a whole group of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crelle.cli.console import Bits, Device, KernelName, Threads
+
+if TYPE_CHECKING:
+    from crelle.engine.llm import LLM
+
+Command = Callable[..., None]
+
+
+def option_group(
+    parameter: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
+) -> Callable[[Command], Command]:
+    """Put options {name: (what typer reads, default)} where a command has `parameter`, which gets build(**options)."""
+    group = [Parameter(name, Parameter.KEYWORD_ONLY, annotation=a, default=d) for name, (a, d) in options.items()]
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in options}
+            command(**given, **{parameter: build(**chosen)})
+
+        shown: list[Parameter] = []
+        for p in signature(command).parameters.values():
+            shown += group if p.name == parameter else [p.replace(kind=Parameter.KEYWORD_ONLY)]
+        run.__signature__ = signature(command).replace(parameters=shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in shown}  # typer reads both
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a command loads and runs its model."""
+
+    bits: int | None
+    device: str
+    threads: int | None
+    kernel: str | None
+
+    def load(self, model: Path, kv: str = "16") -> "LLM":
+        from crelle.engine.llm import LLM
+
+        return LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=kv)
+
+
+model_options = option_group(
+    "options",
+    {"bits": (Bits, None), "device": (Device, "auto"), "threads": (Threads, None), "kernel": (KernelName, None)},
+    ModelOptions,
+)
