@@ -156,7 +156,7 @@ def test_coded_pages_give_nearly_the_logits_of_numbers(which: str, kv: str, requ
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 @given(sizes=chunks)
 def test_any_chunks_give_the_logits_of_one_pass_over_pages(tiny: DecoderModel, kv: str, sizes: list[int]) -> None:
-    while sum(sizes) > tiny.c.context:
+    while sum(sizes) > tiny.spec.context:
         sizes = sizes[:-1]
     tokens = random_tokens(sum(sizes))
     whole, cache, at = tiny(tokens, tiny.new_cache(kv=kv)), tiny.new_cache(kv=kv), 0
