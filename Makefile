@@ -34,6 +34,7 @@ format: setup
 # The C++ core under the address and undefined-behaviour sanitizers, then under the thread sanitizer, then a small case
 # of it under valgrind (which knows no AVX-512, so there the AVX2 and generic kernels run). CORE_BUILD is what cmake
 # needs to know; a build of another tree's environment may give its own.
+# How to run a program with each of the instrumented cores.
 ASAN = LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0 CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so)
 TSAN = LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
@@ -47,8 +48,8 @@ sanitize: setup
 	$(ASAN) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
 	$(ASAN) $(BIN)/pytest tests/engine/test_llm_threads.py
 
-# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tests/kernels/tsan.supp names the
-# libraries whose own synchronization the sanitizer therefore cannot see.
+# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tests/kernels/tsan.supp
+# names the libraries whose own synchronization the sanitizer therefore cannot see.
 tsan: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/tsan $(CORE_BUILD) -DCRELLE_SANITIZE=thread
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/tsan
