@@ -34,22 +34,27 @@ format: setup
 # The C++ core under the address and undefined-behaviour sanitizers, then under the thread sanitizer, then a small case
 # of it under valgrind (which knows no AVX-512, so there the AVX2 and generic kernels run). CORE_BUILD is what cmake
 # needs to know; a build of another tree's environment may give its own.
+# How to run a program with each of the instrumented cores.
+ASAN = LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0 CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so)
+TSAN = LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
+	TSAN_OPTIONS="suppressions=$(CURDIR)/tests/kernels/tsan.supp halt_on_error=0 exitcode=66" \
+	CRELLE_CORE=$$(echo $(CURDIR)/build/tsan/_core*.so)
 CORE_BUILD ?= -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 
 sanitize: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/sanitize $(CORE_BUILD) -DCRELLE_SANITIZE=address,undefined
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/sanitize
-	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
-	CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
+	$(ASAN) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
+	$(ASAN) $(BIN)/pytest tests/engine/test_llm_threads.py
 
-# Threads that share decoders, weights and activations. Only our core is instrumented; tests/kernels/tsan.supp names the
-# libraries whose own synchronization the sanitizer therefore cannot see.
+# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tests/kernels/tsan.supp
+# names the libraries whose own synchronization the sanitizer therefore cannot see.
 tsan: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/tsan $(CORE_BUILD) -DCRELLE_SANITIZE=thread
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/tsan
-	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
-	TSAN_OPTIONS="suppressions=$(CURDIR)/tests/kernels/tsan.supp halt_on_error=0 exitcode=66" \
-	CRELLE_CORE=$$(echo $(CURDIR)/build/tsan/_core*.so) $(BIN)/python -m pytest -s tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_pool.py -k "not forked"
+	$(TSAN) $(BIN)/python -m pytest -s tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_pool.py -k "not forked"
+	$(TSAN) $(BIN)/python -m pytest -s tests/engine/test_llm_threads.py
 
 valgrind: setup
 	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/valgrind.supp $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so

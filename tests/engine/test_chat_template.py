@@ -134,7 +134,7 @@ def test_a_long_conversation_is_within_the_budget() -> None:
     ],
 )
 def test_template_without_end_is_stopped(template: str, words: str) -> None:
-    """tests/hostile/corpus.py has many more."""
+    """tests/hostile/corpus_tokenizers.py has many more."""
     began, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UnsupportedError, match=words):
         ChatTemplate(template).render(TALK, {})
