@@ -65,6 +65,6 @@ def test_a_batch(name: str, scheme: str, kv: str) -> None:
         wanted, found = good.run({b: [7 + b] for b in range(6)}), bad.run({b: [7 + b] for b in range(6)})
         assert bool(found[2].isnan().all())
         assert torch.equal(found[others], wanted[others])
-    told = bad.batch.draw(found).tokens()
+    told = bad.batch.sample(found).tokens()
     assert told[2] < 0
     assert [told[b] for b in others] == found[others].argmax(-1).tolist()

@@ -26,7 +26,7 @@ that its table names at t // page, at place t % page. Key is 0, value is 1; Hkv 
               scale: the f16 with exponent e and mantissa m, the rest 0, that is ((word >> 1) & 0x7fe0) for 4 bits and
               ((word >> 1) & 0x7f80) for 8, as f16. It is the least such one >= (max - min) / (2^bits - 1) in f16, where
               the range [min, max] of the group is widened to hold 0; but for f16's last bit |x - stored| <= scale / 2.
-              A group of zeros has scale 0. What is not finite makes its group's scale, and so its values, not finite.
+              A group of zeros has scale 0. What is not finite makes its group's scale, and so its values, NaN.
 
 Bits per value, everything counted: bits + 16 C / D. C is the greatest divisor of D with groups of at least `group`
 channels and an even number of them: D = 64 or 128 with group 32: 4.5 bits, 3.56 times the tokens of f16; with groups of
@@ -200,6 +200,7 @@ def quantize(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
     fine = 1 << (zero_bits - bits)  # parts of a step in which zero is told
     z = (-low / safe * fine).nan_to_num(0).round_().clamp_(0, (1 << zero_bits) - 1)
     codes = (x / safe[..., None] + (z / fine)[..., None]).nan_to_num(0).round_().clamp_(0, steps)
+    half = torch.where((half < 0x7C00) & (half >= 0), half, 0x7E00)  # infinity times a rounded sum could be either sign
     word = (half << 1) | z.int()
     word = torch.where(word > 0x7FFF, word - 0x10000, word).to(torch.int16)
     packed = codes.to(torch.uint8).flatten(-2)

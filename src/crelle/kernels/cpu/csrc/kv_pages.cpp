@@ -37,6 +37,7 @@ void quantize(const float *x, int n, int bits, uint8_t *codes, int16_t *word) {
     else
       codes[i / 2] = static_cast<uint8_t>(codes[i / 2] | code << 4);
   }
+  if (half >= 0x7c00) half = 0x7e00;
   *word = static_cast<int16_t>(static_cast<uint16_t>(half << 1 | static_cast<int>(z)));
 }
 

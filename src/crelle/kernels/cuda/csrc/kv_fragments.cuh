@@ -221,7 +221,7 @@ __device__ __forceinline__ int word_of(float low, float high, bool broken, float
   const float zero = rintf(__fmul_rn(__fdiv_rn(-low, safe), FINE));
   const int z = broken ? 0 : static_cast<int>(fminf(fmaxf(zero, 0.f), (1 << ZERO_BITS) - 1));  // NaN: 0
   shift = z / FINE;
-  return half_bits << 1 | z;
+  return (half_bits < 0x7c00 ? half_bits : 0x7e00) << 1 | z;  // an infinite scale is stored as NaN
 }
 
 }  // namespace crelle
