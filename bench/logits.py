@@ -32,9 +32,12 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     set_threads(2)
-    models = {"stories15M": (args.data / "stories15M", 32, 250), "smollm2": (smollm2(), 64, 400)}
+    models = {"stories15M": (lambda: args.data / "stories15M", 32, 250), "smollm2": (smollm2, 64, 400)}
     found: dict[str, str] = {"machine": f"{cpu.core().isa()}, torch {torch.__version__}, 2 threads"}
-    for name, (source, group, tokens) in models.items():
+    for name, (find, group, tokens) in models.items():
+        if not name.startswith(args.only.split(" ")[0]):
+            continue
+        source = find()
         for label in ("fp32", *SCHEMES):
             path = source
             if label != "fp32":
