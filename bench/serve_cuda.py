@@ -9,7 +9,7 @@ pass of its model over the same tokens. In the file:
 
 rows     one for each batch, with the time of the step's graph alone; where `memory` is set: an engine with that budget
          for weights, working space and pages, its largest batch, the memory that it really used, and times_fp16
-exact    the same with sums in one order for all batches (crelle.models.batched_cuda)
+exact    the same with sums in one order for all batches (crelle.kernels.cuda.batch_invariant)
 """
 
 import sys
@@ -37,10 +37,10 @@ EXACT = "rtn:bits=4,group=128"  # what is also timed with one order of sums, for
 EXACT_BATCHES = (1, 4, 16, 64, 128, 256)
 
 
-def graph_ms(engine: Engine, texts: int) -> float:
+def graph_ms(engine: Engine, sequences: int) -> float:
     batch, times = engine.runner.cuda_executor(None), []
     assert batch is not None
-    graph = batch.graph(texts)
+    graph = batch.graph(sequences)
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -88,7 +88,8 @@ def main(to: Path, shape: str) -> None:
             free_memory()
             base = base or capped.tokens_per_second
             rows.append({**asdict(capped), "times_fp16": capped.tokens_per_second / base})
-            said = f"{largest} texts, {capped.tokens_per_second:.0f}/s, {capped.tokens_per_second / base:.2f} x fp16"
+            rate = capped.tokens_per_second
+            said = f"{largest} sequences, {rate:.0f}/s, {rate / base:.2f} x fp16"
             print(
                 f"{scheme} {kv} within {CAP}: {said}, peak {(capped.peak_memory_bytes or 0) / 1e9:.2f} GB", flush=True
             )
