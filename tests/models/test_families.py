@@ -148,7 +148,7 @@ TEXT = CalibrationData(text="All that glitters is not gold, and many a man his l
         ("bcq-nested:bits=4,group=24,data=false", 0.5),
         ("gptq:bits=8,group=24", 0.05),
         ("awq:bits=8,group=24", 0.05),
-        ("auto:bits=4.5", 0.7),
+        ("auto:bits=4.5,steps=1", 0.7),
     ],
 )
 def test_quantized(scheme: str, most: float, path: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """JSON as RFC 8259 has it: what is read, in one go and in pieces, and what is written."""
 
 import json
+import threading
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -198,20 +199,24 @@ def test_tokens_of_probability_0_have_a_logprob_that_json_has(llm: LLM) -> None:
 # Logits that are not finite -------------------------------------------------------------------------------------------
 
 
-def stream(server: Running, **more: Any) -> bytes:
+def stream(server: Running, begun: threading.Event | None = None) -> bytes:
     with server.connect() as sock:
-        sock.sendall(post("/v1/completions", json.dumps({**GREEDY, "stream": True, **more}).encode()))
-        return read_all(sock)
+        sock.sendall(post("/v1/completions", json.dumps({**GREEDY, "stream": True}).encode()))
+        first = sock.recv(1)
+        if begun is not None:
+            begun.set()
+        return first + read_all(sock)
 
 
 def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(
     llm: LLM, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(llm) as server:
-        sample, at = OutputState.sample, [0]
+        sample, at, begun = OutputState.sample, [0], threading.Event()
 
         def broken(self: OutputState, logits: Any, so_far: list[int], *more: Any) -> int:
             if len(self.tokens) == at[0]:
+                assert at[0] == 0 or begun.wait(30)  # else the fault may come before the headers are sent
                 raise NumericsError("the model's logits are not finite (NaN) at token 7 of /secret/path")
             return sample(self, logits, so_far, *more)
 
@@ -224,7 +229,7 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(
         assert b"x-should-retry: false" in answer
         assert status(stream(server)) == 500, "it had not begun"
         at[0] = 3
-        said = stream(server)
+        said = stream(server, begun)
         assert status(said) == 200
         assert b'"code":"non_finite_logits"' in said
         assert b"[DONE]" not in said
