@@ -89,10 +89,12 @@ class GPTQ(HessianConfig):
         if self.free:
             scales = torch.stack(self._free(s, book), -1).reshape(N, C, 2)
             return Levels(torch.nn.functional.pad(book, (0, 1), value=1.0), scales, group)
-        scale, zero = self._uniform(s, book)
+        scale, zero = self.grid(s)
         return Levels(book, scale.reshape(N, C, 1), group, zero.reshape(N, C, 1))
 
-    def _uniform(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:
+    def grid(self, s: SortedGroups) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point [R] of the uniform grid with the least error, for each group."""
+        book = torch.arange(2.0**self.bits, device=s.w.device)[:, None]
         low, high = s.range()
         low, high = low.clamp(max=0), high.clamp(min=0)
         if self.symmetric:

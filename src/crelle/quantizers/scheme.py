@@ -8,6 +8,7 @@
     awq:bits=4,group=128                 activation-aware scales, clipping, rounding   [clip=true, steps=20]
     hbcq:bits=3,group=128                binary coding by the layer's output error     [settings: see its module]
     bcq-nested:bits=4,group=128          2, 3 and 4 bits in one checkpoint             [settings: see its module]
+    mixed:group=16,four=0.25             2 and 4 bits in one matrix, 16-bit outliers   [outliers=0.002; see its module]
 
 `group=row` shares the scales over a whole row. A config is a frozen dataclass: `parse` builds it from the string,
 `str` writes it back, with settings at their defaults left out except bits and group.
@@ -20,10 +21,11 @@ from crelle.quantizers.base import Cast, GroupedConfig, Passthrough, Quantizer
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.hbcq import HBCQ
+from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.nested import Nested
 from crelle.quantizers.rtn import RTN
 
-CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Auto)}
+CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Auto)}
 
 
 def parse(scheme: str) -> Quantizer:
