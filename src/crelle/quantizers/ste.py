@@ -4,6 +4,7 @@ STEWeight   an affine grid; weights, scales and lows train with a straight-throu
                 v = (w - low) / scale     q = clamp(round(v), 0, 2^P - 1)     ŵ = low + scale q
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
+STEMixed    the same for 2- and 4-bit groups with second-order scales (crelle.quantizers.mixed_ste)
 ScaleTuner  codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
 All parameters are stored in units of the group's initial step size, so one learning rate fits every layer. Scales are
@@ -19,42 +20,10 @@ from torch import Tensor, nn
 from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
+from crelle.formats.mixed import MixedTensor
 from crelle.quantizers.grouping import TINY, from_groups, to_groups
-
-
-class _OnGrid(torch.autograd.Function):
-    """w [N, C, G] (in steps) on the grid of its group; straight-through gradient, recomputed in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, step: Tensor, scale: Tensor, low: Tensor, top: int) -> Tensor:
-        ctx.save_for_backward(w, step, scale, low)
-        ctx.top = top
-        q = (w * step).sub_(low).div_(scale).round_().clamp_(0, top)
-        return q.mul_(scale).add_(low)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, Tensor, None]:
-        (g,) = gradients
-        w, step, scale, low = ctx.saved_tensors
-        v = (w * step).sub_(low).div_(scale)
-        q = v.round().clamp_(0, ctx.top)
-        through = g * ((v > -0.5) & (v < ctx.top + 0.5))
-        d_scale = (g * q).sub_(through * v).sum(-1, keepdim=True)
-        d_low = (g - through).sum(-1, keepdim=True)
-        return through.mul_(step), None, d_scale, d_low, None
-
-
-def _as_f16(x: Tensor) -> Tensor:
-    """Round to f16, with a straight-through gradient."""
-    return x + (x.half().float() - x).detach()
-
-
-class TrainableWeight(nn.Module):
-    """Computes the weight [N, K] of a linear. A parameter named `w` holds weights, all others are scales."""
-
-    def export(self) -> QuantTensor:
-        """Return the tensor to store."""
-        raise NotImplementedError
+from crelle.quantizers.mixed_ste import STEMixed
+from crelle.quantizers.ste_base import OnGrid, TrainableWeight, as_f16
 
 
 class STEWeight(TrainableWeight):
@@ -79,11 +48,11 @@ class STEWeight(TrainableWeight):
         self.low = nn.Parameter(start.low.float()[..., None] / step)
 
     def _grid(self) -> tuple[Tensor, Tensor]:
-        return _as_f16((self.scale * self.step).clamp(min=TINY)), _as_f16(self.low * self.step)
+        return as_f16((self.scale * self.step).clamp(min=TINY)), as_f16(self.low * self.step)
 
     def forward(self) -> Tensor:
         scale, low = self._grid()
-        w: Tensor = _OnGrid.apply(self.w, self.step, scale, low, 2**self.bits - 1)  # type: ignore[no-untyped-call]
+        w: Tensor = OnGrid.apply(self.w, self.step, scale, low, 2**self.bits - 1)  # type: ignore[no-untyped-call]
         return from_groups(w, self.K)
 
     @torch.no_grad()
@@ -106,7 +75,7 @@ class ScaleTuner(TrainableWeight):
         self.scales = nn.ParameterDict({name: nn.Parameter(t.float() / self.units[name]) for name, t in scales.items()})
 
     def _scales(self) -> dict[str, Tensor]:
-        return {name: _as_f16(t * self.units[name]) for name, t in self.scales.items()}
+        return {name: as_f16(t * self.units[name]) for name, t in self.scales.items()}
 
     def forward(self) -> Tensor:
         return self.start.with_scales(self._scales()).dequantize(torch.float32)
@@ -128,7 +97,10 @@ def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 # Modules that train the weights of a format through the rounding; a format that has one adds it here.
-STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {AffineTensor.format: STEWeight}
+STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
+    AffineTensor.format: STEWeight,
+    MixedTensor.format: STEMixed,
+}
 
 
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:

@@ -1,0 +1,114 @@
+"""Quantization-aware training of mixed 2/4-bit matrices, with a straight-through estimator.
+
+Fixed: which groups have 4 bits, the zeros, the codes of first-order scales, the places of outliers. Trained: weights,
+second-order scales, row scales, the values of outliers.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from crelle.formats.mixed import MixedTensor
+from crelle.formats.mixed_packing import pack
+from crelle.quantizers.grouping import TINY, from_groups, to_groups
+from crelle.quantizers.ste_base import OnGrid, TrainableWeight, as_f16
+
+_BIN = 0.45  # how far from its level, in steps, a weight may begin
+
+
+class STEMixed(TrainableWeight):
+    """Parameters in units of what they begin with: weights of their step, scales of themselves."""
+
+    def __init__(self, start: MixedTensor, weight: Tensor | None = None) -> None:
+        """Start from the codes of `start`; `weight` [N, K] gives the initial position of each weight in its bin."""
+        super().__init__()
+        self.start, self.codes = start, start.codes()
+        self.four = start.four.bool()
+        self.second_scale = nn.Parameter(torch.ones_like(start.second_scale, dtype=torch.float32))
+        self.row_scale = None if start.row_scale is None else nn.Parameter(torch.ones(start.N, device=start.device))
+        self.outliers = (
+            None if start.outlier_values is None else nn.Parameter(start.outlier_values.float() / self._unit)
+        )
+        with torch.no_grad():
+            scale, zero = self._grid()
+            step = scale.clamp(min=TINY)
+            codes = torch.zeros(start.N, len(self.four), start.G, device=start.device)
+            codes[:, ~self.four], codes[:, self.four] = self.codes.codes2.float(), self.codes.codes4.float()
+            w = (codes - zero) * step  # [N, C, G]
+            if weight is not None:
+                off = (to_groups(weight.float(), start.G)[0] - w) / step
+                w = w + off.clamp_(-_BIN, _BIN) * step
+            self.register_buffer("step", step)
+            self.w = nn.Parameter((w / step).contiguous())
+
+    step: Tensor  # f32 [N, C, 1]
+
+    @property
+    def _unit(self) -> Tensor:
+        assert self.start.outlier_values is not None
+        return self.start.outlier_values.float().abs().mean().clamp(min=TINY)
+
+    def _stored(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return second-order scales, row scales and outliers as they will be stored."""
+        start = self.start
+        second = as_f16((self.second_scale * start.second_scale.float()).clamp(min=TINY))
+        row = outliers = None
+        if self.row_scale is not None and start.row_scale is not None:
+            row = as_f16((self.row_scale * start.row_scale.float()).clamp(min=TINY))
+        if self.outliers is not None:
+            outliers = as_f16(self.outliers * self._unit)
+        return second, row, outliers
+
+    def _grid(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero of each group [N, C, 1]."""
+        start, (second, row, _) = self.start, self._stored()
+        multiple = self.codes.scale_codes + self._of_rows(self.codes.second_zeros)
+        scale = second.new_zeros(start.N, len(self.four))
+        zero = torch.zeros_like(scale)
+        scale[:, ~self.four] = self._of_rows(second) * multiple
+        zero[:, ~self.four] = self.codes.zeros.float()
+        if row is not None and start.row_zero is not None:
+            scale[:, self.four] = row[:, None].expand(-1, int(self.four.sum()))
+            zero[:, self.four] = start.row_zero.float()[:, None]
+        return scale[..., None], zero[..., None]
+
+    def _of_rows(self, blocks: Tensor) -> Tensor:
+        return blocks.repeat_interleave(self.start.block, 0)[: self.start.N]
+
+    def forward(self) -> Tensor:
+        start = self.start
+        scale, zero = self._grid()
+        parts = torch.empty_like(self.w)
+        for mask, top in ((~self.four, 3), (self.four, 15)):
+            if mask.any():
+                w, step, s = self.w[:, mask], self.step[:, mask], scale[:, mask].clamp(min=TINY)
+                parts[:, mask] = OnGrid.apply(w, step, s, -zero[:, mask] * s, top)  # type: ignore[no-untyped-call]
+        weight = from_groups(parts, start.K)
+        outliers = self._stored()[2]
+        if outliers is None:
+            return weight
+        return weight.index_put(start.outlier_places(), outliers)  # their own code stands for 0
+
+    @torch.no_grad()
+    def export(self) -> MixedTensor:
+        start, (second, row, outliers) = self.start, self._stored()
+        scale, zero = self._grid()
+        q = (self.w * self.step / scale.clamp(min=TINY) + zero).round()
+        two = q[:, ~self.four].clamp(0, 3).to(torch.uint8)
+        four = q[:, self.four].clamp(0, 15).to(torch.uint8)
+        if outliers is not None:
+            whole = torch.zeros(start.N, len(self.four) * start.G, dtype=torch.bool, device=start.device)
+            whole[start.outlier_places()] = True
+            at = whole.reshape(start.N, -1, start.G)
+            two = torch.where(at[:, ~self.four], self.codes.zeros[..., None], two)
+            if start.row_zero is not None:
+                four = torch.where(at[:, self.four], start.row_zero[:, None, None], four)
+        packed = pack(start.packing, self.codes._replace(codes2=two, codes4=four))
+        return replace(
+            start,
+            packed=packed,
+            second_scale=second.half(),
+            row_scale=None if row is None else row.half(),
+            outlier_values=None if outliers is None else outliers.half(),
+        )

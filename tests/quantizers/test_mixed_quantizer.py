@@ -1,0 +1,135 @@
+"""2 and 4 bits in one matrix: what the quantizer chooses, what refinement gains, and training through the rounding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.base import bits_per_weight, nbytes
+from crelle.formats.mixed import MixedTensor
+from crelle.quantizers.mixed import Mixed
+from crelle.quantizers.mixed_ste import STEMixed
+from crelle.quantizers.scheme import parse
+from crelle.quantizers.stats import Stats, StatsCollector
+
+
+def layer(N: int, K: int, seed: int = 0) -> tuple[Tensor, Stats]:
+    """A weight with some large values, and inputs that are correlated and of very different sizes."""
+    random = torch.Generator().manual_seed(seed)
+    mix = torch.eye(K) + 0.3 * torch.randn(K, K, generator=random) / K**0.5
+    x = (torch.randn(4 * K, K, generator=random) @ mix) * torch.exp(0.7 * torch.randn(K, generator=random))
+    w = torch.randn(N, K, generator=random) / K**0.5
+    w *= 1 + 4 * (torch.rand(N, K, generator=random) < 0.004)
+    collector = StatsCollector(K)
+    collector.add(x)
+    return w, collector.stats()
+
+
+def error(scheme: str, w: Tensor, stats: Stats) -> float:
+    return stats.output_error(w - parse(scheme).fit(w, stats).dequantize()) / stats.output_error(w)
+
+
+@pytest.mark.parametrize(("N", "K"), [(64, 128), (40, 200), (5, 67), (17, 16), (33, 8)])
+@pytest.mark.parametrize("group", [8, 16, 32, 64])
+def test_any_shape_is_stored_as_foretold(N: int, K: int, group: int) -> None:
+    w, stats = layer(N, K)
+    config = Mixed(group=group, outliers=0.004)
+    found = config.fit(w, stats)
+    assert found.spec() == config.storage((N, K))
+    assert 0 <= N * MixedTensor.row_bits(config.storage((N, K))) - 8 * nbytes(found) < N
+    again = MixedTensor.from_parts(found.spec(), found.tensors())
+    assert torch.equal(again.dequantize(), found.dequantize())
+    assert stats.output_error(w - found.dequantize()) < 0.25 * stats.output_error(w)
+
+
+def test_sensitive_groups_have_4_bits_and_outliers_lie_in_the_others() -> None:
+    w, stats = layer(96, 256)
+    found = Mixed(outliers=0.005).fit(w, stats)
+    inverse = torch.linalg.inv(
+        stats.hessian.double() + 0.01 * stats.hessian.diagonal().mean() * torch.eye(256)
+    ).diagonal()
+    score = (w.double().square() / inverse.square()).sum(0).reshape(16, 16).sum(1)
+    assert set(score.topk(4).indices.tolist()) == set(found.four.nonzero()[:, 0].tolist())
+    rows, columns = found.outlier_places()
+    assert len(rows) == round(0.005 * 96 * 256)
+    assert not found.four[columns // 16].any()
+    torch.testing.assert_close(found.dequantize()[rows, columns], found.outlier_values.float())  # type: ignore[union-attr]
+
+
+def test_every_part_lowers_the_error() -> None:
+    w, stats = layer(128, 256)
+    found = {s: error(f"mixed:{s}", w, stats) for s in ("outliers=0", "refine=0", "refine=2", "four=0", "four=1")}
+    assert found["refine=2"] < 0.97 * found["refine=0"]
+    assert found["refine=2"] < 0.97 * found["outliers=0"]
+    assert found["four=1"] < 0.5 * found["refine=2"] < 0.5 * found["four=0"]
+
+
+def test_sensitivity_beats_range_and_range_beats_chance() -> None:
+    total = dict.fromkeys(("sensitivity", "range", "random"), 0.0)
+    for seed in range(4):
+        w, stats = layer(64, 256, seed)
+        w = w * torch.exp(0.5 * torch.randn(256, generator=torch.Generator().manual_seed(seed)))
+        for rank in total:
+            total[rank] += error(f"mixed:rank={rank}", w, stats)
+    assert total["sensitivity"] < total["range"] < total["random"]
+
+
+def test_weights_of_zero_and_inputs_that_are_never_seen() -> None:
+    w, stats = layer(20, 64)
+    w[3], w[:, 16:32] = 0, 0
+    hessian = stats.hessian.clone()
+    hessian[40:48], hessian[:, 40:48] = 0, 0
+    found = Mixed().fit(w, Stats(hessian, stats.absmax, stats.absmean, stats.tokens)).dequantize()
+    assert bool(found.isfinite().all())
+    assert float(found[3].abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("mixed:four=1.5", "must be 0 to 1"),
+        ("mixed:outliers=0.1", "must be 0 to 0.015"),
+        ("mixed:group=24", "one of 8, 16, 32, 64"),
+        ("mixed:rank=best", "rank must be"),
+        ("mixed:bits=3", "has no setting 'bits'"),
+    ],
+)
+def test_bad_settings_are_sentences(scheme: str, words: str) -> None:
+    with pytest.raises(SchemeError, match=words):
+        parse(scheme)
+
+
+def test_the_scheme_is_written_as_it_is_read() -> None:
+    assert str(parse("mixed:four=0.1,outliers=0.002,group=16")) == "mixed:group=16,four=0.1"
+    assert str(parse(str(parse("mixed:rank=range,exclusive=false")))) == "mixed:group=16,rank=range,exclusive=false"
+
+
+@pytest.mark.parametrize(("N", "K", "four"), [(40, 128, 0.25), (17, 70, 0.5), (16, 64, 0.0), (16, 64, 1.0)])
+def test_training_begins_where_the_quantizer_ended(N: int, K: int, four: float) -> None:
+    w, stats = layer(N, K)
+    start = Mixed(four=four, outliers=0.0 if four == 1 else 0.004).fit(w, stats)
+    for module in (STEMixed(start), STEMixed(start, w)):
+        torch.testing.assert_close(module().detach(), start.dequantize(), rtol=1e-5, atol=1e-6)
+        again = module.export()
+        torch.testing.assert_close(again.dequantize(), start.dequantize(), rtol=1e-5, atol=1e-6)
+        assert MixedTensor.from_parts(again.spec(), again.tensors()).spec() == start.spec()
+
+
+def test_training_lowers_the_error_and_stores_what_it_trained() -> None:
+    w, stats = layer(48, 128)
+    start = Mixed(outliers=0.004, refine=0).fit(w, stats)
+    module = STEMixed(start, w)
+    trained = [{"params": [module.w], "lr": 0.01}, {"params": [p for n, p in module.named_parameters() if n != "w"]}]
+    optimizer = torch.optim.Adam(trained, lr=0.002)
+    for _ in range(60):
+        change = module() - w
+        loss = ((change @ stats.hessian) * change).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in module.parameters())
+        optimizer.step()
+    after = module.export()
+    torch.testing.assert_close(after.dequantize(), module().detach(), rtol=1e-5, atol=1e-6)
+    assert stats.output_error(w - after.dequantize()) < 0.95 * stats.output_error(w - start.dequantize())
+    assert torch.equal(after.four, start.four)
+    assert bits_per_weight(after) == bits_per_weight(start)
