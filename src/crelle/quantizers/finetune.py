@@ -25,7 +25,8 @@ from crelle.formats.ownership import STATE
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.pipeline import plan
-from crelle.quantizers.ste import TrainableWeight, trainable
+from crelle.quantizers.ste import trainable
+from crelle.quantizers.ste_base import TrainableWeight
 from crelle.quantizers.training import EndToEnd, Network, Training
 from crelle.version import __version__
 
