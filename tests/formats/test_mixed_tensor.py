@@ -43,8 +43,8 @@ def dequantized(w: MixedTensor) -> Tensor:
                 else:
                     b = n // w.block
                     s = float(w.second_scale[b, at]) * (int(codes.scale_codes[n, at]) + int(codes.second_zeros[b, at]))
-                    q, z = codes.codes2[n, at, k % w.G], codes.zeros[n, at]
-                out[n, k] = s * (int(q) - int(z))
+                    q, z = codes.codes2[n, at, k % w.G], (int(codes.zeros[n, at]) + 1) / 2
+                out[n, k] = s * (int(q) - float(z))
     if w.outlier_values is not None:
         for n, k, v in zip(*(t.tolist() for t in w.outlier_places()), w.outlier_values.tolist(), strict=True):
             out[n, k] += v

@@ -53,7 +53,8 @@ def test_sensitive_groups_have_4_bits_and_outliers_lie_in_the_others() -> None:
     rows, columns = found.outlier_places()
     assert len(rows) == round(0.005 * 96 * 256)
     assert not found.four[columns // 16].any()
-    torch.testing.assert_close(found.dequantize()[rows, columns], found.outlier_values.float())  # type: ignore[union-attr]
+    change = (found.dequantize() - w).abs()
+    assert float(change[rows, columns].mean()) < 0.5 * float(change.mean())
 
 
 def test_every_part_lowers_the_error() -> None:
@@ -112,7 +113,7 @@ def test_training_begins_where_the_quantizer_ended(N: int, K: int, four: float) 
     for module in (STEMixed(start), STEMixed(start, w)):
         torch.testing.assert_close(module().detach(), start.dequantize(), rtol=1e-5, atol=1e-6)
         again = module.export()
-        torch.testing.assert_close(again.dequantize(), start.dequantize(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(again.dequantize(), start.dequantize(), rtol=1e-3, atol=1e-4)
         assert MixedTensor.from_parts(again.spec(), again.tensors()).spec() == start.spec()
 
 
@@ -132,7 +133,7 @@ def test_training_lowers_the_error_and_stores_what_it_trained() -> None:
         optimizer.step()
         decay.step()
     after = module.export()
-    torch.testing.assert_close(after.dequantize(), module().detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(after.dequantize(), module().detach(), rtol=1e-3, atol=1e-4)  # outliers as f16
     assert stats.output_error(w - after.dequantize()) < stats.output_error(w - start.dequantize())
     assert torch.equal(after.four, start.four)
     assert bits_per_weight(after) == bits_per_weight(start)

@@ -2,13 +2,14 @@
 
 Input channels in groups of G (8, 16, 32, 64). A group has 2 or 4 bits for all outputs: C2 groups of 2 bits, C4 of 4.
 
-    2-bit group    w = s (q - z)        s = second_scale (scale_code + second_zero)
-                                        q, z 2 bits; scale_code 4 (or 3) bits for each output and group
+    2-bit group    w = s (q - z)        z = (zero_code + 1) / 2      s = second_scale (scale_code + second_zero)
+                                        q, zero_code 2 bits; z in half steps, so that a grid may be symmetric
+                                        scale_code 4 (or 3) bits for each output and group
                                         second_scale f16 and second_zero 4 bits for `block` (16) outputs and a group
                                         (+, since scales are positive: their range begins above zero)
     4-bit group    w = row_scale (q - row_zero)      row_scale f16, row_zero 4 bits, for each output
     outliers       added to that: CSR, f16 values, 16-bit columns, 32-bit row pointers. The quantizer takes them from
-                   2-bit groups only and gives them the code z, so the value stored is the weight.
+                   2-bit groups only; what is stored is the difference to what their code stands for.
 
 Stored beside the codes (crelle.formats.mixed_packing says how those are packed):
     four             uint8 [C]        1: the group has 4 bits
@@ -132,7 +133,7 @@ class MixedTensor:
         second = self.second_scale.to(wide).repeat_interleave(self.block, 0)[: self.N]  # [N, C2]
         second_zeros = codes.second_zeros.repeat_interleave(self.block, 0)[: self.N].to(wide)
         scale = second * (codes.scale_codes.to(wide) + second_zeros)
-        two = (codes.codes2.to(wide) - codes.zeros.to(wide)[..., None]) * scale[..., None]  # [N, C2, G]
+        two = (codes.codes2.to(wide) - zero_of(codes.zeros).to(wide)[..., None]) * scale[..., None]  # [N, C2, G]
         w = two.new_zeros(self.N, C, self.G)
         mask = self.four.bool()
         w[:, ~mask] = two
@@ -284,6 +285,11 @@ class MixedTensor:
         bits += 16 * s.B * s.C2 + 8 * (s.C2 + s.C4) + (24 * N if s.C4 else 0)
         bits += 32 * (spec["outliers"] + N + 1) if spec["outliers"] else 0
         return -(-bits // N)
+
+
+def zero_of(codes: Tensor) -> Tensor:
+    """Return the zeros of 2-bit groups, in steps, that their codes stand for."""
+    return (codes.float() + 1) / 2
 
 
 def _sizes(spec: Mapping[str, Any]) -> Sizes:

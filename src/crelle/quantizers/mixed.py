@@ -23,14 +23,15 @@ from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.mixed import BLOCK, GROUPS, MixedTensor
 from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, scale_widths
-from crelle.quantizers.alternating_ls import SortedGroups
+from crelle.quantizers.alternating_ls import SortedGroups, squared_error
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.gptq_solver import LDLFactor
-from crelle.quantizers.grouping import storable, to_groups
+from crelle.quantizers.grouping import TINY, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.mixed_solver import MixedFit, descend, feedback, second_order, tune_scales
 from crelle.quantizers.stats import Stats
 
+_SHRINK = [1.0 - 0.06 * i for i in range(10)]  # clipping factors to try
 _SLAB = 1 << 22  # weights that are fitted at one time
 
 
@@ -124,7 +125,7 @@ class Mixed(HessianConfig):
         column4 = chosen.four.repeat_interleave(G)[:K]
         importance = cost.clamp(min=float(cost.mean()) * 1e-6) * ~chosen.outliers  # [N, K]
         two, importance2 = (to_groups(t[:, ~column4], G)[0] for t in (target, importance))
-        scale, zero = GPTQ(bits=2, group=G).grid(_sorted(two, importance2))
+        scale, zero = _half_step_grid(_sorted(two, importance2))
         packing: Packing = "aligned" if can_be_aligned(G, C - C4, C4) else "general"
         widths = torch.tensor(scale_widths(packing, C - C4), device=target.device)
         second = second_order(scale.reshape(N, C - C4), importance2.sum(-1), widths)
@@ -151,6 +152,23 @@ def _sorted(grouped: Tensor, importance: Tensor) -> SortedGroups:
     return SortedGroups.of(grouped.flatten(0, 1), torch.where(empty, 1.0, importance).flatten(0, 1))
 
 
+def _half_step_grid(s: SortedGroups) -> tuple[Tensor, Tensor]:
+    """Return scale and zero [R] of the 2-bit grid with the least error; the zero is 0.5, 1, 1.5 or 2 steps."""
+    book = torch.arange(4.0, device=s.w.device)[:, None]
+    low, high = s.range()
+    best = torch.full_like(s.squares, torch.inf)
+    scale, zero = torch.full_like(low, TINY), torch.full_like(low, 1.5)
+    for z in (0.5, 1.0, 1.5, 2.0):
+        reach = torch.maximum(high / (3 - z), -low / z).clamp(min=TINY)
+        for shrink in _SHRINK:
+            a = storable(reach * shrink).float().clamp(min=TINY)
+            error = squared_error(s, a[:, None], -a * z, book)
+            won = error < best
+            scale, best = torch.where(won, a, scale), torch.where(won, error, best)
+            zero = torch.where(won, z, zero)
+    return scale, zero
+
+
 def _error_at_2_bits(target: Tensor, G: int) -> Tensor:
     """Return the squared error of each weight, rounded to the nearest of four levels over its group's range."""
     grouped, _ = to_groups(target, G)
@@ -167,12 +185,12 @@ def _stored(shape: tuple[int, int], four: Tensor, fits: list[MixedFit]) -> Mixed
     """Pack what was fitted."""
     codes, _ = to_groups(torch.cat([f.codes for f in fits]), fits[0].group)  # [N, C, G]
     second = [f.second for f in fits]
-    outliers = torch.cat([torch.where(f.outliers, f.values, 0.0) for f in fits])
+    outliers = torch.cat([torch.where(f.outliers, f.values - f.dense(), 0.0) for f in fits])
     parts = MixedCodes(
         codes[:, ~four],
         codes[:, four],
         torch.cat([s.codes for s in second]).to(torch.uint8),
-        torch.cat([f.zero for f in fits]).to(torch.uint8),
+        (2 * torch.cat([f.zero for f in fits]) - 1).to(torch.uint8),
         torch.cat([s.zero for s in second]).to(torch.uint8),
     )
     row = None

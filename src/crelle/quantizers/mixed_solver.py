@@ -36,7 +36,7 @@ class MixedFit:
     four: Tensor  # bool [C]
     outliers: Tensor  # bool [N, K]
     group: int
-    zero: Tensor  # f32 [N, C2]
+    zero: Tensor  # f32 [N, C2], in steps: 0.5, 1, 1.5 or 2
     second: SecondOrder
     row_scale: Tensor  # f32 [N]
     row_zero: Tensor  # f32 [N]
@@ -53,8 +53,12 @@ class MixedFit:
 
     def weight(self) -> Tensor:
         """Return the weights [N, K] that codes and outliers stand for."""
+        return torch.where(self.outliers, self.values, self.dense())
+
+    def dense(self) -> Tensor:
+        """Return the weights [N, K] that codes alone stand for."""
         scale, zero = self.grid()
-        return torch.where(self.outliers, self.values, scale * (self.codes - zero))
+        return scale * (self.codes - zero)
 
 
 class _Column(NamedTuple):
@@ -62,14 +66,13 @@ class _Column(NamedTuple):
 
     levels: SortedLevels
     outliers: Tensor  # bool [N]
-    zero: Tensor  # int64 [N]
     keep: Tensor  # f32 [N], where the values of outliers go
 
     def nearest(self, want: Tensor) -> tuple[Tensor, Tensor]:
         value, code = self.levels.nearest(want)
         exact = want.half().float()
         self.keep.copy_(torch.where(self.outliers, exact, 0.0))
-        return torch.where(self.outliers, exact, value), torch.where(self.outliers, self.zero, code)
+        return torch.where(self.outliers, exact, value), code
 
 
 def second_order(scale: Tensor, importance: Tensor, widths: Tensor) -> SecondOrder:
@@ -120,18 +123,15 @@ def _choices(fit: MixedFit, order: Tensor) -> tuple[Callable[[int, Tensor], Choi
     device = fit.zero.device
     four_levels = _levels(fit.row_scale, fit.row_zero, 16)
     two = iter(zip(fit.second.scales().unbind(1), fit.zero.unbind(1), strict=True))
-    by_group = [
-        (four_levels, fit.row_zero.long()) if is_four else (_levels(*(pair := next(two)), 4), pair[1].long())
-        for is_four in fit.four.tolist()
-    ]
+    by_group = [four_levels if is_four else _levels(*next(two), 4) for is_four in fit.four.tolist()]
     outliers = fit.outliers.T.contiguous()  # [K, N]
     columns, some = order.tolist(), outliers.any(1).tolist()
     values = torch.zeros(outliers.shape, device=device)
 
     def choice(i: int, _: Tensor) -> Choice:
         k = columns[i]
-        levels, zero = by_group[k // fit.group]
-        return _Column(levels, outliers[k], zero, values[k]) if some[k] else levels
+        levels = by_group[k // fit.group]
+        return _Column(levels, outliers[k], values[k]) if some[k] else levels
 
     return choice, values
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from crelle.formats.mixed import MixedTensor
+from crelle.formats.mixed import MixedTensor, zero_of
 from crelle.formats.mixed_packing import pack
 from crelle.quantizers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.ste_base import OnGrid, TrainableWeight, as_f16
@@ -27,9 +27,11 @@ class STEMixed(TrainableWeight):
         self.four = start.four.bool()
         self.second_scale = nn.Parameter(torch.ones_like(start.second_scale, dtype=torch.float32))
         self.row_scale = None if start.row_scale is None else nn.Parameter(torch.ones(start.N, device=start.device))
-        self.outliers = (
-            None if start.outlier_values is None else nn.Parameter(start.outlier_values.float() / self._unit)
-        )
+        self.outliers = None
+        if start.outlier_values is not None:
+            values = start.dequantize(torch.float32)[start.outlier_places()]  # the weights, not what is added to codes
+            self.unit = values.abs().mean().clamp(min=TINY)
+            self.outliers = nn.Parameter(values / self.unit)
         with torch.no_grad():
             scale, zero = self._grid()
             step = scale.clamp(min=TINY)
@@ -44,20 +46,15 @@ class STEMixed(TrainableWeight):
 
     step: Tensor  # f32 [N, C, 1]
 
-    @property
-    def _unit(self) -> Tensor:
-        assert self.start.outlier_values is not None
-        return self.start.outlier_values.float().abs().mean().clamp(min=TINY)
-
     def _stored(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return second-order scales, row scales and outliers as they will be stored."""
+        """Return second-order scales and row scales as they will be stored, and the weights of outliers."""
         start = self.start
         second = as_f16((self.second_scale * start.second_scale.float()).clamp(min=TINY))
         row = outliers = None
         if self.row_scale is not None and start.row_scale is not None:
             row = as_f16((self.row_scale * start.row_scale.float()).clamp(min=TINY))
         if self.outliers is not None:
-            outliers = as_f16(self.outliers * self._unit)
+            outliers = self.outliers * self.unit
         return second, row, outliers
 
     def _grid(self) -> tuple[Tensor, Tensor]:
@@ -67,7 +64,7 @@ class STEMixed(TrainableWeight):
         scale = second.new_zeros(start.N, len(self.four))
         zero = torch.zeros_like(scale)
         scale[:, ~self.four] = self._of_rows(second) * multiple
-        zero[:, ~self.four] = self.codes.zeros.float()
+        zero[:, ~self.four] = zero_of(self.codes.zeros)
         if row is not None and start.row_zero is not None:
             scale[:, self.four] = row[:, None].expand(-1, int(self.four.sum()))
             zero[:, self.four] = start.row_zero.float()[:, None]
@@ -88,7 +85,7 @@ class STEMixed(TrainableWeight):
         outliers = self._stored()[2]
         if outliers is None:
             return weight
-        return weight.index_put(start.outlier_places(), outliers)  # their own code stands for 0
+        return weight.index_put(start.outlier_places(), outliers)
 
     @torch.no_grad()
     def export(self) -> MixedTensor:
@@ -97,18 +94,10 @@ class STEMixed(TrainableWeight):
         q = (self.w * self.step / scale.clamp(min=TINY) + zero).round()
         two = q[:, ~self.four].clamp(0, 3).to(torch.uint8)
         four = q[:, self.four].clamp(0, 15).to(torch.uint8)
-        if outliers is not None:
-            whole = torch.zeros(start.N, len(self.four) * start.G, dtype=torch.bool, device=start.device)
-            whole[start.outlier_places()] = True
-            at = whole.reshape(start.N, -1, start.G)
-            two = torch.where(at[:, ~self.four], self.codes.zeros[..., None], two)
-            if start.row_zero is not None:
-                four = torch.where(at[:, self.four], start.row_zero[:, None, None], four)
         packed = pack(start.packing, self.codes._replace(codes2=two, codes4=four))
-        return replace(
-            start,
-            packed=packed,
-            second_scale=second.half(),
-            row_scale=None if row is None else row.half(),
-            outlier_values=None if outliers is None else outliers.half(),
-        )
+        half_row = None if row is None else row.half()
+        found = replace(start, packed=packed, second_scale=second.half(), row_scale=half_row)
+        if outliers is None:
+            return found
+        dense = replace(found, outlier_values=None).dequantize(torch.float32)
+        return replace(found, outlier_values=(outliers - dense[start.outlier_places()]).half())
