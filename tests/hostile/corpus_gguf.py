@@ -65,30 +65,11 @@ gguf("offset that overflows", "truncated", gguf_bytes([], (tensor("t", [32], 0, 
 gguf("size 0", "cannot be", gguf_bytes([], (tensor("t", [0, 4], 0, 0),)))
 gguf("part of a block", "cannot be", gguf_bytes([], (tensor("t", [33], 8, 0),)))
 gguf("unknown tensor type", "unknown type 999", gguf_bytes([], (tensor("t", [32], 999, 0),)))
-gguf(
-    "tensors that overlap",
-    "overlap",
-    gguf_bytes(
-        [],
-        (
-            tensor("a", [32], 0, 0),
-            tensor("b", [32], 0, 64),
-        ),
-    )
-    + bytes(512),
-)
-gguf(
-    "the same tensor twice",
-    "twice",
-    gguf_bytes(
-        [],
-        (
-            tensor("a", [8], 0, 0),
-            tensor("a", [8], 0, 32),
-        ),
-    )
-    + bytes(512),
-)
+for name, words, second in (
+    ("tensors that overlap", "overlap", tensor("b", [32], 0, 64)),
+    ("the same tensor twice", "twice", tensor("a", [32], 0, 128)),
+):
+    gguf(name, words, gguf_bytes([], (tensor("a", [32], 0, 0), second)) + bytes(512))
 gguf("not UTF-8", "not UTF-8", gguf_bytes([("general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe")]))
 gguf(
     "10 MB of small integers",
