@@ -6,6 +6,7 @@ from time import perf_counter
 
 import torch
 
+from crelle.bench.cost import Cost
 from crelle.bench.external import llama_bench
 from crelle.engine.llm import LLM
 
@@ -20,6 +21,7 @@ class DecodeSpeed:
     prefill_tokens_per_second: float
     decode_tokens: int
     prefill_tokens: int
+    cost: Cost | None = None  # of a million tokens, where it was asked for
 
 
 def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, rounds: int = 5) -> DecodeSpeed:

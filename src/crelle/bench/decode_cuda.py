@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from crelle.bench.cost import Cost
 from crelle.bench.cuda_timer import Ceiling, event
 from crelle.bench.energy import Energy, per_call
 from crelle.bench.model_shapes import RandomWeights
@@ -67,6 +68,7 @@ class DecodeCuda:
     baseline_milliseconds_per_token: float | None = None
     speedup: float | None = None
     baseline_joules_per_token: float | None = None
+    cost: Cost | None = None  # of a million tokens, where it was asked for
 
 
 class Decoder(Protocol):

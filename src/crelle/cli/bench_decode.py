@@ -1,9 +1,9 @@
 """crelle bench decode: a whole model token by token, on the CPU or on a GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.table import Column, Table
@@ -15,12 +15,14 @@ from crelle.errors import SchemeError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+    from crelle.bench.cost import Cost, CostModel
     from crelle.bench.decode import DecodeSpeed
     from crelle.bench.decode_cuda import DecodeCuda
     from crelle.bench.model_shapes import RandomWeights
     from crelle.formats.open import Weights
 
 NAME = "decode"
+Row = TypeVar("Row", "DecodeSpeed", "DecodeCuda")
 
 
 def run(
@@ -71,6 +73,15 @@ def run(
     ] = 5,
     kernel: KernelName = None,
     energy: Energy = True,
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            "--cost",
+            metavar="price=…[,watt=…]",
+            help="Cost per million tokens: the hardware's price over years= (5) of service, and kwh= (0.09) times its "
+            "power; watt= where it is not measured.",
+        ),
+    ] = None,
     results: ResultFile = None,
     json: Json = False,
 ) -> None:
@@ -83,27 +94,33 @@ def run(
     **Example**: `crelle bench decode out/m --threads 1,2 --llama-bench ./llama-bench --llama-model q4_0.gguf`
 
     **Example**: `crelle bench decode --shape opt-175b --scheme bcq:bits=3,group=128 --device cuda`
+
+    **Example**: `crelle bench decode --shape llama2-7b --scheme mixed --device cuda --cost price=30000`
     """
+    from crelle.bench.cost import CostModel
     from crelle.models.loader import choose_device
 
+    costs = None if cost is None else CostModel.parse(cost)
     if (model is None) == (not shape):
         raise SchemeError("give either MODEL, a path, or --shape, a name such as llama2-7b")
     chosen = choose_device(device or ("auto" if shape else "cpu"))
     if model is not None and chosen.type == "cpu":
         refuse("cpu", context=context, batch=batch, shape=shape, scheme=scheme, layers=layers)
         tokens, prompt = _or(tokens, 64), _or(prompt, 512)
-        _on_cpu(model, tokens, prompt, threads, llama_bench, llama_model or [], rounds, kernel, results, json)
+        _on_cpu(model, tokens, prompt, threads, llama_bench, llama_model or [], rounds, kernel, costs, results, json)
         return
     if model is not None and (scheme or layers):
         raise SchemeError("--scheme and --layers go with --shape; a MODEL is as it was stored")
     refuse(chosen.type, prompt=prompt, llama_bench=llama_bench, llama_model=llama_model)
+    if costs is not None and costs.watt is None and not (energy and chosen.type == "cuda"):
+        raise SchemeError("the power is not measured here: say it, --cost price=…,watt=…")
     if threads:
         from crelle.cli.console import use_threads
 
         use_threads(parse_threads(threads)[0])
     options = {"tokens": _or(tokens, 128), "context": _or(context, 128), "batch": _or(batch, 1), "rounds": rounds}
     sources = [_stored(model)] if model is not None else [_named(s, scheme, layers) for s in shape or []]
-    _whole_steps(sources, chosen, options, baseline, kernel, energy, results, json)
+    _whole_steps(sources, chosen, options, baseline, kernel, energy, costs, results, json)
 
 
 def _or(given: int | None, default: int) -> int:
@@ -152,6 +169,7 @@ def _whole_steps(
     baseline: bool,
     kernel: str | None,
     energy: bool,
+    costs: "CostModel | None",
     results: Path | None,
     json: bool,
 ) -> None:
@@ -171,7 +189,8 @@ def _whole_steps(
         weights = source.plain(device) if scheme == "fp16" else source.weights(scheme, device)
         insisted = None if scheme == "fp16" else kernel
         row = measure(weights, scheme, device, kernel=insisted, ceiling=ceiling, energy=energy, **options)
-        return with_baseline(row, plain)
+        watt = None if row.joules_per_token is None else row.joules_per_token * row.tokens_per_second
+        return with_baseline(_priced(row, costs, row.tokens_per_second, watt), plain)
 
     for source in sources:
         plain: DecodeCuda | None = None
@@ -224,6 +243,7 @@ def _table(rows: "list[DecodeCuda]") -> None:
     if first.read_ceiling:
         out.print(f"ceiling {first.read_ceiling_gb_per_s:.0f} GB/s ({first.read_ceiling})", highlight=False)
     show(table)
+    _cost_table([(f"{r.model} {r.scheme}", r.cost) for r in rows])
     for note in sorted({n for r in rows for n in (r.energy_note, r.graph_note) if n}):
         out.print(note, highlight=False, markup=False, soft_wrap=True)
 
@@ -237,6 +257,7 @@ def _on_cpu(
     llama_model: list[Path],
     rounds: int,
     kernel: str | None,
+    costs: "CostModel | None",
     results: Path | None,
     json: bool,
 ) -> None:
@@ -245,18 +266,26 @@ def _on_cpu(
 
     if llama_model and not llama_bench:
         raise SchemeError("--llama-model needs --llama-bench, the program to run it with")
+    if costs is not None and costs.watt is None:
+        raise SchemeError("the power of a CPU is not measured: say it, --cost price=…,watt=…")
+
+    def priced(row: "DecodeSpeed") -> "DecodeSpeed":
+        return _priced(row, costs, row.decode_tokens_per_second, None)
+
     rows = Rows(results)
     for n in parse_threads(threads):
         llm = LLM.load(model, device="cpu", threads=n, kernel=kernel)
         rows.add(
             f"{n} threads",
-            lambda llm=llm, n=n: measure(llm, n, tokens=tokens, prompt=prompt, rounds=rounds),  # type: ignore[misc]
+            lambda llm=llm, n=n: priced(measure(llm, n, tokens=tokens, prompt=prompt, rounds=rounds)),  # type: ignore[misc]
         )
         for gguf in llama_model:
             assert llama_bench is not None
             rows.add(
                 f"{llama_bench.name} {gguf.name}, {n} threads",
-                lambda gguf=gguf, n=n: measure_llama_bench(llama_bench, gguf, n, tokens=tokens, prompt=prompt),  # type: ignore[misc]
+                lambda gguf=gguf, n=n: priced(  # type: ignore[misc]
+                    measure_llama_bench(llama_bench, gguf, n, tokens=tokens, prompt=prompt)
+                ),
             )
     if rows.finish(json):
         table = Table(
@@ -267,4 +296,23 @@ def _on_cpu(
             decoded, read = row.decode_tokens_per_second, row.prefill_tokens_per_second
             table.add_row(row.who, str(row.threads), f"{decoded:.1f}", f"{read:.0f}")
         show(table)
+        _cost_table([(f"{row.who}, {row.threads} threads", row.cost) for row in rows.rows])
     rows.end(json)
+
+
+def _priced(row: Row, costs: "CostModel | None", tokens_per_second: float, watt: float | None) -> Row:
+    return row if costs is None else replace(row, cost=costs.per_million(tokens_per_second, watt))
+
+
+def _cost_table(rows: "list[tuple[str, Cost | None]]") -> None:
+    """Print what a million tokens cost, where that was asked for; relative to the first row."""
+    known = [(name, cost) for name, cost in rows if cost is not None]
+    if not known:
+        return
+    table = Table("a million tokens", "watt", "buying", "runtime", "total", "runtime, of the first", "total")
+    first = known[0][1]
+    for name, c in known:
+        runtime = "–" if not first.runtime or not c.runtime else f"{first.runtime / c.runtime:.2f}x less"
+        total = "–" if not first.total or not c.total else f"{first.total / c.total:.2f}x less"
+        table.add_row(name, f"{c.watt:.0f}", f"{c.buying:.4f}", f"{c.runtime:.4f}", f"{c.total:.4f}", runtime, total)
+    show(table)
