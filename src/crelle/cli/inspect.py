@@ -1,35 +1,55 @@
 """crelle inspect: the matrices of a checkpoint, their formats and sizes."""
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.table import Table
 
-from crelle.cli.console import Json, Model, out, print_json
+from crelle.cli.console import Json, Model, draw_whole, out, print_json, tracking
+from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
+    from crelle.formats.base import QuantTensor
     from crelle.formats.open import Weights
+
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Draw the range of every group of inputs, and which have more bits, as NAME.png."),
+]
 
 NAME = "inspect"
 
 
-def run(model: Model, json: Json = False) -> None:
+def run(model: Model, plot: Plot = None, json: Json = False) -> None:
     """Show a model's matrices, their formats and their true size.
 
     Bits per weight count every scale and zero point of the quantized matrices; dense ones (embeddings, head) are
     listed, but not counted.
 
     **Example**: `crelle inspect out/smollm2-3bit`
+
+    **Example**: `crelle inspect out/smollm2-mixed --plot groups.png`
     """
+    if plot is not None:
+        _check_plot(plot)
     facts = describe(model)
+    if plot is not None:
+        _draw(model, plot)
     if json:
         print_json(facts)
         return
-    table = Table("matrix", "format", "outputs x inputs", "bits", "group", "bits/weight", "MB")
+    mixed = any(layer["shares"] for layer in facts["layers"])
+    more = ("groups", "outliers") if mixed else ()
+    table = Table("matrix", "format", "outputs x inputs", "bits", "group", *more, "bits/weight", "MB")
     for layer in facts["layers"]:
         N, K = layer["shape"]
         per_weight, megabytes = f"{layer['bits_per_weight']:.3f}", f"{layer['bytes'] / 1e6:.3f}"
         group = "several" if layer["group"] is None else str(layer["group"])
-        cells = (layer["name"], layer["format"], f"{N} x {K}", f"{layer['bits']:g}", group)
+        cells = [layer["name"], layer["format"], f"{N} x {K}", f"{layer['bits']:.3g}", group]
+        if mixed:
+            cells.append(", ".join(f"{share:.0%} of {bits} bits" for bits, share in layer["shares"].items()))
+            cells.append(f"{layer['outliers'] / (N * K):.2%}" if layer["outliers"] else "")
         table.add_row(*cells, per_weight, megabytes)
     out.print(table)
     out.print(
@@ -58,6 +78,7 @@ def describe(model: Any) -> dict[str, Any]:
     for name in modules:
         w = weights.matrix(name)
         facts = {"name": name, "format": w.format, "shape": list(w.shape), "bits": w.bits, "group": w.group}
+        facts |= {"shares": _shares(w), "outliers": w.spec().get("outliers", 0)}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
         if w.quantized:
             counted.append(layers[-1])
@@ -79,6 +100,41 @@ def describe(model: Any) -> dict[str, Any]:
         "notes": list(getattr(weights, "notes", ())),  # where an importer had to decide what the files mean
         "layers": layers,
     }
+
+
+def _shares(w: "QuantTensor") -> dict[int, float]:
+    """Return which share of a matrix's groups has how many bits, where they differ."""
+    from crelle.formats.base import group_bits
+
+    if (bits := group_bits(w)) is None:
+        return {}
+    return {b: float((bits == b).float().mean()) for b in bits.unique().tolist()}
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse before the work what could not be written after it."""
+    from crelle.plots import pyplot
+
+    pyplot()
+    if path.suffix.lower() != ".png":
+        raise SchemeError(f"--plot writes a PNG file, so its name should end in .png; got '{path}'")
+    if not path.parent.is_dir():
+        raise SchemeError(f"--plot: there is no folder {path.parent}")
+
+
+def _draw(model: Path, path: Path) -> None:
+    from crelle.cli.inspect_plot import by_layer, group_ranges, heat_map
+    from crelle.formats.open import open_weights
+
+    weights = open_weights(model, encoded=True)
+    names = by_layer([n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2])
+    rows = []
+    with tracking("ranges") as track:
+        for i, name in enumerate(names):
+            track(i, len(names), name)
+            if (w := weights.matrix(name)).quantized:
+                rows.append(group_ranges(name, w))
+    draw_whole(path, lambda made: heat_map(made, rows))
 
 
 def _scheme(weights: "Weights") -> str:

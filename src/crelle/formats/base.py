@@ -123,6 +123,12 @@ def format_of(spec: Mapping[str, Any]) -> type[QuantTensor]:
     return FORMATS[name]
 
 
+def group_bits(w: QuantTensor) -> Tensor | None:
+    """Return the bits of a code in each group of inputs, uint8 [C], where a format lets them differ; else None."""
+    found: Tensor | None = getattr(w, "group_bits", None)
+    return found
+
+
 def nbytes(w: QuantTensor) -> int:
     """Bytes of everything the format stores: codes, scales, zero points."""
     return sum(t.numel() * t.element_size() for t in w.tensors().values())

@@ -112,6 +112,11 @@ class MixedTensor:
         return self.G
 
     @property
+    def group_bits(self) -> Tensor:
+        """Return the bits of each group's codes, uint8 [C]."""
+        return 2 + 2 * self.four
+
+    @property
     def device(self) -> torch.device:
         return self.four.device
 
