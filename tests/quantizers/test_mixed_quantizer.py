@@ -1,11 +1,15 @@
 """2 and 4 bits in one matrix: what the quantizer chooses, what refinement gains, and training through the rounding."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from crelle import LLM, CalibrationData, quantize
 from crelle.errors import SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
+from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.mixed import MixedTensor
 from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.mixed_ste import STEMixed
@@ -137,3 +141,35 @@ def test_training_lowers_the_error_and_stores_what_it_trained() -> None:
     assert stats.output_error(w - after.dequantize()) < stats.output_error(w - start.dequantize())
     assert torch.equal(after.four, start.four)
     assert bits_per_weight(after) == bits_per_weight(start)
+
+
+# Training ----------------------------------------------------------------------------------------------------------
+
+
+def test_block_training_keeps_the_choices_and_lowers_the_error(tiny_model: Path, tmp_path: Path) -> None:
+    """tune=short: the same groups at 4 bits and the same outliers, another and a better model."""
+    text = CalibrationData(text="a few words that come again and again " * 60, rows=8, length=48)
+    made = {}
+    for name, more in (("fitted", ""), ("trained", ",tune=short,steps=40")):
+        quantize(tiny_model, tmp_path / name, f"mixed:group=8,four=0.25,outliers=0.01{more}", text=text, device="cpu")
+        made[name] = Checkpoint(tmp_path / name)
+    module = next(m for m in made["fitted"].specs if "layers.2" in m and "down" in m)
+    before, after = made["fitted"].matrix(module), made["trained"].matrix(module)
+    assert isinstance(before, MixedTensor)
+    assert isinstance(after, MixedTensor)
+    assert (before.group_bits.sum(), before.outliers) == (after.group_bits.sum(), after.outliers)
+    ids = torch.arange(90)[None] % 200
+
+    def logits(path: Path) -> Tensor:
+        model = LLM.load(path, device="cpu").model
+        return model(ids, model.new_cache(1))
+
+    full, *others = (logits(p) for p in (tiny_model, *(c.path for c in made.values())))
+    fitted, trained = ((y - full).square().mean() for y in others)
+    assert trained < fitted
+
+
+def test_settings_of_training_are_part_of_the_scheme() -> None:
+    assert str(parse("mixed:group=16,tune=short,steps=8")) == "mixed:group=16,tune=short,steps=8"
+    with pytest.raises(SchemeError, match="steps"):
+        parse("mixed:steps=-1")

@@ -108,7 +108,7 @@ def _shares(w: "QuantTensor") -> dict[int, float]:
 
     if (bits := group_bits(w)) is None:
         return {}
-    return {b: float((bits == b).float().mean()) for b in bits.unique().tolist()}
+    return {b: float((bits == b).float().mean()) for b in sorted(set(bits.tolist()))}
 
 
 def _check_plot(path: Path) -> None:

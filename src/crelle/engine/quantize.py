@@ -27,6 +27,7 @@ from crelle.quantizers.finetune import TuneReport, What, tune
 from crelle.quantizers.layer_api import Progress
 from crelle.quantizers.pipeline import Calibration, Report
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.trained import TrainedConfig
 from crelle.quantizers.training import Training
 
 _PLANNING_ROWS = 16
@@ -51,8 +52,8 @@ def quantize(
     begun = perf_counter()
     out = destination(out)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
-    auto = chosen[0]
-    staged = isinstance(auto, Auto) and auto.tune == "full"
+    trained = chosen[0] if isinstance(chosen[0], TrainedConfig) else None
+    staged = trained is not None and trained.tune == "full"
     refuse_overlap(out, source, beside=(PARTIAL, _STAGE, _STAGE + PARTIAL) if staged else (PARTIAL,))
     refuse_existing(out, resume=resume, overwrite=overwrite)
     if staged:
@@ -73,10 +74,10 @@ def quantize(
         "progress": progress,
     }
     if staged:
-        assert isinstance(auto, Auto)
+        assert trained is not None
         assert calibration is not None
         assert text is not None
-        report = _in_two_stages(source, out, auto, calibration, text, options)  # type: ignore[arg-type]
+        report = _in_two_stages(source, out, trained, calibration, text, options)  # type: ignore[arg-type]
     else:
         report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
     return replace(report, seconds=perf_counter() - begun)
@@ -120,30 +121,30 @@ def _own_rows(
 def _in_two_stages(
     source: str | Path,
     out: Path,
-    auto: Auto,
+    trained: TrainedConfig,
     calibration: Calibration,
     text: CalibrationData,
     options: dict[str, object],
 ) -> Report:
     """Write the calibrated model beside `out`, then train it end to end into `out`."""
     base = _stage_of(out)
-    scheme = str(replace(auto, tune="short"))
+    scheme = str(replace(trained, tune="short"))  # type: ignore[type-var]
     first = pipeline.quantize(source, base, scheme, calibration=calibration, stage=True, **options)  # type: ignore[arg-type]
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_spec(weights).context)
     rows = rows_of(Tokenizer.of(weights), text.text, length)
-    own = _own_rows(weights, rows, auto.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
+    own = _own_rows(weights, rows, trained.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
     report = tune(
         Checkpoint(base),
         weights,
         out,
-        auto.end_to_end(),
+        trained.end_to_end(),
         tokens=torch.cat([rows, own]),
         open_model=open_model,
         device=device,
         what="all",
-        scheme=str(auto),
+        scheme=str(trained),
         resume=bool(options["resume"]),
         overwrite=bool(options["overwrite"]),
         progress=options["progress"],  # type: ignore[arg-type]
@@ -151,7 +152,7 @@ def _in_two_stages(
     left = remove_directory(base)
     size, count = pipeline.measure(Checkpoint(out, verify=False))
     warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
-    return Report(out, str(auto), 8 * size / max(1, count), size, report.seconds, 0, warnings)
+    return Report(out, str(trained), 8 * size / max(1, count), size, report.seconds, 0, warnings)
 
 
 def _stage_of(out: Path) -> Path:

@@ -9,7 +9,7 @@ Steps 1 to 3 need calibration data only, and minutes on a CPU.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,39 +17,40 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.quantizers.base import GroupedConfig
-from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.search import ParetoFront
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.ste import trainable_weight
-from crelle.quantizers.training import Training, tune_block
+from crelle.quantizers.trained import TrainedConfig, Tune
 
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Auto(GroupedConfig):
+class Auto(TrainedConfig, GroupedConfig):
     """At most `bits` per weight, every scale counted."""
 
     scheme: ClassVar[str] = "auto"
     calibrated: ClassVar[bool] = True
     bits: float = 3.35  # type: ignore[assignment]
-    tune: Literal["none", "short", "full"] = "short"
+    tune: Tune = "short"
     search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
-    steps: int = 64  # of block-wise training, per layer
-    rate: float = 0.0  # learning rate, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
-    end: int = 3000  # steps of end-to-end training, with tune=full
-    own: int = 2048  # sequences that the model itself generates for it
+    steps: int = 64
+    rate: float = 0.0
+    end: int = 3000
+    own: int = 2048
     seed: int = 0
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
 
     def __post_init__(self) -> None:
         if not 1.1 <= self.bits <= 8.5:
             raise SchemeError(f"auto takes 1.1 to 8.5 bits per weight, got {self.bits}")
-        if self.steps < 0:
-            raise SchemeError(f"steps must be 0 or more, got {self.steps}")
+        self.check_training()
+
+    @property
+    def bits_for_rate(self) -> float:
+        return self.bits
 
     def grid_for(self, K: int) -> GPTQ:
         """Return the default for K inputs: as many bits as fit, and the smallest group that then fits."""
@@ -75,31 +76,3 @@ class Auto(GroupedConfig):
     def storage(self, shape: tuple[int, int]) -> Spec:
         """The same grid in every matrix, as without the search."""
         return self.grid_for(shape[1]).storage(shape)
-
-    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
-        return {}
-
-    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
-        """Train the layer together against the full-precision one: the matrices whose format trains its weights."""
-        if self.tune == "none" or not self.steps:
-            return fitted
-        linears, sources = layer.block.linears(), layer.full.linears()
-        found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
-        coders = {n: coder for n, coder in found.items() if coder is not None}
-        for name, coder in coders.items():
-            linears[name].coder = coder
-        x, y = layer.hidden.quantized, layer.after
-        with torch.enable_grad():
-            tune_block(layer.block, list(coders.values()), x, y, self._training(), x.device)
-        for name in coders:
-            linears[name].coder = None
-        return fitted | {n: c.export() for n, c in coders.items()}
-
-    def _training(self) -> Training:
-        # The finer the grid, the smaller its steps relative to the weights, and the more of them a weight may move.
-        rate = self.rate or 5e-3 * 2 ** max(0.0, round(self.bits - 3.35, 6))
-        return Training(steps=self.steps, batch=8, rate=rate, scale_rate=rate / 2, seed=self.seed)
-
-    def end_to_end(self) -> Training:
-        """Return the hyperparameters with which `tune=full` trains the whole model."""
-        return Training(steps=self.end, batch=8, rate=3e-3, scale_rate=1.5e-3, warmup=50, seed=self.seed)

@@ -9,6 +9,9 @@
     5. refine    rounds of coordinate descent over codes, scale codes, second-order scales and row scales, each set to
                  the best value that can be stored, given all others
 
+    6. training  tune=short and tune=full: weights, second-order scales, row scales and outliers, under the choices of 1
+                 and 2 (crelle.quantizers.mixed_ste)
+
 For comparisons: `rank` = range (of the group's weights), hessian (without the weights) or random;
 `exclusive=false` takes the outliers from all groups.
 """
@@ -30,6 +33,7 @@ from crelle.quantizers.grouping import TINY, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.mixed_solver import MixedFit, descend, feedback, second_order, tune_scales
 from crelle.quantizers.stats import Stats
+from crelle.quantizers.trained import TrainedConfig, Tune
 
 _SHRINK = [1.0 - 0.06 * i for i in range(10)]  # clipping factors to try
 _SLAB = 1 << 22  # weights that are fitted at one time
@@ -43,7 +47,7 @@ class Assignment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed(HessianConfig):
+class Mixed(TrainedConfig, HessianConfig):
     """Sensitive groups of input channels at 4 bits, the others at 2, outliers at 16."""
 
     scheme: ClassVar[str] = "mixed"
@@ -57,15 +61,26 @@ class Mixed(HessianConfig):
     damp: float = 0.01
     refine: int = 2
     target: bool = True
+    tune: Tune = "none"
+    steps: int = 64
+    rate: float = 0.0
+    end: int = 3000
+    own: int = 2048
+    seed: int = 0
 
     def __post_init__(self) -> None:
         HessianConfig.__post_init__(self)
+        self.check_training()
         if self.group not in GROUPS:
             raise SchemeError(f"group must be one of {', '.join(map(str, GROUPS))}, got {self.group}")
         if not 0 <= self.four <= 1:
             raise SchemeError(f"four, the share of 4-bit groups, must be 0 to 1, got {self.four}")
         if not 0 <= self.outliers <= 0.015:
             raise SchemeError(f"outliers, a share of the weights, must be 0 to 0.015, got {self.outliers}")
+
+    @property
+    def bits_for_rate(self) -> float:
+        return 2 + 2 * self.four
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> MixedTensor:
         """Return the weight [N, K] in 2, 4 and 16 bits."""

@@ -1,0 +1,70 @@
+"""Schemes that train what they have fitted, with a straight-through estimator.
+
+    tune=none    as fitted
+    tune=short   block by block: each layer against the full-precision one, when its matrices are fitted
+    tune=full    then all of the model end to end against the full-precision model (crelle.engine.quantize)
+
+Which matrices can be trained, and what of them, their formats say (crelle.quantizers.ste).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.base import QuantTensor
+from crelle.quantizers.calibrate import LayerCalibration
+from crelle.quantizers.ste import trainable_weight
+from crelle.quantizers.training import Training, tune_block
+
+Tune = Literal["none", "short", "full"]
+
+
+class TrainedConfig:
+    """What a config with these settings does with a layer; its fields are the config's own."""
+
+    __slots__ = ()
+    tune: Tune
+    steps: int  # of block-wise training, per layer
+    rate: float  # learning rate, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
+    end: int  # steps of end-to-end training, with tune=full
+    own: int  # sequences that the model itself generates for it
+    seed: int
+
+    @property
+    def bits_for_rate(self) -> float:
+        """Return the bits per weight that the learning rate goes by."""
+        raise NotImplementedError
+
+    def check_training(self) -> None:
+        if self.steps < 0:
+            raise SchemeError(f"steps must be 0 or more, got {self.steps}")
+
+    def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
+        return {}
+
+    def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+        """Train the layer together against the full-precision one: the matrices whose format trains its weights."""
+        if self.tune == "none" or not self.steps:
+            return fitted
+        linears, sources = layer.block.linears(), layer.full.linears()
+        found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
+        coders = {n: coder for n, coder in found.items() if coder is not None}
+        for name, coder in coders.items():
+            linears[name].coder = coder
+        x, y = layer.hidden.quantized, layer.after
+        with torch.enable_grad():
+            tune_block(layer.block, list(coders.values()), x, y, self.block_training(), x.device)
+        for name in coders:
+            linears[name].coder = None
+        return fitted | {n: c.export() for n, c in coders.items()}
+
+    def block_training(self) -> Training:
+        # The finer the grid, the smaller its steps relative to the weights, and the more of them a weight may move.
+        rate = self.rate or 5e-3 * 2 ** max(0.0, round(self.bits_for_rate - 3.35, 6))
+        return Training(steps=self.steps, batch=8, rate=rate, scale_rate=rate / 2, seed=self.seed)
+
+    def end_to_end(self) -> Training:
+        """Return the hyperparameters with which `tune=full` trains the whole model."""
+        return Training(steps=self.end, batch=8, rate=3e-3, scale_rate=1.5e-3, warmup=50, seed=self.seed)
