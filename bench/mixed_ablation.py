@@ -1,0 +1,107 @@
+"""Which groups deserve 4 bits, and where outliers come from: the ablation of the 2/4/16-bit paper (Table 4), in kind.
+
+    python bench/mixed_ablation.py stories15M|smollm2 OUT.json DATA [--only inter,random] [--tokens N]
+
+At the same share of 4-bit groups, hence at equal bits: chosen within each matrix by sensitivity, range, the Hessian's
+diagonal alone or at random; or whole layers (all matrices of every fourth, or tenth, layer). And outliers: from 2-bit
+groups only, or from all. Nothing is trained. Rows are added to OUT.json as they are done, so a run can be stopped and
+gone on with; OUT.png is drawn at the end.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quality import CASES, crelle, layer_bits
+
+SHARES = {0.10: "about 2.6 bits", 0.25: "about 2.85 bits"}
+RANKS = ("sensitivity", "range", "hessian", "random")
+
+
+def cases(layers: int) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return scheme and overrides by name."""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
+    for share in SHARES:
+        for rank in RANKS:
+            found[f"four={share} {rank}"] = f"mixed:group=16,four={share},outliers=0,rank={rank}", {}
+        whole = round(share * layers)
+        chosen = [round((i + 0.5) * layers / whole) for i in range(whole)] if whole else []
+        fine = {f"*layers.{i}.*": "mixed:group=16,four=1,outliers=0" for i in chosen}
+        found[f"four={share} inter-layer"] = "mixed:group=16,four=0,outliers=0", fine
+    for outliers in (0.002, 0.005):
+        for exclusive in ("true", "false"):
+            scheme = f"mixed:group=16,four=0.25,outliers={outliers},exclusive={exclusive}"
+            found[f"outliers={outliers} {'2-bit groups' if exclusive == 'true' else 'all groups'}"] = scheme, {}
+    return found
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    from crelle.plots import plot_bars
+
+    rows = sorted(result["rows"], key=lambda row: row["name"])
+    plot_bars(
+        path,
+        [f"{row['name']} ({row['bits_per_weight']:.2f} bits)" for row in rows],
+        {"perplexity over fp32": [row["ratio"] for row in rows]},
+        f"{result['model']}: which groups have 4 bits, which weights are outliers",
+        "perplexity, times that of fp32 (less is better)",
+    )
+
+
+def main() -> None:
+    from crelle.bench.environment import environment
+    from crelle.eval.smollm2 import smollm2
+    from crelle.formats.io import write_whole
+    from crelle.formats.open import open_weights
+    from crelle.models.loader import read_spec
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=list(CASES))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--only", default="", help="parts of the names of rows to make, with commas")
+    parser.add_argument("--tokens", type=int, help="of the test text; default: as bench/quality.py")
+    parser.add_argument("--rows", type=int, help="calibration sequences; default: as bench/quality.py")
+    args = parser.parse_args()
+    case: dict[str, Any] = CASES[args.model]
+    source = smollm2() if args.model == "smollm2" else args.data / "stories15M"
+    file, context, tokens = case["test"]
+    tokens, rows = args.tokens or tokens, args.rows or case["rows"]
+    command = f"python bench/mixed_ablation.py {args.model} OUT.json DATA --tokens {tokens} --rows {rows}"
+    result = {"rows": [], "model": args.model}
+    if args.out.exists():
+        result = json.loads(args.out.read_text())
+        if result["command"] != command:
+            raise SystemExit(f"{args.out} was made by another command: {result['command']}")
+    result = {**environment(), "command": command, **result}
+
+    def perplexity(directory: Path) -> float:
+        options = ("--text", args.data / "text" / file, "--context", context, "--tokens", tokens)
+        return float(crelle("eval", directory, *options)["perplexity"])
+
+    if "fp32" not in result:
+        result["fp32"] = perplexity(source)
+    done = {row["name"] for row in result["rows"]}
+    wanted = [part for part in args.only.split(",") if part]
+    for name, (scheme, overrides) in cases(len(read_spec(open_weights(source)).layers)).items():
+        if name in done or (wanted and not any(part in name for part in wanted)):
+            continue
+        with tempfile.TemporaryDirectory() as d:
+            made = Path(d) / "out"
+            changed = [part for pattern, other in overrides.items() for part in ("--override", f"{pattern}={other}")]
+            sizes = ("--rows", rows, "--length", case["length"])
+            calib = ("--calib", args.data / "text" / case["calib"])
+            report = crelle("quantize", source, made, "--scheme", scheme, *changed, *calib, *sizes)
+            found = perplexity(made)
+            row = {"name": name, "scheme": scheme, "overrides": overrides, "seconds": report["seconds"]}
+            row |= {"bits_per_weight": layer_bits(made), "perplexity": found, "ratio": found / result["fp32"]}
+        result["rows"].append(row)
+        write_whole(args.out, (json.dumps(result, indent=2) + "\n").encode())
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "overrides"}, flush=True)
+    draw(args.out.with_suffix(".png"), result)
+
+
+if __name__ == "__main__":
+    main()
