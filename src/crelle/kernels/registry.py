@@ -11,6 +11,7 @@ from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.cuda.kernel import Cuda, CudaLut
+from crelle.kernels.cuda.mixed_kernel import CudaMixed
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference
 
@@ -18,7 +19,7 @@ from crelle.kernels.reference import Dense, Dequantized, Reference
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """All kernels of this installation, most preferred first."""
-    return (Dense(), Cuda(), CudaLut(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
+    return (Dense(), Cuda(), CudaLut(), CudaMixed(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.base import Prepared
-from crelle.kernels.cuda import dense
+from crelle.kernels.cuda import dense, mixed_gemv, mixed_layout
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import BitSerialX, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import CudaWeight, join
 
-STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
+STEPPED = {"cuda", "cuda-mixed", "dense"}  # kernels whose weights a step can multiply by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +116,7 @@ class FusedLinear:
     def _multiply(
         self,
         x: Tensor | BitSerialX,
-        w: CudaWeight | Tensor,
+        w: CudaWeight | MixedWeight | Tensor,
         op: Prologue,
         norm: Norm | None,
         bias: Tensor | None,
@@ -127,6 +128,9 @@ class FusedLinear:
             return product(digits, w, dtype, bias, residual, in_graph=True, fold=fold)
         assert isinstance(x, Tensor), "digits are for planes"
         scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        if isinstance(w, MixedWeight):
+            encoded = mixed_gemv.encode(x, w, op, scale, shift, eps)
+            return mixed_gemv.product(encoded, w, dtype, bias, residual)
         return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
 
     def _digits(
@@ -144,7 +148,7 @@ class FusedLinear:
         return x, *self._folded[1:]
 
 
-def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | Tensor]:
+def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | MixedWeight | Tensor]:
     """Return the matrices as one where their layouts allow it, and let the linears point into it."""
     data = [linear.prepared.data for linear in linears]
     if len(data) == 1:
@@ -160,6 +164,8 @@ def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | Tensor]:
 def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
     if all(isinstance(w, CudaWeight) for w in data):
         return join(data)
+    if all(isinstance(w, MixedWeight) for w in data):
+        return mixed_layout.join(data)
     if all(isinstance(w, Tensor) for w in data):
         whole = torch.cat(data)
         return whole, torch.split(whole, [w.shape[0] for w in data])

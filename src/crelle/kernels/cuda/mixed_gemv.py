@@ -1,0 +1,161 @@
+"""Launches mixed_encode.cu and mixed_gemv.cu: products with mixed 2/4-bit weights for a few tokens.
+
+    xs = encode(x, w)                     # serves every weight with the same 4-bit groups (mixed_layout.same_inputs)
+    y = product(xs, w, x.dtype, bias, residual)
+
+Any number of rows, of which a launch takes up to 8, or as many as fit into shared memory: the weight is read again for
+the next ones. A row's bits do not depend on the others. Both launch on the current stream, allocate only through torch,
+and can be captured in a graph.
+
+    W = dequantize(w, x.dtype)            # plain [N, K], for products of many rows by torch (mixed_dequant.cu)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.activations import Prologue, width
+from crelle.kernels.cuda.bmma_gemv import C_TYPES
+from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
+
+TOKENS = (1, 2, 4, 8)  # of a launch
+_ENCODE_WARPS = 8
+_SHARED = 226 * 1024  # bytes of a multiprocessor on Hopper
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTileConfig:
+    """Tile config of mixed_gemv.cu; its template parameters."""
+
+    warps: int  # that take turns at the units of 16 rows
+    stages: int  # of a warp's load pipeline
+    occupancy: int  # thread blocks that a multiprocessor holds
+    asynchronous: bool = True  # scales of the next unit are decoded beside the multiplication of this one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedX:
+    """x in the order of a weight: bytes of each token, those of a launch behind one another."""
+
+    tokens: int
+    rows: Tensor  # uint8 [tokens rounded up, x_bytes]
+
+
+def shared_bytes(w: MixedWeight, tokens: int, c: MixedTileConfig) -> int:
+    """Dynamic shared memory: x, the pipelines, two pages of sums, a barrier; as in mixed_gemv.cu."""
+    queue = c.stages * (unit2_bytes(w.subs) + 8) + (c.stages & 1) * 8
+    return tokens * w.x_bytes + c.warps * queue + 256 * c.warps * tokens + 16
+
+
+def at_a_time(w: MixedWeight, tokens: int) -> int:
+    """Return how many tokens one launch takes: no more than are there, or than shared memory holds."""
+    least = MixedTileConfig(8, 2, 1)
+    fitting = [m for m in TOKENS if m == 1 or shared_bytes(w, m, least) <= _SHARED]
+    return next((m for m in fitting if m >= tokens), fitting[-1])
+
+
+def choose(w: MixedWeight, tokens: int) -> MixedTileConfig:
+    """Return the tile config that was fastest on an H200."""
+    candidates = [
+        MixedTileConfig(8, 4, 3),
+        MixedTileConfig(8, 4, 2),
+        MixedTileConfig(8, 4, 1),
+        MixedTileConfig(8, 2, 1),
+    ]
+    fitting = [c for c in candidates if c.occupancy * (shared_bytes(w, tokens, c) + 1024) <= _SHARED + 1024]
+    return next((c for c in fitting if tokens <= 2 or c.occupancy < 3), candidates[-1])
+
+
+def encode_variant(op: Prologue, subs: int, K: int, dtype: torch.dtype, aligned: bool | None = None) -> tuple[str, str]:
+    whole = "true" if (K % 8 == 0 if aligned is None else aligned) else "false"
+    return "mixed_encode.cu", f"crelle::mixed_encode<crelle::{op}, {_ENCODE_WARPS}, {whole}, {subs}, {C_TYPES[dtype]}>"
+
+
+def encode(
+    x: Tensor,
+    w: MixedWeight,
+    op: Prologue = "PLAIN",
+    norm: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+) -> MixedX:
+    """Return op(x) for x [tokens, K] (gated: [tokens, 2K]) as `product` takes it."""
+    x = x.contiguous()
+    tokens, K = x.shape[0], x.shape[1] // width(op)
+    size = at_a_time(w, tokens)
+    rows = torch.empty(-(-tokens // size) * size, w.x_bytes, dtype=torch.uint8, device=x.device)
+    aligned = K % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (x, norm, shift))
+    kernel = load(*encode_variant(op, w.subs, K, x.dtype, aligned))
+    grid = (-(-w.places // (64 * _ENCODE_WARPS)), rows.shape[0], 1)
+    sizes = (tokens, K, w.U2, w.U4, float(eps))
+    kernel(grid, 32 * _ENCODE_WARPS, x, norm, shift, w.perm, rows, *sizes, shared=-(-K // 8) * 16, pdl=True)
+    return MixedX(tokens, rows)
+
+
+def product_variant(
+    subs: int, tokens: int, c: MixedTileConfig, dtype: torch.dtype, out_dtype: torch.dtype
+) -> tuple[str, str]:
+    pieces = f"{subs}, {tokens}, {c.warps}, {c.stages}, {c.occupancy}, {str(c.asynchronous).lower()}"
+    return "mixed_gemv.cu", f"crelle::mixed_gemv<{pieces}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
+
+
+def product(
+    x: MixedX,
+    w: MixedWeight,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    config: MixedTileConfig | None = None,
+) -> Tensor:
+    """Return x @ W.T (+ bias) (+ residual) as [tokens, N], in `dtype`; bias and residual are f16 or bf16."""
+    y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.rows.device) if out is None else out
+    size = at_a_time(w, x.tokens)
+    c = config or choose(w, size)
+    added = next((t.dtype for t in (bias, residual) if t is not None), torch.float16)
+    kernel = load(*product_variant(w.subs, size, c, added, dtype))
+    tiles = w.tiles.shape[0]
+    grid = (min(tiles, multiprocessors() * c.occupancy), 1, 1)
+    shared = shared_bytes(w, size, c)
+    for first in range(0, x.tokens, size):
+        some = slice(first, min(first + size, x.tokens))
+        kernel(
+            grid,
+            32 * c.warps,
+            *(w.tiles, w.rows, w.outliers, w.chunks, x.rows[first : first + size], bias),
+            *(None if residual is None else residual[some], y[some]),
+            *(w.N, some.stop - first, tiles, w.U2, w.U4, 2.0 ** (w.outlier_exponent - 24)),
+            shared=shared,
+            pdl=True,
+        )
+    return y
+
+
+def dequant_variant(subs: int, K: int, dtype: torch.dtype) -> tuple[str, str]:
+    aligned = "true" if K % 8 == 0 else "false"
+    return "mixed_dequant.cu", f"crelle::mixed_dequant<{subs}, {_ENCODE_WARPS}, {aligned}, {C_TYPES[dtype]}>"
+
+
+def dequantize(w: MixedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the plain matrix [N, K]."""
+    out = torch.empty(w.N, w.K, dtype=dtype, device=w.tiles.device)
+    sizes = (w.N, w.K, w.U2, w.U4, 2.0**w.outlier_exponent)
+    load(*dequant_variant(w.subs, w.K, dtype))(
+        (w.tiles.shape[0], 1, 1),
+        32 * _ENCODE_WARPS,
+        *(w.tiles, w.rows, w.outliers, w.chunks, w.perm, out, *sizes),
+        pdl=True,
+    )
+    return out
+
+
+def matmul(x: Tensor, w: MixedWeight, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
+    """Return x @ W.T (+ bias) for x [M, K]; if batch-invariant, a row's bits do not depend on the number of rows."""
+    if x.shape[0] == 0:
+        return x.new_empty(0, w.N)
+    if batch_invariant or dispatch.mixed_route(x.shape[0]) == "gemv":
+        return product(encode(x, w), w, x.dtype, bias)
+    return torch.nn.functional.linear(x, dequantize(w, x.dtype), bias)
