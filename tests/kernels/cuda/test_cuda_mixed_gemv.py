@@ -1,4 +1,4 @@
-"""Products with mixed 2/4-bit weights against fp64: all forms, odd sizes, one to many tokens, operations before them."""
+"""Products with mixed 2/4-bit weights against fp64: all forms, odd sizes, one to many tokens, prologues."""
 
 from dataclasses import replace
 
@@ -120,7 +120,7 @@ def test_what_is_not_finite_spoils_its_row_alone(value: float) -> None:
 @needs_gpu
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 3e4, 1e30])
 def test_any_size_of_x(size: float) -> None:
-    """x is scaled by a power of two before it becomes fp16."""
+    """An input is scaled by a power of two before it becomes fp16."""
     w = random_mixed(64, 1024, 16, 0.25, 0.01, "cuda")
     dtype = HALF if 1e-7 < size < 6e4 else BF16
     x = (torch.randn(2, 1024, device="cuda").clamp(-2, 2) / 2 * size).to(dtype)

@@ -58,7 +58,7 @@ class MixedWeight:
     @property
     def x_bytes(self) -> int:
         """Of one encoded token: values, sums of 2-bit groups, factor and sum of 4-bit groups."""
-        return 2 * self.places + 64 * self.subs * self.U2 + 16
+        return 2 * self.places + 128 * self.subs * self.U2 + 16
 
     @property
     def nbytes(self) -> int:

@@ -4,9 +4,9 @@
 
 namespace crelle {
 
-// The lane's bits `mask` of a word, as a float from 1 to 2.
-__device__ __forceinline__ float field(uint32 word, uint32 mask) {
-  return __uint_as_float((word & mask) | 0x3f800000u);
+// The lane's bits `mask` of a word, as a float from 1 to 2; `one`: the bits of 1.0f, in a register.
+__device__ __forceinline__ float field(uint32 word, uint32 mask, uint32 one) {
+  return __uint_as_float((word & mask) | one);
 }
 // 2^n for n >= 0, known when this is compiled.
 __host__ __device__ constexpr float power(int n) {
@@ -26,37 +26,40 @@ __device__ __forceinline__ uint32 codes4(uint32 word, uint32 high) {
   return I < 2 ? word & (0x000f000fu << 4 * I) : high & (0x000f000fu << 4 * (I - 2));
 }
 
-// First-order scales and zeros of a lane in a unit: [16-input span, part][set][row half].
+// First-order scales of a lane in a unit, [sub][set][row half], and the codes of its zeros.
 template <int SUBS>
 struct Scales {
-  float scale[SUBS][4][2], zero[SUBS][4][2];
+  float scale[SUBS][4][2];
+  uint32 zeros[SUBS];  // in both halves: 2 bits at 2 set for row g, at 8 + 2 set for row g + 8
 
-  __device__ __forceinline__ void decode(const char *unit, int lane) {
+  __device__ __forceinline__ void decode(const char *unit, int lane, uint32 one) {
     const int t = lane % 4;
     const char *at = unit + 1024;
 #pragma unroll
     for (int k = 0; k < SUBS; k++) {
       const uint32 scales = reinterpret_cast<const uint32 *>(at)[lane * SUBS + k], above = scales >> 16;
-      const uint32 zeros = reinterpret_cast<const unsigned short *>(at + 128 * SUBS)[lane * SUBS + k];
+      const uint32 codes = reinterpret_cast<const unsigned short *>(at + 128 * SUBS)[lane * SUBS + k];
       const uint2 second = reinterpret_cast<const uint2 *>(at + 192 * SUBS)[t * SUBS + k];
       const uint32 offsets = reinterpret_cast<const uint32 *>(at + 224 * SUBS)[t * SUBS + k];
-      of_set<0>(k, scales, above, zeros, second.x, offsets), of_set<1>(k, scales, above, zeros, second.x, offsets);
-      of_set<2>(k, scales, above, zeros, second.y, offsets), of_set<3>(k, scales, above, zeros, second.y, offsets);
+      zeros[k] = __byte_perm(codes, 0, 0x1010);
+      of_set<0>(k, scales, above, second.x, offsets, one), of_set<1>(k, scales, above, second.x, offsets, one);
+      of_set<2>(k, scales, above, second.y, offsets, one), of_set<3>(k, scales, above, second.y, offsets, one);
     }
+  }
+  __device__ __forceinline__ float zero(int k, int set, int half) const {
+    return ((zeros[k] >> (2 * set + 8 * half) & 3) + 1) * 0.5f;
   }
 
 private:
-  // scale = second (code + offset), zero = (code + 1) / 2; exact but for the one product.
+  // second (code + offset); exact but for the product.
   template <int S>
-  __device__ __forceinline__ void of_set(int k, uint32 low, uint32 high, uint32 zeros, uint32 second, uint32 offsets) {
+  __device__ __forceinline__ void of_set(int k, uint32 low, uint32 high, uint32 second, uint32 offsets, uint32 one) {
     const float2 two = __half22float2(*reinterpret_cast<const __half2 *>(&second));
     const float factor = S % 2 ? two.y : two.x;
     const float offset =
         __uint_as_float(__byte_perm(offsets, 0x4b000000u, 0x7650 + S)) - (power(23) + power(23 - 4 * S));
-    scale[k][S][0] = fmaf(field(low, 15u << 4 * S), power(23 - 4 * S), offset) * factor;
-    scale[k][S][1] = fmaf(field(high, 15u << 4 * S), power(23 - 4 * S), offset) * factor;
-    zero[k][S][0] = fmaf(field(zeros, 3u << 2 * S), power(22 - 2 * S), 0.5f - power(22 - 2 * S));
-    zero[k][S][1] = fmaf(field(zeros, 3u << (8 + 2 * S)), power(14 - 2 * S), 0.5f - power(14 - 2 * S));
+    scale[k][S][0] = fmaf(field(low, 15u << 4 * S, one), power(23 - 4 * S), offset) * factor;
+    scale[k][S][1] = fmaf(field(high, 15u << 4 * S, one), power(23 - 4 * S), offset) * factor;
   }
 };
 

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   for (int unit = warp; unit < U2; unit += WARPS) {
     const char *const piece = mine + unit * UNIT2;
     Scales<SUBS> s;
-    s.decode(piece, lane);
+    s.decode(piece, lane, 0x3f800000u);
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // [set][row half]
       const int set = i / 2, half = i % 2, n = tile * 16 + g + 8 * half;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           const int bit = SUBS == 1 ? 2 * j + 16 * run : 2 * (4 * run + j % 4) + 16 * (j / 4);
-          v[j] = s.scale[k][set][half] * ((float)(word >> bit & 3) - s.zero[k][set][half]);
+          v[j] = s.scale[k][set][half] * ((float)(word >> bit & 3) - s.zero(k, set, half));
         }
         write8<ALIGNED>(out + (size_t)n * K, where[SUBS == 1 ? run : 8 * run], K, v);
       }

@@ -1,8 +1,8 @@
 // f(x) [M, K] as mixed_gemv.cu takes it: fp16, in the order of the weight (mixed_layout.py), with sums of groups.
 //
-// A token is scaled by a power of two, so that its largest value is between 2^14 and 2^15: then the factors 4^-i of the
-// places, down to 2^-8, lose no bit of any value down to 2^-21 of the largest. A NaN or an infinity makes the factor
-// that undoes this a NaN, so that no output of the token is finite.
+// A token is scaled by a power of two, so that its largest value is between 2^11 and 2^12: then no sum of a group
+// overflows, and the factors 4^-i of the places, down to 2^-8, lose no bit of any value down to 2^-18 of the largest. A
+// NaN or an infinity makes the factor that undoes this a NaN, so that no output of the token is finite.
 //
 // Every thread block applies `f` to the whole row, keeps it in shared memory and writes its part of the places.
 #include "prologue.cuh"
@@ -10,9 +10,9 @@
 namespace crelle {
 
 // x [tokens, K] (gated: [tokens, 2K], gate then up); norm, shift [K] may be null; perm [256 U2 + 128 U4]; to [grid y,
-// x_bytes]: 256 U2 + 128 U4 values f16; sums of 2-bit groups f32 [U2][t][SUBS][set]; then the factor of the outputs,
-// the sum of the 4-bit groups, 0, 0. Rows behind the tokens are zeros. Shared: K values. Grid (ceil(places / 2 / (32
-// WARPS)), rows).
+// x_bytes]: 256 U2 + 128 U4 values f16; for each 2-bit group, [U2][set][t][SUBS], s = -sum / 2 as four f16, s 4^-set
+// and s, each as a value and what it lacks; then f32: the factor of the outputs, the sum of the 4-bit groups, 0, 0.
+// Rows behind the tokens are zeros. Shared: K values. Grid (ceil(places / 2 / (32 WARPS)), rows).
 template <Prologue OP, int WARPS, bool ALIGNED, int SUBS, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     mixed_encode(const T *x, const T *__restrict__ norm, const T *__restrict__ shift, const int2 *__restrict__ perm,
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   T *const row = reinterpret_cast<T *>(shared);
   const int values = U2 * 512 + U4 * 256, pairs = values / 4, pair_index = blockIdx.x * WARPS * 32 + threadIdx.x;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  to += (size_t)blockIdx.y * (values + U2 * 64 * SUBS + 16);
+  to += (size_t)blockIdx.y * (values + U2 * 128 * SUBS + 16);
   x += (size_t)blockIdx.y * K * (is_gated(OP) ? 2 : 1);
   const bool there = (int)blockIdx.y < tokens;
   const int2 from = pair_index < pairs ? perm[pair_index] : make_int2(-1, -1);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
   for (int w = 0; w < WARPS; w++) top = max_nan(top, tops[w]);
   const bool finite = top <= 3.4028234e38f;
-  const int exponent = 14 - max((int)(__float_as_uint(top) >> 23) - 127, -100);
+  const int exponent = 11 - max((int)(__float_as_uint(top) >> 23) - 127, -100);
   const float scale = !finite || top == 0 ? 1.0f : __uint_as_float((127 + exponent) << 23);
   const auto value = [&](int k) { return there && k >= 0 ? to_float(row[k]) * scale : 0.0f; };
 
@@ -86,8 +86,13 @@ __global__ void __launch_bounds__(WARPS * 32)
       constexpr int OVER = 8 / SUBS;
 #pragma unroll
       for (int j = 1; j < OVER; j *= 2) sum += __shfl_xor_sync(~0u, sum, j);
-      const int span = pair_index / 8, unit = span / 16, set = span / 4 % 4, t = span % 4, k = i / OVER;
-      if (i % OVER == 0) reinterpret_cast<float *>(to + values)[((unit * 4 + t) * SUBS + k) * 4 + set] = sum * 0x1p-24f;
+      const int set = pair_index / 32 % 4;
+      if (i % OVER == 0) {
+        sum *= -0.5f;
+        const float head = to_float(from_float<half>(sum)), small = __uint_as_float((127 - 2 * set) << 23);
+        reinterpret_cast<uint2 *>(to + values)[pair_index / OVER] =
+            make_uint2(pair<half>(head * small, (sum - head) * small), pair<half>(head, sum - head));
+      }
     }
   }
   if (blockIdx.x == 0) {
@@ -105,7 +110,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += fours[w];
       const float undo = finite ? 1 / scale : __uint_as_float(0x7fc00000u);
-      *reinterpret_cast<float4 *>(to + values + U2 * 64 * SUBS) = make_float4(undo, sum * 0x1p-24f, 0, 0);
+      *reinterpret_cast<float4 *>(to + values + U2 * 128 * SUBS) = make_float4(undo, sum * 0x1p-24f, 0, 0);
     }
   }
 }

@@ -2,11 +2,12 @@
 // outliers (mixed_layout.py has the layout, mixed_encode.cu makes x).
 //
 // Codes go into the tensor core instruction as they lie: a code at bit 2i of a half, all others masked off, is the fp16
-// denormal q 4^i 2^-24, and x in that place is stored times 4^-i. So a pair of weights costs one AND. What is left of a
-// 2-bit group is s (sum(q x) - z sum(x)), in f32, once for each row and group: the instruction's 8 columns are 4 groups
-// of 2 tokens, lane t multiplies inputs of group t only, and all other x in its rows of the right operand are zeros.
-// Lane (g, t) then has the sums of group t for rows g and g + 8, so each scale is decoded in one lane. 4-bit groups
-// share a scale and a zero along the row, so there columns are 8 tokens and nothing is to be done until the end.
+// denormal q 4^i 2^-24, and x in that place is stored times 4^-i. So a pair of weights costs one AND. The instruction's
+// 8 columns are 4 groups of 2 tokens: lane t multiplies inputs of group t only, all other x in its rows of the right
+// operand are zeros, and lane (g, t) then has sum(q x) of group t for rows g and g + 8. So each scale is decoded in one
+// lane and multiplied once, in f32. Zeros are one more step: the zero's code times -sum(x) / 2, which are two fp16
+// values. 4-bit groups share a scale and a zero along the row, so there columns are 8 tokens and nothing is to be done
+// until the end.
 //
 // A thread block takes tiles of 16 rows, one after the other (grid: as many thread blocks as run at once); its warps
 // take turns at the units of a tile, each through its own load pipeline, which runs on into the next tile. x stays in
@@ -20,12 +21,23 @@
 
 namespace crelle {
 
-// 16 bytes of shared memory, or what `to` was.
+// 8 or 16 bytes of shared memory, or what `to` was.
+__device__ __forceinline__ void load_if(bool there, uint2 &to, uint32 from) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p ld.shared.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(to.x), "+r"(to.y)
+               : "r"(from), "r"((uint32)there));
+}
 __device__ __forceinline__ void load_if(bool there, uint4 &to, uint32 from) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
                : "r"(from), "r"((uint32)there));
 }
+
+// What a lane multiplies by codes of 2 bits, of a pair of tokens; zeros where its column is of another group.
+struct MixedIn {
+  uint4 x[2] = {};
+  uint2 sums = {};
+};
 
 // Sums of a lane, and what it multiplies.
 template <int SUBS, int M>
@@ -41,60 +53,49 @@ struct MixedTile {
     for (int i = 0; i < 8; i++) four[i / 4][i % 4] = 0;
   }
 
-  // A unit of 256 inputs. x: the unit's values of the token that the lane reads in a pair of tokens; sums: the sums of
-  // groups t of the first token; stride: bytes from a token to the next.
-  __device__ __forceinline__ void add2(uint4 first, uint4 second, const Scales<SUBS> &s, uint32 x, const char *sums,
-                                       int stride, const bool (&reads)[PAIRS], uint4 (&in)[PAIRS][2]) {
-    half2bit<0>(first, s, x, sums, stride, reads, in);
-    half2bit<1>(second, s, x, sums, stride, reads, in);
-  }
-  template <int H>
-  __device__ __forceinline__ void half2bit(uint4 w, const Scales<SUBS> &s, uint32 x, const char *sums, int stride,
-                                           const bool (&reads)[PAIRS], uint4 (&in)[PAIRS][2]) {
-    set2bit<2 * H>(w.x, w.z, s, x, sums, stride, reads, in);
-    set2bit<2 * H + 1>(w.y, w.w, s, x, sums, stride, reads, in);
+  // A unit of 256 inputs; x, sums: what the lane reads of the first pair of tokens; stride: bytes to the next pair.
+  __device__ __forceinline__ void add2(uint4 first, uint4 second, const Scales<SUBS> &s, uint32 x, uint32 sums,
+                                       int stride, const bool (&reads)[PAIRS], MixedIn (&in)[PAIRS]) {
+    set2bit<0>(first.x, first.z, s, x, sums, stride, reads, in);
+    set2bit<1>(first.y, first.w, s, x, sums, stride, reads, in);
+    set2bit<2>(second.x, second.z, s, x, sums, stride, reads, in);
+    set2bit<3>(second.y, second.w, s, x, sums, stride, reads, in);
   }
   template <int S>
-  __device__ __forceinline__ void set2bit(uint32 low, uint32 high, const Scales<SUBS> &s, uint32 x, const char *sums,
-                                          int stride, const bool (&reads)[PAIRS], uint4 (&in)[PAIRS][2]) {
+  __device__ __forceinline__ void set2bit(uint32 low, uint32 high, const Scales<SUBS> &s, uint32 x, uint32 sums,
+                                          int stride, const bool (&reads)[PAIRS], MixedIn (&in)[PAIRS]) {
 #pragma unroll
     for (int p = 0; p < PAIRS; p++) {
-      load_if(reads[p], in[p][0], x + p * 2 * stride + S * 128);
-      load_if(reads[p], in[p][1], x + p * 2 * stride + S * 128 + 16);
+      load_if(reads[p], in[p].x[0], x + p * stride + S * 128);
+      load_if(reads[p], in[p].x[1], x + p * stride + S * 128 + 16);
     }
     const uint32 low10 = low >> 10, high10 = high >> 10;
-    float d[PAIRS][4];
 #pragma unroll
     for (int k = 0; k < SUBS; k++) {
+      const uint32 zeros = s.zeros[k], zeros8 = zeros >> 8;
 #pragma unroll
-      for (int i = 0; i < PAIRS * 4; i++) d[i / 4][i % 4] = 0;
-      if (k == 0) {
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-          const uint4 &b = in[p][0];
-          multiply<half>(d[p], codes2<0>(low, low10), codes2<0>(high, high10), codes2<1>(low, low10),
+      for (int p = 0; p < PAIRS; p++) {
+        float d[4] = {};
+        load_if(reads[p], in[p].sums, sums + p * stride + (S * 4 * SUBS + k) * 8);
+        multiply<half>(d, zeros & (0x00030003u << 2 * S), zeros8 & (0x00030003u << 2 * S), 0x00010001u, 0x00010001u,
+                       in[p].sums.x, in[p].sums.y);
+        if (k == 0) {
+          const uint4 &b = in[p].x[0];
+          multiply<half>(d, codes2<0>(low, low10), codes2<0>(high, high10), codes2<1>(low, low10),
                          codes2<1>(high, high10), b.x, b.y);
-          multiply<half>(d[p], codes2<2>(low, low10), codes2<2>(high, high10), codes2<3>(low, low10),
+          multiply<half>(d, codes2<2>(low, low10), codes2<2>(high, high10), codes2<3>(low, low10),
                          codes2<3>(high, high10), b.z, b.w);
         }
-      }
-      if (k == SUBS - 1) {
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-          const uint4 &b = in[p][1];
-          multiply<half>(d[p], codes2<4>(low, low10), codes2<4>(high, high10), codes2<5>(low, low10),
+        if (k == SUBS - 1) {
+          const uint4 &b = in[p].x[1];
+          multiply<half>(d, codes2<4>(low, low10), codes2<4>(high, high10), codes2<5>(low, low10),
                          codes2<5>(high, high10), b.x, b.y);
-          multiply<half>(d[p], codes2<6>(low, low10), codes2<6>(high, high10), codes2<7>(low, low10),
+          multiply<half>(d, codes2<6>(low, low10), codes2<6>(high, high10), codes2<7>(low, low10),
                          codes2<7>(high, high10), b.z, b.w);
         }
-      }
 #pragma unroll
-      for (int m = 0; m < M; m++) {
-        const float sum = *reinterpret_cast<const float *>(sums + (size_t)m * stride + k * 16 + S * 4);
-        float *const to = two[m / 2];
-        const float *const from = d[m / 2];
-        to[m % 2] = fmaf(s.scale[k][S][0], fmaf(-s.zero[k][S][0], sum, from[m % 2]), to[m % 2]);
-        to[m % 2 + 2] = fmaf(s.scale[k][S][1], fmaf(-s.zero[k][S][1], sum, from[m % 2 + 2]), to[m % 2 + 2]);
+        for (int j = 0; j < 4; j++)
+          if (2 * p + j % 2 < M) two[p][j] = fmaf(s.scale[k][S][j / 2], d[j], two[p][j]);
       }
     }
   }
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   using Queue = Pipeline<STAGES, UNIT2, ASYNC ? 2 : 1>;  // ASYNC: a unit and the scales of the next
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane / 4, t = lane % 4;
-  const int units = U2 + U4, values = U2 * 512 + U4 * 256, x_bytes = values + U2 * 64 * SUBS + 16;
+  const int units = U2 + U4, values = U2 * 512 + U4 * 256, x_bytes = values + U2 * 128 * SUBS + 16;
   const int tile_bytes = U2 * UNIT2 + U4 * 1024;
   const int mine =
       ((int)(tile_count - blockIdx.x) + (int)gridDim.x - 1) / (int)gridDim.x;  // tiles of this thread block
@@ -159,14 +160,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       queue.issue_nothing();
       return;
     }
-    const char *from = tiles + (size_t)(blockIdx.x + wanted.tile * gridDim.x) * tile_bytes + zero;
-    if (wanted.unit < U2) {
-      from += wanted.unit * UNIT2;
-      queue.issue_load(stage, from, 1024, from + 1024, 240 * SUBS);
-    } else {
-      from += U2 * UNIT2 + (wanted.unit - U2) * 1024;
-      queue.issue_load(stage, from, 512, from + 512, 512);
-    }
+    const int unit = wanted.unit, behind = unit - U2;
+    const int at = behind < 0 ? unit * UNIT2 : U2 * UNIT2 + behind * 1024, first = behind < 0 ? 1024 : 512;
+    const char *from = tiles + (size_t)(blockIdx.x + wanted.tile * gridDim.x) * tile_bytes + at + zero;
+    queue.issue_load(stage, from, first, from + first, behind < 0 ? 240 * SUBS : 512);
     wanted.unit += WARPS;
     settle();
   };
@@ -195,15 +192,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
 
   // Where the lane's x is: for 2 bits, of group t and token g % 2 of a pair, if its column is that group's.
   const uint32 x2 = shared_address(shared) + (g & 1) * x_bytes + t * 32;
-  const uint32 x4 = shared_address(shared) + g * x_bytes + U2 * 512 + t * 64;
+  const uint32 sums2 = shared_address(shared) + (g & 1) * x_bytes + values + t * 8 * SUBS;
+  const uint32 x4 = shared_address(shared) + g * x_bytes + U2 * 512 + t * 64, one = kept(0x3f800000u);
   bool reads[PAIRS];
-  uint4 in2[PAIRS][2], in4 = make_uint4(0, 0, 0, 0);
+  MixedIn in2[PAIRS];
+  uint4 in4 = make_uint4(0, 0, 0, 0);
 #pragma unroll
-  for (int p = 0; p < PAIRS; p++) {
-    reads[p] = g / 2 == t && 2 * p + (g & 1) < M;
-    in2[p][0] = in2[p][1] = make_uint4(0, 0, 0, 0);
-  }
-  const char *const x_sums = shared + values + t * 16 * SUBS;
+  for (int p = 0; p < PAIRS; p++) reads[p] = g / 2 == t && 2 * p + (g & 1) < M;
 
   int stage = 0, phase = 0, unit = warp;
   // Whether the warp's unit `u`, counted from tile i on, exists and has 2 bits.
@@ -217,7 +212,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   };
   Scales<SUBS> scales;
   if constexpr (ASYNC) {
-    if (has2(0, warp)) scales.decode(queue.wait(0, 0), lane);
+    if (has2(0, warp)) scales.decode(queue.wait(0, 0), lane, one);
   }
 #pragma unroll 1
   for (int i = 0; i < mine; i++) {
@@ -237,20 +232,20 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
         const uint4 first = *reinterpret_cast<const uint4 *>(piece + lane * 16);
         const uint4 second = *reinterpret_cast<const uint4 *>(piece + 512 + lane * 16);
         const uint32 x_here = x2 + unit * 512;
-        const char *const s = x_sums + unit * 64 * SUBS;
+        const uint32 sums_here = sums2 + unit * 128 * SUBS;
         if constexpr (ASYNC) {
           Scales<SUBS> coming;
-          coming.decode(has2(i, unit + WARPS) ? next_piece() : piece, lane);
-          sum.add2(first, second, scales, x_here, s, x_bytes, reads, in2);
+          coming.decode(has2(i, unit + WARPS) ? next_piece() : piece, lane, one);
+          sum.add2(first, second, scales, x_here, sums_here, 2 * x_bytes, reads, in2);
           scales = coming;
         } else {
-          scales.decode(piece, lane);
-          sum.add2(first, second, scales, x_here, s, x_bytes, reads, in2);
+          scales.decode(piece, lane, one);
+          sum.add2(first, second, scales, x_here, sums_here, 2 * x_bytes, reads, in2);
         }
       } else {
         sum.add4(piece, lane, x4 + (unit - U2) * 256, g < M, in4);
         if constexpr (ASYNC) {
-          if (has2(i, unit + WARPS)) scales.decode(next_piece(), lane);
+          if (has2(i, unit + WARPS)) scales.decode(next_piece(), lane, one);
         }
       }
       const int zero = sum.nothing(tile_count);
