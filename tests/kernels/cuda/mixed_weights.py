@@ -90,14 +90,14 @@ def values_in(w: MixedWeight) -> Tensor:
     q = q.permute(0, 2, 3, 1, 4, 5, 6).reshape(tiles * ROWS, w.U4 * UNIT4).double()
     scale, zero = w.rows.double().unbind(1)
     places[:, w.U2 * UNIT2 :] = scale[:, None] * (q - zero[:, None])
-    if w.outliers is not None and w.chunks is not None:
+    if w.outliers is not None and w.outlier_rows is not None and w.starts is not None:
         undo = pair_scale(w).double() * 2.0**w.outlier_exponent
         for tile in range(tiles):
-            for entry in w.outliers[w.chunks[tile] : w.chunks[tile + 1]]:
-                place, bits = entry & 0xFFFF, (entry >> 16).to(torch.int16)
-                value = bits.view(torch.float16).double() * undo[place]
-                row = (tile * ROWS + torch.arange(32) % 16)[:, None].expand(32, 4)
-                places.index_put_((row.flatten(), place.flatten().long()), value.flatten(), accumulate=True)
+            mine = slice(int(w.starts[tile]), int(w.starts[tile + 1]))
+            place, bits = w.outliers[mine] & 0xFFFF, (w.outliers[mine] >> 16).to(torch.int16)
+            value = bits.view(torch.float16).double() * undo[place]
+            row = (tile * ROWS + w.outlier_rows[mine].long())[:, None].expand_as(place)
+            places.index_put_((row.flatten(), place.flatten().long()), value.flatten(), accumulate=True)
     out = torch.full((w.N, w.K), torch.nan, dtype=torch.float64)
     inside = w.perm >= 0
     out[:, w.perm[inside].long()] = places[: w.N, inside]

@@ -24,16 +24,19 @@ from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
 TOKENS = (1, 2, 4, 8)  # of a launch
 _ENCODE_WARPS = 8
 _SHARED = 226 * 1024  # bytes of a multiprocessor on Hopper
+_WARPS = (8, 9, 10, 11, 12)
+_SHARED_WORK = 0.45  # instructions of a unit that all tiles share, over those of a tile
 
 
 @dataclass(frozen=True, slots=True)
 class MixedTileConfig:
     """Tile config of mixed_gemv.cu; its template parameters."""
 
-    warps: int  # that take turns at the units of 16 rows
+    tiles: int  # of 16 rows that a thread block has at a time; 1 for more than two tokens
+    warps: int  # that take turns at the units of inputs
     stages: int  # of a warp's load pipeline
     occupancy: int  # thread blocks that a multiprocessor holds
-    asynchronous: bool = True  # scales of the next unit are decoded beside the multiplication of this one
+    asynchronous: bool = False  # scales of the next unit are decoded beside the multiplication of this one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,28 +48,36 @@ class MixedX:
 
 
 def shared_bytes(w: MixedWeight, tokens: int, c: MixedTileConfig) -> int:
-    """Dynamic shared memory: x, the pipelines, two pages of sums, a barrier; as in mixed_gemv.cu."""
-    queue = c.stages * (unit2_bytes(w.subs) + 8) + (c.stages & 1) * 8
-    return tokens * w.x_bytes + c.warps * queue + 256 * c.warps * tokens + 16
+    """Dynamic shared memory: x, the pipelines, two pages of sums, zeros, a barrier; as in mixed_gemv.cu."""
+    queue = c.stages * (c.tiles * unit2_bytes(w.subs) + 8) + (c.stages & 1) * 8
+    return tokens * w.x_bytes + c.warps * (queue + 256 * c.tiles * tokens) + 80
 
 
 def at_a_time(w: MixedWeight, tokens: int) -> int:
     """Return how many tokens one launch takes: no more than are there, or than shared memory holds."""
-    least = MixedTileConfig(8, 2, 1)
+    least = MixedTileConfig(1, 8, 2, 1)
     fitting = [m for m in TOKENS if m == 1 or shared_bytes(w, m, least) <= _SHARED]
     return next((m for m in fitting if m >= tokens), fitting[-1])
 
 
-def choose(w: MixedWeight, tokens: int) -> MixedTileConfig:
-    """Return the tile config that was fastest on an H200."""
-    candidates = [
-        MixedTileConfig(8, 4, 3),
-        MixedTileConfig(8, 4, 2),
-        MixedTileConfig(8, 4, 1),
-        MixedTileConfig(8, 2, 1),
-    ]
-    fitting = [c for c in candidates if c.occupancy * (shared_bytes(w, tokens, c) + 1024) <= _SHARED + 1024]
-    return next((c for c in fitting if tokens <= 2 or c.occupancy < 3), candidates[-1])
+def choose(w: MixedWeight, tokens: int, processors: int | None = None) -> MixedTileConfig:
+    """Return the tile config that is expected to be fastest: tiles are shared out evenly among the processors."""
+    processors = processors or multiprocessors()
+    tiles, units = w.tiles.shape[0], w.U2 + w.U4
+
+    def fits(c: MixedTileConfig) -> bool:
+        return c.occupancy * (shared_bytes(w, tokens, c) + 1024) <= _SHARED + 1024
+
+    def cost(c: MixedTileConfig) -> float:
+        """Rounds of units on a multiprocessor, each the time of its tiles and of what they share."""
+        rounds = -(-tiles // (c.tiles * c.occupancy * processors))
+        turns = -(-units // c.warps) if rounds == 1 else units / c.warps
+        return rounds * turns * c.warps * c.occupancy * (c.tiles + _SHARED_WORK)
+
+    sizes = (1, 2, 3, 4) if tokens <= 2 else (1,)
+    wanted = [MixedTileConfig(t, n, s, o) for t in sizes for n in _WARPS for o in (2, 1) for s in (4, 3, 2)]
+    found = [c for c in wanted if fits(c) and c.tiles * c.stages <= 6]
+    return min(found, key=lambda c: (cost(c), -c.stages)) if found else MixedTileConfig(1, 8, 2, 1)
 
 
 def encode_variant(op: Prologue, subs: int, K: int, dtype: torch.dtype, aligned: bool | None = None) -> tuple[str, str]:
@@ -98,7 +109,7 @@ def encode(
 def product_variant(
     subs: int, tokens: int, c: MixedTileConfig, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> tuple[str, str]:
-    pieces = f"{subs}, {tokens}, {c.warps}, {c.stages}, {c.occupancy}, {str(c.asynchronous).lower()}"
+    pieces = f"{subs}, {tokens}, {c.tiles}, {c.warps}, {c.stages}, {c.occupancy}, {str(c.asynchronous).lower()}"
     return "mixed_gemv.cu", f"crelle::mixed_gemv<{pieces}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
 
 
@@ -118,14 +129,14 @@ def product(
     added = next((t.dtype for t in (bias, residual) if t is not None), torch.float16)
     kernel = load(*product_variant(w.subs, size, c, added, dtype))
     tiles = w.tiles.shape[0]
-    grid = (min(tiles, multiprocessors() * c.occupancy), 1, 1)
+    grid = (min(-(-tiles // c.tiles), multiprocessors() * c.occupancy), 1, 1)
     shared = shared_bytes(w, size, c)
     for first in range(0, x.tokens, size):
         some = slice(first, min(first + size, x.tokens))
         kernel(
             grid,
             32 * c.warps,
-            *(w.tiles, w.rows, w.outliers, w.chunks, x.rows[first : first + size], bias),
+            *(w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, x.rows[first : first + size], bias),
             *(None if residual is None else residual[some], y[some]),
             *(w.N, some.stop - first, tiles, w.U2, w.U4, 2.0 ** (w.outlier_exponent - 24)),
             shared=shared,
@@ -146,7 +157,7 @@ def dequantize(w: MixedWeight, dtype: torch.dtype) -> Tensor:
     load(*dequant_variant(w.subs, w.K, dtype))(
         (w.tiles.shape[0], 1, 1),
         32 * _ENCODE_WARPS,
-        *(w.tiles, w.rows, w.outliers, w.chunks, w.perm, out, *sizes),
+        *(w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, out, *sizes),
         pdl=True,
     )
     return out

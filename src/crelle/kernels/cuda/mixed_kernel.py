@@ -52,7 +52,7 @@ class CudaMixed:
         if isinstance(x, Encoded):
             return _multiply(*x.data, w)
         sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.outlier_exponent)
-        return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.chunks, *sizes)  # type: ignore[no-any-return]
+        return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, *sizes)  # type: ignore[no-any-return]
 
 
 def _encode(x: Tensor, w: MixedWeight) -> "MixedX | Tensor":
@@ -75,7 +75,8 @@ def _mixed_matmul(
     rows: Tensor,
     perm: Tensor,
     outliers: Tensor | None,
-    chunks: Tensor | None,
+    outlier_rows: Tensor | None,
+    starts: Tensor | None,
     N: int,
     K: int,
     U2: int,
@@ -86,9 +87,10 @@ def _mixed_matmul(
     """Return x [M, K] @ W.T for a weight in the layout of mixed_layout.py."""
     from crelle.kernels.cuda import mixed_gemv
 
-    return mixed_gemv.matmul(x, MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, chunks, outlier_exponent))
+    w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, outlier_exponent)
+    return mixed_gemv.matmul(x, w)
 
 
 @_mixed_matmul.register_fake
-def _(x: Tensor, tiles: Tensor, rows: Tensor, perm: Tensor, outliers: Any, chunks: Any, N: int, *_: Any) -> Tensor:
+def _(x: Tensor, tiles: Any, rows: Any, perm: Any, outliers: Any, where: Any, starts: Any, N: int, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], N)

@@ -9,8 +9,8 @@ Outputs are padded to tiles of 16. Lane 4g + t of a warp has rows g and g + 8.
                  second  [t][set] f16 second-order scales, then [t][set] u8 second-order zeros
       4 bits     codes   [row half][lane][4 words]: 32 inputs to each t, pair i of a word at bits 4i and 16 + 4i
     rows       f16 [16 tiles, 2]   scale and zero of the 4-bit groups
-    outliers   int32 [chunks, 32, 4]   place of x in the low, f16 value in the high half; lane r or 16 + r: row r.
-               The chunks of tile i are chunks[i] up to chunks[i + 1]; short rows are padded with zeros.
+    outliers   int32 [runs, 4]   place of x in the low, f16 value in the high half; a run is of one row
+               outlier_rows  uint8 [runs]   the row in its tile    starts  int32 [tiles + 1]   the runs of each tile
     perm       int32 [256 U2 + 128 U4]   which input stands where, -1 for none
 
 Groups of 8 have two sets of scales for the 16 inputs of a t (`subs`); those of 32 and 64 repeat theirs for every 16.
@@ -31,6 +31,7 @@ from crelle.formats.mixed_packing import MixedCodes
 
 ROWS = 16  # outputs of a tile
 UNIT2, UNIT4 = 256, 128  # inputs of a unit
+RUN = 4  # outliers of a row that lie together
 _SLAB = 1 << 25  # weights that are laid out at one time
 
 
@@ -47,7 +48,8 @@ class MixedWeight:
     rows: Tensor
     perm: Tensor
     outliers: Tensor | None = None
-    chunks: Tensor | None = None  # int32 [tiles + 1]
+    outlier_rows: Tensor | None = None
+    starts: Tensor | None = None
     outlier_exponent: int = 0  # outliers are stored times 2^-outlier_exponent, so that none overflows
 
     @property
@@ -62,7 +64,7 @@ class MixedWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.tiles, self.rows, self.outliers, self.chunks)
+        parts = (self.tiles, self.rows, self.outliers, self.outlier_rows, self.starts)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
 
@@ -115,23 +117,31 @@ def join(parts: list[MixedWeight]) -> tuple[MixedWeight, list[MixedWeight]] | No
     counts = [w.tiles.shape[0] for w in parts]
     tiles, rows = torch.cat([w.tiles for w in parts]), torch.cat([w.rows for w in parts])
     whole = replace(first, N=sum(w.N for w in parts), tiles=tiles, rows=rows)
-    offsets: list[Tensor | None] = [None] * len(parts)
+    starts: list[Tensor | None] = [None] * len(parts)
     if first.outliers is not None:
-        outliers = torch.cat([w.outliers for w in parts if w.outliers is not None])
-        found, start = [], 0
+        found, runs = list[Tensor](), 0
         for w in parts:
-            assert w.chunks is not None
-            assert w.outliers is not None
-            found.append(w.chunks - w.chunks[0] + start)
-            start += len(w.outliers)
-        chunks = torch.cat([*(c[:-1] for c in found), found[-1][-1:]])
-        whole = replace(whole, outliers=outliers, chunks=chunks)
+            assert w.starts is not None
+            found.append(w.starts - w.starts[0] + runs)
+            runs = int(found[-1][-1])
+        every = torch.cat([*(f[:-1] for f in found), found[-1][-1:]])
+        whole = replace(
+            whole, outliers=_runs(parts, "outliers"), outlier_rows=_runs(parts, "outlier_rows"), starts=every
+        )
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        offsets = [chunks[end - n : end + 1] for end, n in zip(ends, counts, strict=True)]
-    pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), offsets, strict=True)  # type: ignore[no-untyped-call]
-    return whole, [
-        replace(w, tiles=t, rows=r, perm=first.perm, outliers=whole.outliers, chunks=c) for w, t, r, c in pieces
-    ]
+        starts = [every[end - n : end + 1] for end, n in zip(ends, counts, strict=True)]
+    pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), starts, strict=True)  # type: ignore[no-untyped-call]
+    shared = {"perm": first.perm, "outliers": whole.outliers, "outlier_rows": whole.outlier_rows}
+    return whole, [replace(w, tiles=t, rows=r, starts=s, **shared) for w, t, r, s in pieces]
+
+
+def _runs(parts: list[MixedWeight], name: str) -> Tensor:
+    """Return the outliers, or their rows, of all parts; a part may be one of a joined matrix already."""
+    found = []
+    for w in parts:
+        assert w.starts is not None
+        found.append(getattr(w, name)[int(w.starts[0]) : int(w.starts[-1])])
+    return torch.cat(found)
 
 
 def pair_scale(w: MixedWeight) -> Tensor:
@@ -234,11 +244,12 @@ def _with_outliers(laid: MixedWeight, w: MixedTensor) -> MixedWeight:
     exponent = max(0, int(value.abs().max().clamp(min=1).log2().ceil()) - 15)
     value = (value * 2.0**-exponent).half()
     counts = torch.bincount(rows, minlength=laid.tiles.shape[0] * ROWS)
-    starts = counts.cumsum(0) - counts
-    slot = torch.arange(len(rows), device=w.device) - starts[rows]  # within its row
-    longest = -(-counts.view(-1, ROWS).amax(1) // 8)
-    chunks = torch.nn.functional.pad(longest.cumsum(0), (1, 0))
-    out = torch.zeros(int(chunks[-1]), 2, ROWS, 4, dtype=torch.int32, device=w.device)
-    bits = value.view(torch.int16).to(torch.int32) << 16 | at.to(torch.int32)
-    out[chunks[rows // ROWS] + slot // 8, slot // 4 % 2, rows % ROWS, slot % 4] = bits
-    return replace(laid, outliers=out.view(-1, 32, 4), chunks=chunks.to(torch.int32), outlier_exponent=exponent)
+    slot = torch.arange(len(rows), device=w.device) - (counts.cumsum(0) - counts)[rows]  # within its row
+    runs = -(-counts // RUN)
+    begin = torch.nn.functional.pad(runs.cumsum(0), (1, 0))  # of each row
+    out = torch.zeros(int(begin[-1]), RUN, dtype=torch.int32, device=w.device)
+    out[begin[rows] + slot // RUN, slot % RUN] = value.view(torch.int16).to(torch.int32) << 16 | at.to(torch.int32)
+    which = torch.arange(len(runs), device=w.device).repeat_interleave(runs) % ROWS
+    starts = begin[::ROWS].to(torch.int32)
+    more = {"outliers": out, "outlier_rows": which.to(torch.uint8), "starts": starts}
+    return replace(laid, **more, outlier_exponent=exponent)  # type: ignore[arg-type]

@@ -26,24 +26,26 @@ __device__ __forceinline__ uint32 codes4(uint32 word, uint32 high) {
   return I < 2 ? word & (0x000f000fu << 4 * I) : high & (0x000f000fu << 4 * (I - 2));
 }
 
-// First-order scales of a lane in a unit, [sub][set][row half], and the codes of its zeros.
+// First-order scales of a lane in half a unit, [sub][set][row half], and the codes of its zeros.
 template <int SUBS>
 struct Scales {
-  float scale[SUBS][4][2];
-  uint32 zeros[SUBS];  // in both halves: 2 bits at 2 set for row g, at 8 + 2 set for row g + 8
+  float scale[SUBS][2][2];
+  uint32 zeros[SUBS];  // in both halves: 2 bits at 2 set for row g, at 8 + 2 set for row g + 8, set 0 ... 3 of the unit
 
+  // `one`: the bits of 1.0f, in a register.
+  template <int HALF>
   __device__ __forceinline__ void decode(const char *unit, int lane, uint32 one) {
     const int t = lane % 4;
     const char *at = unit + 1024;
 #pragma unroll
     for (int k = 0; k < SUBS; k++) {
-      const uint32 scales = reinterpret_cast<const uint32 *>(at)[lane * SUBS + k], above = scales >> 16;
+      const uint32 scales = reinterpret_cast<const uint32 *>(at)[lane * SUBS + k];
       const uint32 codes = reinterpret_cast<const unsigned short *>(at + 128 * SUBS)[lane * SUBS + k];
-      const uint2 second = reinterpret_cast<const uint2 *>(at + 192 * SUBS)[t * SUBS + k];
-      const uint32 offsets = reinterpret_cast<const uint32 *>(at + 224 * SUBS)[t * SUBS + k];
+      const uint32 second = reinterpret_cast<const uint32 *>(at + 192 * SUBS)[(t * SUBS + k) * 2 + HALF];
+      const uint32 offsets = reinterpret_cast<const unsigned short *>(at + 224 * SUBS)[(t * SUBS + k) * 2 + HALF];
       zeros[k] = __byte_perm(codes, 0, 0x1010);
-      of_set<0>(k, scales, above, second.x, offsets, one), of_set<1>(k, scales, above, second.x, offsets, one);
-      of_set<2>(k, scales, above, second.y, offsets, one), of_set<3>(k, scales, above, second.y, offsets, one);
+      const float2 factor = __half22float2(*reinterpret_cast<const __half2 *>(&second));
+      of_set<2 * HALF>(k, scales, factor.x, offsets, one), of_set<2 * HALF + 1>(k, scales, factor.y, offsets, one);
     }
   }
   __device__ __forceinline__ float zero(int k, int set, int half) const {
@@ -53,13 +55,11 @@ struct Scales {
 private:
   // second (code + offset); exact but for the product.
   template <int S>
-  __device__ __forceinline__ void of_set(int k, uint32 low, uint32 high, uint32 second, uint32 offsets, uint32 one) {
-    const float2 two = __half22float2(*reinterpret_cast<const __half2 *>(&second));
-    const float factor = S % 2 ? two.y : two.x;
+  __device__ __forceinline__ void of_set(int k, uint32 codes, float second, uint32 offsets, uint32 one) {
     const float offset =
-        __uint_as_float(__byte_perm(offsets, 0x4b000000u, 0x7650 + S)) - (power(23) + power(23 - 4 * S));
-    scale[k][S][0] = fmaf(field(low, 15u << 4 * S, one), power(23 - 4 * S), offset) * factor;
-    scale[k][S][1] = fmaf(field(high, 15u << 4 * S, one), power(23 - 4 * S), offset) * factor;
+        __uint_as_float(__byte_perm(offsets, 0x4b000000u, 0x7650 + S % 2)) - (power(23) + power(23 - 4 * S));
+    scale[k][S % 2][0] = fmaf(field(codes, 15u << 4 * S, one), power(23 - 4 * S), offset) * second;
+    scale[k][S % 2][1] = fmaf(field(codes >> 16, 15u << 4 * S, one), power(23 - 4 * S), offset) * second;
   }
 };
 

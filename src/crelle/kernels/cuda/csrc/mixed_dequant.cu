@@ -22,8 +22,9 @@ __device__ __forceinline__ void write8(T *row, int first, int K, const float (&v
 template <int SUBS, int WARPS, bool ALIGNED, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     mixed_dequant(const char *__restrict__ tiles, const __half2 *__restrict__ grid_rows,
-                  const uint32 *__restrict__ outliers, const int *__restrict__ chunks, const int *__restrict__ perm,
-                  T *out, int N, int K, int U2, int U4, float outlier_scale) {
+                  const uint32 *__restrict__ outliers, const unsigned char *__restrict__ outlier_rows,
+                  const int *__restrict__ starts, const int *__restrict__ perm, T *out, int N, int K, int U2, int U4,
+                  float outlier_scale) {
   constexpr int UNIT2 = 1024 + 240 * SUBS;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4, tile = blockIdx.x;
   const char *const mine = tiles + (size_t)tile * (U2 * UNIT2 + U4 * 1024);
@@ -32,8 +33,8 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll 1
   for (int unit = warp; unit < U2; unit += WARPS) {
     const char *const piece = mine + unit * UNIT2;
-    Scales<SUBS> s;
-    s.decode(piece, lane, 0x3f800000u);
+    Scales<SUBS> s[2];
+    s[0].template decode<0>(piece, lane, 0x3f800000u), s[1].template decode<1>(piece, lane, 0x3f800000u);
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // [set][row half]
       const int set = i / 2, half = i % 2, n = tile * 16 + g + 8 * half;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           const int bit = SUBS == 1 ? 2 * j + 16 * run : 2 * (4 * run + j % 4) + 16 * (j / 4);
-          v[j] = s.scale[k][set][half] * ((float)(word >> bit & 3) - s.zero(k, set, half));
+          v[j] = s[set / 2].scale[k][set % 2][half] * ((float)(word >> bit & 3) - s[0].zero(k, set, half));
         }
         write8<ALIGNED>(out + (size_t)n * K, where[SUBS == 1 ? run : 8 * run], K, v);
       }
@@ -70,9 +71,9 @@ __global__ void __launch_bounds__(WARPS * 32)
   }
   if (!outliers) return;
   __syncthreads();
-  for (int i = chunks[tile] * 128 + threadIdx.x; i < chunks[tile + 1] * 128; i += WARPS * 32) {
+  for (int i = starts[tile] * 4 + threadIdx.x; i < starts[tile + 1] * 4; i += WARPS * 32) {
     const uint32 word = outliers[i];
-    const int place = word & 0xffff, n = tile * 16 + i / 4 % 16, k = perm[place];
+    const int place = word & 0xffff, n = tile * 16 + outlier_rows[i / 4], k = perm[place];
     if (word >> 16 == 0 || n >= N || k < 0) continue;
     const int pair = place / 2 % 8, bits = place < U2 * 256 ? 2 * (pair < 5 ? pair : pair - 5) : 4 * (pair & 1);
     const float v = __half2float(__ushort_as_half(word >> 16)) * outlier_scale * __uint_as_float((127 - bits) << 23);
