@@ -23,8 +23,7 @@ from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
 
 TOKENS = (1, 2, 4, 8)  # of a launch
 _ENCODE_WARPS = 8
-_SHARED = 226 * 1024  # bytes of a multiprocessor on Hopper
-_WARPS = (8, 9, 10, 11, 12)
+_HOPPER = 227 * 1024  # bytes of shared memory of a thread block, or of all on a multiprocessor less 1 KB for each more
 _SHARED_WORK = 0.45  # instructions of a unit that all tiles share, over those of a tile
 
 
@@ -37,6 +36,13 @@ class MixedTileConfig:
     stages: int  # of a warp's load pipeline
     occupancy: int  # thread blocks that a multiprocessor holds
     asynchronous: bool = False  # scales of the next unit are decoded beside the multiplication of this one
+
+
+_LEAST = MixedTileConfig(1, 8, 2, 1)
+
+
+def _room() -> int:
+    return int(getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", _HOPPER))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,31 +59,53 @@ def shared_bytes(w: MixedWeight, tokens: int, c: MixedTileConfig) -> int:
     return tokens * w.x_bytes + c.warps * (queue + 256 * c.tiles * tokens) + 80
 
 
-def at_a_time(w: MixedWeight, tokens: int) -> int:
+def at_a_time(w: MixedWeight, tokens: int, room: int | None = None) -> int:
     """Return how many tokens one launch takes: no more than are there, or than shared memory holds."""
-    least = MixedTileConfig(1, 8, 2, 1)
-    fitting = [m for m in TOKENS if m == 1 or shared_bytes(w, m, least) <= _SHARED]
+    room = room or _room()
+    fitting = [m for m in TOKENS if m == 1 or shared_bytes(w, m, _LEAST) <= room]
     return next((m for m in fitting if m >= tokens), fitting[-1])
 
 
-def choose(w: MixedWeight, tokens: int, processors: int | None = None) -> MixedTileConfig:
-    """Return the tile config that is expected to be fastest: tiles are shared out evenly among the processors."""
+def choose(w: MixedWeight, tokens: int, processors: int | None = None, room: int | None = None) -> MixedTileConfig:
+    """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight.
+
+    Derived from the instruction counts of the loop (docstring of mixed_gemv.cu), not autotuned.
+    """
+    count, units, room = w.tiles.shape[0], w.U2 + w.U4, room or _room()
     processors = processors or multiprocessors()
-    tiles, units = w.tiles.shape[0], w.U2 + w.U4
+
+    def rounds(c: MixedTileConfig) -> int:
+        return -(-count // (c.tiles * c.occupancy * processors))
+
+    def cost(c: MixedTileConfig) -> tuple[float, ...]:
+        turns = -(-units // c.warps) if rounds(c) == 1 else units / c.warps
+        work = turns * c.warps * (c.tiles + _SHARED_WORK)  # of a thread block in a round
+        alone = c.tiles == 1 and rounds(c) == 1  # few tiles: what counts is how long a warp takes
+        return (0, turns, c.warps) if alone else (1, rounds(c) * work * c.occupancy, -c.warps * c.occupancy)
 
     def fits(c: MixedTileConfig) -> bool:
-        return c.occupancy * (shared_bytes(w, tokens, c) + 1024) <= _SHARED + 1024
+        if c.warps * c.occupancy > _most_warps(w.subs, tokens, c.tiles):
+            return False
+        return c.occupancy * (shared_bytes(w, tokens, c) + 1024) <= room + 1024
 
-    def cost(c: MixedTileConfig) -> float:
-        """Rounds of units on a multiprocessor, each the time of its tiles and of what they share."""
-        rounds = -(-tiles // (c.tiles * c.occupancy * processors))
-        turns = -(-units // c.warps) if rounds == 1 else units / c.warps
-        return rounds * turns * c.warps * c.occupancy * (c.tiles + _SHARED_WORK)
+    for occupancy in (2, 1):
+        found = []
+        for tiles in (1, 2, 3) if tokens <= 2 else (1,):
+            for warps in (8, 10, 11, 12, 16):
+                deep = [MixedTileConfig(tiles, warps, s, occupancy) for s in (4, 3, 2) if tiles * s <= 6]
+                found += [c for c in deep if fits(c)][:1]
+        if found:
+            return min(found, key=cost)
+    return _LEAST
 
-    sizes = (1, 2, 3, 4) if tokens <= 2 else (1,)
-    wanted = [MixedTileConfig(t, n, s, o) for t in sizes for n in _WARPS for o in (2, 1) for s in (4, 3, 2)]
-    found = [c for c in wanted if fits(c) and c.tiles * c.stages <= 6]
-    return min(found, key=lambda c: (cost(c), -c.stages)) if found else MixedTileConfig(1, 8, 2, 1)
+
+def _most_warps(subs: int, tokens: int, tiles: int) -> int:
+    """Return how many warps of a multiprocessor have enough registers, so that nothing spills."""
+    if tokens > 4:
+        return 16 if subs == 1 else 12
+    if tiles > 1:
+        return 16 if subs == 1 or tiles == 2 else 0
+    return 22 if tokens <= 2 else 20
 
 
 def encode_variant(op: Prologue, subs: int, K: int, dtype: torch.dtype, aligned: bool | None = None) -> tuple[str, str]:

@@ -41,10 +41,10 @@ struct Scales {
     for (int k = 0; k < SUBS; k++) {
       const uint32 scales = reinterpret_cast<const uint32 *>(at)[lane * SUBS + k];
       const uint32 codes = reinterpret_cast<const unsigned short *>(at + 128 * SUBS)[lane * SUBS + k];
-      const uint32 second = reinterpret_cast<const uint32 *>(at + 192 * SUBS)[(t * SUBS + k) * 2 + HALF];
+      const __half2 second = reinterpret_cast<const __half2 *>(at + 192 * SUBS)[(t * SUBS + k) * 2 + HALF];
       const uint32 offsets = reinterpret_cast<const unsigned short *>(at + 224 * SUBS)[(t * SUBS + k) * 2 + HALF];
       zeros[k] = __byte_perm(codes, 0, 0x1010);
-      const float2 factor = __half22float2(*reinterpret_cast<const __half2 *>(&second));
+      const float2 factor = __half22float2(second);
       of_set<2 * HALF>(k, scales, factor.x, offsets, one), of_set<2 * HALF + 1>(k, scales, factor.y, offsets, one);
     }
   }
