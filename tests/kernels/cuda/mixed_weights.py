@@ -96,7 +96,8 @@ def values_in(w: MixedWeight) -> Tensor:
             mine = slice(int(w.starts[tile]), int(w.starts[tile + 1]))
             place, bits = w.outliers[mine] & 0xFFFF, (w.outliers[mine] >> 16).to(torch.int16)
             value = bits.view(torch.float16).double() * undo[place]
-            row = (tile * ROWS + w.outlier_rows[mine].long())[:, None].expand_as(place)
+            assert bool((w.outlier_rows[mine] // ROWS == (tile + w.tile_base) % 16).all())
+            row = (tile * ROWS + w.outlier_rows[mine].long() % ROWS)[:, None].expand_as(place)
             places.index_put_((row.flatten(), place.flatten().long()), value.flatten(), accumulate=True)
     out = torch.full((w.N, w.K), torch.nan, dtype=torch.float64)
     inside = w.perm >= 0

@@ -53,6 +53,9 @@ def test_matrices_of_the_same_groups_are_joined() -> None:
     for piece, wanted in zip(pieces, dense, strict=True):
         assert torch.allclose(values_in(piece), wanted, rtol=1e-12, atol=1e-12)
         assert piece.tiles.untyped_storage().data_ptr() == whole.tiles.untyped_storage().data_ptr()
+    again = join([pieces[1], pieces[0], pieces[2]])
+    assert again is not None
+    assert torch.allclose(values_in(again[0]), torch.cat([dense[1], dense[0], dense[2]]), rtol=1e-12, atol=1e-12)
 
 
 def test_matrices_of_other_groups_are_not_joined() -> None:

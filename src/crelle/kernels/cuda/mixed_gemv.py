@@ -2,27 +2,28 @@
 
     xs = encode(x, w)                     # serves every weight with the same 4-bit groups (mixed_layout.same_inputs)
     y = product(xs, w, x.dtype, bias, residual)
+    W = dequantize(w, x.dtype)            # plain [N, K], for products of many rows by torch (mixed_dequant.cu)
 
 Any number of rows, of which a launch takes up to 8, or as many as fit into shared memory: the weight is read again for
-the next ones. A row's bits do not depend on the others. Both launch on the current stream, allocate only through torch,
-and can be captured in a graph.
-
-    W = dequantize(w, x.dtype)            # plain [N, K], for products of many rows by torch (mixed_dequant.cu)
+the next ones. A row's bits do not depend on the values of others. All launch on the current stream, allocate only
+through torch, and can be captured in a graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels.cuda import dispatch
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
+from crelle.kernels.cuda.mixed_layout import ROWS, MixedWeight, unit2_bytes
 
 TOKENS = (1, 2, 4, 8)  # of a launch
 _ENCODE_WARPS = 8
+_SCRATCH = 96 << 20  # bytes of a dequantized slab of rows
 _HOPPER = 227 * 1024  # bytes of shared memory of a thread block, or of all on a multiprocessor less 1 KB for each more
 _SHARED_WORK = 0.45  # instructions of a unit that all tiles share, over those of a tile
 
@@ -50,7 +51,8 @@ class MixedX:
     """x in the order of a weight: bytes of each token, those of a launch behind one another."""
 
     tokens: int
-    rows: Tensor  # uint8 [tokens rounded up, x_bytes]
+    size: int  # tokens of a launch
+    rows: Tensor  # uint8 [tokens rounded up to that, x_bytes]
 
 
 def shared_bytes(w: MixedWeight, tokens: int, c: MixedTileConfig) -> int:
@@ -66,7 +68,9 @@ def at_a_time(w: MixedWeight, tokens: int, room: int | None = None) -> int:
     return next((m for m in fitting if m >= tokens), fitting[-1])
 
 
-def choose(w: MixedWeight, tokens: int, processors: int | None = None, room: int | None = None) -> MixedTileConfig:
+def choose(
+    w: MixedWeight, tokens: int, processors: int | None = None, room: int | None = None, asynchronous: bool = False
+) -> MixedTileConfig:
     """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight.
 
     Derived from the instruction counts of the loop (docstring of mixed_gemv.cu), not autotuned.
@@ -84,7 +88,7 @@ def choose(w: MixedWeight, tokens: int, processors: int | None = None, room: int
         return (0, turns, c.warps) if alone else (1, rounds(c) * work * c.occupancy, -c.warps * c.occupancy)
 
     def fits(c: MixedTileConfig) -> bool:
-        if c.warps * c.occupancy > _most_warps(w.subs, tokens, c.tiles):
+        if c.warps * c.occupancy > _most_warps(w.subs, tokens, c.tiles, asynchronous):
             return False
         return c.occupancy * (shared_bytes(w, tokens, c) + 1024) <= room + 1024
 
@@ -92,20 +96,22 @@ def choose(w: MixedWeight, tokens: int, processors: int | None = None, room: int
         found = []
         for tiles in (1, 2, 3) if tokens <= 2 else (1,):
             for warps in (8, 10, 11, 12, 16):
-                deep = [MixedTileConfig(tiles, warps, s, occupancy) for s in (4, 3, 2) if tiles * s <= 6]
+                deep = [MixedTileConfig(tiles, warps, s, occupancy, asynchronous) for s in (4, 3, 2) if tiles * s <= 6]
                 found += [c for c in deep if fits(c)][:1]
         if found:
             return min(found, key=cost)
-    return _LEAST
+    return replace(_LEAST, asynchronous=asynchronous)
 
 
-def _most_warps(subs: int, tokens: int, tiles: int) -> int:
+def _most_warps(subs: int, tokens: int, tiles: int, asynchronous: bool) -> int:
     """Return how many warps of a multiprocessor have enough registers, so that nothing spills."""
+    if asynchronous:  # holds the scales of two units
+        return 16 if tiles <= 2 and tokens <= 2 and subs == 1 else 12 if tiles == 1 else 0
     if tokens > 4:
         return 16 if subs == 1 else 12
     if tiles > 1:
         return 16 if subs == 1 or tiles == 2 else 0
-    return 22 if tokens <= 2 else 20
+    return 22 if tokens <= 2 and subs == 1 else 20
 
 
 def encode_variant(op: Prologue, subs: int, K: int, dtype: torch.dtype, aligned: bool | None = None) -> tuple[str, str]:
@@ -120,18 +126,22 @@ def encode(
     norm: Tensor | None = None,
     shift: Tensor | None = None,
     eps: float = 0.0,
+    batch_invariant: bool = False,
 ) -> MixedX:
-    """Return op(x) for x [tokens, K] (gated: [tokens, 2K]) as `product` takes it."""
+    """Return op(x) for x [tokens, K] (gated: [tokens, 2K]) as `product` takes it.
+
+    If batch-invariant, launches have one size, so that a row's bits do not depend on the number of rows.
+    """
     x = x.contiguous()
     tokens, K = x.shape[0], x.shape[1] // width(op)
-    size = at_a_time(w, tokens)
+    size = at_a_time(w, TOKENS[-1] if batch_invariant else tokens)
     rows = torch.empty(-(-tokens // size) * size, w.x_bytes, dtype=torch.uint8, device=x.device)
     aligned = K % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (x, norm, shift))
     kernel = load(*encode_variant(op, w.subs, K, x.dtype, aligned))
     grid = (-(-w.places // (64 * _ENCODE_WARPS)), rows.shape[0], 1)
     sizes = (tokens, K, w.U2, w.U4, float(eps))
     kernel(grid, 32 * _ENCODE_WARPS, x, norm, shift, w.perm, rows, *sizes, shared=-(-K // 8) * 16, pdl=True)
-    return MixedX(tokens, rows)
+    return MixedX(tokens, size, rows)
 
 
 def product_variant(
@@ -149,11 +159,12 @@ def product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     config: MixedTileConfig | None = None,
+    asynchronous: bool = False,
 ) -> Tensor:
     """Return x @ W.T (+ bias) (+ residual) as [tokens, N], in `dtype`; bias and residual are f16 or bf16."""
     y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.rows.device) if out is None else out
-    size = at_a_time(w, x.tokens)
-    c = config or choose(w, size)
+    size = x.size
+    c = config or choose(w, size, asynchronous=asynchronous)
     added = next((t.dtype for t in (bias, residual) if t is not None), torch.float16)
     kernel = load(*product_variant(w.subs, size, c, added, dtype))
     tiles = w.tiles.shape[0]
@@ -166,7 +177,7 @@ def product(
             32 * c.warps,
             *(w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, x.rows[first : first + size], bias),
             *(None if residual is None else residual[some], y[some]),
-            *(w.N, some.stop - first, tiles, w.U2, w.U4, 2.0 ** (w.outlier_exponent - 24)),
+            *(w.N, some.stop - first, tiles, w.tile_base, w.U2, w.U4, 2.0 ** (w.outlier_exponent - 24)),
             shared=shared,
             pdl=True,
         )
@@ -178,23 +189,32 @@ def dequant_variant(subs: int, K: int, dtype: torch.dtype) -> tuple[str, str]:
     return "mixed_dequant.cu", f"crelle::mixed_dequant<{subs}, {_ENCODE_WARPS}, {aligned}, {C_TYPES[dtype]}>"
 
 
-def dequantize(w: MixedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the plain matrix [N, K]."""
-    out = torch.empty(w.N, w.K, dtype=dtype, device=w.tiles.device)
-    sizes = (w.N, w.K, w.U2, w.U4, 2.0**w.outlier_exponent)
+def dequantize(w: MixedWeight, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    """Return the plain matrix [N, K], or some rows of it from a multiple of 16 on."""
+    first, last, _ = rows.indices(w.N)
+    tiles = slice(first // ROWS, -(-last // ROWS))
+    out = torch.empty(last - first, w.K, dtype=dtype, device=w.tiles.device)
+    starts = None if w.starts is None else w.starts[tiles.start :]
     load(*dequant_variant(w.subs, w.K, dtype))(
-        (w.tiles.shape[0], 1, 1),
+        (tiles.stop - tiles.start, 1, 1),
         32 * _ENCODE_WARPS,
-        *(w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, out, *sizes),
+        *(w.tiles[tiles], w.rows[first:], w.outliers, w.outlier_rows, starts, w.perm, out),
+        *(last - first, w.K, w.U2, w.U4, 2.0**w.outlier_exponent),
         pdl=True,
     )
     return out
 
 
-def matmul(x: Tensor, w: MixedWeight, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
+def matmul(
+    x: Tensor, w: MixedWeight, bias: Tensor | None = None, batch_invariant: bool = False, asynchronous: bool = False
+) -> Tensor:
     """Return x @ W.T (+ bias) for x [M, K]; if batch-invariant, a row's bits do not depend on the number of rows."""
     if x.shape[0] == 0:
         return x.new_empty(0, w.N)
     if batch_invariant or dispatch.mixed_route(x.shape[0]) == "gemv":
-        return product(encode(x, w), w, x.dtype, bias)
-    return torch.nn.functional.linear(x, dequantize(w, x.dtype), bias)
+        xs = encode(x, w, batch_invariant=batch_invariant)
+        return product(xs, w, x.dtype, bias, asynchronous=asynchronous)
+    step = max(ROWS, _SCRATCH // (2 * w.K) // ROWS * ROWS)
+    slabs = [slice(n, min(n + step, w.N)) for n in range(0, w.N, step)]
+    parts = [F.linear(x, dequantize(w, x.dtype, rows), None if bias is None else bias[rows]) for rows in slabs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -1,7 +1,10 @@
-"""The CUDA kernels of mixed 2/4-bit weights as a Kernel, `cuda-mixed`.
+"""The CUDA kernels of mixed 2/4-bit weights as two Kernels: `cuda-mixed`, and `cuda-mixed-async`.
+
+The second decodes the scales of a warp's next unit beside the multiplication of this one, as in the paper; it is
+selected only by name, since it was slower (mixed_gemv.cu).
 
 A few rows of x are encoded once for all weights with the same 4-bit groups (mixed_gemv.cu); for many the weight is
-dequantized and torch multiplies (dispatch.py). Behind it stands a torch operator, `crelle::mixed_matmul`, with a fake
+dequantized and torch multiplies (dispatch.py). Behind them stands a torch operator, `crelle::mixed_matmul`, with a fake
 implementation, so that torch.compile sees through it.
 """
 
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 class CudaMixed:
     """Multiply by mixed 2/4-bit tensors on a GPU."""
 
-    name = "cuda-mixed"
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self.name = "cuda-mixed-async" if asynchronous else "cuda-mixed"
 
     def supports(self, problem: Problem) -> str | None:
         if problem.format != MixedTensor.format:
@@ -50,8 +55,8 @@ class CudaMixed:
     def run(self, x: Tensor | Encoded, prepared: MixedWeight) -> Tensor:
         w = prepared
         if isinstance(x, Encoded):
-            return _multiply(*x.data, w)
-        sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.outlier_exponent)
+            return _multiply(*x.data, w, self.asynchronous)
+        sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.outlier_exponent, self.asynchronous)
         return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, *sizes)  # type: ignore[no-any-return]
 
 
@@ -62,10 +67,12 @@ def _encode(x: Tensor, w: MixedWeight) -> "MixedX | Tensor":
     return mixed_gemv.encode(x, w) if gemv else x
 
 
-def _multiply(dtype: torch.dtype, x: "MixedX | Tensor", w: MixedWeight) -> Tensor:
+def _multiply(dtype: torch.dtype, x: "MixedX | Tensor", w: MixedWeight, asynchronous: bool) -> Tensor:
     from crelle.kernels.cuda import mixed_gemv
 
-    return mixed_gemv.matmul(x, w) if isinstance(x, Tensor) else mixed_gemv.product(x, w, dtype)
+    if isinstance(x, Tensor):
+        return mixed_gemv.matmul(x, w)
+    return mixed_gemv.product(x, w, dtype, asynchronous=asynchronous)
 
 
 @torch.library.custom_op("crelle::mixed_matmul", mutates_args=())
@@ -82,13 +89,15 @@ def _mixed_matmul(
     U2: int,
     U4: int,
     subs: int,
+    tile_base: int,
     outlier_exponent: int,
+    asynchronous: bool,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of mixed_layout.py."""
     from crelle.kernels.cuda import mixed_gemv
 
-    w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, outlier_exponent)
-    return mixed_gemv.matmul(x, w)
+    w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, tile_base, outlier_exponent)
+    return mixed_gemv.matmul(x, w, asynchronous=asynchronous)
 
 
 @_mixed_matmul.register_fake

@@ -10,7 +10,7 @@ Outputs are padded to tiles of 16. Lane 4g + t of a warp has rows g and g + 8.
       4 bits     codes   [row half][lane][4 words]: 32 inputs to each t, pair i of a word at bits 4i and 16 + 4i
     rows       f16 [16 tiles, 2]   scale and zero of the 4-bit groups
     outliers   int32 [runs, 4]   place of x in the low, f16 value in the high half; a run is of one row
-               outlier_rows  uint8 [runs]   the row in its tile    starts  int32 [tiles + 1]   the runs of each tile
+               outlier_rows  uint8 [runs]   its row (+ 16 tile_base) mod 256    starts  int32 [tiles + 1]   of the tiles
     perm       int32 [256 U2 + 128 U4]   which input stands where, -1 for none
 
 Groups of 8 have two sets of scales for the 16 inputs of a t (`subs`); those of 32 and 64 repeat theirs for every 16.
@@ -50,6 +50,7 @@ class MixedWeight:
     outliers: Tensor | None = None
     outlier_rows: Tensor | None = None
     starts: Tensor | None = None
+    tile_base: int = 0  # the first tile's number in outlier_rows, where this is a part of a joined matrix
     outlier_exponent: int = 0  # outliers are stored times 2^-outlier_exponent, so that none overflows
 
     @property
@@ -125,22 +126,32 @@ def join(parts: list[MixedWeight]) -> tuple[MixedWeight, list[MixedWeight]] | No
             found.append(w.starts - w.starts[0] + runs)
             runs = int(found[-1][-1])
         every = torch.cat([*(f[:-1] for f in found), found[-1][-1:]])
-        whole = replace(
-            whole, outliers=_runs(parts, "outliers"), outlier_rows=_runs(parts, "outlier_rows"), starts=every
-        )
+        whole = replace(whole, outliers=_runs(parts), outlier_rows=_rows(parts), starts=every, tile_base=0)
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         starts = [every[end - n : end + 1] for end, n in zip(ends, counts, strict=True)]
-    pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), starts, strict=True)  # type: ignore[no-untyped-call]
+    bases = [sum(counts[:i]) for i in range(len(counts))]
+    pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), starts, bases, strict=True)  # type: ignore[no-untyped-call]
     shared = {"perm": first.perm, "outliers": whole.outliers, "outlier_rows": whole.outlier_rows}
-    return whole, [replace(w, tiles=t, rows=r, starts=s, **shared) for w, t, r, s in pieces]
+    return whole, [replace(w, tiles=t, rows=r, starts=s, tile_base=b, **shared) for w, t, r, s, b in pieces]
 
 
-def _runs(parts: list[MixedWeight], name: str) -> Tensor:
-    """Return the outliers, or their rows, of all parts; a part may be one of a joined matrix already."""
-    found = []
+def _slice(w: MixedWeight) -> slice:
+    """Return which runs of outliers are the weight's: it may be a part of a joined matrix already."""
+    assert w.starts is not None
+    return slice(int(w.starts[0]), int(w.starts[-1]))
+
+
+def _runs(parts: list[MixedWeight]) -> Tensor:
+    return torch.cat([w.outliers[_slice(w)] for w in parts if w.outliers is not None])
+
+
+def _rows(parts: list[MixedWeight]) -> Tensor:
+    """Return the rows of all outliers, counted in the joined matrix."""
+    found, base = [], 0
     for w in parts:
-        assert w.starts is not None
-        found.append(getattr(w, name)[int(w.starts[0]) : int(w.starts[-1])])
+        assert w.outlier_rows is not None
+        found.append(w.outlier_rows[_slice(w)] + (base - w.tile_base) % 16 * ROWS)  # uint8: mod 256
+        base += w.tiles.shape[0]
     return torch.cat(found)
 
 
@@ -249,7 +260,7 @@ def _with_outliers(laid: MixedWeight, w: MixedTensor) -> MixedWeight:
     begin = torch.nn.functional.pad(runs.cumsum(0), (1, 0))  # of each row
     out = torch.zeros(int(begin[-1]), RUN, dtype=torch.int32, device=w.device)
     out[begin[rows] + slot // RUN, slot % RUN] = value.view(torch.int16).to(torch.int32) << 16 | at.to(torch.int32)
-    which = torch.arange(len(runs), device=w.device).repeat_interleave(runs) % ROWS
+    which = torch.arange(len(runs), device=w.device).repeat_interleave(runs) % 256
     starts = begin[::ROWS].to(torch.int32)
     more = {"outliers": out, "outlier_rows": which.to(torch.uint8), "starts": starts}
     return replace(laid, **more, outlier_exponent=exponent)  # type: ignore[arg-type]

@@ -119,15 +119,15 @@ __device__ __forceinline__ int nothing(uint32 seen, int positive) {
 }
 
 // tiles [tile_count, tile bytes]; grid_rows [16 tile_count]: scale and zero of 4-bit groups; outliers: runs of 4 of a
-// row, the row within the tile in outlier_rows, those of tile i from starts[i] on, or null; x [M, x_bytes]; bias [N]
-// and residual [tokens, N] may be null; y [tokens, N], which may be the residual. Shared: M x_bytes, WARPS pipelines,
-// 64 WARPS TILES M sums of 4 bytes, 64 zeros, 16 bytes.
+// row n, (n + 16 tile_base) mod 256 in outlier_rows, those of tile i from starts[i] on, or null; x [M, x_bytes]; bias
+// [N] and residual [tokens, N] may be null; y [tokens, N], which may be the residual. Shared: M x_bytes, WARPS
+// pipelines, 64 WARPS TILES M sums of 4 bytes, 64 zeros, 16 bytes.
 template <int SUBS, int M, int TILES, int WARPS, int STAGES, int OCCUPANCY, bool ASYNC, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     mixed_gemv(const char *__restrict__ tiles, const __half2 *__restrict__ grid_rows,
                const uint4 *__restrict__ outliers, const unsigned char *__restrict__ outlier_rows,
                const int *__restrict__ starts, const char *x, const T *__restrict__ bias, const T *residual, Y *y,
-               int N, int tokens, int tile_count, int U2, int U4, float outlier_scale) {
+               int N, int tokens, int tile_count, int tile_base, int U2, int U4, float outlier_scale) {
   constexpr int UNIT2 = 1024 + 240 * SUBS, PAIRS = (M + 1) / 2;
   using Queue = Pipeline<STAGES, TILES * UNIT2, ASYNC ? 2 : 1>;  // ASYNC: a unit and the scales of the next
   extern __shared__ __align__(128) char shared[];
@@ -177,6 +177,23 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   for (int s = 0; s < STAGES; s++) issue_load(s, 0);
   if (threadIdx.x < 4) nulls[threadIdx.x] = make_uint4(0, 0, 0, 0);
 
+  // The outliers that the warp takes first are loaded a set of tiles ahead, where they begin and end two sets ahead.
+  int run = 0, end = 0, next_run = 0, next_end = 0, row = 0;
+  uint4 extra = make_uint4(0, 0, 0, 0);
+  const auto find_outliers = [&](int i) {
+    const int tile = (blockIdx.x + i * gridDim.x) * TILES;
+    next_run = next_end = 0;
+    if (outliers && i < mine) next_run = starts[tile], next_end = starts[min(tile + TILES, tile_count)];
+  };
+  const auto load_outliers = [&] {
+    extra = make_uint4(0, 0, 0, 0);
+    if (run + lane < end) extra = __ldg(outliers + run + lane), row = outlier_rows[run + lane];
+  };
+  find_outliers(0);
+  run = next_run + warp * 32, end = next_end;
+  load_outliers();
+  find_outliers(1);
+
 #if __CUDA_ARCH__ >= 900
   Mbarrier *const x_there = reinterpret_cast<Mbarrier *>(nulls + 4);
   if (threadIdx.x == 0) {
@@ -204,6 +221,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const char *const x4 = g < M ? shared + g * x_bytes + U2 * 512 + t * 64 : reinterpret_cast<const char *>(nulls);
   const int step4 = g < M ? 256 : 0;
   constexpr int HELD = PAIRS == 1 ? 2 : 1;  // sets whose x is held for all tiles
+  static_assert(TILES * M * 16 <= WARPS * 32, "a thread writes one value");
   static_assert(TILES == 1 || HELD == 2, "more tokens than a pair leave no registers for x");
   MixedIn<SUBS> in[HELD][PAIRS];
   const auto load_set = [&](int set, uint32 x_here, uint32 sums_here) {
@@ -237,11 +255,14 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
 #pragma unroll 1
   for (int i = 0; i < mine; i++) {
     const int tile = (blockIdx.x + i * gridDim.x) * TILES;
-    int run = 0, end = 0, row = 0;  // outliers of this lane
-    uint4 extra = make_uint4(0, 0, 0, 0);
-    if (outliers) {
-      run = starts[tile] + (warp + i) % WARPS * 32, end = starts[min(tile + TILES, tile_count)];
-      if (run + lane < end) extra = __ldg(outliers + run + lane), row = outlier_rows[run + lane];
+    const int o = threadIdx.x, n = (tile + o / (16 * M)) * 16 + o % 16, m = o / 16 % M;  // what the thread will write
+    const bool writes = o < TILES * M * 16 && m < tokens && n < N;
+    __half2 grid_row = {};
+    T added_bias = from_float<T>(0), added = from_float<T>(0);
+    if (writes) {
+      grid_row = grid_rows[n];
+      if (bias) added_bias = bias[n];
+      if (residual) added = residual[(size_t)m * N + n];
     }
     MixedTile<SUBS, M> sum[TILES];
 #pragma unroll
@@ -320,32 +341,27 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     }
     // Runs of outliers lie in the order of rows: the lanes of a row add up, its last one writes.
 #pragma unroll 1
-    for (; run < end; run += WARPS * 32) {
-      const bool there = run + lane < end;
-      int where = there ? row : -1;
-#pragma unroll
-      for (int j = 1; j < TILES; j++)
-        if (there && run + lane >= starts[min(tile + j, tile_count)]) where += 16;  // a row of the next tile
+    while (run < end) {
+      const int where = run + lane < end ? (row - (tile + tile_base) * 16) & 255 : -1;
       const uint32 word[4] = {extra.x, extra.y, extra.z, extra.w};
+      run += WARPS * 32;
+      load_outliers();
       float out[M] = {};
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         const float v = __half2float(__ushort_as_half(word[c] >> 16));
 #pragma unroll
-        for (int m = 0; m < M; m++)
-          out[m] =
-              fmaf(v, __half2float(reinterpret_cast<const half *>(shared + m * x_bytes)[word[c] & 0xffff]), out[m]);
+        for (int k = 0; k < M; k++)
+          out[k] =
+              fmaf(v, __half2float(reinterpret_cast<const half *>(shared + k * x_bytes)[word[c] & 0xffff]), out[k]);
       }
-      extra = make_uint4(0, 0, 0, 0);
-      if (run + WARPS * 32 + lane < end)
-        extra = __ldg(outliers + run + WARPS * 32 + lane), row = outlier_rows[run + WARPS * 32 + lane];
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
         const bool same = __shfl_up_sync(~0u, where, d) == where && lane >= d;
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-          const float before = __shfl_up_sync(~0u, out[m], d);
-          out[m] += same ? before : 0;
+        for (int k = 0; k < M; k++) {
+          const float before = __shfl_up_sync(~0u, out[k], d);
+          out[k] += same ? before : 0;
         }
       }
       const int next = __shfl_down_sync(~0u, where, 1);
@@ -353,24 +369,24 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       if (where >= 0 && (lane == 31 || next != where)) {
         float *const to = my + where / 16 * 2 * M * 16 + where % 16;
 #pragma unroll
-        for (int m = 0; m < M; m++) to[m * 16] = fmaf(out[m], outlier_scale, to[m * 16]);
+        for (int k = 0; k < M; k++) to[k * 16] = fmaf(out[k], outlier_scale, to[k * 16]);
       }
       __syncwarp();
     }
+    run = next_run + (warp + i + 1) % WARPS * 32, end = next_end;
+    load_outliers();
+    find_outliers(i + 2);
+
     __syncthreads();
-    for (int o = threadIdx.x; o < TILES * M * 16; o += WARPS * 32) {
-      const int m = o / 16 % M, j = o / (16 * M), n = (tile + j) * 16 + o % 16;
-      if (m >= tokens || n >= N) continue;
+    if (writes) {
       const float2 meta = *reinterpret_cast<const float2 *>(shared + (m + 1) * x_bytes - 16);  // factor, sum
-      const float2 grid = __half22float2(grid_rows[n]);
-      const float *const from = page + (j * 2 * M + m) * 16 + o % 16;
+      const float2 grid = __half22float2(grid_row);
+      const float *const from = page + (o / (16 * M) * 2 * M + m) * 16 + o % 16;
       float two = 0, four = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) two += from[w * TILES * 2 * M * 16], four += from[(w * TILES * 2 + 1) * M * 16];
-      float v = fmaf(grid.x, fmaf(-grid.y, meta.y, four), two) * 0x1p24f * meta.x;
-      if (bias) v += to_float(bias[n]);
-      if (residual) v += to_float(residual[(size_t)m * N + n]);
-      y[(size_t)m * N + n] = from_float<Y>(v);
+      const float v = fmaf(grid.x, fmaf(-grid.y, meta.y, four), two) * 0x1p24f * meta.x;
+      y[(size_t)m * N + n] = from_float<Y>(v + to_float(added_bias) + to_float(added));
     }
   }
 }
