@@ -142,7 +142,7 @@ def _mixed(capability: tuple[int, int]) -> Iterator[Instantiation]:
         count = mixed_gemv.at_a_time(w, tokens, room)
         dtype, out = (HALF, BF16)[i % 2], (HALF, BF16, F32)[i % 3]
         yield mixed_gemv.product_variant(subs, count, mixed_gemv.choose(w, count, 132, room), dtype, out)
-    for config in (mixed_gemv.MixedTileConfig(tiles, 8, 2, 2, True) for tiles in (1, 2)):
+    for config in (mixed_gemv.MixedTileConfig(tiles, 8, 2, 3 - tiles, True) for tiles in (1, 2)):
         yield mixed_gemv.product_variant(1, 1, config, HALF, HALF)
     for i, op in enumerate(_OPS):
         yield mixed_gemv.encode_variant(op, 1 + i % 2, K + i // 2 % 2, (HALF, BF16)[i // 4 % 2])

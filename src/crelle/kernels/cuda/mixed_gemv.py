@@ -73,19 +73,20 @@ def choose(
 ) -> MixedTileConfig:
     """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight.
 
-    Derived from the instruction counts of the loop (docstring of mixed_gemv.cu), not autotuned.
+    Where one thread block on each processor suffices, the next launch's find room beside it and load their weights
+    meanwhile (PDL). Derived from the loop's instruction counts, not autotuned.
     """
     count, units, room = w.tiles.shape[0], w.U2 + w.U4, room or _room()
     processors = processors or multiprocessors()
-
-    def rounds(c: MixedTileConfig) -> int:
-        return -(-count // (c.tiles * c.occupancy * processors))
+    each = -(-count // processors)
+    few = each if tokens <= 2 and each <= 3 and _most_warps(w.subs, tokens, each, asynchronous) else 0
 
     def cost(c: MixedTileConfig) -> tuple[float, ...]:
-        turns = -(-units // c.warps) if rounds(c) == 1 else units / c.warps
-        work = turns * c.warps * (c.tiles + _SHARED_WORK)  # of a thread block in a round
-        alone = c.tiles == 1 and rounds(c) == 1  # few tiles: what counts is how long a warp takes
-        return (0, turns, c.warps) if alone else (1, rounds(c) * work * c.occupancy, -c.warps * c.occupancy)
+        rounds = -(-count // (c.tiles * c.occupancy * processors))
+        turns = -(-units // c.warps) if rounds == 1 else units / c.warps
+        if few:
+            return turns, c.warps  # what counts is how long a warp takes
+        return rounds * turns * c.warps * (c.tiles + _SHARED_WORK) * c.occupancy, -c.warps * c.occupancy
 
     def fits(c: MixedTileConfig) -> bool:
         if c.warps * c.occupancy > _most_warps(w.subs, tokens, c.tiles, asynchronous):
@@ -94,7 +95,7 @@ def choose(
 
     for occupancy in (2, 1):
         found = []
-        for tiles in (1, 2, 3) if tokens <= 2 else (1,):
+        for tiles in (few,) if few else (1, 2, 3) if tokens <= 2 else (1,):
             for warps in (8, 10, 11, 12, 16):
                 deep = [MixedTileConfig(tiles, warps, s, occupancy, asynchronous) for s in (4, 3, 2) if tiles * s <= 6]
                 found += [c for c in deep if fits(c)][:1]
@@ -110,7 +111,7 @@ def _most_warps(subs: int, tokens: int, tiles: int, asynchronous: bool) -> int:
     if tokens > 4:
         return 16 if subs == 1 else 12
     if tiles > 1:
-        return 16 if subs == 1 or tiles == 2 else 0
+        return (20 if tiles == 2 else 16) if subs == 1 else 16 if tiles == 2 else 0
     return 22 if tokens <= 2 and subs == 1 else 20
 
 
