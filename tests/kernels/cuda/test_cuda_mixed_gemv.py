@@ -170,3 +170,16 @@ def test_joined_matrices_and_permuted_ones() -> None:
     permuted = PermutedTensor(parts[1], torch.randperm(512, device="cuda"))
     y = ops.matmul(x, ops.prepare(permuted, HALF))
     assert relative(y, x.double() @ permuted.dequantize(torch.float64).T) <= TOLERANCE[HALF]
+
+
+@gpu
+@needs_gpu
+def test_x_is_encoded_for_several_orders_in_one_launch() -> None:
+    weights = [random_mixed(n, 1000, 16, 0.25, 0.01, "cuda", seed=n) for n in (40, 64, 100)]
+    laid = [lay_out(w) for w in weights]
+    for M in (1, 3, 8):
+        x = torch.randn(M, 1000, dtype=HALF, device="cuda")
+        each = mixed_gemv.encode_each(x, laid[0], torch.stack([w.perm for w in laid]))
+        for w, xs in zip(laid, each, strict=True):
+            assert torch.equal(xs.rows, mixed_gemv.encode(x, w).rows)
+            assert torch.equal(mixed_gemv.product(xs, w, HALF), mixed_gemv.matmul(x, w))

@@ -50,6 +50,7 @@ class FusedLinear:
         apart = len(self.weights) > 1 and self.bias is not None
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
         self._folded: tuple[Norm, Tensor, Tensor] | None = None
+        self._perms = _orders(self.weights)
 
     @property
     def takes_bitserial(self) -> bool:
@@ -69,8 +70,24 @@ class FusedLinear:
         if len(self.weights) == 1:
             return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
         assert residual is None, "only single matrices write back to the residual stream"
+        if self._perms is not None:
+            return self._multiply_each(x, op, norm, dtype or self.dtype)
         pairs = zip(self.weights, self._biases, strict=True)
         return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+
+    def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+        """The product of mixed weights whose 4-bit groups differ: x is encoded for all of them in one launch."""
+        first = self.weights[0]
+        assert isinstance(first, MixedWeight)
+        assert isinstance(x, Tensor)
+        assert self._perms is not None
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        encoded = mixed_gemv.encode_each(x, first, self._perms, op, scale, shift, eps)
+        y = []
+        for w, xs, bias in zip(self.weights, encoded, self._biases, strict=True):
+            assert isinstance(w, MixedWeight)
+            y.append(mixed_gemv.product(xs, w, dtype, bias))
+        return torch.cat(y, dim=-1)
 
     def activated(
         self,
@@ -146,6 +163,15 @@ class FusedLinear:
             gain, added = (product(encode(v[None], w), w, torch.float32)[0] for v in (scale, shift))
             self._folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
         return x, *self._folded[1:]
+
+
+def _orders(weights: Sequence[Any]) -> Tensor | None:
+    """Return the orders of inputs of several mixed weights with as many groups of each kind; None for others."""
+    if len(weights) < 2 or not all(isinstance(w, MixedWeight) for w in weights):
+        return None
+    if len({(w.K, w.U2, w.U4, w.subs) for w in weights}) > 1:
+        return None
+    return torch.stack([w.perm for w in weights])
 
 
 def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | MixedWeight | Tensor]:

@@ -133,16 +133,30 @@ def encode(
 
     If batch-invariant, launches have one size, so that a row's bits do not depend on the number of rows.
     """
+    return encode_each(x, w, w.perm[None], op, norm, shift, eps, batch_invariant)[0]
+
+
+def encode_each(
+    x: Tensor,
+    w: MixedWeight,
+    perms: Tensor,
+    op: Prologue = "PLAIN",
+    norm: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    batch_invariant: bool = False,
+) -> list[MixedX]:
+    """Return the same for weights like w that differ in the order of inputs, int32 [orders, places]: one launch."""
     x = x.contiguous()
-    tokens, K = x.shape[0], x.shape[1] // width(op)
+    tokens, K, orders = x.shape[0], x.shape[1] // width(op), perms.shape[0]
     size = at_a_time(w, TOKENS[-1] if batch_invariant else tokens)
-    rows = torch.empty(-(-tokens // size) * size, w.x_bytes, dtype=torch.uint8, device=x.device)
+    rows = torch.empty(orders, -(-tokens // size) * size, w.x_bytes, dtype=torch.uint8, device=x.device)
     aligned = K % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (x, norm, shift))
     kernel = load(*encode_variant(op, w.subs, K, x.dtype, aligned))
-    grid = (-(-w.places // (64 * _ENCODE_WARPS)), rows.shape[0], 1)
+    grid = (-(-w.places // (64 * _ENCODE_WARPS)), rows.shape[1], orders)
     sizes = (tokens, K, w.U2, w.U4, float(eps))
-    kernel(grid, 32 * _ENCODE_WARPS, x, norm, shift, w.perm, rows, *sizes, shared=-(-K // 8) * 16, pdl=True)
-    return MixedX(tokens, size, rows)
+    kernel(grid, 32 * _ENCODE_WARPS, x, norm, shift, perms, rows, *sizes, shared=-(-K // 8) * 16, pdl=True)
+    return [MixedX(tokens, size, some) for some in rows]
 
 
 def product_variant(

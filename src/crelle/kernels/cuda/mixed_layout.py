@@ -131,8 +131,8 @@ def join(parts: list[MixedWeight]) -> tuple[MixedWeight, list[MixedWeight]] | No
         starts = [every[end - n : end + 1] for end, n in zip(ends, counts, strict=True)]
     bases = [sum(counts[:i]) for i in range(len(counts))]
     pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), starts, bases, strict=True)  # type: ignore[no-untyped-call]
-    shared = {"perm": first.perm, "outliers": whole.outliers, "outlier_rows": whole.outlier_rows}
-    return whole, [replace(w, tiles=t, rows=r, starts=s, tile_base=b, **shared) for w, t, r, s, b in pieces]
+    common = replace(first, outliers=whole.outliers, outlier_rows=whole.outlier_rows)
+    return whole, [replace(common, N=w.N, tiles=t, rows=r, starts=s, tile_base=b) for w, t, r, s, b in pieces]
 
 
 def _slice(w: MixedWeight) -> slice:

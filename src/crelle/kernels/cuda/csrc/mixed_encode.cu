@@ -9,10 +9,10 @@
 
 namespace crelle {
 
-// x [tokens, K] (gated: [tokens, 2K], gate then up); norm, shift [K] may be null; perm [256 U2 + 128 U4]; to [grid y,
-// x_bytes]: 256 U2 + 128 U4 values f16; for each 2-bit group, [U2][set][t][SUBS], s = -sum / 2 as four f16, s 4^-set
-// and s, each as a value and what it lacks; then f32: the factor of the outputs, the sum of the 4-bit groups, 0, 0.
-// Rows behind the tokens are zeros. Shared: K values. Grid (ceil(places / 2 / (32 WARPS)), rows).
+// x [tokens, K] (gated: [tokens, 2K], gate then up); norm, shift [K] may be null; perm [orders, 256 U2 + 128 U4]; to
+// [orders, rows, x_bytes]: 256 U2 + 128 U4 values f16; for each 2-bit group, [U2][set][t][SUBS], s = -sum / 2 as four
+// f16, s 4^-set and s, each as a value and what it lacks; then f32: the factor of the outputs, the sum of the 4-bit
+// groups, 0, 0. Rows behind the tokens are zeros. Shared: K values. Grid (ceil(places / 2 / (32 WARPS)), rows, orders).
 template <Prologue OP, int WARPS, bool ALIGNED, int SUBS, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     mixed_encode(const T *x, const T *__restrict__ norm, const T *__restrict__ shift, const int2 *__restrict__ perm,
@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(WARPS * 32)
   T *const row = reinterpret_cast<T *>(shared);
   const int values = U2 * 512 + U4 * 256, pairs = values / 4, pair_index = blockIdx.x * WARPS * 32 + threadIdx.x;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  to += (size_t)blockIdx.y * (values + U2 * 128 * SUBS + 16);
+  to += (size_t)(blockIdx.z * gridDim.y + blockIdx.y) * (values + U2 * 128 * SUBS + 16);
+  perm += (size_t)blockIdx.z * pairs;
   x += (size_t)blockIdx.y * K * (is_gated(OP) ? 2 : 1);
   const bool there = (int)blockIdx.y < tokens;
   const int2 from = pair_index < pairs ? perm[pair_index] : make_int2(-1, -1);

@@ -18,20 +18,9 @@
 #include "dsmem.cuh"
 #include "mixed_codes.cuh"
 #include "pipeline.cuh"
+#include "shared_loads.cuh"
 
 namespace crelle {
-
-// 8 or 16 bytes of shared memory, or what `to` was.
-__device__ __forceinline__ void load_if(bool there, uint2 &to, uint32 from) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p ld.shared.v2.u32 {%0, %1}, [%2];\n}"
-               : "+r"(to.x), "+r"(to.y)
-               : "r"(from), "r"((uint32)there));
-}
-__device__ __forceinline__ void load_if(bool there, uint4 &to, uint32 from) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
-               : "r"(from), "r"((uint32)there));
-}
 
 // What a lane multiplies by codes of 2 bits, of a set and a pair of tokens; zeros where its column is another group's.
 template <int SUBS>
@@ -110,13 +99,6 @@ struct MixedTile {
     return __float_as_uint(two[0][0]) | __float_as_uint(two[0][2]) | __float_as_uint(four[0]);
   }
 };
-
-// Zero, but not before `seen` is there (see dequant.cuh). `positive` is; the compiler must not know.
-__device__ __forceinline__ int nothing(uint32 seen, int positive) {
-  int zero;
-  asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(seen), "r"(positive < 0 ? 31 : 32));
-  return zero;
-}
 
 // tiles [tile_count, tile bytes]; grid_rows [16 tile_count]: scale and zero of 4-bit groups; outliers: runs of 4 of a
 // row n, (n + 16 tile_base) mod 256 in outlier_rows, those of tile i from starts[i] on, or null; x [M, x_bytes]; bias
