@@ -109,7 +109,7 @@ def _most_warps(subs: int, tokens: int, tiles: int, asynchronous: bool) -> int:
     if asynchronous:  # holds the scales of two units
         return 16 if tiles <= 2 and tokens <= 2 and subs == 1 else 12 if tiles == 1 else 0
     if tokens > 4:
-        return 16 if subs == 1 else 12
+        return 16 if subs == 1 else 11
     if tiles > 1:
         return (20 if tiles == 2 else 16) if subs == 1 else 16 if tiles == 2 else 0
     return 22 if tokens <= 2 and subs == 1 else 20
@@ -192,7 +192,7 @@ def product(
             32 * c.warps,
             *(w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, x.rows[first : first + size], bias),
             *(None if residual is None else residual[some], y[some]),
-            *(w.N, some.stop - first, tiles, w.tile_base, w.U2, w.U4, 2.0 ** (w.outlier_exponent - 24)),
+            *(w.N, some.stop - first, tiles, w.tile_base, w.U2, w.U4, w.x_bytes, 2.0 ** (w.outlier_exponent - 24)),
             shared=shared,
             pdl=True,
         )

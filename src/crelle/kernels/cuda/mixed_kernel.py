@@ -55,7 +55,8 @@ class CudaMixed:
     def run(self, x: Tensor | Encoded, prepared: MixedWeight) -> Tensor:
         w = prepared
         if isinstance(x, Encoded):
-            return _multiply(*x.data, w, self.asynchronous)
+            dtype, encoded = x.data
+            return _multiply(dtype, encoded, w, self.asynchronous)
         sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.outlier_exponent, self.asynchronous)
         return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, *sizes)  # type: ignore[no-any-return]
 

@@ -60,8 +60,8 @@ class MixedWeight:
 
     @property
     def x_bytes(self) -> int:
-        """Of one encoded token: values, sums of 2-bit groups, factor and sum of 4-bit groups."""
-        return 2 * self.places + 128 * self.subs * self.U2 + 16
+        """Of one encoded token: values, sums of 2-bit groups, of 4-bit inputs, and a factor (mixed_encode.cu)."""
+        return 2 * self.places + 128 * self.subs * self.U2 + -(-self.U4 // 2) * 16 + 16
 
     @property
     def nbytes(self) -> int:

@@ -11,8 +11,9 @@ namespace crelle {
 
 // x [tokens, K] (gated: [tokens, 2K], gate then up); norm, shift [K] may be null; perm [orders, 256 U2 + 128 U4]; to
 // [orders, rows, x_bytes]: 256 U2 + 128 U4 values f16; for each 2-bit group, [U2][set][t][SUBS], s = -sum / 2 as four
-// f16, s 4^-set and s, each as a value and what it lacks; then f32: the factor of the outputs, the sum of the 4-bit
-// groups, 0, 0. Rows behind the tokens are zeros. Shared: K values. Grid (ceil(places / 2 / (32 WARPS)), rows, orders).
+// f16, s 4^-set and s, each as a value and what it lacks; then f32: the sums of every 64 4-bit inputs, 16 bytes
+// aligned, and the factor of the outputs, 0, 0, 0. Rows behind the tokens are zeros. Shared: K values. Grid
+// (ceil(places / 2 / (32 WARPS)), rows, orders).
 template <Prologue OP, int WARPS, bool ALIGNED, int SUBS, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     mixed_encode(const T *x, const T *__restrict__ norm, const T *__restrict__ shift, const int2 *__restrict__ perm,
@@ -20,11 +21,12 @@ __global__ void __launch_bounds__(WARPS * 32)
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   extern __shared__ __align__(16) char shared[];
   __shared__ float2 part[1][WARPS];
-  __shared__ float tops[WARPS], fours[WARPS];
+  __shared__ float tops[WARPS];
   T *const row = reinterpret_cast<T *>(shared);
   const int values = U2 * 512 + U4 * 256, pairs = values / 4, pair_index = blockIdx.x * WARPS * 32 + threadIdx.x;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  to += (size_t)(blockIdx.z * gridDim.y + blockIdx.y) * (values + U2 * 128 * SUBS + 16);
+  const int fours = values + U2 * 128 * SUBS, x_bytes = fours + (U4 + 1) / 2 * 16 + 16;
+  to += (size_t)(blockIdx.z * gridDim.y + blockIdx.y) * x_bytes;
   perm += (size_t)blockIdx.z * pairs;
   x += (size_t)blockIdx.y * K * (is_gated(OP) ? 2 : 1);
   const bool there = (int)blockIdx.y < tokens;
@@ -82,8 +84,8 @@ __global__ void __launch_bounds__(WARPS * 32)
     const int i = pair_index % 8, bits = two ? 2 * (i < 5 ? i : i - 5) : 4 * (i & 1);
     const float factor = __uint_as_float((127 - bits) << 23);
     reinterpret_cast<uint32 *>(to)[pair_index] = pair<half>(low * factor, high * factor);
+    float sum = low + high;
     if (two) {  // whole warps
-      float sum = low + high;
       constexpr int OVER = 8 / SUBS;
 #pragma unroll
       for (int j = 1; j < OVER; j *= 2) sum += __shfl_xor_sync(~0u, sum, j);
@@ -94,25 +96,16 @@ __global__ void __launch_bounds__(WARPS * 32)
         reinterpret_cast<uint2 *>(to + values)[pair_index / OVER] =
             make_uint2(pair<half>(head * small, (sum - head) * small), pair<half>(head, sum - head));
       }
+    } else {
+#pragma unroll
+      for (int j = 1; j < 32; j *= 2) sum += __shfl_xor_sync(~0u, sum, j);
+      if (lane == 0) reinterpret_cast<float *>(to + fours)[pair_index / 32 - U2 * 4] = sum * 0x1p-24f;
     }
   }
-  if (blockIdx.x == 0) {
-    float sum = 0;
-    for (int j = U2 * 128 + threadIdx.x; j < pairs; j += WARPS * 32) {
-      const int2 k = perm[j];
-      sum += value(k.x) + value(k.y);
-    }
-#pragma unroll
-    for (int j = 16; j; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
-    if (lane == 0) fours[warp] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      sum = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += fours[w];
-      const float undo = finite ? 1 / scale : __uint_as_float(0x7fc00000u);
-      *reinterpret_cast<float4 *>(to + values + U2 * 128 * SUBS) = make_float4(undo, sum * 0x1p-24f, 0, 0);
-    }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (U4 & 1) reinterpret_cast<float2 *>(to + fours)[U4] = make_float2(0, 0);  // padding
+    const float undo = finite ? 1 / scale : __uint_as_float(0x7fc00000u);
+    *reinterpret_cast<float4 *>(to + x_bytes - 16) = make_float4(undo, 0, 0, 0);
   }
 }
 

@@ -19,6 +19,7 @@
 #include "mixed_codes.cuh"
 #include "pipeline.cuh"
 #include "shared_loads.cuh"
+#include "warp.cuh"
 
 namespace crelle {
 
@@ -109,12 +110,12 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     mixed_gemv(const char *__restrict__ tiles, const __half2 *__restrict__ grid_rows,
                const uint4 *__restrict__ outliers, const unsigned char *__restrict__ outlier_rows,
                const int *__restrict__ starts, const char *x, const T *__restrict__ bias, const T *residual, Y *y,
-               int N, int tokens, int tile_count, int tile_base, int U2, int U4, float outlier_scale) {
+               int N, int tokens, int tile_count, int tile_base, int U2, int U4, int x_bytes, float outlier_scale) {
   constexpr int UNIT2 = 1024 + 240 * SUBS, PAIRS = (M + 1) / 2;
   using Queue = Pipeline<STAGES, TILES * UNIT2, ASYNC ? 2 : 1>;  // ASYNC: a unit and the scales of the next
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane / 4, t = lane % 4;
-  const int units = U2 + U4, values = U2 * 512 + U4 * 256, x_bytes = values + U2 * 128 * SUBS + 16;
+  const int units = U2 + U4, values = U2 * 512 + U4 * 256;
   const int tile_bytes = U2 * UNIT2 + U4 * 1024, sets = (tile_count + TILES - 1) / TILES;
   const int mine = ((int)(sets - blockIdx.x) + (int)gridDim.x - 1) / (int)gridDim.x;  // sets of this thread block
   char *const after_x = shared + M * x_bytes;
@@ -195,6 +196,17 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     reinterpret_cast<uint4 *>(shared)[i] = reinterpret_cast<const uint4 *>(x)[i];
   __syncthreads();
 #endif
+
+  // The sum of a token's 4-bit inputs, beside the factor of its outputs; read behind the first barrier.
+#pragma unroll 1
+  for (int k = warp; k < M; k += WARPS) {
+    float sum = 0;
+    const float *const from = reinterpret_cast<const float *>(shared + k * x_bytes + values + U2 * 128 * SUBS);
+#pragma unroll 1
+    for (int i = lane; i < 2 * U4; i += 32) sum += from[i];
+    sum = warp_sum(sum);
+    if (lane == 0) reinterpret_cast<float *>(shared + (k + 1) * x_bytes - 16)[1] = sum;
+  }
 
   // Where the lane's x is: for 2 bits, of group t and token g % 2 of a pair, if its column is that group's; for 4 bits,
   // of token g, or zeros.
