@@ -2,7 +2,7 @@
 
     python bench/tune_mixed.py OUT.json [SHAPES [TOKENS]]         e.g. 4096x4096,12288x12288 1,4
 
-Every config is checked against f64 (512 rows) and for bitwise equal reruns first, then timed twice by graph replays over
+Every config is checked against f64 (512 rows) and for bitwise equal reruns, then timed twice by graph replays over
 more weights than L2 holds, x encoded already. Each config is run with and without outliers, and with scales decoded
 where they are used (sync) or a unit ahead (async).
 """

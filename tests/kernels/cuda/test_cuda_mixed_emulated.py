@@ -1,14 +1,21 @@
 """The mixed 2/4-bit kernels run on the CPU, thread by thread: what they compute, without a GPU."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from emulated import COMPILER, EmulatedKernel
 from mixed_weights import random_mixed
 from plane_weights import relative
+from torch import Tensor
 
+from crelle.kernels.base import Prepared, Problem
 from crelle.kernels.cuda import mixed_gemv
+from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.mixed_gemv import MixedTileConfig
+from crelle.kernels.cuda.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.mixed_layout import join, lay_out
+from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HALF = torch.float16
@@ -77,3 +84,37 @@ def test_x_is_encoded_for_several_orders_in_one_launch() -> None:
     each = mixed_gemv.encode_each(x, laid[0], torch.stack([w.perm for w in laid]))
     for w, xs in zip(laid, each, strict=True):
         assert torch.equal(xs.rows, mixed_gemv.encode(x, w).rows)
+
+
+@dataclass
+class Layer:
+    """A linear layer, as far as FusedLinear uses it."""
+
+    prepared: Prepared
+    bias: Tensor | None
+
+
+@pytest.mark.parametrize(
+    "seeds", [(0, 0), (0, 1)]
+)  # the same 4-bit groups: one weight; others: x encoded once for both
+def test_fused_linears(seeds: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weights = [random_mixed(n, 256, 16, 0.25, 0.02, seed=seed) for n, seed in zip((32, 20), seeds, strict=True)]
+    kernel, bias = CudaMixed(), torch.randn(32, dtype=HALF)
+    prepared = [Prepared(Problem.of(w, HALF), kernel, lay_out(w)) for w in weights]
+    layers = [Layer(prepared[0], bias), Layer(prepared[1], None)]
+    fused = FusedLinear(layers, HALF)
+    assert len(fused.weights) == 1 + (seeds[0] != seeds[1])
+    x, norm = torch.randn(3, 256, dtype=HALF), Norm(torch.randn(256, dtype=HALF), None, 1e-5)
+    before = (x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)).half() * norm.weight
+    wanted = torch.cat([before.double() @ w.dequantize(torch.float64).T for w in weights], -1)
+    wanted[:, :32] += bias.double()
+    y, total = norm_linear(fused, x, None, "RMS_NORM", norm)
+    assert torch.equal(total, x)
+    assert relative(y, wanted) < 1e-3
+    alone = FusedLinear([layers[0]], HALF)
+    residual = torch.randn(3, 32, dtype=HALF)
+    added, rest = linear_residual(alone, x, residual)
+    plain = x.double() @ weights[0].dequantize(torch.float64).T + bias.double() + residual.double()
+    assert rest is None
+    assert relative(added, plain) < 1e-3
