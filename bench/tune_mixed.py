@@ -18,8 +18,8 @@ import torch
 from crelle.bench.cuda_timer import Replay, clone, copies, gpu
 from crelle.bench.gemv_cuda import baseline
 from crelle.bench.random_matrices import random_generator, random_matrix
-from crelle.kernels.cuda import jit, mixed_gemv
-from crelle.kernels.cuda.mixed_gemv import MixedTileConfig
+from crelle.kernels.cuda import jit, mixed_config, mixed_gemv
+from crelle.kernels.cuda.mixed_config import MixedTileConfig
 from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out
 from crelle.quantizers.scheme import parse
 
@@ -42,7 +42,7 @@ CONFIGS += [replace(c, asynchronous=True) for c in CONFIGS if c.tiles < 3]
 
 
 def fits(w: MixedWeight, tokens: int, c: MixedTileConfig) -> bool:
-    inside = c.occupancy * (mixed_gemv.shared_bytes(w, tokens, c) + 1024) <= ROOM + 1024
+    inside = c.occupancy * (mixed_config.shared_bytes(w, tokens, c) + 1024) <= ROOM + 1024
     return inside and (tokens <= 2 or c.tiles == 1)
 
 
@@ -55,7 +55,7 @@ def measure(N: int, K: int, tokens: int, scheme: str, cublas: float) -> list[dic
     xs = mixed_gemv.encode(x, laid)
     weights = [laid, *(clone(laid) for _ in range(copies(laid.nbytes) - 1))]
     found = []
-    chosen = mixed_gemv.choose(laid, xs.size)
+    chosen = mixed_config.choose(laid, xs.size)
     for c in [chosen, *(c for c in CONFIGS if c != chosen and fits(laid, xs.size, c))]:
         y = torch.full((tokens, N), torch.nan, device="cuda", dtype=HALF)
         mixed_gemv.product(xs, laid, HALF, out=y, config=c)

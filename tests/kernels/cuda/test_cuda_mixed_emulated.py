@@ -10,9 +10,9 @@ from plane_weights import relative
 from torch import Tensor
 
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import mixed_gemv
+from crelle.kernels.cuda import mixed_config, mixed_gemv
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
-from crelle.kernels.cuda.mixed_gemv import MixedTileConfig
+from crelle.kernels.cuda.mixed_config import MixedTileConfig
 from crelle.kernels.cuda.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.mixed_layout import join, lay_out
 from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear
@@ -24,8 +24,9 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_gemv, "load", EmulatedKernel)
-    monkeypatch.setattr(mixed_gemv, "multiprocessors", lambda: 2)
-    monkeypatch.setattr(mixed_gemv, "_room", lambda: 227 * 1024)
+    for module in (mixed_gemv, mixed_config):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(mixed_config, "_room", lambda: 227 * 1024)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from crelle.formats.composite import PermutedTensor
 from crelle.kernels import cuda, ops
 from crelle.kernels.cuda import dense, jit, mixed_gemv
 from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.mixed_gemv import MixedTileConfig
+from crelle.kernels.cuda.mixed_config import MixedTileConfig
 from crelle.kernels.cuda.mixed_layout import join, lay_out
 
 gpu = pytest.mark.gpu

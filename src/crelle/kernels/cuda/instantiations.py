@@ -21,6 +21,7 @@ from crelle.kernels.cuda import (
     embed_argmax,
     gemm,
     lut,
+    mixed_config,
     mixed_gemv,
     paged_attention,
     residual_norm_pack,
@@ -139,10 +140,10 @@ def _mixed(capability: tuple[int, int]) -> Iterator[Instantiation]:
     ):
         U2, U4, nothing = -(-inputs * 3 // 1024), -(-inputs // 512), torch.empty(0)
         w = MixedWeight(N, inputs, U2, U4, subs, torch.empty(-(-N // 16), 0), nothing, nothing)
-        count = mixed_gemv.at_a_time(w, tokens, room)
+        count = mixed_config.at_a_time(w, tokens, room)
         dtype, out = (HALF, BF16)[i % 2], (HALF, BF16, F32)[i % 3]
-        yield mixed_gemv.product_variant(subs, count, mixed_gemv.choose(w, count, 132, room), dtype, out)
-    for config in (mixed_gemv.MixedTileConfig(tiles, 8, 2, 3 - tiles, True) for tiles in (1, 2)):
+        yield mixed_gemv.product_variant(subs, count, mixed_config.choose(w, count, 132, room), dtype, out)
+    for config in (mixed_config.MixedTileConfig(tiles, 8, 2, 3 - tiles, True) for tiles in (1, 2)):
         yield mixed_gemv.product_variant(1, 1, config, HALF, HALF)
     for i, op in enumerate(_OPS):
         yield mixed_gemv.encode_variant(op, 1 + i % 2, K + i // 2 % 2, (HALF, BF16)[i // 4 % 2])
