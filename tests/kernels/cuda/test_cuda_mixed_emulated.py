@@ -119,3 +119,12 @@ def test_fused_linears(seeds: tuple[int, int]) -> None:
     plain = x.double() @ weights[0].dequantize(torch.float64).T + bias.double() + residual.double()
     assert rest is None
     assert relative(added, plain) < 1e-3
+
+
+def test_many_rows_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_gemv, "_SCRATCH", 2 * 300 * 40)
+    w = random_mixed(70, 300, 16, 0.25, 0.02)
+    x, bias = torch.randn(33, 300, dtype=HALF), torch.randn(70, dtype=HALF)
+    wanted = x.double() @ w.dequantize(torch.float64).T
+    assert relative(mixed_gemv.matmul(x, lay_out(w)), wanted) < 1e-3
+    assert relative(mixed_gemv.matmul(x, lay_out(w), bias), wanted + bias.double()) < 1e-3

@@ -1,4 +1,4 @@
-"""Tile configs of mixed_gemv.cu: derived from the instruction counts of its loop, not autotuned (bench/tune_mixed.py)."""
+"""Tile configs of mixed_gemv.cu: derived from the instruction counts of its loop (bench/tune_mixed.py times others)."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -35,11 +35,15 @@ __global__ void __launch_bounds__(WARPS * 32)
     const char *const piece = mine + unit * UNIT2;
     Scales<SUBS> s[2];
     s[0].template decode<0>(piece, lane, 0x3f800000u), s[1].template decode<1>(piece, lane, 0x3f800000u);
+    const uint4 codes[2] = {*reinterpret_cast<const uint4 *>(piece + lane * 16),
+                            *reinterpret_cast<const uint4 *>(piece + 512 + lane * 16)};
+    const uint32 words[2][4] = {{codes[0].x, codes[0].y, codes[0].z, codes[0].w},
+                                {codes[1].x, codes[1].y, codes[1].z, codes[1].w}};
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // [set][row half]
       const int set = i / 2, half = i % 2, n = tile * 16 + g + 8 * half;
       if (n >= N) continue;
-      const uint32 word = reinterpret_cast<const uint32 *>(piece + set / 2 * 512 + lane * 16)[2 * half + set % 2];
+      const uint32 word = words[set / 2][2 * half + set % 2];
       const int *const where = perm + unit * 256 + set * 64 + t * 16;
 #pragma unroll
       for (int run = 0; run < 2; run++) {
@@ -57,12 +61,16 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll 1
   for (int unit = warp; unit < U4; unit += WARPS) {
     const char *const piece = mine + U2 * UNIT2 + unit * 1024;
+    const uint4 codes[2] = {*reinterpret_cast<const uint4 *>(piece + lane * 16),
+                            *reinterpret_cast<const uint4 *>(piece + 512 + lane * 16)};
+    const uint32 words[2][4] = {{codes[0].x, codes[0].y, codes[0].z, codes[0].w},
+                                {codes[1].x, codes[1].y, codes[1].z, codes[1].w}};
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // [row half][word]
       const int half = i / 4, n = tile * 16 + g + 8 * half;
       if (n >= N) continue;
       const float2 grid = __half22float2(grid_rows[n]);
-      const uint32 word = reinterpret_cast<const uint32 *>(piece + half * 512 + lane * 16)[i % 4];
+      const uint32 word = words[half][i % 4];
       float v[8];
 #pragma unroll
       for (int j = 0; j < 8; j++) v[j] = grid.x * ((float)(word >> 4 * j & 15) - grid.y);
