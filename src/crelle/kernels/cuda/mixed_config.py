@@ -28,7 +28,7 @@ class MixedTileConfig:
 class _Form(NamedTuple):
     """What the choice depends on: tiles, units of inputs, sets of scales for 16 inputs, bytes of an encoded token."""
 
-    count: int
+    tiles: int
     units: int
     subs: int
     x_bytes: int
@@ -68,11 +68,11 @@ def _shared_bytes(form: _Form, tokens: int, c: MixedTileConfig) -> int:
 
 @cache
 def _choose(form: _Form, tokens: int, processors: int, room: int, asynchronous: bool) -> MixedTileConfig:
-    each = -(-form.count // processors)
+    each = -(-form.tiles // processors)
     few = each if tokens <= 2 and each <= 3 and _most_warps(form.subs, tokens, each, asynchronous) else 0
 
     def cost(c: MixedTileConfig) -> tuple[float, ...]:
-        rounds = -(-form.count // (c.tiles * c.occupancy * processors))
+        rounds = -(-form.tiles // (c.tiles * c.occupancy * processors))
         turns = -(-form.units // c.warps) if rounds == 1 else form.units / c.warps
         if few:
             return turns, c.warps  # what counts is how long a warp takes
