@@ -15,9 +15,10 @@
 //
 // ASYNC: the scales of a warp's next unit are decoded beside the multiplication of this one; otherwise where they are
 // used. With one tile at a time ASYNC took 1.03 to 1.09 times as long (H200, 4096 x 4096 to 49152 x 12288, one token):
-// every load is a bulk copy in flight anyway, scales come with their codes, and decoding them is some 35 of the 260
-// instructions of a unit, which other warps hide. What that version lacked was issue slots (57% busy, ALU 48%, DRAM
-// 46%; 2.4 instructions a weight): hence several tiles at a time, some 1.5 instructions a weight by their count.
+// every load is a bulk copy in flight anyway, scales come with their codes, and decoding them is about 40 of the 260
+// instructions of a unit, beside those of other warps. That version took 2.4 instructions a weight and issued one in
+// 57% of the cycles (ncu, 16384 x 12288: ALU 48%, tensor cores 21%, DRAM 46%). Several tiles at a time take about 1.5
+// instructions a weight, counted in the disassembly; they have not been timed yet.
 #include "dsmem.cuh"
 #include "mixed_codes.cuh"
 #include "pipeline.cuh"
