@@ -65,7 +65,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @gpu
 @pytest.mark.parametrize("kv", TOLERANCE)
-@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"])
+@pytest.mark.parametrize(
+    "scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "mixed:four=0.25,outliers=0.002", "fp16"]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: str) -> None:
     model = make(CONFIGS[name], scheme, "cuda")
@@ -103,7 +105,9 @@ def test_prompts_that_attend_in_several_calls_are_as_those_in_one() -> None:
 
 @gpu
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])
-@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"])
+@pytest.mark.parametrize(
+    "scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "mixed:four=0.25,outliers=0.002", "fp16"]
+)
 def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> None:
     model = make(LLAMA, scheme, "cuda")
     ids = {b: random_ids(60, seed=b) for b in range(20)}

@@ -48,7 +48,7 @@ GEMMA3 = {
     "norm_weight_offset": 0.0,
 }
 CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL, "wide": WIDE, "gpt2": GPT2}
-SCHEMES = ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "fp16"]
+SCHEMES = ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "mixed:four=0.25,outliers=0.002", "fp16"]
 
 
 def make(config: dict[str, object], scheme: str, device: str, dtype: torch.dtype | None = None) -> Model:

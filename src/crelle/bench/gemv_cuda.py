@@ -8,7 +8,6 @@
 Weights are random planes in the scheme's format (crelle.bench.random_matrices): no quantizer has to run.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,24 +193,36 @@ def exact(x: Tensor, w: QuantTensor) -> Tensor:
 
 
 def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | None, float | None]:
-    """Return the microseconds of the product with digits given, and of making the digits; None where they are one."""
-    from crelle.kernels.cuda import bmma_gemv
-    from crelle.kernels.cuda.dispatch import GEMV_ROWS
+    """Return the microseconds of the product with x encoded, and of encoding x; None where they are one."""
+    from crelle.kernels.cuda import bmma_gemv, dispatch, mixed_gemv
+    from crelle.kernels.cuda.mixed_layout import MixedWeight
     from crelle.kernels.cuda.weight_layout import CudaWeight
 
     first: Any = weights[0].data
-    if weights[0].kernel.name != "cuda" or not isinstance(first, CudaWeight) or x.shape[0] > GEMV_ROWS:
+    if weights[0].kernel.name == "cuda" and isinstance(first, CudaWeight) and x.shape[0] <= dispatch.GEMV_ROWS:
+        digits = bmma_gemv.encode(x, first)
+
+        def encode() -> Tensor:
+            return bmma_gemv.encode(x, first).bits
+
+        def product(w: Any, out: Tensor | None = None) -> Tensor:
+            return bmma_gemv.product(digits, w, x.dtype, out=out)
+
+    elif isinstance(first, MixedWeight) and dispatch.mixed_route(x.shape[0]) == "gemv":
+        xs, asynchronous = mixed_gemv.encode(x, first), weights[0].kernel.name == "cuda-mixed-async"
+
+        def encode() -> Tensor:
+            return mixed_gemv.encode(x, first).rows
+
+        def product(w: Any, out: Tensor | None = None) -> Tensor:
+            return mixed_gemv.product(xs, w, x.dtype, out=out, asynchronous=asynchronous)
+
+    else:
         return None, None
-    digits = bmma_gemv.encode(x, first)
-
-    def product(w: CudaWeight) -> Callable[[], Tensor]:
-        return lambda: bmma_gemv.product(digits, w, x.dtype)
-
     out = torch.full((x.shape[0], first.N), torch.nan, dtype=x.dtype, device=x.device)
-    y = bmma_gemv.product(digits, first, x.dtype, out=out)
+    y = product(first, out)
     if not torch.equal(y, ops.matmul(x, weights[0])):
-        raise UnsupportedError(f"{what}: the product of given digits differs from the whole product; it is not timed")
-    alone = Replay([product(p.data) for p in weights])
+        raise UnsupportedError(f"{what}: the product of encoded x differs from the whole product; it is not timed")
+    alone = Replay([lambda w=p.data: product(w) for p in weights])  # type: ignore[misc]
     alone.check(y, what)
-    encode = Replay([lambda: bmma_gemv.encode(x, first).bits] * _ENCODES)
-    return alone.microseconds(), encode.microseconds()
+    return alone.microseconds(), Replay([encode] * _ENCODES).microseconds()

@@ -1,7 +1,8 @@
 """Which kernel multiplies by a given weight, and why not the others.
 
 `kernels` lists them in order of preference; the first that supports the problem is selected. A kernel that takes
-the same problems as one before it is selected only by name: `cuda-lut` behind `cuda`, `cpu-int8` behind `cpu`.
+the same problems as one before it is selected only by name: `cuda-lut` behind `cuda`, `cuda-mixed-async` behind
+`cuda-mixed`, `cpu-int8` behind `cpu`.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.cuda.kernel import Cuda, CudaLut
+from crelle.kernels.cuda.mixed_kernel import CudaMixed
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference
 
@@ -18,7 +20,17 @@ from crelle.kernels.reference import Dense, Dequantized, Reference
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """All kernels of this installation, most preferred first."""
-    return (Dense(), Cuda(), CudaLut(), Cpu("exact"), Cpu("int8"), Dequantized(), Reference())
+    return (
+        Dense(),
+        Cuda(),
+        CudaLut(),
+        CudaMixed(),
+        CudaMixed(asynchronous=True),
+        Cpu("exact"),
+        Cpu("int8"),
+        Dequantized(),
+        Reference(),
+    )
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:

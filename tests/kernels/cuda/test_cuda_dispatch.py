@@ -2,7 +2,7 @@
 
 import pytest
 
-from crelle.kernels.cuda.dispatch import dense_route, gemm_route, route
+from crelle.kernels.cuda.dispatch import dense_route, gemm_route, mixed_route, route
 
 HOPPER, AMPERE, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (10, 0)
 
@@ -25,3 +25,7 @@ def test_before_hopper_the_gemv_runs_twice(capability: tuple[int, int]) -> None:
 
 def test_dense_weights_of_more_rows_are_for_torch() -> None:
     assert [dense_route(m) for m in (1, 4, 5, 300)] == ["gemv", "gemv", "torch", "torch"]
+
+
+def test_mixed_weights_of_more_rows_are_dequantized_for_torch() -> None:
+    assert [mixed_route(m) for m in (1, 8, 9, 32, 33, 2048)] == ["gemv"] * 4 + ["torch"] * 2

@@ -1,10 +1,10 @@
-"""Which kernel multiplies how many rows of x: one table, for bit-plane weights and for dense ones.
+"""Which kernel multiplies how many rows of x: one table, for bit-plane weights, mixed 2/4-bit ones and dense ones.
 
-    rows        Hopper and newer        before Hopper            dense weights
-    1 … 4       gemv                    gemv                     gemv (dense.cu)
-    5 … 8       skinny_gemm             gemv, twice              torch
-    9 … 32      skinny_gemm             gemm                     torch
-    33 …        gemm                    gemm                     torch
+    rows        Hopper and newer        before Hopper            dense weights          mixed 2/4-bit weights
+    1 … 4       gemv                    gemv                     gemv (dense.cu)        gemv (mixed_gemv.cu)
+    5 … 8       skinny_gemm             gemv, twice              torch                  gemv
+    9 … 32      skinny_gemm             gemm                     torch                  gemv, 8 rows a launch
+    33 …        gemm                    gemm                     torch                  torch (mixed_dequant.cu first)
 
     gemv          bmma_gemv.cu: bit-serial x on the binary tensor cores; reads each weight byte once
     skinny_gemm   skinny_gemm.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
@@ -20,6 +20,7 @@ import torch
 
 GEMV_ROWS = 4  # of one launch
 SKINNY_ROWS = 32
+MIXED_ROWS = 32  # by mixed_gemv.cu, up to 8 a launch
 INVARIANT_ROWS = 256  # of one batch-invariant launch
 INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
 
@@ -28,6 +29,7 @@ Route = Literal["gemv", "skinny_gemm", "gemm", "torch"]
 _END = 1 << 62
 _HOPPER: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (SKINNY_ROWS, "skinny_gemm"), (_END, "gemm"))
 _AMPERE: tuple[tuple[int, Route], ...] = ((2 * GEMV_ROWS, "gemv"), (_END, "gemm"))
+_MIXED: tuple[tuple[int, Route], ...] = ((MIXED_ROWS, "gemv"), (_END, "torch"))
 _DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
 
 
@@ -45,6 +47,11 @@ def gemm_route(rows: int, capability: tuple[int, int] | None = None) -> Route:
 def dense_route(rows: int) -> Route:
     """Return what multiplies so many rows by a dense weight."""
     return _first(_DENSE, rows)
+
+
+def mixed_route(rows: int) -> Route:
+    """Return what multiplies so many rows by a mixed 2/4-bit weight."""
+    return _first(_MIXED, rows)
 
 
 def _first(table: tuple[tuple[int, Route], ...], rows: int) -> Route:

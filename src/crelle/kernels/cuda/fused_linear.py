@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.base import Prepared
-from crelle.kernels.cuda import dense
+from crelle.kernels.cuda import dense, mixed_gemv, mixed_layout
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import BitSerialX, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import CudaWeight, join
 
-STEPPED = {"cuda", "dense"}  # kernels whose weights a step can multiply by
+STEPPED = {"cuda", "cuda-mixed", "dense"}  # kernels whose weights a step can multiply by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,7 @@ class FusedLinear:
         apart = len(self.weights) > 1 and self.bias is not None
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
         self._folded: tuple[Norm, Tensor, Tensor] | None = None
+        self._perms = _orders(self.weights)
 
     @property
     def takes_bitserial(self) -> bool:
@@ -68,8 +70,24 @@ class FusedLinear:
         if len(self.weights) == 1:
             return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
         assert residual is None, "only single matrices write back to the residual stream"
+        if self._perms is not None:
+            return self._multiply_each(x, op, norm, dtype or self.dtype)
         pairs = zip(self.weights, self._biases, strict=True)
         return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+
+    def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+        """The product of mixed weights whose 4-bit groups differ: x is encoded for all of them in one launch."""
+        first = self.weights[0]
+        assert isinstance(first, MixedWeight)
+        assert isinstance(x, Tensor)
+        assert self._perms is not None
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        encoded = mixed_gemv.encode_each(x, first, self._perms, op, scale, shift, eps)
+        y = []
+        for w, xs, bias in zip(self.weights, encoded, self._biases, strict=True):
+            assert isinstance(w, MixedWeight)
+            y.append(mixed_gemv.product(xs, w, dtype, bias))
+        return torch.cat(y, dim=-1)
 
     def activated(
         self,
@@ -115,7 +133,7 @@ class FusedLinear:
     def _multiply(
         self,
         x: Tensor | BitSerialX,
-        w: CudaWeight | Tensor,
+        w: CudaWeight | MixedWeight | Tensor,
         op: Prologue,
         norm: Norm | None,
         bias: Tensor | None,
@@ -127,6 +145,9 @@ class FusedLinear:
             return product(digits, w, dtype, bias, residual, in_graph=True, fold=fold)
         assert isinstance(x, Tensor), "digits are for planes"
         scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        if isinstance(w, MixedWeight):
+            encoded = mixed_gemv.encode(x, w, op, scale, shift, eps)
+            return mixed_gemv.product(encoded, w, dtype, bias, residual)
         return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
 
     def _digits(
@@ -144,7 +165,16 @@ class FusedLinear:
         return x, *self._folded[1:]
 
 
-def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | Tensor]:
+def _orders(weights: Sequence[Any]) -> Tensor | None:
+    """Return the orders of inputs of several mixed weights with as many groups of each kind; None for others."""
+    if len(weights) < 2 or not all(isinstance(w, MixedWeight) for w in weights):
+        return None
+    if len({(w.K, w.U2, w.U4, w.subs) for w in weights}) > 1:
+        return None
+    return torch.stack([w.perm for w in weights])
+
+
+def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | MixedWeight | Tensor]:
     """Return the matrices as one where their layouts allow it, and let the linears point into it."""
     data = [linear.prepared.data for linear in linears]
     if len(data) == 1:
@@ -160,6 +190,8 @@ def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | Tensor]:
 def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
     if all(isinstance(w, CudaWeight) for w in data):
         return join(data)
+    if all(isinstance(w, MixedWeight) for w in data):
+        return mixed_layout.join(data)
     if all(isinstance(w, Tensor) for w in data):
         whole = torch.cat(data)
         return whole, torch.split(whole, [w.shape[0] for w in data])

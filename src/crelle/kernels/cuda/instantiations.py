@@ -21,12 +21,15 @@ from crelle.kernels.cuda import (
     embed_argmax,
     gemm,
     lut,
+    mixed_config,
+    mixed_gemv,
     paged_attention,
     residual_norm_pack,
     skinny_gemm,
     weight_layout,
 )
 from crelle.kernels.cuda.activations import Prologue
+from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -46,6 +49,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_gemm(capability),
             *_skinny_gemm(capability),
             *_lut(),
+            *_mixed(capability),
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
@@ -126,6 +130,25 @@ def _lut() -> Iterator[Instantiation]:
         laid = lut.lay_out(w)
         count, variant = (1, 2, 4)[i % 3], lut.VARIANTS[i % 2]
         yield lut.lut_variant(laid, count, variant, lut.choose(laid, count, variant, 132, 220 * 1024), dtype)
+
+
+def _mixed(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    room = 227 * 1024 if capability >= (9, 0) else 99 * 1024
+    forms = ((1, 4096, 4096, 1), (1, 12288, 12288, 1), (1, 32000, 4096, 2), (1, 4096, 11008, 4), (1, 4096, 4096, 8))
+    for i, (subs, N, inputs, tokens) in enumerate(
+        (*forms, (2, 4096, 4096, 1), (2, 12288, 4096, 2), (2, 4096, 2048, 8))
+    ):
+        U2, U4, nothing = -(-inputs * 3 // 1024), -(-inputs // 512), torch.empty(0)
+        w = MixedWeight(N, inputs, U2, U4, subs, torch.empty(-(-N // 16), 0), nothing, nothing)
+        count = mixed_config.at_a_time(w, tokens, room)
+        dtype, out = (HALF, BF16)[i % 2], (HALF, BF16, F32)[i % 3]
+        yield mixed_gemv.product_variant(subs, count, mixed_config.choose(w, count, 132, room), dtype, out)
+    for config in (mixed_config.MixedTileConfig(tiles, 8, 2, 3 - tiles, True) for tiles in (1, 2)):
+        yield mixed_gemv.product_variant(1, 1, config, HALF, HALF)
+    for i, op in enumerate(_OPS):
+        yield mixed_gemv.encode_variant(op, 1 + i % 2, K + i // 2 % 2, (HALF, BF16)[i // 4 % 2])
+    for subs, inputs in ((1, K), (2, K + 1)):
+        yield mixed_gemv.dequant_variant(subs, inputs, (HALF, BF16)[inputs % 2])
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels.cuda import batch_invariant as invariant
-from crelle.kernels.cuda import dense, dispatch, gemm, residual_norm_pack, skinny_gemm
+from crelle.kernels.cuda import dense, dispatch, gemm, mixed_gemv, residual_norm_pack, skinny_gemm
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.gemm import PackedX
+from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
 
 
@@ -79,7 +80,8 @@ def linear(
     """Return op(x) @ W.T + bias + residual for any number of rows."""
     rows = x.shape[0]
     if not batch_invariant and _uses_gemv(product, rows):
-        chunks = [slice(at, at + dispatch.GEMV_ROWS) for at in range(0, rows, dispatch.GEMV_ROWS)]
+        size = rows if isinstance(product.weights[0], MixedWeight) else dispatch.GEMV_ROWS
+        chunks = [slice(at, at + size) for at in range(0, rows, size)]
         y = [product(x[s], op, norm, None if residual is None else residual[s], dtype) for s in chunks]
         return y[0] if len(y) == 1 else torch.cat(y)
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
@@ -90,10 +92,12 @@ def linear(
 
 
 def _linear(
-    h: Tensor, w: CudaWeight | Tensor, bias: Tensor | None, residual: Tensor | None, batch_invariant: bool
+    h: Tensor, w: CudaWeight | MixedWeight | Tensor, bias: Tensor | None, residual: Tensor | None, batch_invariant: bool
 ) -> Tensor:
     """Return h @ W.T + bias + residual."""
-    if batch_invariant:
+    if isinstance(w, MixedWeight):
+        y = mixed_gemv.matmul(h, w, bias, batch_invariant)
+    elif batch_invariant:
         y = invariant.matmul(h, w, bias)
     elif isinstance(w, CudaWeight):
         y = gemm.matmul(h, w, bias)
@@ -116,8 +120,10 @@ def takes_packed(product: FusedLinear, rows: int, K: int, batch_invariant: bool)
 
 def _uses_gemv(product: FusedLinear, rows: int) -> bool:
     """Whether so many rows take the fused GEMV, in chunks of GEMV_ROWS."""
-    planes = isinstance(product.weights[0], CudaWeight)
-    return (dispatch.route(rows) if planes else dispatch.dense_route(rows)) == "gemv"
+    w = product.weights[0]
+    if isinstance(w, MixedWeight):
+        return dispatch.mixed_route(rows) == "gemv"
+    return (dispatch.route(rows) if isinstance(w, CudaWeight) else dispatch.dense_route(rows)) == "gemv"
 
 
 def _packs(product: FusedLinear, x: Tensor, op: Prologue, batch_invariant: bool) -> bool:

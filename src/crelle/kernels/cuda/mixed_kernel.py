@@ -1,0 +1,106 @@
+"""The CUDA kernels of mixed 2/4-bit weights as two Kernels: `cuda-mixed`, and `cuda-mixed-async`.
+
+The second decodes the scales of a warp's next unit beside the multiplication of this one, as in the paper; it is
+selected only by name, since it was slower (mixed_gemv.cu).
+
+A few rows of x are encoded once for all weights with the same 4-bit groups (mixed_gemv.cu); for many the weight is
+dequantized and torch multiplies (dispatch.py). Behind them stands a torch operator, `crelle::mixed_matmul`, with a fake
+implementation, so that torch.compile sees through it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import UnsupportedError
+from crelle.formats.base import QuantTensor
+from crelle.formats.mixed import MixedTensor
+from crelle.kernels import cuda
+from crelle.kernels.base import Encoded, Problem, takes_floats
+from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out, same_inputs
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.mixed_gemv import MixedX
+
+
+class CudaMixed:
+    """Multiply by mixed 2/4-bit tensors on a GPU."""
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self.name = "cuda-mixed-async" if asynchronous else "cuda-mixed"
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.format != MixedTensor.format:
+            return f"takes the format '{MixedTensor.format}', not '{problem.format}'"
+        if problem.device != "cuda":
+            return f"runs on a GPU, the weight is on {problem.device}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"takes float16 and bfloat16 activations, not {str(problem.dtype).removeprefix('torch.')}"
+        return takes_floats(problem) or cuda.available()
+
+    def prepare(self, w: QuantTensor, dtype: torch.dtype) -> MixedWeight:
+        if not isinstance(w, MixedTensor):
+            raise UnsupportedError(f"kernel '{self.name}' cannot lay out the format '{w.format}'")
+        return lay_out(w)
+
+    def encode(self, x: Tensor, prepared: MixedWeight) -> Encoded:
+        return Encoded((x.dtype, _encode(x, prepared)))
+
+    def shares(self, a: MixedWeight, b: MixedWeight) -> bool:
+        return same_inputs(a, b)
+
+    def run(self, x: Tensor | Encoded, prepared: MixedWeight) -> Tensor:
+        w = prepared
+        if isinstance(x, Encoded):
+            dtype, encoded = x.data
+            return _multiply(dtype, encoded, w, self.asynchronous)
+        sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.outlier_exponent, self.asynchronous)
+        return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, *sizes)  # type: ignore[no-any-return]
+
+
+def _encode(x: Tensor, w: MixedWeight) -> "MixedX | Tensor":
+    from crelle.kernels.cuda import mixed_gemv
+
+    gemv = x.shape[0] > 0 and dispatch.mixed_route(x.shape[0]) == "gemv"
+    return mixed_gemv.encode(x, w) if gemv else x
+
+
+def _multiply(dtype: torch.dtype, x: "MixedX | Tensor", w: MixedWeight, asynchronous: bool) -> Tensor:
+    from crelle.kernels.cuda import mixed_gemv
+
+    if isinstance(x, Tensor):
+        return mixed_gemv.matmul(x, w)
+    return mixed_gemv.product(x, w, dtype, asynchronous=asynchronous)
+
+
+@torch.library.custom_op("crelle::mixed_matmul", mutates_args=())
+def _mixed_matmul(
+    x: Tensor,
+    tiles: Tensor,
+    rows: Tensor,
+    perm: Tensor,
+    outliers: Tensor | None,
+    outlier_rows: Tensor | None,
+    starts: Tensor | None,
+    N: int,
+    K: int,
+    U2: int,
+    U4: int,
+    subs: int,
+    tile_base: int,
+    outlier_exponent: int,
+    asynchronous: bool,
+) -> Tensor:
+    """Return x [M, K] @ W.T for a weight in the layout of mixed_layout.py."""
+    from crelle.kernels.cuda import mixed_gemv
+
+    w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, tile_base, outlier_exponent)
+    return mixed_gemv.matmul(x, w, asynchronous=asynchronous)
+
+
+@_mixed_matmul.register_fake
+def _(x: Tensor, tiles: Any, rows: Any, perm: Any, outliers: Any, where: Any, starts: Any, N: int, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], N)

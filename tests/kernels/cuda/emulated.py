@@ -1,0 +1,79 @@
+"""Runs CUDA kernels of csrc/ on the CPU: their own source, compiled by the host's C++ compiler with emulator/*.cuh.
+
+A thread block is as many fibers; blocks run one after the other, in shared memory full of NaN. What it checks is the
+arithmetic, the indices and the barriers, by the code path before Hopper; speed and races of the hardware it cannot.
+"""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from crelle.cache import cache_directory
+from crelle.kernels.cuda import jit
+
+EMULATOR = Path(__file__).parent / "emulator"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+_MAIN = """
+#include "{file}"
+extern "C" void run(int gx, int gy, int gz, int threads, int bytes{parameters}) {{
+  gridDim = {{(unsigned)gx, (unsigned)gy, (unsigned)gz}}, blockDim = {{(unsigned)threads, 1, 1}};
+  for (unsigned i = 0; i < (unsigned)(gx * gy * gz); i++) {{
+    blockIdx = {{i % gx, i / gx % gy, i / gx / gy}};
+    memset(crelle::shared, 0xff, sizeof crelle::shared);
+    run_block(threads, [&] {{ {expression}({arguments}); }});
+    for (size_t k = bytes; k < sizeof crelle::shared; k++)
+      if ((unsigned char)crelle::shared[k] != 0xff) fprintf(stderr, "shared memory was overrun\\n"), abort();
+  }}
+}}
+"""
+
+
+class EmulatedKernel:
+    """What crelle.kernels.cuda.launch.load returns, on the CPU; for f16 and f32 only."""
+
+    def __init__(self, file: str, expression: str) -> None:
+        self.file, self.expression = file, expression
+
+    def __call__(self, grid: tuple[int, int, int], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:
+        kinds, values = "", list[Any]()
+        for a in args:
+            if a is None or isinstance(a, Tensor):
+                kinds += "p"
+                values.append(ctypes.c_void_p(0 if a is None else a.data_ptr()))
+            else:
+                kinds += "f" if isinstance(a, float) else "i"
+                values.append(ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a))
+        _built(self.file, self.expression, kinds).run(*grid, block, shared, *values)
+
+
+@cache
+def _built(file: str, expression: str, kinds: str) -> ctypes.CDLL:
+    names = {"p": "Pointer", "i": "int", "f": "float"}
+    arguments = ", ".join(f"a{i}" for i in range(len(kinds)))
+    parameters = "".join(f", {names[k]} a{i}" for i, k in enumerate(kinds))
+    anything = "struct Pointer { void *p; template <typename T> operator T *() const { return (T *)p; } };\n"
+    main = _MAIN.format(file=file, expression=expression, arguments=arguments, parameters=parameters)
+    sources = {p.name: p.read_text() for p in EMULATOR.iterdir()}
+    for name in jit._sources(file):
+        sources.setdefault(name, (jit.CSRC / name).read_text().replace("extern __shared__", "extern"))
+    sources["main.cpp"] = anything + main
+    key = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:24]
+    library = cache_directory() / "emulated" / f"{key}.so"
+    if not library.exists():
+        folder = library.with_suffix("")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in sources.items():
+            (folder / name).write_text(text)
+        made = folder / "kernel.so"
+        options = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+        subprocess.run([str(COMPILER), *options, "-o", str(made), str(folder / "main.cpp")], check=True)
+        made.rename(library)
+        shutil.rmtree(folder)
+    return ctypes.CDLL(str(library))

@@ -1,0 +1,59 @@
+// The warp's matrix instruction m16n8k16, for tests on a CPU. Stands in for csrc/tensorcore.cuh.
+#pragma once
+#include "types.cuh"
+
+namespace crelle {
+
+template <typename T>
+inline void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+  const int me = emulator.current;
+  const uint32 mine[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(emulator.in[me], mine, sizeof mine);
+  memcpy(emulator.in[me] + 3, d, sizeof d);
+  with_warp([](int first) {
+    static float a[16][16], b[16][8];
+    const auto value = [](uint32 v, int i) { return (float)__ushort_as_half(v >> 16 * i); };
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      uint32 r[6];
+      memcpy(r, emulator.in[first + lane], sizeof r);
+      for (int i = 0; i < 2; i++) {
+        a[g][2 * t + i] = value(r[0], i), a[g + 8][2 * t + i] = value(r[1], i);
+        a[g][2 * t + 8 + i] = value(r[2], i), a[g + 8][2 * t + 8 + i] = value(r[3], i);
+        b[2 * t + i][g] = value(r[4], i), b[2 * t + 8 + i][g] = value(r[5], i);
+      }
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      float sums[4];
+      memcpy(sums, emulator.in[first + lane] + 3, sizeof sums);
+      for (int j = 0; j < 4; j++) {
+        double sum = sums[j];
+        for (int k = 0; k < 16; k++) sum += (double)a[g + j / 2 * 8][k] * b[k][2 * t + j % 2];
+        sums[j] = (float)sum;
+      }
+      memcpy(emulator.out[first + lane], sums, sizeof sums);
+    }
+  });
+  memcpy(d, emulator.out[me], sizeof d);
+}
+
+template <typename T>
+inline uint32 pair(float first, float second) {
+  const T v[2] = {from_float<T>(first), from_float<T>(second)};
+  uint32 bits;
+  memcpy(&bits, v, 4);
+  return bits;
+}
+template <typename T>
+inline void open(float (&v)[8], uint4 from) {
+  T values[8];
+  memcpy(values, &from, 16);
+  for (int i = 0; i < 8; i++) v[i] = values[i];
+}
+template <typename T>
+inline uint4 closed(const float (&v)[8]) {
+  return make_uint4(pair<T>(v[0], v[1]), pair<T>(v[2], v[3]), pair<T>(v[4], v[5]), pair<T>(v[6], v[7]));
+}
+
+}  // namespace crelle

@@ -1,0 +1,233 @@
+// CUDA on a CPU, for tests: a thread block is as many fibers, which take turns at barriers, shuffles and matrix
+// instructions. Stands in for csrc/types.cuh; only what the tested kernels use is here.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static
+#define __restrict__
+#define __CUDA_ARCH__ 800
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct int2 {
+  int x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
+inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+inline int2 make_int2(int a, int b) { return {a, b}; }
+inline float2 make_float2(float a, float b) { return {a, b}; }
+inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+
+template <typename To, typename From>
+inline To bits_as(From v) {
+  To to;
+  static_assert(sizeof to == sizeof v);
+  memcpy(&to, &v, sizeof to);
+  return to;
+}
+inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
+inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
+
+// IEEE half precision, rounded to nearest even; denormals are kept.
+struct __half {
+  uint16_t bits = 0;
+  __half() = default;
+  explicit __half(float v) {
+    const uint32_t u = bits_as<uint32_t>(v), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+      bits = sign | 0x7e00;
+    } else if (magnitude >= 0x477ff000) {
+      bits = sign | 0x7c00;
+    } else if (magnitude < 0x38800000) {  // denormal: steps of 2^-24
+      bits = sign | static_cast<uint16_t>(std::nearbyint(bits_as<float>(magnitude) * 0x1p24f));
+    } else {
+      const uint32_t half = magnitude - 0x38000000;
+      bits = sign | (half + 0xfff + (half >> 13 & 1)) >> 13;
+    }
+  }
+  operator float() const {
+    const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
+    if (exponent == 0) return bits_as<float>(sign | bits_as<uint32_t>(mantissa * 0x1p-24f));
+    if (exponent == 31) return bits_as<float>(sign | 0x7f800000 | mantissa << 13);
+    return bits_as<float>(sign | (exponent + 112) << 23 | mantissa << 13);
+  }
+};
+struct __half2 {
+  __half x, y;
+};
+inline float2 __half22float2(__half2 v) { return {v.x, v.y}; }
+inline float __half2float(__half v) { return v; }
+inline __half __ushort_as_half(unsigned v) {
+  __half h;
+  h.bits = static_cast<uint16_t>(v);
+  return h;
+}
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = (uint64_t)b << 32 | a;
+  unsigned to = 0;
+  for (int i = 0; i < 4; i++) to |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return to;
+}
+template <typename T>
+inline T __ldg(const T *p) {
+  return *p;
+}
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+
+// --- fibers
+
+struct Index {
+  unsigned x, y, z;
+};
+inline Index threadIdx, blockIdx, gridDim, blockDim;
+
+struct Emulator {
+  static constexpr int MOST = 512, STACK = 1 << 16;
+  ucontext_t home, fiber[MOST];
+  bool done[MOST];
+  int current, count, alive, arrived = 0, generation = 0;
+  int warp_arrived[MOST / 32] = {}, warp_generation[MOST / 32] = {};
+  uint64_t in[MOST][6], out[MOST][2];
+  std::vector<char> stacks = std::vector<char>((size_t)MOST * STACK);
+  std::function<void()> body;
+};
+inline Emulator emulator;
+
+inline void yield() {
+  const int me = emulator.current;
+  swapcontext(&emulator.fiber[me], &emulator.home);
+  threadIdx.x = me;
+}
+inline void enter_fiber() {
+  emulator.body();
+  emulator.done[emulator.current] = true, emulator.alive--;
+  swapcontext(&emulator.fiber[emulator.current], &emulator.home);
+}
+inline void run_block(int threads, std::function<void()> body) {
+  Emulator &e = emulator;
+  e.body = body, e.count = e.alive = threads, e.arrived = 0;
+  for (int i = 0; i < threads; i++) {
+    getcontext(&e.fiber[i]);
+    e.fiber[i].uc_stack.ss_sp = e.stacks.data() + (size_t)i * Emulator::STACK;
+    e.fiber[i].uc_stack.ss_size = Emulator::STACK;
+    e.fiber[i].uc_link = nullptr, e.done[i] = false;
+    makecontext(&e.fiber[i], enter_fiber, 0);
+  }
+  for (long turn = 0; e.alive; turn++) {
+    if (turn > 10000000) fprintf(stderr, "threads wait for each other\n"), abort();
+    for (int i = 0; i < threads; i++) {
+      if (e.done[i]) continue;
+      e.current = i, threadIdx.x = i;
+      swapcontext(&e.home, &e.fiber[i]);
+    }
+  }
+}
+// The last of a warp to come does `work`.
+template <typename F>
+inline void with_warp(F work) {
+  const int w = emulator.current / 32, generation = emulator.warp_generation[w];
+  if (++emulator.warp_arrived[w] == 32) {
+    work(32 * w);
+    emulator.warp_arrived[w] = 0, emulator.warp_generation[w]++;
+  } else {
+    while (emulator.warp_generation[w] == generation) yield();
+  }
+}
+inline void __syncwarp() {
+  with_warp([](int) {});
+}
+inline void __syncthreads() {
+  const int generation = emulator.generation;
+  if (++emulator.arrived == emulator.count) {
+    emulator.arrived = 0, emulator.generation++;
+  } else {
+    while (emulator.generation == generation) yield();
+  }
+}
+template <typename T, typename F>
+inline T shuffled(T v, F source) {
+  const int me = emulator.current;
+  memcpy(emulator.in[me], &v, sizeof v);
+  with_warp([&](int first) {
+    for (int i = 0; i < 32; i++) {
+      const int from = source(i);
+      emulator.out[first + i][0] = emulator.in[first + (from < 0 || from > 31 ? i : from)][0];
+    }
+  });
+  memcpy(&v, emulator.out[me], sizeof v);
+  return v;
+}
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T v, int mask) {
+  return shuffled(v, [=](int i) { return i ^ mask; });
+}
+template <typename T>
+inline T __shfl_up_sync(unsigned, T v, int by) {
+  return shuffled(v, [=](int i) { return i - by; });
+}
+template <typename T>
+inline T __shfl_down_sync(unsigned, T v, int by) {
+  return shuffled(v, [=](int i) { return i + by; });
+}
+template <typename T>
+inline T __shfl_sync(unsigned, T v, int from) {
+  return shuffled(v, [=](int) { return from; });
+}
+
+namespace crelle {
+
+using half = __half;
+using uint32 = unsigned int;
+inline __attribute__((aligned(128))) char shared[256 * 1024];  // dynamic shared memory
+
+enum Prologue { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU, GELU, GELU_TANH, GELU_MUL, GELU_TANH_MUL };
+constexpr bool is_gated(Prologue op) { return op == SILU_MUL || op == GELU_MUL || op == GELU_TANH_MUL; }
+constexpr bool is_gelu(Prologue op) { return op == GELU || op == GELU_TANH || op == GELU_MUL || op == GELU_TANH_MUL; }
+
+inline float to_float(half v) { return v; }
+inline float to_float(float v) { return v; }
+template <typename T>
+inline T from_float(float v) {
+  return T(v);
+}
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+inline float relu(float v) { return max_nan(v, 0); }
+template <Prologue OP>
+inline float gelu_of(float v) {
+  return 0.5f * v * (1 + erff(v * 0.70710678118654752f));
+}
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float v) { return expf(v); }
+inline float rsqrtf(float v) { return 1 / sqrtf(v); }
+inline uint32 kept(uint32 v) { return v; }
+inline void grid_dependency_wait() {}
+inline void grid_dependency_wait_late(int) {}
+inline void launch_dependents() {}
+
+}  // namespace crelle
