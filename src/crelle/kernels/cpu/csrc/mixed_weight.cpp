@@ -25,7 +25,7 @@ MixedLayout::MixedLayout(const uint8_t *four, int groups, int G_) : G(G_) {
 namespace {
 
 bool all_fit_half(const float *v, size_t n) {
-  return std::all_of(v, v + (v ? n : 0), [](float f) { return float_of_half(half_of_float(f)) == f; });
+  return std::all_of(v, v + (v ? n : 0), [](float f) { return f != f || float_of_half(half_of_float(f)) == f; });
 }
 
 void put_scale(bool wide, float v, uint8_t *at, int i) {
