@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_tiny_model
+from conftest import quantized_copy, write_tiny_model
 from dequantized_model import write_dequantized
 
 from crelle import quantize
@@ -14,7 +14,13 @@ from crelle.models.loader import load
 
 # The largest difference of a logit, of size about 1, by kernel; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}
-SCHEMES = ("rtn:bits=4,group=24", "rtn:bits=3,group=32,symmetric=true", "bcq:bits=3,group=32", "bcq:bits=2,group=row")
+SCHEMES = (
+    "rtn:bits=4,group=24",
+    "rtn:bits=3,group=32,symmetric=true",
+    "bcq:bits=3,group=32",
+    "bcq:bits=2,group=row",
+    "mixed:group=16,outliers=0.01",
+)
 
 
 def logits(path: Path, kernel: str | None = None) -> torch.Tensor:
@@ -32,7 +38,7 @@ def kernels() -> list[str]:
 def test_logits_equal_those_of_the_dequantized_weights(
     scheme: str, kernel: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    quantize(tiny_model, tmp_path / "q", scheme)
+    quantized_copy(tiny_model, tmp_path / "q", scheme)
     expected = logits(write_dequantized(tmp_path / "q", tmp_path / "plain"))
     assert (logits(tmp_path / "q", kernel) - expected).abs().max() <= TOLERANCE[kernel]
     assert (logits(tiny_model) - expected).abs().max() > 0.05  # quantizing changed something
