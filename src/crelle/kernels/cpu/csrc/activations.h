@@ -30,11 +30,11 @@ struct Activations {
   Precision precision = Precision::Int8;
   int M = 0;
   KPartition partition;
-  size_t row_bytes = 0;  // codes of one row of x
-  Buffer codes;          // [M][chunks][tables 128 B or digits 32 B][bytes of a value]
-  Buffer scale_buffer;   // float [M][segments]
-  Buffer sum_buffer;     // float [M][groups]
-  Buffer factor_buffer;  // float [M]
+  size_t row_bytes = 0;                      // codes of one row of x
+  Buffer codes;                              // [M][chunks][tables 128 B or digits 32 B][bytes of a value]
+  Buffer scale_buffer;                       // float [M][segments]
+  Buffer sum_buffer;                         // float [M][groups]
+  Buffer factor_buffer;                      // float [M]
   std::shared_ptr<const MixedLayout> mixed;  // Stream::Mixed: of the weight that x was encoded for; codes: MixedInputs
 
   int digits() const { return static_cast<int>(precision); }

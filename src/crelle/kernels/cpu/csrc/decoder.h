@@ -141,7 +141,7 @@ private:
   const Ops *ops_;
   std::mutex mutex_;  // guards everything below
   Barrier barrier_;
-  int threads_ = 0, B_ = 0;                        // what the buffers below are arranged for
+  int threads_ = 0, B_ = 0;  // what the buffers below are arranged for
   // One weight for every way in which activations are encoded, and which of those that read one input it is.
   std::vector<std::pair<const Weight *, int>> kinds_;
   std::vector<std::vector<Activations>> encoded_;  // [kind][thread]

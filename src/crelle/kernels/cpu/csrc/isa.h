@@ -29,8 +29,8 @@ struct Isa {
   // y[m, n] for all rows of `a` and the outputs of blocks [b0, b1); row stride ldy.
   void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
   uint64_t (*read)(const uint8_t *data, size_t bytes);  // touch every line (64-byte aligned): for the roofline
-  const MixedKernel *mixed;                             // the same two for Stream::Mixed, which is laid out alike for all
-  const Gemm *gemm = nullptr;                           // another way for many rows of x, or none
+  const MixedKernel *mixed;    // the same two for Stream::Mixed, which is laid out alike for all
+  const Gemm *gemm = nullptr;  // another way for many rows of x, or none
 };
 
 // How many rows of x are multiplied by w as tiles; null: they are not.

@@ -84,7 +84,7 @@ constexpr MixedKernel kMixed{encode_mixed, mixed_matmul};
 }  // namespace generic
 }  // namespace
 
-const Isa kGeneric{"generic", generic::R, generic::stream, generic::encode, generic::matmul, generic::read_all,
-                   &generic::kMixed};
+const Isa kGeneric{"generic",       generic::R,        generic::stream, generic::encode,
+                   generic::matmul, generic::read_all, &generic::kMixed};
 
 }  // namespace crelle::cpu

@@ -75,7 +75,7 @@ constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
 }  // namespace neon
 }  // namespace
 
-const Isa kNeon{"neon", neon::V::kRows, neon::stream, neon::encode, neon::byte_matmul<neon::V>, neon::read_all,
-                &neon::kMixed};
+const Isa kNeon{"neon",         neon::V::kRows, neon::stream, neon::encode, neon::byte_matmul<neon::V>,
+                neon::read_all, &neon::kMixed};
 
 }  // namespace crelle::cpu

@@ -157,7 +157,8 @@ void mixed_block(const Weight &w, const Activations &a, int m0, int b, float *y,
   for (int m = 0; m < M; ++m) row[m] = a.row(m0 + m);
   typename V::Floats f[kVectors][M];
   mixed_four<V, D, M>(l, in, head, row, f);
-  constexpr size_t kHeader = kUnitHeader + (Decoded ? kDecodedScales : 0), kCodes = kWord2Bytes * kUnitGroups * G / kWord;
+  constexpr size_t kHeader = kUnitHeader + (Decoded ? kDecodedScales : 0),
+                   kCodes = kWord2Bytes * kUnitGroups * G / kWord;
   for (int u = 0; u < l.units; ++u, at += kHeader + kCodes) {
     const uint8_t *codes = at + kHeader;
     for (size_t line = 0; line < kHeader + kCodes; line += 64) prefetch_stream(at + line);

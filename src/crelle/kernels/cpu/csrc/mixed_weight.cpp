@@ -61,8 +61,7 @@ struct Packer {
   }
 
   size_t bytes(int b) const {
-    const size_t n =
-        l.head_bytes() + l.words4 * kWord4Bytes + l.units * l.unit_bytes() + slots(b) * l.slot_bytes();
+    const size_t n = l.head_bytes() + l.words4 * kWord4Bytes + l.units * l.unit_bytes() + slots(b) * l.slot_bytes();
     return (n + 63) / 64 * 64;
   }
 

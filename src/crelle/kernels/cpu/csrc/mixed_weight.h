@@ -4,12 +4,14 @@
 // has 16 output rows, on every instruction set, and is one run of memory in the order in which it is read:
 //
 //   head     row scales of the 4-bit groups f16 [16], their zeros u8 [16], number of slots u32     (f32 scales: 128 B)
-//   4 bits   a word for 16 inputs, 128 bytes: [2][16 rows][4 bytes]; byte i of half h holds input 8 h + i in its low and
+//   4 bits   a word for 16 inputs, 128 bytes: [2][16 rows][4 bytes]; byte i of half h holds input 8 h + i in its low
+//   and
 //            8 h + 4 + i in its high nibble
 //   2 bits   units of four groups:
 //     header   scale codes: u8 [2][16 rows], a nibble for each group; zero codes: u8 [16 rows], 2 bits for each group;
 //              second-order scales f16 [4] and zeros u8 [4]: 64 bytes in all
-//     codes    a word for 16 inputs, 64 bytes: [16 rows][4 bytes]; byte i holds inputs i, 4 + i, 8 + i, 12 + i, from the
+//     codes    a word for 16 inputs, 64 bytes: [16 rows][4 bytes]; byte i holds inputs i, 4 + i, 8 + i, 12 + i, from
+//     the
 //              lowest bits on. With groups of 8 a word belongs to two groups
 //   slots    outliers: u16 columns [16 rows], f16 (or f32) values [16 rows]; as many as the row with the most has
 //
@@ -59,11 +61,11 @@ struct MixedInputs {
 
   MixedInputs(int K, int G, int digits) {
     const size_t groups = (size_t(K) + G - 1) / G + kUnitGroups, words = groups * G / kWord + 2;
-    zeros = words * kWord * digits;                              // int32 [group][4]: -sum/2 times 1, 2, 3, 4
-    scales2 = zeros + groups * 16;                               // float [group]: what a unit of the integers is worth
+    zeros = words * kWord * digits;                               // int32 [group][4]: -sum/2 times 1, 2, 3, 4
+    scales2 = zeros + groups * 16;                                // float [group]: what a unit of the integers is worth
     scales4 = (scales2 + groups * sizeof(float) + 15) / 16 * 16;  // float [segment]
-    sum4 = scales4 + (words * kWord / 128 + 1) * sizeof(float);  // float: the sum of the inputs of 4-bit groups
-    x = (sum4 + sizeof(float) + 63) / 64 * 64;                   // float [K], as it is
+    sum4 = scales4 + (words * kWord / 128 + 1) * sizeof(float);   // float: the sum of the inputs of 4-bit groups
+    x = (sum4 + sizeof(float) + 63) / 64 * 64;                    // float [K], as it is
     bytes = (x + sizeof(float) * K + 63) / 64 * 64;
   }
 };
@@ -71,13 +73,13 @@ struct MixedInputs {
 // The codes of a tensor, one to a byte, and its scales as f32.
 struct MixedStored {
   int N, K, G, block;
-  const uint8_t *four;                                                   // [C]
-  const uint8_t *codes2, *codes4;                                        // [N, C2, G], [N, C4, G]
-  const uint8_t *scale_codes, *zeros, *second_zeros;                     // [N, C2] twice, [B, C2]
-  const float *second_scale, *row_scale;                                 // [B, C2], [N] or null
-  const uint8_t *row_zero;                                               // [N] or null
-  const float *outlier_values;                                           // [n] or null
-  const int32_t *outlier_columns, *outlier_rows;                         // [n], [N + 1]
+  const uint8_t *four;                                // [C]
+  const uint8_t *codes2, *codes4;                     // [N, C2, G], [N, C4, G]
+  const uint8_t *scale_codes, *zeros, *second_zeros;  // [N, C2] twice, [B, C2]
+  const float *second_scale, *row_scale;              // [B, C2], [N] or null
+  const uint8_t *row_zero;                            // [N] or null
+  const float *outlier_values;                        // [n] or null
+  const int32_t *outlier_columns, *outlier_rows;      // [n], [N + 1]
 };
 
 Weight prepare_mixed(const MixedStored &s, const Isa &isa);

@@ -65,8 +65,22 @@ Weight py_prepare_mixed(int K, int block, In<uint8_t, 1> four, In<uint8_t, 3> co
   const auto is = [&](const auto &a, size_t rows) { return a.shape(0) == rows && a.shape(1) == C2; };
   require(is(scale_codes, N) && is(zeros, N), "scale_codes and zeros must be [N, C2]");
   require(is(second_scale, B) && is(second_zeros, B), "second_scale and second_zeros must be [ceil(N/block), C2]");
-  MixedStored s{int(N), K, int(G), block, four.data(), codes2.data(), codes4.data(), scale_codes.data(), zeros.data(),
-                second_zeros.data(), second_scale.data(), nullptr, nullptr, nullptr, nullptr, nullptr};
+  MixedStored s{int(N),
+                K,
+                int(G),
+                block,
+                four.data(),
+                codes2.data(),
+                codes4.data(),
+                scale_codes.data(),
+                zeros.data(),
+                second_zeros.data(),
+                second_scale.data(),
+                nullptr,
+                nullptr,
+                nullptr,
+                nullptr,
+                nullptr};
   require(C4 == 0 || row, "4-bit groups have row scales and zeros");
   if (row) {
     const auto &[scale, zero] = *row;
@@ -162,7 +176,10 @@ NB_MODULE(_core, m) {
       .def_prop_ro("shape", [](const Weight &w) { return nb::make_tuple(w.N, w.K); })
       .def_ro("bits", &Weight::P)
       .def_prop_ro("group", [](const Weight &w) { return w.partition.G; })
-      .def_prop_ro("kind", [](const Weight &w) { return w.kind == Kind::Bcq ? "bcq" : w.kind == Kind::Uniform ? "uniform" : "mixed"; })
+      .def_prop_ro("kind",
+                   [](const Weight &w) {
+                     return w.kind == Kind::Bcq ? "bcq" : w.kind == Kind::Uniform ? "uniform" : "mixed";
+                   })
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
       .def_prop_ro("nbytes", [](const Weight &w) { return w.bytes(); })
       .def("tiles", &py_tiles, "precision"_a,
