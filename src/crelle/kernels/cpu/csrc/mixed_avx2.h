@@ -39,9 +39,9 @@ struct MixedV {
   }
   // vpermilps takes the low 2 bits of an index: no mask is needed.
   template <int J>
-  static CRELLE_INLINE Ints minus_zero(Ints sums, const uint8_t *header, int i, const int32_t *table) {
+  static CRELLE_INLINE Ints minus_zero(Ints sums, const uint8_t *header, int i, MixedZeros zeros) {
     const Ints codes = _mm256_srli_epi32(expand(header + kHeaderZeros + i * kLanes), 2 * J);
-    const __m256 values = _mm256_broadcast_ps(reinterpret_cast<const __m128 *>(table));
+    const __m256 values = _mm256_broadcast_ps(reinterpret_cast<const __m128 *>(zeros.table));
     return _mm256_add_epi32(sums, _mm256_castps_si256(_mm256_permutevar_ps(values, codes)));
   }
   static CRELLE_INLINE Seconds seconds(const uint8_t *header, const float *scales) {

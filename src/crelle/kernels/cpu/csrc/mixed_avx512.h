@@ -52,10 +52,19 @@ struct MixedV {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
   }
   template <int J>
-  static CRELLE_INLINE Ints minus_zero(Ints sums, const uint8_t *header, int, const int32_t *table) {
+  static CRELLE_INLINE Ints zero_sums(const uint8_t *header, MixedZeros zeros) {
     const Ints codes = _mm512_srli_epi32(expand(header + kHeaderZeros), 2 * J);
-    const __m512 values = _mm512_broadcast_f32x4(_mm_loadu_ps(reinterpret_cast<const float *>(table)));
-    return _mm512_add_epi32(sums, _mm512_castps_si512(_mm512_permutevar_ps(values, codes)));
+    const __m512 values = _mm512_broadcast_f32x4(_mm_loadu_ps(reinterpret_cast<const float *>(zeros.table)));
+    return _mm512_castps_si512(_mm512_permutevar_ps(values, codes));
+  }
+  template <int J>
+  static CRELLE_INLINE Ints minus_zero(Ints sums, const uint8_t *header, int, MixedZeros zeros) {
+    return _mm512_add_epi32(sums, zero_sums<J>(header, zeros));
+  }
+  template <int J, int D>
+  static CRELLE_INLINE void begin(Acc (&acc)[D], const uint8_t *header, int, MixedZeros zeros) {
+    acc[0] = no_sums();
+    acc[D - 1] = zero_sums<J>(header, zeros);
   }
   static CRELLE_INLINE Seconds seconds(const uint8_t *header, const float *scales) {
     const __m128 second = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(header + kHeaderSecond)));

@@ -62,6 +62,7 @@ void encode_mixed_row(const Weight &w, Activations &a, const float *x, int m) {
   const MixedInputs in(w.K, l.G, D);
   uint8_t *const row = a.codes.data() + size_t(m) * a.row_bytes, *digits = row;
   int32_t *zeros = reinterpret_cast<int32_t *>(row + in.zeros);
+  int16_t *halves = reinterpret_cast<int16_t *>(row + in.halves);
   float *scale2 = reinterpret_cast<float *>(row + in.scales2), *scale4 = reinterpret_cast<float *>(row + in.scales4);
   float *const copy = reinterpret_cast<float *>(row + in.x);
   __builtin_memcpy(copy, x, sizeof(float) * w.K);
@@ -84,6 +85,9 @@ void encode_mixed_row(const Weight &w, Activations &a, const float *x, int m) {
     for (int i = 0; i < n; ++i, zeros += 4) {
       const int half = make_even<D>(v + i * l.G, rounded + i * l.G, l.G, inverse) / 2;
       for (int z = 0; z < 4; ++z) zeros[z] = -half * (z + 1);
+      const int high = D == 2 ? (128 - half) >> 8 : 0;
+      *halves++ = static_cast<int16_t>(high);
+      *halves++ = static_cast<int16_t>(-half - 256 * high);
       *scale2++ = scale;
     }
     const int words = n * l.G / kWord;

@@ -13,7 +13,8 @@
 //   dot<i>(acc, codes, x)       acc + the products of the codes' bytes and digits 4 i ... 4 i + 3 of x
 //   sums(acc)                   as int32. kNarrow: Acc is of 16 bits and holds 8 dots of 4-bit codes
 //   zero(), add(a, b), digit_sums(hi, lo)                    digit_sums: 256 hi + lo
-//   minus_zero<j>(sums, header, i, table)                    minus zero times half of the sum of x
+//   begin<j, D>(acc, header, i, zeros)      kNarrow: not needed;  minus zero times half of the sum of x, as digits
+//   minus_zero<j>(sums, header, i, zeros)   kNarrow only;  the same from sums
 //   seconds(header, scales)                                  second-order scales times those of x
 //   add_scaled<j>(f, sums, header, i, seconds)               f + sums * first-order scale of group j; rows of vector i
 //   floats, to_float, mul, fma, load_floats, load_halves, load_bytes, store
@@ -21,11 +22,17 @@
 //
 // Included inside a namespace of the including file, after V's parts are known.
 
+// Of a group and a row of x: see MixedInputs.
+struct MixedZeros {
+  const int32_t *table;
+  const int16_t *halves;
+};
+
 template <class V, int D, int M>
 struct MixedSums {
   typename V::Acc of[M][D];
 
-  CRELLE_INLINE MixedSums() {
+  CRELLE_INLINE void clear() {
     for (auto &m : of)
       for (auto &d : m) d = V::no_sums();
   }
@@ -69,6 +76,7 @@ CRELLE_INLINE void mixed_four(const MixedLayout &l, const MixedInputs &in, const
         for (auto &m : v) m = V::zero();
       for (int from = 0; from < words; from += kWords) {
         MixedSums<V, D, M> sums[kAtOnce];
+        for (auto &s : sums) s.clear();
         const int to = from + kWords < words ? from + kWords : words;
         for (int k = from; k < to; ++k) {
           typename V::Digits x[M][D];
@@ -113,11 +121,17 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
                                typename V::Floats (&f)[16 / V::kLanes][M]) {
   constexpr int kVectors = 16 / V::kLanes, kBytes = 4 * V::kLanes;
   const auto zeros = [&](int m) __attribute__((always_inline)) {
-    return reinterpret_cast<const int32_t *>(row[m] + in.zeros) + (unit * kUnitGroups + j) * 4;
+    const int group = unit * kUnitGroups + j;
+    return MixedZeros{reinterpret_cast<const int32_t *>(row[m] + in.zeros) + group * 4,
+                      reinterpret_cast<const int16_t *>(row[m] + in.halves) + group * 2};
   };
 #pragma GCC unroll 4
   for (int i = 0; i < kVectors; ++i) {
     MixedSums<V, D, M> sums;
+    if constexpr (V::kNarrow)
+      sums.clear();
+    else
+      for (int m = 0; m < M; ++m) V::template begin<j, D>(sums.of[m], header, i, zeros(m));
     typename V::Digits x[M][D];
     if constexpr (G == 8) {
       load_digits<V, D, M>(row, first + j / 2, x);
@@ -136,7 +150,8 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
       }
     }
     for (int m = 0; m < M; ++m) {
-      const auto t = V::template minus_zero<j>(sums.total(m), header, i, zeros(m));
+      auto t = sums.total(m);
+      if constexpr (V::kNarrow) t = V::template minus_zero<j>(t, header, i, zeros(m));
       if constexpr (Decoded) {
         const auto scale = V::load_floats(header + kUnitHeader + 4 * (j * kMixedRows + i * V::kLanes));
         const float unit_x = reinterpret_cast<const float *>(row[m] + in.scales2)[unit * kUnitGroups + j];

@@ -57,10 +57,28 @@ struct MixedV {
     return vreinterpretq_s32_u8(vqtbl1q_u8(v, index));
   }
   template <int J>
-  static CRELLE_INLINE Ints minus_zero(Ints sums, const uint8_t *header, int i, const int32_t *table) {
-    const Bytes codes = field<J>(vld1q_u8(header + kHeaderZeros));
-    return vmlaq_n_s32(sums, expand(vaddq_u8(codes, vdupq_n_u8(1)), i), table[0]);
+  static CRELLE_INLINE Bytes twice_zeros(const uint8_t *header) {
+    return vaddq_u8(field<J>(vld1q_u8(header + kHeaderZeros)), vdupq_n_u8(1));
   }
+  template <int J>
+  static CRELLE_INLINE Ints minus_zero(Ints sums, const uint8_t *header, int i, MixedZeros zeros) {
+    return vmlaq_n_s32(sums, expand(twice_zeros<J>(header), i), zeros.table[0]);
+  }
+#if defined(__ARM_FEATURE_DOTPROD)
+  template <int Lane>
+  static CRELLE_INLINE Ints times_half(int16x8_t zeros, int16x8_t halves, bool upper) {
+    return upper ? vmull_high_laneq_s16(zeros, halves, Lane) : vmull_laneq_s16(vget_low_s16(zeros), halves, Lane);
+  }
+  // 16-bit multiplications take half of the time of 32-bit ones.
+  template <int J, int D>
+  static CRELLE_INLINE void begin(Acc (&acc)[D], const uint8_t *header, int i, MixedZeros zeros) {
+    const Bytes codes = twice_zeros<J>(header);
+    const int16x8_t wide = vreinterpretq_s16_u16(i < 2 ? vmovl_u8(vget_low_u8(codes)) : vmovl_high_u8(codes));
+    const int16x8_t halves = vld1q_s16(zeros.halves - 2 * J);  // of the unit
+    if constexpr (D == 2) acc[0] = times_half<2 * J>(wide, halves, i % 2);
+    acc[D - 1] = times_half<2 * J + 1>(wide, halves, i % 2);
+  }
+#endif
   static CRELLE_INLINE Seconds seconds(const uint8_t *header, const float *scales) {
     return vmulq_f32(load_halves(header + kHeaderSecond), vld1q_f32(scales));
   }

@@ -57,12 +57,13 @@ struct MixedLayout {
 // Where the parts of an encoded row of x lie, in bytes. Depends on K and G only, so that weights with other groups of
 // 4 bits can use the same memory, one after the other.
 struct MixedInputs {
-  size_t zeros, scales2, scales4, sum4, x, bytes;  // digits int8 [word][digit][16] come first
+  size_t zeros, halves, scales2, scales4, sum4, x, bytes;  // digits int8 [word][digit][16] come first
 
   MixedInputs(int K, int G, int digits) {
     const size_t groups = (size_t(K) + G - 1) / G + kUnitGroups, words = groups * G / kWord + 2;
     zeros = words * kWord * digits;                               // int32 [group][4]: -sum/2 times 1, 2, 3, 4
-    scales2 = zeros + groups * 16;                                // float [group]: what a unit of the integers is worth
+    halves = zeros + groups * 16;                                 // int16 [group][2]: -sum/2 as 256 first + second, or the second alone
+    scales2 = halves + groups * 4;                                // float [group]: what a unit of the integers is worth
     scales4 = (scales2 + groups * sizeof(float) + 15) / 16 * 16;  // float [segment]
     sum4 = scales4 + (words * kWord / 128 + 1) * sizeof(float);   // float: the sum of the inputs of 4-bit groups
     x = (sum4 + sizeof(float) + 63) / 64 * 64;                    // float [K], as it is
