@@ -22,7 +22,11 @@ struct MixedV {
     return _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, _mm256_set1_epi32(four)));
   }
 
-  static CRELLE_INLINE Bytes load(const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
+  static CRELLE_INLINE Bytes load(const uint8_t *p) {
+    Bytes v = _mm256_load_si256(reinterpret_cast<const __m256i *>(p));
+    __asm__("" : "+x"(v));  // once, not as the operand of four instructions
+    return v;
+  }
   static CRELLE_INLINE Digits digits(const uint8_t *p) { return p; }
   template <int F>
   static CRELLE_INLINE Bytes field(Bytes v) {
@@ -48,6 +52,7 @@ struct MixedV {
     const __m128 second = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(header + kHeaderSecond)));
     Seconds s;
     _mm_store_ps(s.scale, _mm_mul_ps(second, _mm_loadu_ps(scales)));
+    __asm__("" : "+m"(s));  // to be read back: a broadcast from memory needs no shuffle port
     return s;
   }
   template <int J>

@@ -36,7 +36,7 @@ struct MixedV {
   }
 #endif
 
-  static CRELLE_INLINE Bytes load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+  static CRELLE_INLINE Bytes load(const uint8_t *p) { return load_once(p); }
   static CRELLE_INLINE Digits digits(const uint8_t *p) { return p; }
   template <int F>
   static CRELLE_INLINE Bytes field(Bytes v) {
@@ -75,6 +75,7 @@ struct MixedV {
     Seconds s;
     _mm_store_ps(s.scale, scale);
     _mm_store_ps(s.offset, _mm_mul_ps(scale, zeros));
+    __asm__("" : "+m"(s));  // to be read back: a broadcast from memory needs no shuffle port
     return s;
   }
   template <int J>
