@@ -61,9 +61,9 @@ struct MixedInputs {
 
   MixedInputs(int K, int G, int digits) {
     const size_t groups = (size_t(K) + G - 1) / G + kUnitGroups, words = groups * G / kWord + 2;
-    zeros = words * kWord * digits;                               // int32 [group][4]: -sum/2 times 1, 2, 3, 4
-    halves = zeros + groups * 16;                                 // int16 [group][2]: -sum/2 as 256 first + second, or the second alone
-    scales2 = halves + groups * 4;                                // float [group]: what a unit of the integers is worth
+    zeros = words * kWord * digits;  // int32 [group][4]: -sum/2 times 1, 2, 3, 4
+    halves = zeros + groups * 16;    // int16 [group][2]: -sum/2 as 256 first + second, or the second alone
+    scales2 = halves + groups * 4;   // float [group]: what a unit of the integers is worth
     scales4 = (scales2 + groups * sizeof(float) + 15) / 16 * 16;  // float [segment]
     sum4 = scales4 + (words * kWord / 128 + 1) * sizeof(float);   // float: the sum of the inputs of 4-bit groups
     x = (sum4 + sizeof(float) + 63) / 64 * 64;                    // float [K], as it is
