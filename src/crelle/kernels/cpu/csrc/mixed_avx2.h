@@ -75,7 +75,7 @@ struct MixedV {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
   }
   static CRELLE_INLINE Floats load_bytes(const uint8_t *p) { return _mm256_cvtepi32_ps(expand(p)); }
-  // No vgatherdps: with the fix for the gather data sampling flaw it takes several times as long as loads.
+  // Plain loads: vgatherdps is slow on processors with the fix for gather data sampling. Not measured here.
   static CRELLE_INLINE Floats gather(const float *x, const uint8_t *columns) {
     uint16_t c[8];
     __builtin_memcpy(c, columns, sizeof c);
