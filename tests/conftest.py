@@ -130,9 +130,12 @@ def quantized_copy(source: Path, to: Path, scheme: str, overrides: dict[str, str
     key = (*contents, scheme, *(overrides or {}).items())  # the first pattern that matches counts
     if (made := _quantized.get(key)) is not None and made.is_dir():
         return Path(shutil.copytree(made, to))
-    from crelle import quantize
+    from crelle import Text, quantize
+    from crelle.quantizers.scheme import parse
 
-    quantize(source, to, scheme, overrides=overrides)
+    calibrated = any(parse(s).calibrated for s in (scheme, *(overrides or {}).values()))
+    text = Text(text="It was a small text to calibrate on, and not a long one. " * 40, rows=4, length=32)
+    quantize(source, to, scheme, overrides=overrides, text=text if calibrated else None)
     kept = Path(tempfile.mkdtemp(prefix="crelle-tests-"))
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
     _quantized[key] = Path(shutil.copytree(to, kept / "q"))

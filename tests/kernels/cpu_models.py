@@ -8,6 +8,8 @@ import torch
 from conftest import quantized_copy, write_tiny_model
 from torch import Tensor
 
+from crelle.formats.mixed import GROUPS, MixedTensor
+from crelle.formats.mixed_packing import MixedCodes
 from crelle.formats.open import open_weights
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
 from crelle.kernels.cpu.kernel import Cpu
@@ -43,6 +45,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def mixed_weight(
+    N: int,
+    K: int,
+    G: int,
+    share: float,
+    outliers: float = 0.0,
+    *,
+    dtype: torch.dtype = torch.float16,
+    block: int = 16,
+    seed: int = 0,
+) -> MixedTensor:
+    """A mixed matrix with codes of every value, a share of groups of 4 bits and a share of outliers, anywhere."""
+    rng = torch.Generator().manual_seed(hash((N, K, G, share, outliers, block, seed)) & 0xFFFF)
+    C = -(-K // G)
+    four = torch.zeros(C, dtype=torch.uint8)
+    four[torch.randperm(C, generator=rng)[: round(share * C)]] = 1
+    C4, B = int(four.sum()), -(-N // block)
+
+    def integers(top: int, *shape: int) -> Tensor:
+        return torch.randint(top, shape, generator=rng, dtype=torch.uint8)
+
+    def scales(size: float, *shape: int) -> Tensor:
+        return ((torch.rand(*shape, generator=rng) + 0.5) * size).to(dtype)
+
+    C2 = C - C4
+    codes = MixedCodes(
+        integers(4, N, C2, G), integers(16, N, C4, G), integers(16, N, C2), integers(4, N, C2), integers(16, B, C2)
+    )
+    added = None
+    if outliers:
+        added = torch.randn(N, K, generator=rng).to(dtype) * (torch.rand(N, K, generator=rng) < outliers)
+        added[0, K - 1], added[N // 2] = 0.5, 0  # one in the last column, and a row without
+    row = (scales(0.01, N), integers(16, N)) if C4 else None
+    w = MixedTensor.from_codes((N, K), four, codes, scales(0.002, B, C2), row, added, "general", block)
+    if added is not None and w.outlier_values is not None:  # from_codes stores f16
+        w = w.with_scales({"outlier_values": added[w.outlier_places()]})
+    return w
+
+
+def nearest_group(G: int) -> int:
+    """The group size of mixed matrices that is next to G."""
+    return min(GROUPS, key=lambda g: abs(g - G))
 
 
 def take_apart(model: DecoderModel, **changes: Any) -> ModelParts:

@@ -33,11 +33,26 @@ def main() -> None:
     bcq = (alpha[..., spread] * (2 * bits - 1)).sum(0)
     codes = sum(bits[p] * 2 ** (P - 1 - p) for p in range(P))
     uniform = scale[:, spread] * (codes - zero[:, spread])
+    four = np.array([0, 1, 0, 0, 1, 0, 0, 0, 0, 1], np.uint8)  # groups of 8: the last of 3 inputs
+    codes2, codes4 = (random.integers(0, top, (N, n, 8), dtype=np.uint8) for top, n in ((4, 7), (16, 3)))
+    scale_codes, zeros = (random.integers(0, top, (N, 7), dtype=np.uint8) for top in (16, 4))
+    second_zeros, second = random.integers(0, 16, (3, 7), dtype=np.uint8), np.full((3, 7), 0.25, np.float32)
+    row_scale, row_zero = np.full(N, 0.5, np.float32), random.integers(0, 16, N, dtype=np.uint8)
+    block = np.arange(N) // 16
+    mixed = np.zeros((N, 10, 8))
+    steps = 0.25 * (scale_codes + second_zeros[block])
+    mixed[:, four == 0] = steps[..., None] * (codes2 - (zeros[..., None] + 1) / 2)
+    mixed[:, four == 1] = 0.5 * (codes4 - row_zero[:, None, None].astype(np.float64))
+    mixed = mixed.reshape(N, 80)[:, :K]
+    mixed[:, K - 1] += 1.5  # an outlier in each row
+    outliers = np.full(N, 1.5, np.float32), np.full(N, K - 1, np.int32), np.arange(N + 1, dtype=np.int32)
+    codes = codes2, codes4, scale_codes, zeros, second_zeros, second, (row_scale, row_zero), outliers
     for isa in core.isas():
         core.set_isa(isa)
         weights = (
             (core.prepare_bcq(planes, K, G, alpha), bcq),
             (core.prepare_uniform(planes, K, G, scale, zero), uniform),
+            (core.prepare_mixed(K, 16, four, *codes), mixed),
         )
         for w, numbers in weights:
             for M in (1, 5, 30):

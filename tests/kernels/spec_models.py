@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, ModelParts, NormParts
+from crelle.bench.random_matrices import random_matrix
+from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from crelle.quantizers.scheme import parse
@@ -85,7 +86,11 @@ def random_parts(spec: DecoderSpec, scheme: str | None = None, seed: int = 5) ->
 
     def linear(N: int, K: int, bias: bool) -> LinearParts:
         w = torch.randn(N, K, generator=rng) * K**-0.5
-        coded = w if scheme is None else Cpu().prepare(parse(scheme).fit(w), torch.float32)
+        if scheme is None:
+            coded: Matrix = w
+        else:  # a scheme that looks at data is not fitted, only sampled
+            by = parse(scheme)
+            coded = Cpu().prepare(random_matrix(by, N, K, rng) if by.calibrated else by.fit(w), torch.float32)
         return LinearParts(weight=coded, bias=vector(N, 0.0) if bias else None)
 
     def norm(n: int, spec: NormSpec) -> NormParts:

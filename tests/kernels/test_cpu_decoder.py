@@ -79,7 +79,7 @@ def test_dense_step_matches_layers(variant: str, tmp_path: Path, isa: str) -> No
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=2,group=24"])
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=2,group=24", "mixed:group=16,outliers=0.01"])
 def test_quantized_step_matches_layers(variant: str, scheme: str, tmp_path: Path) -> None:
     model = open_model(quantize(write_variant(tmp_path / "m", variant), tmp_path / "q", scheme))
     assert {w.kernel for w in model.linears()} == {"cpu", "dense"}
@@ -97,6 +97,8 @@ def test_quantized_step_matches_layers(variant: str, scheme: str, tmp_path: Path
             "rtn:bits=2,group=16",
             {"*.q_proj": "bcq:bits=1,group=32", "*.v_proj": "fp16", "*.up_proj": "rtn:bits=4,group=32"},
         ),
+        ("mixed:group=8,four=0.4", {"model.embed_tokens": "rtn:bits=4,group=8", "*.k_proj": "rtn:bits=4,group=24"}),
+        ("bcq:bits=2,group=24", {"*.up_proj": "mixed:group=64,four=0", "*.o_proj": "mixed:four=1,outliers=0"}),
         ("rtn:bits=4,group=40", {"model.layers.1.*": "bf16", "*.down_proj": "bcq:bits=3,group=8"}),
     ],
 )
@@ -120,7 +122,7 @@ def test_dense_dtypes_are_read_in_place(dtype: torch.dtype, tmp_path: Path, isa:
 
 
 @pytest.mark.parametrize("precision", ["exact", "int8"])
-@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=3,group=32"])
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=3,group=32", "mixed:group=16,outliers=0.01"])
 def test_precision_is_that_of_the_weights(precision: Precision, scheme: str, tmp_path: Path, isa: str) -> None:
     model = open_model(quantize(write_tiny_model(tmp_path / "m"), tmp_path / "q", scheme))
     for w in model.linears():
@@ -134,7 +136,12 @@ def test_precision_is_that_of_the_weights(precision: Precision, scheme: str, tmp
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("decoder")
-    return quantize(write_tiny_model(to / "m"), to / "q", "bcq:bits=2,group=24", {"*.q_proj": "rtn:bits=4,group=72"})
+    return quantize(
+        write_tiny_model(to / "m"),
+        to / "q",
+        "bcq:bits=2,group=24",
+        {"*.q_proj": "rtn:bits=4,group=72", "*.o_proj": "mixed", "*.gate_proj": "mixed"},
+    )
 
 
 # --- batches, caches, threads -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.mixed import GROUPS, MixedTensor
 from crelle.kernels.base import Problem
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.kernel import Cpu, CpuWeight, Precision
@@ -15,7 +16,7 @@ from crelle.kernels.reference import matmul_fp64
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
-from cpu_models import error
+from cpu_models import error, mixed_weight, nearest_group
 
 from crelle.kernels.cpu import _core
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 # Relative error (Frobenius) of x @ W.T that each precision may have on Gaussian inputs.
 TOLERANCE: dict[Precision, float] = {"int8": 1.5e-2, "exact": 1e-4}
 PRECISIONS: list[Precision] = ["int8", "exact"]
-KINDS = ["bcq", "uniform"]
+KINDS = ["bcq", "uniform", "mixed"]
 
 # N, K, G: whole blocks; odd everything; groups of 8, 24 and 32; row-wise; several segments to a group; a last group
 # that is shorter, and one that is shorter than a chunk.
@@ -43,7 +44,10 @@ SHAPES = [
 
 def weight(
     kind: str, N: int, K: int, P: int, G: int, *, bias: bool, dtype: torch.dtype = torch.float16, seed: int = 0
-) -> BCQTensor | UniformTensor:
+) -> BCQTensor | UniformTensor | MixedTensor:
+    """Mixed: a group size that it takes, more groups of 4 bits the larger P is, outliers where `bias` says so."""
+    if kind == "mixed":
+        return mixed_weight(N, K, nearest_group(G), (P - 1) / 7, 0.02 if bias else 0.0, dtype=dtype, seed=seed)
     rng = torch.Generator().manual_seed(hash((N, K, P, G, seed)) & 0xFFFF)
     C = -(-K // G)
     codes = torch.randint(0, 2**P, (N, K), generator=rng, dtype=torch.uint8)
@@ -202,10 +206,57 @@ def test_extreme_inputs(isa: str, value: float) -> None:
     assert (y.double() - want).norm() <= TOLERANCE["exact"] * want.norm()
 
 
-def test_activations_are_shared_by_weights_that_fit(isa: str) -> None:
+@pytest.mark.parametrize("block", [1, 7, 16, 48, 1000])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_mixed_rows_that_share_second_order_scales(isa: str, precision: Precision, block: int) -> None:
+    """Blocks of 16 rows decode their scales in registers; others have them decoded beforehand."""
+    for G in GROUPS:
+        w, x = mixed_weight(75, 333, G, 0.3, 0.01, block=block), inputs(5, 333)
+        prepared = Cpu(precision).prepare(w, torch.float32)
+        y = product(x, prepared)
+        assert error(y, matmul_fp64(x, w)) < TOLERANCE[precision]
+        assert torch.equal(y, torch.cat([product(row[None].contiguous(), prepared) for row in x]))
+
+
+def test_mixed_outliers_multiply_x_as_it_is(isa: str) -> None:
+    """All of a row, none of the next; codes that stand for nothing, so that only outliers are left."""
+    w = mixed_weight(33, 100, 16, 0.0, 0.01)
+    added = torch.zeros(33, 100)
+    added[5], added[32, 99] = torch.randn(100, generator=torch.Generator().manual_seed(1)), 1.0
+    w = MixedTensor.from_codes(w.shape, w.four, w.codes(), torch.zeros_like(w.second_scale), None, added.half())
+    x = inputs(3, 100)
+    y = product(x, Cpu("int8").prepare(w, torch.float32))
+    torch.testing.assert_close(y.double(), matmul_fp64(x, w), rtol=1e-5, atol=1e-5)
+    assert (y[:, :5] == 0).all()
+    assert torch.equal(y[:, 32], x[:, 99])
+
+
+def test_mixed_sums_hold_the_largest_values(isa: str) -> None:
+    """Every code and scale at its end, with the inputs whose digits are largest."""
+    for G, share in ((8, 0.0), (64, 0.0), (16, 1.0), (64, 0.5)):
+        w = mixed_weight(16, 512, G, share)
+        codes = w.codes()
+        top = codes._replace(
+            codes2=torch.full_like(codes.codes2, 3),
+            codes4=torch.full_like(codes.codes4, 15),
+            scale_codes=torch.full_like(codes.scale_codes, 15),
+            zeros=torch.zeros_like(codes.zeros),
+            second_zeros=torch.full_like(codes.second_zeros, 15),
+        )
+        row = None if w.row_scale is None else (w.row_scale, torch.zeros(16, dtype=torch.uint8))
+        w = MixedTensor.from_codes(w.shape, w.four, top, w.second_scale, row, None, "general")
+        x = torch.ones(4, 512)
+        x[1], x[2], x[3, ::2] = -1, 255 / 256, -255 / 256
+        y = product(x, Cpu("exact").prepare(w, torch.float32))
+        assert error(y, matmul_fp64(x, w)) < TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize("kind", ["bcq", "mixed"])
+def test_activations_are_shared_by_weights_that_fit(isa: str, kind: str) -> None:
     cpu = Cpu("exact")
-    a, b = (cpu.prepare(weight("bcq", N, 256, 3, 64, bias=True, seed=N), torch.float32) for N in (48, 80))
-    other = cpu.prepare(weight("bcq", 48, 256, 3, 128, bias=True), torch.float32)
+    P = 3 if kind == "bcq" else 1  # no groups of 4 bits: one order of the inputs
+    a, b = (cpu.prepare(weight(kind, N, 256, P, 64, bias=True, seed=N), torch.float32) for N in (48, 80))
+    other = cpu.prepare(weight(kind, 48, 256, 3, 128, bias=True), torch.float32)
     x = inputs(2, 256)
     shared = _core.Activations()
     shared.prepare(x.numpy(), a.data, "exact")
@@ -245,6 +296,7 @@ def test_supports_gives_reasons() -> None:
     kernel = Cpu()
     assert kernel.supports(problem()) is None
     assert kernel.supports(problem(group=64)) is None
+    assert kernel.supports(problem(format="mixed", group=16, bits=2.5)) is None
     assert "multiple of 8" in (kernel.supports(problem(group=20)) or "")
     assert "'dense'" in (kernel.supports(problem(format="dense")) or "")
     assert "cuda" in (kernel.supports(problem(device="cuda")) or "")

@@ -70,7 +70,7 @@ def test_dense_prompt_matches_layers(variant: str, tmp_path: Path, isa: str) -> 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=2,group=24"])
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=32", "bcq:bits=2,group=24", "mixed:group=16,outliers=0.01"])
 def test_quantized_prompt_matches_layers(variant: str, scheme: str, tmp_path: Path) -> None:
     model = open_model(
         quantize(write_variant(tmp_path / "m", variant, max_position_embeddings=CONTEXT), tmp_path / "q", scheme)
@@ -83,7 +83,12 @@ def test_quantized_prompt_matches_layers(variant: str, scheme: str, tmp_path: Pa
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several cuts of the same input, plain matrices among them."""
     to = tmp_path_factory.mktemp("prefill")
-    overrides = {"*.q_proj": "rtn:bits=4,group=72", "*.v_proj": "fp16", "*.up_proj": "rtn:bits=4,group=32"}
+    overrides = {
+        "*.q_proj": "rtn:bits=4,group=72",
+        "*.v_proj": "fp16",
+        "*.up_proj": "rtn:bits=4,group=32",
+        "*.gate_proj": "mixed",
+    }
     source = write_tiny_model(to / "m", max_position_embeddings=CONTEXT)
     return quantize(source, to / "q", "bcq:bits=2,group=24", {**overrides, "lm_head": "rtn:bits=8,group=24"})
 

@@ -40,7 +40,12 @@ SENTINEL = 77  # a value of any dtype that no test writes
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     to = tmp_path_factory.mktemp("threads")
-    path = quantize(write_tiny_model(to / "m"), to / "q", "bcq:bits=2,group=24", {"*.q_proj": "rtn:bits=4,group=72"})
+    path = quantize(
+        write_tiny_model(to / "m"),
+        to / "q",
+        "bcq:bits=2,group=24",
+        {"*.q_proj": "rtn:bits=4,group=72", "*.o_proj": "mixed", "*.gate_proj": "mixed"},
+    )
     return open_model(path)
 
 

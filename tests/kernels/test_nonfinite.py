@@ -8,6 +8,7 @@ from torch import Tensor
 
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.kv import KVFormat, KVPages, dequantize, quantize
+from crelle.formats.mixed import MixedTensor
 from crelle.kernels import ops
 from crelle.kernels import reference_attention as kv
 from crelle.kernels.cpu import available
@@ -15,16 +16,22 @@ from crelle.kernels.cpu import available
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
+from cpu_models import mixed_weight, nearest_group
+
 from crelle.kernels.cpu import core
 from crelle.kernels.cpu.kernel import Cpu, Precision
 
 VALUES = [math.nan, math.inf, -math.inf]
 ROWS = [1, 3, 6, 40]  # of x: one, those of a step, by digits in tiles, by tiles
 KINDS = [("bcq", 1), ("bcq", 3), ("bcq without z", 2), ("uniform", 2), ("uniform", 4), ("uniform", 8)]  # every stream
+KINDS += [("mixed", 2), ("mixed", 3)]
 N, K, G = 70, 333, 64  # a last group that is shorter than a chunk
 
 
-def weight(kind: str, bits: int, group: int = G) -> BCQTensor | UniformTensor:
+def weight(kind: str, bits: int, group: int = G) -> BCQTensor | UniformTensor | MixedTensor:
+    if kind == "mixed":  # every other group of 4 bits, for "3" bits
+        dtype = torch.float32 if bits == 2 else torch.float16
+        return mixed_weight(N, K, nearest_group(group // 4), (bits - 2) / 2, 0.01, dtype=dtype)
     rng = torch.Generator().manual_seed(bits)
     C = -(-K // group)
     codes = torch.randint(0, 2**bits, (N, K), generator=rng, dtype=torch.uint8)
@@ -38,6 +45,15 @@ def weight(kind: str, bits: int, group: int = G) -> BCQTensor | UniformTensor:
 
 def inputs(M: int) -> Tensor:
     return torch.randn(M, K, generator=torch.Generator().manual_seed(M))
+
+
+def scales_and_rows(w: BCQTensor | UniformTensor | MixedTensor) -> list[tuple[Tensor, list[int]]]:
+    """Scales, the first index of each being a row or 16 of them, and the rows that the one of row 5 concerns."""
+    if isinstance(w, MixedTensor):
+        found = [(w.second_scale, list(range(16))), (w.row_scale, [5])]
+    else:
+        found = [(t, [5]) for t in ([w.alpha[0], w.z] if isinstance(w, BCQTensor) else [w.scale])]
+    return [(t, rows) for t, rows in found if t is not None]
 
 
 def others(M: int, row: int) -> list[int]:
@@ -71,14 +87,14 @@ def test_products_of_scales(precision: Precision, kind: str, bits: int, M: int, 
     for value in VALUES:
         w = weight(kind, bits)
         kernel, before = Cpu(precision), Cpu(precision).run(inputs(M), Cpu(precision).prepare(w, torch.float32))
-        for part in [w.alpha[0], w.z] if isinstance(w, BCQTensor) else [w.scale]:
-            if part is None:
-                continue
-            was, part[5, 2] = part[5, 2].clone(), value
+        for part, concerned in scales_and_rows(w):
+            at = (5 if len(part) == N else 5 // 16, 2)[: part.dim()]
+            was, part[at] = part[at].clone(), value
             y = kernel.run(inputs(M), kernel.prepare(w, torch.float32))
-            part[5, 2] = was
-            assert not y[:, 5].isfinite().any()
-            assert torch.equal(y[:, others(N, 5)], before[:, others(N, 5)])
+            part[at] = was
+            rest = [n for n in range(N) if n not in concerned]
+            assert not y[:, concerned].isfinite().any()
+            assert torch.equal(y[:, rest], before[:, rest])
 
 
 @pytest.mark.parametrize("size", [1e38, 3e37, 1e30, 1e-20, 1e-30, 1e-38, 1e-41, 1e-44])

@@ -1,20 +1,28 @@
 """A quantized checkpoint runs as the numbers that its bits stand for, whichever kernel multiplies."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import write_tiny_model
+from conftest import quantized_copy, write_tiny_model
 from dequantized_model import write_dequantized
+from in_process import succeed
 
-from crelle import quantize
+from crelle import LLM, Sampling, quantize
 from crelle.errors import UnsupportedError
 from crelle.kernels import cpu
 from crelle.models.loader import load
 
 # The largest difference of a logit, of size about 1, by kernel; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}
-SCHEMES = ("rtn:bits=4,group=24", "rtn:bits=3,group=32,symmetric=true", "bcq:bits=3,group=32", "bcq:bits=2,group=row")
+SCHEMES = (
+    "rtn:bits=4,group=24",
+    "rtn:bits=3,group=32,symmetric=true",
+    "bcq:bits=3,group=32",
+    "bcq:bits=2,group=row",
+    "mixed:group=16,outliers=0.01",
+)
 
 
 def logits(path: Path, kernel: str | None = None) -> torch.Tensor:
@@ -32,10 +40,29 @@ def kernels() -> list[str]:
 def test_logits_equal_those_of_the_dequantized_weights(
     scheme: str, kernel: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    quantize(tiny_model, tmp_path / "q", scheme)
+    quantized_copy(tiny_model, tmp_path / "q", scheme)
     expected = logits(write_dequantized(tmp_path / "q", tmp_path / "plain"))
     assert (logits(tmp_path / "q", kernel) - expected).abs().max() <= TOLERANCE[kernel]
     assert (logits(tiny_model) - expected).abs().max() > 0.05  # quantizing changed something
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ extension")
+def test_mixed_matrices_are_generated_from_by_the_fused_step(tiny_model: Path, tmp_path: Path) -> None:
+    """From the checkpoint to tokens; nothing falls back to the layers one by one."""
+    path = quantized_copy(tiny_model, tmp_path / "q", "mixed:group=16,outliers=0.01")
+    fast, slow = (LLM.load(path, device="cpu", kernel=kernel) for kernel in (None, "reference"))
+    quantized = [w for w in fast.model.linears() if w.weight.format == "mixed"]
+    assert quantized
+    assert {w.kernel for w in quantized} == {"cpu"}
+    said = explain(path)
+    assert {layer["kernel"] for layer in said["layers"] if layer["problem"]["format"] == "mixed"} == {"cpu"}
+    assert said["fused"], said["why_not_fused"]
+    sampling = Sampling(max_tokens=24)
+    assert fast.generate("Once upon a time", sampling).tokens == slow.generate("Once upon a time", sampling).tokens
+
+
+def explain(path: Path) -> Any:
+    return succeed("explain", path, "--device", "cpu", "--json").json
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from crelle.bench.external import gemv_peer
+from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.kernels import cpu
@@ -65,7 +66,7 @@ def measure(
     isa: str | None = None,
     peer: str | None = None,
 ) -> Gemv:
-    """Time x [batch, K] @ W.T for a random W [N, K] by the CPU kernels; `peer`: see bench/external.py."""
+    """Time x [batch, K] @ W.T for a random W [N, K] of the scheme by the CPU kernels; `peer`: see bench/external.py."""
     with instruction_set(isa):
         return _measure(N, K, scheme, batch, threads, working_set, precision, peer)
 
@@ -77,8 +78,8 @@ def _measure(
         raise SchemeError(f"the working set is hot or cold, not '{working_set}'")
     if precision not in TOLERANCE:
         raise SchemeError(f"the precision is exact or int8, not '{precision}'")
-    random = torch.Generator().manual_seed(0)
-    w = parse(scheme).fit(torch.randn(N, K, generator=random) / K**0.5)
+    random = random_generator(0, "cpu")
+    w = random_matrix(parse(scheme), N, K, random)
     kernel = select(Problem.of(w, torch.float32), "cpu" if precision == "exact" else f"cpu-{precision}")
     set_threads(threads)
     x = torch.randn(batch, K, generator=random)

@@ -1,4 +1,4 @@
-"""The C++ kernels as two Kernels, `cpu` and `cpu-int8`: bit-plane tensors, laid out anew for this machine.
+"""The C++ kernels as two Kernels, `cpu` and `cpu-int8`: bit-plane and mixed tensors, laid out anew for this machine.
 
 precision  what x is rounded to, per 128 inputs   error against f64 (Gaussian x, 4096 inputs)
 exact      16 bits                                about 3e-5; the default
@@ -15,10 +15,12 @@ from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.mixed import MixedTensor
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 
 Precision = Literal["exact", "int8"]
+_FORMATS = tuple(t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,24 +32,27 @@ class CpuWeight:
 
 
 class Cpu(FloatInput):
-    """Multiply by bit-plane tensors with the C++ kernels."""
+    """Multiply by bit-plane and mixed tensors with the C++ kernels."""
 
     def __init__(self, precision: Precision = "exact") -> None:
         self.precision = precision
         self.name = "cpu" if precision == "exact" else f"cpu-{precision}"
 
     def supports(self, problem: Problem) -> str | None:
-        if problem.format not in (BCQTensor.format, UniformTensor.format, AffineTensor.format):
-            return f"takes the formats 'bcq', 'uniform' and 'affine', not '{problem.format}'"
+        if problem.format not in _FORMATS:
+            names = ", ".join(f"'{name}'" for name in _FORMATS)
+            return f"takes the formats {names}, not '{problem.format}'"
         if problem.device != "cpu":
             return f"runs on the CPU, the weight is on {problem.device}"
-        if problem.group is None or (problem.group != problem.K and problem.group % 8):
+        if problem.group is None or (problem.group % 8 and problem.group != problem.K):
             return f"needs a group that is a multiple of 8 or the whole row, got {problem.group}"
         return takes_floats(problem) or available()
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CpuWeight:
         if isinstance(w, AffineTensor):
             w = w.to_bcq()
+        if isinstance(w, MixedTensor):
+            return CpuWeight(_mixed(w), self.precision)
         planes = _numpy(getattr(w, "planes", torch.empty(0)))
         if isinstance(w, BCQTensor):
             z = None if w.z is None else _numpy(w.z.float())
@@ -64,6 +69,17 @@ class Cpu(FloatInput):
         y = torch.empty(x.shape[0], prepared.data.shape[0], dtype=torch.float32)  # [M, N]
         core().matmul(_numpy(x.detach().float()), prepared.data, y.numpy(), prepared.precision)
         return y.to(x.dtype)
+
+
+def _mixed(w: MixedTensor) -> Any:
+    codes, row, outliers = w.codes(), None, None
+    if w.row_scale is not None and w.row_zero is not None:
+        row = _numpy(w.row_scale.float()), _numpy(w.row_zero)
+    if w.outlier_values is not None and w.outlier_rows is not None:
+        columns = w.outlier_places()[1].int()
+        outliers = _numpy(w.outlier_values.float()), _numpy(columns), _numpy(w.outlier_rows)
+    second = _numpy(w.second_scale.float())
+    return core().prepare_mixed(w.K, w.block, _numpy(w.four), *map(_numpy, codes), second, row, outliers)
 
 
 def _numpy(t: Tensor) -> Any:

@@ -14,9 +14,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
-#include "memory.h"
 #include "k_partition.h"
+#include "memory.h"
 #include "weight.h"
 
 namespace crelle::cpu {
@@ -29,11 +30,12 @@ struct Activations {
   Precision precision = Precision::Int8;
   int M = 0;
   KPartition partition;
-  size_t row_bytes = 0;  // codes of one row of x
-  Buffer codes;          // [M][chunks][tables 128 B or digits 32 B][bytes of a value]
-  Buffer scale_buffer;   // float [M][segments]
-  Buffer sum_buffer;     // float [M][groups]
-  Buffer factor_buffer;  // float [M]
+  size_t row_bytes = 0;                      // codes of one row of x
+  Buffer codes;                              // [M][chunks][tables 128 B or digits 32 B][bytes of a value]
+  Buffer scale_buffer;                       // float [M][segments]
+  Buffer sum_buffer;                         // float [M][groups]
+  Buffer factor_buffer;                      // float [M]
+  std::shared_ptr<const MixedLayout> mixed;  // Stream::Mixed: of the weight that x was encoded for; codes: MixedInputs
 
   int digits() const { return static_cast<int>(precision); }
   const uint8_t *row(int m) const { return codes.data() + size_t(m) * row_bytes; }
@@ -52,7 +54,11 @@ struct Activations {
   float *sums(int m) { return const_cast<float *>(static_cast<const Activations *>(this)->sums(m)); }
 
   // Whether these integers are the ones that w multiplies.
-  bool fits(const Weight &w) const { return isa == w.isa && stream == w.stream && partition == w.partition; }
+  bool fits(const Weight &w) const {
+    return same_shape(w) && (stream != Stream::Mixed || mixed->same_inputs(*w.mixed));
+  }
+  // Whether they lie in memory as those that w multiplies.
+  bool same_shape(const Weight &w) const { return isa == w.isa && stream == w.stream && partition == w.partition; }
 
   // Get the buffers ready for M rows of what w takes; no allocation when they are large enough already.
   void shape(const Weight &w, int M, Precision precision);

@@ -39,7 +39,7 @@ void partition(const std::vector<const Matrix *> &group, bool together, int thre
 }  // namespace
 
 double Matrix::bytes_per_row() const {
-  return coded ? static_cast<double>(coded->blocks) * coded->block_bytes / coded->N : double(K) * size_of(dense.type);
+  return coded ? static_cast<double>(coded->bytes()) / coded->N : double(K) * size_of(dense.type);
 }
 
 std::pair<const uint8_t *, const uint8_t *> Matrix::bytes(int row0, int row1) const {
@@ -70,21 +70,29 @@ std::string Model::problem() const {
 }
 
 Decoder::Decoder(Model model) : model_(std::move(model)) {
-  const auto place = [&](Matrix &m) { m.kind = kind_of(m); };
-  for (LayerWeights &l : model_.layers)
-    for (Matrix *m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) place(*m);
-  place(model_.head);
-  ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front()->isa);
+  for (LayerWeights &l : model_.layers) {
+    int i = 0;
+    for (Matrix *m : {&l.q, &l.k, &l.v}) m->kind = kind_of(*m, i++);
+    i = 0;
+    for (Matrix *m : {&l.gate, &l.up}) m->kind = kind_of(*m, i++);
+    for (Matrix *m : {&l.o, &l.down}) m->kind = kind_of(*m, 0);
+  }
+  model_.head.kind = kind_of(model_.head, 0);
+  ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front().first->isa);
 }
 
-int Decoder::kind_of(const Matrix &m) {
+// Mixed matrices that read one input gather it in orders of their own: the i-th of them has the i-th encoding.
+int Decoder::kind_of(const Matrix &m, int i) {
   if (!m.coded) return -1;
-  const auto same = [&](const Weight *w) {
-    return w->isa == m.coded->isa && w->stream == m.coded->stream && w->partition == m.coded->partition;
+  if (m.coded->stream != Stream::Mixed) i = 0;
+  const auto same = [&](const std::pair<const Weight *, int> &kind) {
+    const Weight *w = kind.first;
+    return w->isa == m.coded->isa && w->stream == m.coded->stream && w->partition == m.coded->partition &&
+           kind.second == i;
   };
   const auto found = std::find_if(kinds_.begin(), kinds_.end(), same);
   const int kind = static_cast<int>(found - kinds_.begin());
-  if (found == kinds_.end()) kinds_.push_back(m.coded);
+  if (found == kinds_.end()) kinds_.emplace_back(m.coded, i);
   return kind;
 }
 
@@ -125,7 +133,7 @@ void Decoder::arrange(int threads, int count, int runs) {
   encoded_.resize(kinds_.size());
   for (size_t i = 0; i < kinds_.size(); ++i) {
     encoded_[i].resize(threads);
-    for (int t = 0; t < threads; ++t) encoded_[i][t].shape(*kinds_[i], t ? 1 : B, model_.precision);
+    for (int t = 0; t < threads; ++t) encoded_[i][t].shape(*kinds_[i].first, t ? 1 : B, model_.precision);
   }
   size_t inner = 0;
   for (const LayerWeights &l : model_.layers) inner = std::max(inner, padded(l.gate.N));

@@ -135,14 +135,15 @@ private:
   struct Work;  // what one thread does in one step
 
   void arrange(int threads, int B, int runs);
-  int kind_of(const Matrix &m);
+  int kind_of(const Matrix &m, int i);
 
   Model model_;
   const Ops *ops_;
   std::mutex mutex_;  // guards everything below
   Barrier barrier_;
-  int threads_ = 0, B_ = 0;                        // what the buffers below are arranged for
-  std::vector<const Weight *> kinds_;              // one weight for every way in which activations are encoded
+  int threads_ = 0, B_ = 0;  // what the buffers below are arranged for
+  // One weight for every way in which activations are encoded, and which of those that read one input it is.
+  std::vector<std::pair<const Weight *, int>> kinds_;
   std::vector<std::vector<Activations>> encoded_;  // [kind][thread]
   std::vector<std::vector<Share>> shares_;         // [layer * 7 + matrix, head at the end][thread]
   Buffer stream_, qkv_, hidden_, branch_, sums_, parts_, angles_, scratch_;

@@ -131,11 +131,10 @@ struct Decoder::Work {
 
   // Encode this thread's rows of x as the integers that the matrices take; afterwards all rows are ready.
   void encode(std::initializer_list<const Matrix *> group, const float *x, size_t ldx, int begin, int end) {
-    uint64_t done = 0;  // bit i: encoding i
-    for (const Matrix *m : group) {
-      if (m->kind < 0 || done >> m->kind & 1) continue;
-      encode_rows(d.encoded_[m->kind][alone ? t : 0], x, ldx, begin, end);
-      done |= uint64_t{1} << m->kind;
+    for (auto m = group.begin(); m != group.end(); ++m) {
+      const int kind = (*m)->kind;
+      if (kind < 0 || std::any_of(group.begin(), m, [&](const Matrix *o) { return o->kind == kind; })) continue;
+      encode_rows(d.encoded_[kind][alone ? t : 0], *(*m)->coded, x, ldx, begin, end);
     }
     if (!alone) d.barrier_.arrive_and_wait(t, n);
     if (d.timing_ && t == 0) d.times_.prepared += seconds_since(last);

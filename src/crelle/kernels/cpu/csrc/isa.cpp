@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace crelle::cpu {
@@ -50,6 +52,27 @@ Isa with_tiles(const char *name, const Gemm &gemm) {
 }
 
 }  // namespace
+#elif defined(__aarch64__)
+namespace {
+
+bool has_dotprod() {
+#if defined(__linux__)
+  constexpr unsigned long kDotprod = 1ul << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & kDotprod;
+#else
+  return true;  // every other system's machines are newer
+#endif
+}
+
+// The streams of NEON; mixed matrices by dot products of bytes.
+Isa with_dotprod() {
+  Isa isa = kNeon;
+  isa.name = "dotprod";
+  isa.mixed = &kMixedDotprod;
+  return isa;
+}
+
+}  // namespace
 #endif
 
 const std::vector<const Isa *> &isas() {
@@ -63,6 +86,8 @@ const std::vector<const Isa *> &isas() {
     if (f.avx512) v.push_back(&kAvx512);
     if (f.avx2) v.push_back(&kAvx2);
 #elif defined(__aarch64__)
+    static const Isa dotprod = with_dotprod();
+    if (has_dotprod()) v.push_back(&dotprod);
     v.push_back(&kNeon);
 #endif
     v.push_back(&kGeneric);

@@ -14,6 +14,12 @@
 
 namespace crelle::cpu {
 
+// Stream::Mixed.
+struct MixedKernel {
+  void (*encode)(const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1);
+  void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
+};
+
 struct Isa {
   const char *name;
   int rows;                            // R, rows of a block
@@ -23,14 +29,19 @@ struct Isa {
   // y[m, n] for all rows of `a` and the outputs of blocks [b0, b1); row stride ldy.
   void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
   uint64_t (*read)(const uint8_t *data, size_t bytes);  // touch every line (64-byte aligned): for the roofline
-  const Gemm *gemm = nullptr;                           // another way for many rows of x, or none
+  const MixedKernel *mixed;    // the same two for Stream::Mixed, which is laid out alike for all
+  const Gemm *gemm = nullptr;  // another way for many rows of x, or none
 };
+
+// How many rows of x are multiplied by w as tiles; null: they are not.
+inline const Gemm *gemm_of(const Weight &w) { return w.stream == Stream::Mixed ? nullptr : w.isa->gemm; }
 
 extern const Isa kGeneric;
 #if defined(__x86_64__)
 extern const Isa kAvx2, kAvx512, kVbmi;
 #elif defined(__aarch64__)
 extern const Isa kNeon;
+extern const MixedKernel kMixedDotprod;
 #endif
 
 const std::vector<const Isa *> &isas();  // those this machine can run, the best first

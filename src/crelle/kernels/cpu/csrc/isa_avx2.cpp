@@ -12,6 +12,9 @@ namespace avx2 {
 
 #include "lut_pshufb.h"
 #include "encode.h"
+#include "mixed_encode.h"
+#include "mixed_kernel.h"
+#include "mixed_avx2.h"
 #include "read_bandwidth.h"
 
 struct V {
@@ -64,9 +67,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
   encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
 }
 
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+
 }  // namespace avx2
 }  // namespace
 
-const Isa kAvx2{"avx2", avx2::V::kRows, avx2::stream, avx2::encode, avx2::byte_matmul<avx2::V>, avx2::read_all};
+const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::stream, avx2::encode, avx2::byte_matmul<avx2::V>,
+                avx2::read_all, &avx2::kMixed};
 
 }  // namespace crelle::cpu

@@ -12,6 +12,9 @@ namespace avx512 {
 
 #include "lut_pshufb.h"
 #include "encode.h"
+#include "mixed_encode.h"
+#include "mixed_kernel.h"
+#include "mixed_avx512.h"
 #include "read_bandwidth.h"
 
 struct V {
@@ -64,10 +67,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
   encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
 }
 
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+
 }  // namespace avx512
 }  // namespace
 
-const Isa kAvx512{"avx512",        avx512::V::kRows, avx512::stream, avx512::encode, avx512::byte_matmul<avx512::V>,
-                  avx512::read_all};
+const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::stream, avx512::encode, avx512::byte_matmul<avx512::V>,
+                  avx512::read_all, &avx512::kMixed};
 
 }  // namespace crelle::cpu

@@ -11,6 +11,8 @@ namespace {
 namespace generic {
 
 #include "encode.h"
+#include "mixed_encode.h"
+#include "mixed_generic.h"
 #include "read_bandwidth.h"
 
 constexpr int R = 16;
@@ -77,9 +79,12 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
       for (int r = 0; r < R && b * R + r < w.N; ++r) y[m * ldy + b * R + r] = dot(w, a, m, b, r);
 }
 
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul};
+
 }  // namespace generic
 }  // namespace
 
-const Isa kGeneric{"generic", generic::R, generic::stream, generic::encode, generic::matmul, generic::read_all};
+const Isa kGeneric{"generic",       generic::R,        generic::stream, generic::encode,
+                   generic::matmul, generic::read_all, &generic::kMixed};
 
 }  // namespace crelle::cpu

@@ -12,6 +12,9 @@ namespace neon {
 
 #include "lut_pshufb.h"
 #include "encode.h"
+#include "mixed_encode.h"
+#include "mixed_kernel.h"
+#include "mixed_neon.h"
 #include "read_bandwidth.h"
 
 struct V {
@@ -67,9 +70,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
   encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
 }
 
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+
 }  // namespace neon
 }  // namespace
 
-const Isa kNeon{"neon", neon::V::kRows, neon::stream, neon::encode, neon::byte_matmul<neon::V>, neon::read_all};
+const Isa kNeon{"neon",         neon::V::kRows, neon::stream, neon::encode, neon::byte_matmul<neon::V>,
+                neon::read_all, &neon::kMixed};
 
 }  // namespace crelle::cpu

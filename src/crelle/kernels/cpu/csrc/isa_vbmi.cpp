@@ -14,6 +14,9 @@ namespace vbmi {
 #include "read_bandwidth.h"
 #include "lut_vpermb.h"
 #include "vnni_codes.h"
+#include "mixed_encode.h"
+#include "mixed_kernel.h"
+#include "mixed_avx512.h"
 
 Stream stream(Kind kind, int P) {
   if (kind == Kind::Uniform && P == 4) return Stream::Nibbles;
@@ -39,9 +42,11 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
   (w.kind == Kind::Bcq ? kBcq : kUniform)[w.P - 1](w, a, y, ldy, b0, b1);
 }
 
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+
 }  // namespace vbmi
 }  // namespace
 
-const Isa kVbmi{"vbmi", vbmi::kRows, vbmi::stream, vbmi::encode, vbmi::matmul, vbmi::read_all};
+const Isa kVbmi{"vbmi", vbmi::kRows, vbmi::stream, vbmi::encode, vbmi::matmul, vbmi::read_all, &vbmi::kMixed};
 
 }  // namespace crelle::cpu

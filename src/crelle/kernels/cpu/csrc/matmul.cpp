@@ -14,12 +14,18 @@ void Activations::shape(const Weight &w, int rows, Precision wanted) {
   precision = wanted;
   M = rows;
   partition = w.partition;
+  factor_buffer.grow(sizeof(float) * M);
+  mixed = w.mixed;
+  if (stream == Stream::Mixed) {
+    row_bytes = MixedInputs(w.K, partition.G, digits()).bytes;
+    codes.grow(M * row_bytes);
+    return;
+  }
   row_bytes = size_t(partition.chunks) * (takes_tables(stream) ? 128 : 32) * digits();
   row_bytes = (row_bytes + 63) / 64 * 64;
   codes.grow(M * row_bytes);
   scale_buffer.grow(sizeof(float) * M * partition.segments);
   sum_buffer.grow(sizeof(float) * M * partition.groups);
-  factor_buffer.grow(sizeof(float) * M);
 }
 
 namespace {
@@ -33,8 +39,15 @@ uint32_t top_bits(const float *x, int n) {
 
 constexpr uint32_t kInfinity = 0x7f800000u, kOne = 0x3f800000u, kLarge = 0x71800000u, kSmall = 0x21800000u;
 
+void encode(Activations &a, const Weight &w, const float *x, size_t ldx, int m0, int m1) {
+  if (a.stream == Stream::Mixed)
+    a.isa->mixed->encode(w, a, x, ldx, m0, m1);
+  else
+    a.isa->encode(a, x, ldx, m0, m1);
+}
+
 // A row that the encoders leave to us: see activations.h.
-void encode_unusual(Activations &a, const float *x, int m) {
+void encode_unusual(Activations &a, const Weight &w, const float *x, int m) {
   const int K = a.partition.K;
   const uint32_t top = top_bits(x, K);
   std::vector<float> copy(K, 0.0f);
@@ -44,21 +57,22 @@ void encode_unusual(Activations &a, const float *x, int m) {
     for (int k = 0; k < K; ++k) copy[k] = x[k] * up;
     factor = 1.0f / up;
   }
-  a.isa->encode(a, copy.data(), 0, m, m + 1);
+  encode(a, w, copy.data(), 0, m, m + 1);
   a.factor(m) = factor;
 }
 
 }  // namespace
 
-void encode_rows(Activations &a, const float *x, size_t ldx, int m0, int m1) {
-  a.isa->encode(a, x, ldx, m0, m1);
+void encode_rows(Activations &a, const Weight &w, const float *x, size_t ldx, int m0, int m1) {
+  assert(a.same_shape(w));
+  encode(a, w, x, ldx, m0, m1);
   for (int m = m0; m < m1; ++m)
-    if (a.factor(m) == 0.0f) encode_unusual(a, x + size_t(m) * ldx, m);
+    if (a.factor(m) == 0.0f) encode_unusual(a, w, x + size_t(m) * ldx, m);
 }
 
 void prepare_activations(Activations &a, const float *x, int M, const Weight &w, Precision precision) {
   a.shape(w, M, precision);
-  encode_rows(a, x, w.K, 0, M);
+  encode_rows(a, w, x, w.K, 0, M);
 }
 
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
@@ -66,9 +80,10 @@ std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
 }
 
 void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int row0, int row1) {
-  assert(a.fits(w) && row0 % w.R == 0);
+  assert(a.same_shape(w) && row0 % w.R == 0);
   if (row0 >= row1) return;
-  w.isa->matmul(w, a, y, ldy, row0 / w.R, (row1 + w.R - 1) / w.R);
+  const auto product = w.stream == Stream::Mixed ? w.isa->mixed->matmul : w.isa->matmul;
+  product(w, a, y, ldy, row0 / w.R, (row1 + w.R - 1) / w.R);
   for (int m = 0; m < a.M; ++m)
     if (const float factor = a.factor(m); factor != 1.0f)
       for (int n = row0; n < row1; ++n) y[m * ldy + n] *= factor;
@@ -111,7 +126,8 @@ void matmul_tiles(const float *x, int M, const Weight &w, float *y, Precision pr
 }  // namespace
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision) {
-  matmul(x, M, w, y, precision, w.isa->gemm && M >= w.isa->gemm->rows);
+  const Gemm *gemm = gemm_of(w);
+  matmul(x, M, w, y, precision, gemm && M >= gemm->rows);
 }
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision, bool by_tiles) {
@@ -129,9 +145,9 @@ void matmul(const float *x, int M, const Weight &w, float *y, Precision precisio
     }
     a.shape(w, rows, precision);
     if (rows == 1)
-      encode_rows(a, xm, w.K, 0, 1);
+      encode_rows(a, w, xm, w.K, 0, 1);
     else
-      Pool::get().run([&](int t, int n) { encode_rows(a, xm, w.K, part(rows, t, n), part(rows, t + 1, n)); });
+      Pool::get().run([&](int t, int n) { encode_rows(a, w, xm, w.K, part(rows, t, n), part(rows, t + 1, n)); });
     matmul(w, a, ym, w.N);
   }
 }

@@ -21,8 +21,8 @@ namespace crelle::cpu {
 // Encode x [M, K] (row stride K) for w, on the calling thread.
 void prepare_activations(Activations &a, const float *x, int M, const Weight &w, Precision precision);
 
-// Encode rows [m0, m1) only; `a` has been shaped. For callers that are parallel themselves.
-void encode_rows(Activations &a, const float *x, size_t ldx, int m0, int m1);
+// Encode rows [m0, m1) only; `a` has been shaped for w or one of its shape. For callers that are parallel themselves.
+void encode_rows(Activations &a, const Weight &w, const float *x, size_t ldx, int m0, int m1);
 
 // The output rows of thread t of n: whole blocks, so that no two threads write one cache line of the weights' block.
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n);

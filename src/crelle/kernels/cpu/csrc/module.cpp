@@ -1,8 +1,10 @@
 // The Python face of the module: arrays in and out, the GIL released while the work is done.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <optional>
@@ -47,6 +49,55 @@ Weight prepare_uniform(In<uint8_t, 3> planes, int K, int G, In<float, 2> scale, 
   s.zero = zero ? zero->data() : nullptr;
   nb::gil_scoped_release release;
   return prepare_weight(s, isa());
+}
+
+Weight py_prepare_mixed(int K, int block, In<uint8_t, 1> four, In<uint8_t, 3> codes2, In<uint8_t, 3> codes4,
+                        In<uint8_t, 2> scale_codes, In<uint8_t, 2> zeros, In<uint8_t, 2> second_zeros,
+                        In<float, 2> second_scale, std::optional<std::tuple<In<float, 1>, In<uint8_t, 1>>> row,
+                        std::optional<std::tuple<In<float, 1>, In<int32_t, 1>, In<int32_t, 1>>> outliers) {
+  const size_t N = codes2.shape(0), C2 = codes2.shape(1), C4 = codes4.shape(1), G = codes2.shape(2);
+  require(N >= 1 && K >= 1 && block >= 1, "a matrix has at least one row, column and row of a block");
+  require(G == 8 || G == 16 || G == 32 || G == 64, "the group must be 8, 16, 32 or 64");
+  const size_t C = (size_t(K) + G - 1) / G, B = (N + block - 1) / block;
+  require(four.shape(0) == C && C2 + C4 == C, "four must be [ceil(K/G)]");
+  require(size_t(std::count(four.data(), four.data() + C, 0)) == C2, "four must mark the 4-bit groups");
+  require(codes4.shape(0) == N && codes4.shape(2) == G, "codes4 must be [N, C4, G]");
+  const auto is = [&](const auto &a, size_t rows) { return a.shape(0) == rows && a.shape(1) == C2; };
+  require(is(scale_codes, N) && is(zeros, N), "scale_codes and zeros must be [N, C2]");
+  require(is(second_scale, B) && is(second_zeros, B), "second_scale and second_zeros must be [ceil(N/block), C2]");
+  MixedStored s{int(N),
+                K,
+                int(G),
+                block,
+                four.data(),
+                codes2.data(),
+                codes4.data(),
+                scale_codes.data(),
+                zeros.data(),
+                second_zeros.data(),
+                second_scale.data(),
+                nullptr,
+                nullptr,
+                nullptr,
+                nullptr,
+                nullptr};
+  require(C4 == 0 || row, "4-bit groups have row scales and zeros");
+  if (row) {
+    const auto &[scale, zero] = *row;
+    require(scale.shape(0) == N && zero.shape(0) == N, "row scales and zeros must be [N]");
+    s.row_scale = scale.data(), s.row_zero = zero.data();
+  }
+  if (outliers) {
+    const auto &[values, columns, rows] = *outliers;
+    require(K <= 1 << 16, "columns of outliers have 16 bits");
+    require(columns.shape(0) == values.shape(0) && rows.shape(0) == N + 1, "outliers must be [n], [n] and [N + 1]");
+    const int32_t *r = rows.data(), *c = columns.data(), n = int32_t(values.shape(0));
+    require(r[0] == 0 && r[N] == n && std::is_sorted(r, r + N + 1), "row pointers must ascend from 0 to n");
+    require(std::all_of(c, c + n, [&](int32_t k) { return k >= 0 && k < K; }), "an outlier lies outside of the matrix");
+    s.outlier_values = values.data(), s.outlier_columns = c, s.outlier_rows = r;
+  }
+  nb::gil_scoped_release release;
+  return prepare_mixed(s, isa());
 }
 
 void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::string &precision) {
@@ -97,8 +148,9 @@ void py_dequantize(const Weight &w, Out<float, 2> out) {
 
 const char *py_tiles(const Weight &w, const std::string &precision) {
   const Precision p = precision_of(precision);
-  if (!w.isa->gemm) return "none";
-  return w.isa->gemm->tiles(w, p) == Tiles::Int8 ? "int8" : "bf16";
+  const Gemm *gemm = gemm_of(w);
+  if (!gemm) return "none";
+  return gemm->tiles(w, p) == Tiles::Int8 ? "int8" : "bf16";
 }
 
 uint64_t py_read(const Weight &w) {
@@ -106,7 +158,7 @@ uint64_t py_read(const Weight &w) {
   std::atomic<uint64_t> all{0};
   Pool::get().run([&](int t, int n) {
     const int b0 = part(w.blocks, t, n), b1 = part(w.blocks, t + 1, n);
-    all ^= isa().read(w.block(b0), size_t(b1 - b0) * w.block_bytes);
+    all ^= isa().read(w.block(b0), w.bytes(b0, b1));
   });
   return all;
 }
@@ -124,9 +176,12 @@ NB_MODULE(_core, m) {
       .def_prop_ro("shape", [](const Weight &w) { return nb::make_tuple(w.N, w.K); })
       .def_ro("bits", &Weight::P)
       .def_prop_ro("group", [](const Weight &w) { return w.partition.G; })
-      .def_prop_ro("kind", [](const Weight &w) { return w.kind == Kind::Bcq ? "bcq" : "uniform"; })
+      .def_prop_ro("kind",
+                   [](const Weight &w) {
+                     return w.kind == Kind::Bcq ? "bcq" : w.kind == Kind::Uniform ? "uniform" : "mixed";
+                   })
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
-      .def_prop_ro("nbytes", [](const Weight &w) { return w.blocks * w.block_bytes; })
+      .def_prop_ro("nbytes", [](const Weight &w) { return w.bytes(); })
       .def("tiles", &py_tiles, "precision"_a,
            "What many rows of x are multiplied as: 'int8' or 'bf16' tiles, or 'none'.")
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
@@ -142,6 +197,9 @@ NB_MODULE(_core, m) {
         "z"_a.none().noconvert() = nb::none());
   m.def("prepare_uniform", &prepare_uniform, "planes"_a.noconvert(), "K"_a, "group"_a, "scale"_a.noconvert(),
         "zero"_a.none().noconvert() = nb::none());
+  m.def("prepare_mixed", &py_prepare_mixed, "K"_a, "block"_a, "four"_a.noconvert(), "codes2"_a.noconvert(),
+        "codes4"_a.noconvert(), "scale_codes"_a.noconvert(), "zeros"_a.noconvert(), "second_zeros"_a.noconvert(),
+        "second_scale"_a.noconvert(), "row"_a.none() = nb::none(), "outliers"_a.none() = nb::none());
   m.def("matmul", &py_matmul, "x"_a.noconvert(), "weight"_a, "y"_a.noconvert(), "precision"_a);
 
   bind_timing(m);

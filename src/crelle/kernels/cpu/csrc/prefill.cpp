@@ -26,7 +26,7 @@ void for_each(int count, F &&fn) {
   });
 }
 
-bool by_tiles(const Matrix &m) { return m.coded && m.coded->isa->gemm; }
+bool by_tiles(const Matrix &m) { return m.coded && gemm_of(*m.coded); }
 
 const Isa &isa_of(const Model &model) {
   for (const LayerWeights &l : model.layers)

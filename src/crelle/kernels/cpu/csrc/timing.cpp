@@ -57,7 +57,7 @@ std::vector<double> time_read(const std::vector<Weight *> &weights, double budge
   return time_calls(weights, budget, [&](const Weight &w) {
     Pool::get().run([&](int t, int n) {
       const int b0 = part(w.blocks, t, n), b1 = part(w.blocks, t + 1, n);
-      all ^= w.isa->read(w.block(b0), size_t(b1 - b0) * w.block_bytes);
+      all ^= w.isa->read(w.block(b0), w.bytes(b0, b1));
     });
   });
 }

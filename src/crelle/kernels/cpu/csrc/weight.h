@@ -13,9 +13,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
-#include "memory.h"
 #include "k_partition.h"
+#include "memory.h"
+#include "mixed_weight.h"
 
 namespace crelle::cpu {
 
@@ -24,6 +27,7 @@ struct Isa;
 enum class Kind : uint8_t {
   Bcq,      // w = z + sum_p alpha_p b_p
   Uniform,  // w = scale (q - zero)
+  Mixed,    // groups of 2 and of 4 bits, outliers: see mixed_weight.h
 };
 
 // How the codes lie in the stream, and what the activations must look like.
@@ -39,6 +43,8 @@ enum class Stream : uint8_t {
   Nibbles,
   // 8-bit codes: [chunk][8][R/16][16 rows][4 bytes]. Activations: int8 digits.
   Bytes,
+  // Codes of 2 and 4 bits and outliers: see mixed_weight.h. Activations: int8 digits, and x itself.
+  Mixed,
 };
 
 inline bool takes_tables(Stream s) { return s == Stream::QuadPlanes || s == Stream::BytePlanes; }
@@ -56,10 +62,14 @@ struct Weight {
   size_t chunk_bytes = 0;    // codes of one chunk of a block
   size_t scale_bytes = 0;    // scales of one group of a block, padded
   size_t zeros_bytes = 0;    // zero points of a block, padded
-  size_t block_bytes = 0;
+  size_t block_bytes = 0;    // of every block, where they are equal
   Buffer data;
+  std::vector<size_t> starts;                // of the blocks and their end, where they differ in size
+  std::shared_ptr<const MixedLayout> mixed;  // Kind::Mixed only
 
-  const uint8_t *block(int b) const { return data.data() + size_t(b) * block_bytes; }
+  const uint8_t *block(int b) const { return data.data() + (starts.empty() ? size_t(b) * block_bytes : starts[b]); }
+  size_t bytes(int b0, int b1) const { return block(b1) - block(b0); }
+  size_t bytes() const { return bytes(0, blocks); }
   size_t scale_size() const { return wide_scales ? 4 : 2; }
 };
 
