@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
 
 TORCH_THREADS = torch.get_num_threads()
-KERNEL_TESTS = ROOT / "tests" / "kernels"
+THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py")  # about threads that share the kernels
 
 LONGEST = ("test_soak.py", "test_corpus.py")  # a minute each: begun last, one worker would wait for the other
 
@@ -40,13 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin with the threads of a fresh process, whatever the test before has set.
 
-    In a worker the kernels have one thread too, except in their own tests: where more threads run than there are cores,
-    those of a team wait for each other, and a test takes five times as long.
+    In a worker the kernels have one thread too: where more threads run than there are cores, those of a team wait for
+    each other, and a test takes five times as long. Tests that results do not depend on the number of threads set it.
     """
     if torch.get_num_threads() != TORCH_THREADS:
         torch.set_num_threads(TORCH_THREADS)
     if cpu.available() is None:
-        cpu.core().set_threads(1 if in_process.WORKER and KERNEL_TESTS not in item.path.parents else 0)
+        cpu.core().set_threads(1 if in_process.WORKER and item.path.name not in THREADED else 0)
 
 
 CHAT_TEMPLATE = (
