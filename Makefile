@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
 .PHONY: demo test test-slow lint format sanitize tsan valgrind soak bench setup clean
 .DEFAULT_GOAL := test

@@ -252,11 +252,12 @@ def server(model: Path, kv: str, memory: int, faults: bool, log: Path) -> Iterat
 def expected(llm: LLM) -> dict[Key, str]:
     """Return what LLM.generate of a list says to the prompts, at every precision."""
     want = {}
-    for bits in (None, *llm.precisions):
+    for bits in llm.precisions or (None,):
         for n in TOKENS:
             for prompt, done in zip(PROMPTS, llm.generate(PROMPTS, Sampling(max_tokens=n), bits=bits), strict=True):
                 want[prompt, n, bits] = done.text
-    return want
+    finest = max(llm.precisions, default=None)
+    return want | {(prompt, n, None): want[prompt, n, finest] for prompt in PROMPTS for n in TOKENS}
 
 
 def soak(model: Path, kv: str, clients: int, seconds: float, faults: bool, folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What all tests share: a tiny random model on disk, real data where it lies, and the command line."""
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -25,11 +26,27 @@ from crelle.kernels import cpu
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
 
+TORCH_THREADS = torch.get_num_threads()
+THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py")  # about threads that share the kernels
+
 LONGEST = ("test_soak.py", "test_corpus.py")  # a minute each: begun last, one worker would wait for the other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin with the threads of a fresh process, whatever the test before has set.
+
+    In a worker the kernels have one thread too: where more threads run than there are cores, those of a team wait for
+    each other, and a test takes five times as long. Tests that results do not depend on the number of threads set it.
+    """
+    if torch.get_num_threads() != TORCH_THREADS:
+        torch.set_num_threads(TORCH_THREADS)
+    if cpu.available() is None:
+        cpu.core().set_threads(1 if in_process.WORKER and item.path.name not in THREADED else 0)
 
 
 CHAT_TEMPLATE = (
@@ -117,29 +134,43 @@ def write_tiny_model(to: Path, seed: int = 0, **changes: object) -> Path:
     return to
 
 
-_quantized: dict[tuple[object, ...], Path] = {}
+@pytest.fixture(scope="session", autouse=True)
+def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `quantized_copy` keeps what it made, for all workers of a run; it goes with the run's other files."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if in_process.WORKER else base) / "quantized"
+    folder.mkdir(exist_ok=True)
+    _kept[:] = [folder]
+    return folder
+
+
+_kept: list[Path] = []
 
 
 def quantized_copy(source: Path, to: Path, scheme: str, overrides: dict[str, str] | None = None) -> Path:
-    """Quantize a small model into `to`; the same files by the same scheme are only quantized once in a session.
+    """Quantize a small model into `to`; the same files by the same scheme are only quantized once in a run.
 
     For tests of what runs a checkpoint, not of what makes it.
     """
-    files = (source / "config.json", source / "model.safetensors")
-    contents = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
-    key = (*contents, scheme, *(overrides or {}).items())  # the first pattern that matches counts
-    if (made := _quantized.get(key)) is not None and made.is_dir():
-        return Path(shutil.copytree(made, to))
-    from crelle import Text, quantize
+    from crelle import CalibrationData, quantize
     from crelle.quantizers.scheme import parse
 
-    calibrated = any(parse(s).calibrated for s in (scheme, *(overrides or {}).values()))
-    text = Text(text="It was a small text to calibrate on, and not a long one. " * 40, rows=4, length=32)
-    quantize(source, to, scheme, overrides=overrides, text=text if calibrated else None)
-    kept = Path(tempfile.mkdtemp(prefix="crelle-tests-"))
-    atexit.register(shutil.rmtree, kept, ignore_errors=True)
-    _quantized[key] = Path(shutil.copytree(to, kept / "q"))
-    return to
+    files = (file.name.encode() + b"\0" + file.read_bytes() for file in sorted(source.iterdir()) if file.is_file())
+    settings = json.dumps([scheme, list((overrides or {}).items())])  # the first pattern that matches counts
+    if not _kept:  # outside pytest
+        _kept.append(Path(tempfile.mkdtemp(prefix="crelle-tests-")))
+        atexit.register(shutil.rmtree, _kept[0], ignore_errors=True)
+    made = _kept[0] / hashlib.sha256(b"\0".join([settings.encode(), *files])).hexdigest()
+    if not made.is_dir():
+        new = Path(tempfile.mkdtemp(dir=_kept[0]))
+        calibrated = any(parse(s).calibrated for s in (scheme, *(overrides or {}).values()))
+        words = "It was a small text to calibrate on, and not a long one. " * 40
+        text = CalibrationData(text=words, rows=4, length=32) if calibrated else None
+        quantize(source, new / "q", scheme, overrides=overrides, text=text)
+        with contextlib.suppress(OSError):  # another worker was first
+            (new / "q").rename(made)
+        shutil.rmtree(new)
+    return Path(shutil.copytree(made, to, dirs_exist_ok=True))
 
 
 @pytest.fixture(scope="session")

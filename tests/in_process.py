@@ -2,15 +2,21 @@
 
 import io
 import json
+import os
 import re
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import typer.main
+
 from crelle.cli.main import main
 
+_command = cache(typer.main.get_command)  # a process builds its commands once; here that takes longer than many a run
+WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes that share the cores
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -31,7 +37,7 @@ class Result:
 
 
 def run(*args: object, stdin: str | bytes = "") -> Result:
-    """Run `crelle ARGS` through the true entry point, errors and exit codes included."""
+    """Run `crelle ARGS` through the true entry point, errors and exit codes included; in a worker on one core."""
     given = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
@@ -39,6 +45,8 @@ def run(*args: object, stdin: str | bytes = "") -> Result:
         patch.object(sys, "stdin", given),
         redirect_stdout(out),
         redirect_stderr(err),
+        patch.object(typer.main, "get_command", _command),
+        patch("crelle.kernels.threads.available_cores", lambda: 1) if WORKER else nullcontext(),
     ):
         try:
             main()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import quantized_copy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_single import GREEDY, TEXTS, WARM, alone, assert_all_as_alone, tokens
 
-from crelle import LLM, quantize
+from crelle import LLM
 from crelle.engine.engine import Engine, Handle
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.scheduler import UNKNOWN, Step
@@ -25,7 +26,7 @@ from crelle.engine.sequence import Sequence as Text
 def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Three precisions; tokens that come often end a text."""
     to = tmp_path_factory.mktemp("nested") / "q"
-    quantize(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
+    quantized_copy(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
     llm = LLM.load(to, device="cpu")
     often = [alone(llm, text, replace(GREEDY, max_tokens=20))[0] for text in TEXTS[:3]]
     llm.end_ids = frozenset({*llm.end_ids, *(ids[-1] for ids in often)})

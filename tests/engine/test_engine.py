@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import quantized_copy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_single import GREEDY, TEXTS, WARM, alone, assert_all_as_alone, assert_empty, tokens
 
-from crelle import LLM, Sampling, quantize
+from crelle import LLM, Sampling
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine, Handle
 from crelle.engine.offline import generate_all
@@ -26,14 +27,14 @@ from crelle.errors import CapacityError, CrelleError, SchemeError, UnsupportedEr
 def llm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """4 bits, with a tokenizer of bytes and a context of 96."""
     to = tmp_path_factory.mktemp("quantized") / "q"
-    quantize(tiny_model, to, "rtn:bits=4,group=24")
+    quantized_copy(tiny_model, to, "rtn:bits=4,group=24")
     return LLM.load(to, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     to = tmp_path_factory.mktemp("nested") / "q"
-    quantize(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
+    quantized_copy(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
     return LLM.load(to, device="cpu")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import quantized_copy
 from reference_single import GREEDY, TEXTS, WARM, alone, assert_empty
 
 from crelle import LLM, Sampling, quantize
@@ -90,14 +91,14 @@ def as_alone(llm: LLM, rounds: int, lengths: tuple[int, ...] = (3, 9, 14)) -> No
 @pytest.fixture(scope="module")
 def coded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("threads") / "coded"
-    quantize(tiny_model, to, "rtn:bits=4,group=24")
+    quantized_copy(tiny_model, to, "rtn:bits=4,group=24")
     return to
 
 
 @pytest.fixture(scope="module")
 def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("threads") / "nested"
-    quantize(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
+    quantized_copy(tiny_model, to, "bcq-nested:bits=4,group=24,data=false")
     return to
 
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from conftest import quantized_copy
 
-from crelle import LLM, quantize
+from crelle import LLM
 from crelle.engine.engine import Engine
 from crelle.engine.memory import MemoryPlan, page_bytes, parse_bytes, plan, show_bytes, weight_bytes
 from crelle.errors import CapacityError, SchemeError
@@ -83,7 +84,7 @@ def test_weights_are_counted_once(tiny_model: Path, tmp_path: Path) -> None:
     model, _ = load(tiny_model, device="cpu")
     numbers = sum(linear.problem.N * linear.problem.K for linear in model.linears())
     assert weight_bytes([model]) == 4 * (numbers + 259 * 72 + 7 * 72) == weight_bytes([model, model])
-    quantize(tiny_model, tmp_path / "q", "bcq-nested:bits=4,group=24,data=false")
+    quantized_copy(tiny_model, tmp_path / "q", "bcq-nested:bits=4,group=24,data=false")
     llm = LLM.load(tmp_path / "q", device="cpu")
     each = [weight_bytes([llm.at(bits)]) for bits in llm.precisions]
     assert each == sorted(set(each)), "more bits, more bytes"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Run, write_tiny_model
+from conftest import Run, quantized_copy, write_tiny_model
 from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
@@ -29,14 +29,14 @@ def logits(model: torch.nn.Module) -> Tensor:
 @pytest.fixture(scope="module")
 def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("nested") / "q"
-    quantize(tiny_model, to, SCHEME)
+    quantized_copy(tiny_model, to, SCHEME)
     return to
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("plain") / "q"
-    quantize(tiny_model, to, "rtn:bits=4,group=24")
+    quantized_copy(tiny_model, to, "rtn:bits=4,group=24")
     return to
 
 

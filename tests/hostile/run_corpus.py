@@ -67,6 +67,7 @@ def attempt(what: Callable[[], str]) -> dict[str, object]:
 def forget_peak() -> None:
     """Begin anew with the peak: what cases before left to the allocator is given back, as far as it goes."""
     gc.collect()
+    gc.freeze()  # what is still in use is not searched again for every case
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -79,8 +80,6 @@ def peak() -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what the imports made is not searched again for every case
     with open("/proc/self/statm") as f:
         size = int(f.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 2 * GIGABYTE, -1))

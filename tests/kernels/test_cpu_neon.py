@@ -1,10 +1,16 @@
-"""The Arm files compile, wherever a cross-compiler is installed (Debian: g++-aarch64-linux-gnu)."""
+"""The Arm files compile, wherever a cross-compiler is installed (Debian: g++-aarch64-linux-gnu).
 
+A file that compiled is not compiled again until the compiler or any of the sources changes: $CRELLE_CACHE/compiled.
+"""
+
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from crelle.cache import cache_directory
 
 COMPILER = "aarch64-linux-gnu-g++"
 CSRC = Path(__file__).parents[2] / "src" / "crelle" / "kernels" / "cpu" / "csrc"
@@ -30,5 +36,17 @@ PORTABLE = (
 def test_compiles_for_arm(name: str, tmp_path: Path) -> None:
     flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-c", *FLAGS.get(name, [])]
     command = [COMPILER, *flags, str(CSRC / f"{name}.cpp"), "-o", str(tmp_path / "out.o")]
+    passed = cache_directory() / "compiled" / key([*flags, name])
+    if passed.is_file():
+        return
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]
+    passed.parent.mkdir(parents=True, exist_ok=True)
+    passed.touch()
+
+
+def key(options: list[str]) -> str:
+    """A hash of the compiler, all the sources, these options and this file."""
+    said = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
+    files = [file.read_bytes() for file in (Path(__file__), *sorted(CSRC.iterdir()))]
+    return hashlib.sha256(b"\0".join([said, *files, *map(str.encode, options)])).hexdigest()[:32]

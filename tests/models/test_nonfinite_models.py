@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import write_tiny_model
+from conftest import quantized_copy, write_tiny_model
 from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError
@@ -89,8 +89,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
             to = tmp_path_factory.mktemp("spoiled")
             path = WRITERS[family](to / "m")
             if scheme != "f32":
-                quantize(path, to / "q", scheme, overrides={"*embed_tokens": "fp16"})
-                path = to / "q"
+                path = quantized_copy(path, to / "q", scheme, overrides={"*embed_tokens": "fp16"})
             made[family, scheme] = path
         return made[family, scheme]
 
@@ -145,7 +144,7 @@ def test_a_vector_that_is_not_finite_is_refused_by_name(family: str, name: str, 
 def test_a_scale_that_is_not_finite_is_refused_by_name(
     scheme: str, part: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    quantize(tiny_model, tmp_path / "q", scheme)
+    quantized_copy(tiny_model, tmp_path / "q", scheme)
     weights = open_weights(tmp_path / "q")
     name = "model.layers.1.self_attn.q_proj"
     matrix = weights.matrix(name)

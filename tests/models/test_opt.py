@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import Run, write_tokenizer
+from conftest import Run, quantized_copy, write_tokenizer
 from dequantized_model import write_dequantized
 from transformers import AutoModelForCausalLM
 
@@ -201,7 +201,7 @@ def kernels() -> list[str]:
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_equal_those_of_the_dequantized_weights(scheme: str, kernel: str, small: Path, tmp_path: Path) -> None:
-    quantize(small, tmp_path / "q", scheme)
+    quantized_copy(small, tmp_path / "q", scheme)
     tokens, chunks = random_tokens(60), (40, *[1] * 20)
     expected = ours(write_dequantized(tmp_path / "q", tmp_path / "plain"), tokens, chunks)
     assert (ours(tmp_path / "q", tokens, chunks, kernel) - expected).abs().max() <= TOLERANCE[kernel]
@@ -225,7 +225,7 @@ def test_a_layer_s_matrices_are_quantized_and_nothing_else(small: Path, tmp_path
 
 
 def test_another_precision_of_nested_planes_shares_all_else(small: Path, tmp_path: Path) -> None:
-    quantize(small, tmp_path / "q", "bcq-nested:bits=4,group=24,data=false")
+    quantized_copy(small, tmp_path / "q", "bcq-nested:bits=4,group=24,data=false")
     fine, _ = load(tmp_path / "q", device="cpu")
     coarse = fine.at(2)
     assert coarse.embedding.weight is fine.embedding.weight

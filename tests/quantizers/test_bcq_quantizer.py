@@ -12,7 +12,7 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import expand_groups
-from crelle.quantizers import grouping
+from crelle.quantizers import alternating_ls, grouping
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.rtn import RTN
 
@@ -299,3 +299,16 @@ def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
 def test_a_scale_beyond_f16_is_refused() -> None:
     with pytest.raises(SchemeError, match="beyond the range of f16"):
         BCQ(bits=1).fit(torch.tensor([[1e6, -1e6]]))
+
+
+@biased
+@pytest.mark.parametrize("planes", [1, 2, 3, 4])
+def test_starts_one_by_one_give_the_bits_of_all_at_once(
+    planes: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = [BCQ(bits=planes, group=40, bias=bias).fit(w).tensors() for w in matrices().values()]
+    monkeypatch.setattr(alternating_ls, "_SMALL", 0)
+    one_by_one = [BCQ(bits=planes, group=40, bias=bias).fit(w).tensors() for w in matrices().values()]
+    for a, b in zip(at_once, one_by_one, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[part], b[part]) for part in a)

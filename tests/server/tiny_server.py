@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from conftest import write_tiny_model
+from conftest import quantized_copy, write_tiny_model
 from torch import Tensor
 
-from crelle import LLM, quantize
+from crelle import LLM
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine
 from crelle.engine.scheduler import Step
@@ -161,7 +161,7 @@ def nested_model() -> Path:
     tensors = safetensors.torch.load_file(file)
     tensors["lm_head.weight"][VISIBLE:] = 0  # so that greedy text is ASCII: half characters would be held back
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    quantize(at / "plain", at / "tiny", "bcq-nested:bits=4,group=24,data=false")
+    quantized_copy(at / "plain", at / "tiny", "bcq-nested:bits=4,group=24,data=false")
     return at / "tiny"
 
 

@@ -29,13 +29,11 @@ LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from threading import Lock, RLock, Thread, current_thread
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from crelle.engine.block_manager import BlockManager
@@ -44,9 +42,10 @@ from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory import default_pages, plan
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.output import OnEvent, OutputState, QueueFullError
-from crelle.engine.sampler import Sampler, Sampling, not_finite
+from crelle.engine.sampler import Sampler, Sampling, likeliest, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
+from crelle.engine.stats import Stats
 from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
@@ -58,24 +57,6 @@ __all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _Ahead = tuple[Step, PendingTokens]
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What an engine is doing and has done."""
-
-    waiting: int
-    running: int
-    pages: int
-    pages_used: int  # in sequences that run
-    pages_cached: int  # kept for prompts with the same prefix
-    steps: int
-    tokens_run: int  # the model ran over so many, prompts and repetitions after preemption included
-    tokens_sampled: int
-    tokens_reused: int  # found in the cache
-    preemptions: int
-    finished: int
-    failed: int
 
 
 class Engine:
@@ -355,10 +336,10 @@ class Engine:
         sampled, states = [], [self._active[s][1] for s in step.samples]
         best: list[int] | list[None] = [None] * len(states)
         if any(state.sampler.greedy for state in states):
-            best = _likeliest(logits)
-        for i, (s, state, likeliest) in enumerate(zip(step.samples, states, best, strict=True)):
+            best = likeliest(logits)
+        for i, (s, state, greedy) in enumerate(zip(step.samples, states, best, strict=True)):
             try:
-                sampled.append(state.sample(lambda i=i: logits[i], s.ids, likeliest))  # type: ignore[misc]
+                sampled.append(state.sample(lambda i=i: logits[i], s.ids, greedy))  # type: ignore[misc]
             except BaseException as e:
                 self._doom(s, "error", e)
                 sampled.append(0)
@@ -480,21 +461,6 @@ class Engine:
         more = {"steps": 1, "run": step.tokens, "sampled": len(step.samples), "preemptions": len(step.preempted)}
         for name, by in more.items():
             self._counts[name] += by
-
-
-def _likeliest(logits: Tensor) -> list[int]:
-    """Return the token of the largest logit of each row [B, V], -1 where that is not finite.
-
-    Of all at once: on a GPU one wait; on a CPU numpy's argmax, which takes a sixtieth of the time of torch's.
-    """
-    if logits.device.type == "cpu":
-        rows = logits.numpy()
-        best = rows.argmax(-1)
-        finite = np.isfinite(rows[np.arange(len(rows)), best])
-        found: list[int] = np.where(finite, best, -1).tolist()
-        return found
-    largest, index = logits.max(-1)
-    return torch.where(largest.isfinite(), index, -1).tolist()
 
 
 def _not_looked_at() -> Tensor:

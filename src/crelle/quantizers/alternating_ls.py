@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_SMALL = 1 << 16  # weights
+
 
 class SortedGroups(NamedTuple):
     """Groups with their weights in ascending order, and the running sums of h, h w, h w^2 (f64)."""
@@ -63,6 +65,18 @@ def levels_of(alpha: Tensor, z: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     return levels.sort(-1)
 
 
+def alternate_from(
+    s: SortedGroups, starts: list[tuple[Tensor, Tensor]], book: Tensor, rounds: int, bias: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Alternate from several starts; all at once for few weights, where the number of steps is what costs time."""
+    if s.w.numel() > _SMALL:
+        return [alternate(s, *start, book, rounds, bias) for start in starts]
+    R = len(s.w)
+    alpha, z = (torch.cat(parts) for parts in zip(*starts, strict=True))
+    alpha, z = alternate(s.take(torch.arange(R, device=z.device).repeat(len(starts))), alpha, z, book, rounds, bias)
+    return list(zip(alpha.reshape(-1, R, alpha.shape[1]), z.reshape(-1, R), strict=True))
+
+
 def alternate(
     s: SortedGroups, alpha: Tensor, z: Tensor, book: Tensor, rounds: int, bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -79,10 +93,12 @@ def alternate(
         bounds = s.boundaries(levels)
         state = torch.cat([bounds, order], dim=1)
         if i:
-            moved = (state != before).any(1)
-            active, s, bounds, order, state = active[moved], s.take(moved), bounds[moved], order[moved], state[moved]
-            if not len(active):
+            moved = (state != before).any(1).nonzero()[:, 0]
+            if not len(moved):
                 break
+            if len(moved) < len(active):
+                active, s = active[moved], s.take(moved)
+                bounds, order, state = bounds[moved], order[moved], state[moved]
         before = state
         mass, total = s.per_level(bounds)
         mass = torch.zeros_like(mass).scatter_(1, order, mass)  # from ascending levels to codes
@@ -93,23 +109,36 @@ def alternate(
 
 
 def _solve(A: Tensor, b: Tensor, mass: Tensor) -> Tensor:
-    """Solve many tiny systems A x = b [R, U, U], [R, U] by Cholesky, unknown by unknown over all R at once.
+    """Solve many tiny systems A x = b [R, U, U], [R, U] by Cholesky, column by column over all R at once.
 
     Where two planes coincide A is singular; a tiny ridge then splits the scale evenly between them.
     """
     U = b.shape[1]
     ridge = 1e-9 * mass
-    L = [[torch.empty(0)] * U for _ in range(U)]
-    y: list[Tensor] = []
-    for i in range(U):
-        for j in range(i + 1):
-            rest = A[:, i, j] - sum((L[i][k] * L[j][k] for k in range(j)), start=torch.zeros_like(ridge))
-            L[i][j] = (rest + ridge).clamp(min=1e-12).sqrt() if i == j else rest / L[j][j]
-        y.append((b[:, i] - sum((L[i][k] * y[k] for k in range(i)), start=torch.zeros_like(ridge))) / L[i][i])
-    x = list(y)
-    for i in reversed(range(U)):
-        x[i] = (y[i] - sum((L[k][i] * x[k] for k in range(i + 1, U)), start=torch.zeros_like(ridge))) / L[i][i]
+    rows = torch.cat([A.flatten(1), b], dim=1).T.contiguous().reshape(U + 1, U, -1)  # A is symmetric; b is a last row
+    columns: list[Tensor] = []  # of the factor L [U+1 - j, R], from the diagonal down; the last row becomes y = L^-1 b
+    for j in range(U):
+        rest = rows[j:, j]
+        if j:
+            rest = rest - _total([c[j - k :] * c[j - k] for k, c in enumerate(columns)])
+        pivot = (rest[0] + ridge).clamp(min=1e-12).sqrt()
+        column = rest / pivot
+        column[0] = pivot
+        columns.append(column)
+    x: list[Tensor] = []
+    for column in reversed(columns):
+        known = [c * solved for c, solved in zip(column[1:-1], x, strict=True)]
+        rest = column[-1] - _total(known) if known else column[-1]
+        x.insert(0, rest / column[0])
     return torch.stack(x, dim=1)
+
+
+def _total(terms: list[Tensor]) -> Tensor:
+    """Return the sum, in order."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 def squared_error(s: SortedGroups, alpha: Tensor, z: Tensor, book: Tensor) -> Tensor:

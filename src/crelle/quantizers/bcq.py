@@ -16,7 +16,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
-from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, levels_of
+from crelle.quantizers.alternating_ls import SortedGroups, alternate_from, better, levels_of
 from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats
@@ -81,7 +81,7 @@ def _best(
     starts = [(alpha, z), _uniform(s, P, bias)]
     if P > 1:  # the greedy planes are nested: without the last they are the greedy solution of one plane fewer
         starts.append(_grow(g, h, *_best(s, g, h, alpha[:, :-1], z, rounds, bias)))
-    return better(s, starts + [alternate(s, *start, book, rounds, bias) for start in starts], book)
+    return better(s, starts + alternate_from(s, starts, book, rounds, bias), book)
 
 
 def signs(P: int, device: torch.device) -> Tensor:

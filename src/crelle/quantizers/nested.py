@@ -29,6 +29,7 @@ from crelle.quantizers.stats import Stats
 
 _ROUNDS = 2  # of nearest codes and least squares before the error feedback
 _ROUNDS_ALONE = 8  # without calibration data
+_COSTS = 1 << 16  # of levels for weights that are compared at one time: a small matrix takes one step, not one a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,11 @@ class Nested(HessianConfig):
         grouped, _ = to_groups(w, nest.group)  # [N, C, G]
         N, C, G = grouped.shape
         values = nest.values().reshape(len(self.precisions), N * C, -1)
-        choice = _Choice.of(values, self._weights(w))
-        codes = [choice.code(c) for c in grouped.reshape(N * C, G).T.expand(len(values), G, N * C).unbind(1)]
-        return nest._replace(codes=from_groups(torch.stack(codes, -1).reshape(N, C, G), w.shape[1]))
+        choice = _Choice.of(values, self._weights(w)).of_columns()
+        at_once = max(1, _COSTS // choice.bend.numel())
+        want = grouped.reshape(N * C, G).T.contiguous().expand(len(values), G, N * C)
+        codes = torch.cat([choice.code(want[:, g : g + at_once]) for g in range(0, G, at_once)])
+        return nest._replace(codes=from_groups(codes.T.reshape(N, C, G), w.shape[1]))
 
     def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
         """Coordinate descent over the common codes, kept in the rows where the error falls."""
@@ -178,10 +181,15 @@ class _Choice(NamedTuple):
         v, weight = (values - middle[:, None]).transpose(1, 2).contiguous(), weights[:, None, None]
         return cls(values, middle, 2 * weight * v, (weight * v * v).sum(0))
 
+    def of_columns(self) -> "_Choice":
+        """Return the same for several columns of the group at once: want is then [P, g, N], the code [g, N]."""
+        return self._replace(pull=self.pull[:, :, None], bend=self.bend[:, None])
+
     def code(self, want: Tensor) -> Tensor:
         """Return the best code, uint8 [N], where want [P, N] is wanted."""
-        cost = self.bend.clone()
-        for pull, w in zip(self.pull, want - self.middle, strict=True):
+        pulls, wants = self.pull.unbind(), (want - self.middle).unbind()
+        cost = torch.addcmul(self.bend, pulls[0], wants[0], value=-1)
+        for pull, w in zip(pulls[1:], wants[1:], strict=True):
             cost.addcmul_(pull, w, value=-1)
         return _argmin(cost)
 
@@ -192,13 +200,26 @@ class _Choice(NamedTuple):
 
 
 def _argmin(cost: Tensor) -> Tensor:
-    """Return where [L, N] is least along L, a power of two: pairwise, twenty times faster than torch's argmin."""
-    code = torch.arange(len(cost), dtype=torch.uint8, device=cost.device)[:, None].expand_as(cost)
-    while (half := len(cost) // 2) > 0:
-        first = cost[:half] <= cost[half:]
-        code = torch.where(first, code[:half], code[half:])
-        cost = torch.minimum(cost[:half], cost[half:])
-    return code[0]
+    """Return where [L, ...] is least along L, a power of two: pairwise, many times faster than torch's argmin.
+
+    The bits of the code are collected as "the lower half is the better one", so as L - 1 less the code.
+    """
+    levels = cost.shape[0]
+    half = levels // 2
+    below = torch.zeros(0)
+    while half > 0:
+        low, high = cost[:half], cost[half:]
+        first = (low <= high).view(torch.uint8)
+        if 2 * half == levels:
+            below = first * half
+        else:
+            a, b = below[:half], below[half:]
+            below = (
+                ((a ^ b) * first).bitwise_xor_(b).add_(first, alpha=half)
+            )  # a where first, else b: torch.where is slow
+        cost = torch.minimum(low, high)
+        half //= 2
+    return (levels - 1) - below[0]
 
 
 def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor) -> _Nest:

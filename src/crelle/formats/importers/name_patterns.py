@@ -206,28 +206,38 @@ class NamePattern:
     # Matching: all states that the name so far can lead to, character by character.
 
     def _match(self, name: str) -> bool:
-        states = self._closure({self._start}, 0, len(name))
-        for i, c in enumerate(name):
+        states = self._closure(frozenset({self._start}), True, not name)
+        for i, c in enumerate(name, start=1):
             if self._final in states:
                 return True
-            read = {r[1] for s in states if (r := self._reads[s]) is not None and r[0](c)}
+            read = frozenset(r[1] for s in states if (r := self._reads[s]) is not None and r[0](c))
             if not read:
                 return False
-            states = self._closure(read, i + 1, len(name))
+            states = self._closure(read, False, i == len(name))
         return self._final in states
 
-    def _closure(self, states: set[int], at: int, end: int) -> set[int]:
+    def _closure(self, states: frozenset[int], begins: bool, ends: bool) -> frozenset[int]:
+        found = _closure_of(self, states, begins, ends)
+        self._work[0] -= len(found)
+        if self._work[0] < 0:
+            raise self._refused("matching it against so many names takes too long")
+        return found
+
+    def follow(self, states: frozenset[int], begins: bool, ends: bool) -> frozenset[int]:
+        """Return where these states lead without reading: at the beginning of a name, at its end or between."""
+        shut = [anchor for anchor, open_here in (("^", begins), ("$", ends)) if not open_here]
         found, waiting = set(states), list(states)
         while waiting:
             state = waiting.pop()
-            anchor = self._anchors.get(state)
-            if (anchor == "^" and at > 0) or (anchor == "$" and at < end):
+            if self._anchors.get(state) in shut:
                 continue
             for following in self._skips[state]:
                 if following not in found:
                     found.add(following)
                     waiting.append(following)
-        self._work[0] -= len(found)
-        if self._work[0] < 0:
-            raise self._refused("matching it against so many names takes too long")
-        return found
+        return frozenset(found)
+
+
+@lru_cache(maxsize=256)  # few, as a set of states may be large; the same sets come back for name after name
+def _closure_of(pattern: NamePattern, states: frozenset[int], begins: bool, ends: bool) -> frozenset[int]:
+    return pattern.follow(states, begins, ends)

@@ -10,7 +10,7 @@
 namespace crelle::cpu {
 namespace {
 
-constexpr int kBlocksOfItem = 4;    // of a coded matrix
+constexpr int kBlocksOfItem = 4;    // of a coded matrix, at most
 constexpr int kOutputsOfItem = 64;  // of a plain matrix
 constexpr int kPlainRows = 32;      // of x that pass by a plain item at a time: both stay in L2
 constexpr int kPadding = 64;        // features: a multiple of every block
@@ -24,6 +24,13 @@ void for_each(int count, F &&fn) {
   Pool::get().run([&](int, int) {
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) fn(i);
   });
+}
+
+// Blocks of an item where threads share `blocks`: a number of items that they can share out equally.
+int blocks_of_item(int blocks) {
+  const int threads = Pool::get().threads(), each = (blocks + threads - 1) / threads;
+  const int items = std::max(1, (each + kBlocksOfItem - 1) / kBlocksOfItem);
+  return std::max(1, (each + items - 1) / items);
 }
 
 bool by_tiles(const Matrix &m) { return m.coded && gemm_of(*m.coded); }
@@ -372,6 +379,10 @@ void Prefill::pack(int tile) {
 void Prefill::multiply(std::initializer_list<Product> products, bool add) {
   const Operand &o = operand_;
   items_.clear();
+  int blocks = 0;
+  for (const Product &p : products)
+    if (by_tiles(*p.m)) blocks += p.m->coded->blocks;
+  const int step = blocks_of_item(blocks);
   for (const Product &p : products) {
     const Matrix &m = *p.m;
     if (!by_tiles(m)) {
@@ -385,8 +396,8 @@ void Prefill::multiply(std::initializer_list<Product> products, bool add) {
     }
     const auto way = std::find_if(o.packed.begin(), o.packed.begin() + o.ways,
                                   [&](const auto &w) { return packs_alike(*w.first, *m.coded); });
-    for (int b = 0; b < m.coded->blocks; b += kBlocksOfItem)
-      items_.push_back({&p, way->second.data(), b, std::min(m.coded->blocks, b + kBlocksOfItem)});
+    for (int b = 0; b < m.coded->blocks; b += step)
+      items_.push_back({&p, way->second.data(), b, std::min(m.coded->blocks, b + step)});
   }
   if (items_.empty()) return;
   for_each(int(items_.size()), [&](int i) {
