@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   for (int unit = warp; unit < U2; unit += WARPS) {
     const char *const piece = mine + unit * UNIT2;
     Scales<SUBS> s[2];
-    s[0].template decode<0>(piece, lane, 0x3f800000u), s[1].template decode<1>(piece, lane, 0x3f800000u);
+    s[0].decode(0, piece, lane, 0x3f800000u), s[1].decode(1, piece, lane, 0x3f800000u);
     const uint4 codes[2] = {*reinterpret_cast<const uint4 *>(piece + lane * 16),
                             *reinterpret_cast<const uint4 *>(piece + 512 + lane * 16)};
     const uint32 words[2][4] = {{codes[0].x, codes[0].y, codes[0].z, codes[0].w},

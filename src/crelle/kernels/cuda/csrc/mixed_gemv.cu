@@ -55,9 +55,8 @@ struct MixedTile {
     for (int i = 0; i < 4; i++) four[i] = 0;
   }
 
-  // Set S of a unit of 2 bits: 16 inputs of rows g and g + 8.
-  template <int S>
-  __device__ __forceinline__ void add2(uint32 low, uint32 high, const Scales<SUBS> &s,
+  // A set of a unit of 2 bits, a constant where it is called: 16 inputs of rows g and g + 8.
+  __device__ __forceinline__ void add2(int set, uint32 low, uint32 high, const Scales<SUBS> &s,
                                        const MixedIn<SUBS> (&in)[PAIRS]) {
     const uint32 low10 = low >> 10, high10 = high >> 10;
 #pragma unroll
@@ -66,7 +65,7 @@ struct MixedTile {
 #pragma unroll
       for (int p = 0; p < PAIRS; p++) {
         float d[4] = {};
-        multiply<half>(d, zeros & (0x00030003u << 2 * S), zeros8 & (0x00030003u << 2 * S), 0x00010001u, 0x00010001u,
+        multiply<half>(d, zeros & (0x00030003u << 2 * set), zeros8 & (0x00030003u << 2 * set), 0x00010001u, 0x00010001u,
                        in[p].sums[k].x, in[p].sums[k].y);
         if (k == 0) {
           const uint4 &b = in[p].x[0];
@@ -84,7 +83,7 @@ struct MixedTile {
         }
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          if (2 * p + j % 2 < M) two[p][j] = fmaf(s.scale[k][S % 2][j / 2], d[j], two[p][j]);
+          if (2 * p + j % 2 < M) two[p][j] = fmaf(s.scale[k][set % 2][j / 2], d[j], two[p][j]);
       }
     }
   }
@@ -243,8 +242,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const auto decode_ahead = [&](const char *piece, Scales<SUBS>(&to)[ASYNC ? TILES : 1][2]) {
 #pragma unroll
     for (int j = 0; j < (ASYNC ? TILES : 1); j++) {
-      to[j][0].template decode<0>(piece + j * UNIT2, lane, one);
-      to[j][1].template decode<1>(piece + j * UNIT2, lane, one);
+      to[j][0].decode(0, piece + j * UNIT2, lane, one);
+      to[j][1].decode(1, piece + j * UNIT2, lane, one);
     }
   };
   if constexpr (ASYNC) {
@@ -272,7 +271,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
         const uint32 x_here = x2 + unit * 512, sums_here = sums2 + unit * 128 * SUBS;
         Scales<SUBS> coming[ASYNC ? TILES : 1][2];
         if constexpr (ASYNC) decode_ahead(has2(i, unit + WARPS) ? next_piece() : piece, coming);
-        const auto add_half = [&]<int H>() {
+#pragma unroll
+        for (int H = 0; H < 2; H++) {
           if constexpr (HELD == 2) load_set(2 * H, x_here, sums_here), load_set(2 * H + 1, x_here, sums_here);
 #pragma unroll
           for (int j = 0; j < TILES; j++) {
@@ -281,15 +281,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
             if constexpr (ASYNC)
               s = ready[j][H];
             else
-              s.template decode<H>(piece + j * UNIT2, lane, one);
+              s.decode(H, piece + j * UNIT2, lane, one);
             if constexpr (HELD == 1) load_set(2 * H, x_here, sums_here);
-            sum[j].template add2<2 * H>(w.x, w.z, s, in[0]);
+            sum[j].add2(2 * H, w.x, w.z, s, in[0]);
             if constexpr (HELD == 1) load_set(2 * H + 1, x_here, sums_here);
-            sum[j].template add2<2 * H + 1>(w.y, w.w, s, in[HELD - 1]);
+            sum[j].add2(2 * H + 1, w.y, w.w, s, in[HELD - 1]);
           }
-        };
-        add_half.template operator()<0>();
-        add_half.template operator()<1>();
+        }
         if constexpr (ASYNC) {
 #pragma unroll
           for (int j = 0; j < TILES; j++) ready[j][0] = coming[j][0], ready[j][1] = coming[j][1];
