@@ -270,16 +270,17 @@ class MixedTensor:
         four[torch.arange(s.C4, device=device) * C // max(1, s.C4)] = 1  # evenly
         narrow = torch.tensor(scale_widths(packing, s.C2), device=device) == 3
         scale_codes = torch.where(narrow, integers(3, N, s.C2) + 5, integers(6, N, s.C2) + 10).to(torch.uint8)
-        zeros, second_zeros = integers(2, N, s.C2) + 1, integers(2, s.B, s.C2)
+        zeros, second_zeros = integers(3, N, s.C2) + 1, integers(2, s.B, s.C2)  # zeros of 1.5 on average, as the codes
         codes = MixedCodes(integers(4, N, s.C2, s.G), integers(16, N, s.C4, s.G), scale_codes, zeros, second_zeros)
-        second = sample.step(2) / torch.where(narrow, 5.5, 12.0) * sample.jitter(s.B, s.C2)
+        second = sample.step(2) / torch.where(narrow, 6.5, 13.0) * sample.jitter(s.B, s.C2)
         row = ((sample.step(4) * sample.jitter(N)).half(), integers(2, N) + 7) if s.C4 else None
         outliers = None
         if n := spec["outliers"]:
             two = (torch.arange(K, device=device) // s.G)[None].expand(N, K)
             places = (1 - four)[two].flatten().float()
             chosen = torch.rand(N * K, generator=generator, device=device).mul_(places).topk(n).indices
-            outliers = torch.zeros(N * K, device=device).index_fill_(0, chosen, 4 * sample.std).reshape(N, K)
+            values = (integers(2, n).float() * 8 - 4) * sample.std
+            outliers = torch.zeros(N * K, device=device).index_copy_(0, chosen, values).reshape(N, K)
         return cls.from_codes((N, K), four, codes, second.half(), row, outliers, packing, spec["block"])
 
     @classmethod

@@ -9,7 +9,7 @@ __device__ __forceinline__ float field(uint32 word, uint32 mask, uint32 one) {
   return __uint_as_float((word & mask) | one);
 }
 __device__ __forceinline__ float power(int n) {  // 2^n
-  return __int_as_float((127 + n) << 23);
+  return __uint_as_float((127u + n) << 23);
 }
 
 // Codes i and i + 8 of a word of 2-bit codes, or i and i + 4 of one of 4-bit codes, as two halves; `high`: the word
