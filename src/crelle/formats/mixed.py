@@ -272,7 +272,7 @@ class MixedTensor:
         scale_codes = torch.where(narrow, integers(3, N, s.C2) + 5, integers(6, N, s.C2) + 10).to(torch.uint8)
         zeros, second_zeros = integers(3, N, s.C2) + 1, integers(2, s.B, s.C2)  # zeros of 1.5 on average, as the codes
         codes = MixedCodes(integers(4, N, s.C2, s.G), integers(16, N, s.C4, s.G), scale_codes, zeros, second_zeros)
-        second = sample.step(2) / torch.where(narrow, 6.5, 13.0) * sample.jitter(s.B, s.C2)
+        second = sample.step(2) / torch.where(narrow, 7.2, 14.4) * sample.jitter(s.B, s.C2)
         row = ((sample.step(4) * sample.jitter(N)).half(), integers(2, N) + 7) if s.C4 else None
         outliers = None
         if n := spec["outliers"]:

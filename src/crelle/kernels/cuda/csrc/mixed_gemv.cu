@@ -21,6 +21,7 @@
 // instructions a weight, counted in the disassembly; they have not been timed yet.
 #include "dsmem.cuh"
 #include "mixed_codes.cuh"
+#include "named_barrier.cuh"
 #include "pipeline.cuh"
 #include "shared_loads.cuh"
 #include "warp.cuh"
@@ -228,6 +229,27 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
                              set);
   };
 
+  // The first warps write results: they wait for all sums of a page, the others only arrive. The others wait before
+  // they use the page again, two sets of tiles later, until it has been read.
+  constexpr int WRITERS = (TILES * M * 16 + 31) / 32;
+  constexpr bool SPLIT = NAMED_BARRIERS && WRITERS < WARPS;
+  const auto wait_until_added = [&](int i) {
+    if constexpr (!SPLIT)
+      __syncthreads();
+    else if (warp < WRITERS)
+      sync_barrier<WARPS * 32>(1 + (i & 1));
+    else
+      arrive_barrier<WARPS * 32>(1 + (i & 1));
+  };
+  const auto wait_until_read = [&](int i) {
+    if constexpr (SPLIT)
+      if (warp >= WRITERS) sync_barrier<WARPS * 32>(3 + (i & 1));
+  };
+  const auto tell_read = [&](int i) {
+    if constexpr (SPLIT)
+      if (warp < WRITERS) arrive_barrier<WARPS * 32>(3 + (i & 1));
+  };
+
   int stage = 0, phase = 0, unit = warp;
   // Whether the warp's unit `u`, counted from set i on, exists and has 2 bits.
   const auto has2 = [&](int i, int u) {
@@ -315,7 +337,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     }
     unit -= units;
 
-    // The warp's sums: of 2 bits and outliers, of 4 bits. Two pages, so that one barrier is enough.
+    // The warp's sums: of 2 bits and outliers, of 4 bits. Two pages: who only adds to them goes on with the next tiles.
+    if (i >= 2) wait_until_read(i);
     float *const page = sums + (i & 1) * WARPS * TILES * 2 * M * 16;
     float *const my = page + warp * TILES * 2 * M * 16;
 #pragma unroll
@@ -373,7 +396,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     load_outliers();
     find_outliers(i + 2);
 
-    __syncthreads();
+    wait_until_added(i);
     if (writes) {
       const float2 meta = *reinterpret_cast<const float2 *>(shared + (m + 1) * x_bytes - 16);  // factor, sum
       const float2 grid = __half22float2(grid_row);
@@ -384,6 +407,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       const float v = fmaf(grid.x, fmaf(-grid.y, meta.y, four), two) * 0x1p24f * meta.x;
       y[(size_t)m * N + n] = from_float<Y>(v + to_float(added_bias) + to_float(added));
     }
+    if (i + 2 < mine) tell_read(i);
   }
 }
 
