@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/crelle demo
 
 test: setup lint
-	$(BIN)/pytest -n 2 --dist worksteal -rs
+	$(BIN)/pytest -n 3 --dist worksteal -rs  # one more than two cores: some tests wait
 
 test-slow: setup
 	$(BIN)/pytest -m "not gpu"

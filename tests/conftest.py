@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -34,6 +36,19 @@ LONGEST = ("test_soak.py", "test_corpus.py")  # a minute each: begun last, one w
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Take from each of thousands of tests what pytest and Python would do for it because torch is loaded.
+
+    pytest hangs its handlers on every logger that does not propagate, several times a test, and torch has many of them;
+    the garbage collector looks at modules and test items, which live as long as the process.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
