@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores already; a fifth less time in all
 
+gc.disable()  # until everything is imported and collected: what is made until then stays
+
 import in_process
 import pytest
 import safetensors.torch
@@ -49,6 +51,7 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
