@@ -18,8 +18,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores already; a fifth less time in all
 
-gc.disable()  # until everything is imported and collected: what is made until then stays
-
 import in_process
 import pytest
 import safetensors.torch
@@ -34,6 +32,16 @@ TORCH_THREADS = torch.get_num_threads()
 THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py")  # about threads that share the kernels
 
 LONGEST = ("test_soak.py", "test_corpus.py")  # a minute each: begun last, one worker would wait for the other
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import and collect without garbage collection: what is made meanwhile stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +59,6 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
