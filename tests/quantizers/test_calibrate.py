@@ -189,9 +189,9 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_bits_reported_are_the_bytes_on_disk(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+def test_the_bits_reported_are_the_bytes_on_disk(small_model: Path, tmp_path: Path, scheme: str) -> None:
     report = quantize(
-        tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
+        small_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
     )
     checkpoint = Checkpoint(tmp_path / "q")
     coded = {m: spec for m, spec in checkpoint.specs.items() if spec["format"] != "dense"}
