@@ -143,8 +143,7 @@ def test_stories15m_equals_the_plain_formula(data: Path, stories_text: str) -> N
 
 @pytest.mark.slow
 def test_stories15m_on_tinystories(data: Path, stories_text: str) -> None:
-    """The figure of shared/data/README.md: f32, windows of BOS + 255; test_stories15m_equals_the_plain_formula is its
-    first windows."""
+    """The figure of shared/data/README.md: f32, windows of BOS + 255. By default, 8 windows: the test above."""
     stories = LLM.load(data / "stories15M", device="cpu")
     result = perplexity(stories, stories_text, context=256)
     assert result.perplexity == pytest.approx(10.77, abs=0.01)
