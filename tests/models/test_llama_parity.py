@@ -187,9 +187,9 @@ def check_real_model(llm: LLM, peer: Any, text: str) -> None:
         expected = peer(tokens).logits
     assert (llm.model(tokens, llm.model.new_cache()) - expected).abs().max() <= TOLERANCE
     llm.end_ids = frozenset()  # go on past the end
-    for prompt in PROMPTS:
-        ids = llm.tokenizer.encode(prompt)
-        found = llm.generate(ids, Sampling(max_tokens=64)).tokens
+    first, *others = (llm.tokenizer.encode(prompt) for prompt in PROMPTS)
+    answers = [llm.generate(first, Sampling(max_tokens=64)), *llm.generate(others, Sampling(max_tokens=64))]
+    for ids, found in zip((first, *others), (answer.tokens for answer in answers), strict=True):
         with torch.inference_mode():  # each is the most likely after those before it: what greedy steps would give
             logits = peer(torch.tensor([ids + found])).logits[0, len(ids) - 1 : -1]
         assert len(found) == 64
