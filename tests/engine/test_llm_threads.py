@@ -108,11 +108,7 @@ def test_threads_get_the_answers_of_one_alone(
     tiny_model: Path, coded: Path, nested: Path, weights: str, kv: int
 ) -> None:
     path = {"plain": tiny_model, "coded": coded, "nested": nested}[weights]
-    llm = LLM.load(path, device="cpu", kv=kv)
-    if weights == "nested":  # four precisions: that many calls of each kind
-        as_alone(llm, rounds=1, lengths=(3, 14))
-    else:
-        as_alone(llm, rounds=2)
+    as_alone(LLM.load(path, device="cpu", kv=kv), rounds=1 if weights == "nested" else 2)
 
 
 @pytest.fixture(scope="module")
