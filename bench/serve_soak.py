@@ -55,7 +55,6 @@ TOKENS = (8, 16, 32)
 PAGES = 400  # of the cache: few, so that all of them have been touched after the warm-up
 LEAVES, VANISHES = 0.1, 0.05  # of the clients: in the middle of a stream; without reading anything
 FAULTS = 0.01  # of the steps, with --faults
-WAVE = 6  # seconds from one rest of the clients to the next, where they have any
 WARM_UP = 0.3  # of the time: memory is compared from here on
 LONG = 300  # seconds: from here on memory must be flat within 3%, in shorter runs within 6%
 Key = tuple[str, int, int | None]  # prompt, tokens, precision
@@ -85,14 +84,11 @@ class ServerFaultError(Exception):
 
 
 async def client(
-    session: aiohttp.ClientSession, url: str, end: float, seed: int, want: dict[Key, str], log: Log, rest: float
+    session: aiohttp.ClientSession, url: str, end: float, seed: int, want: dict[Key, str], log: Log
 ) -> None:
-    """Ask one question after the other; all clients rest at the same times."""
+    """Ask one question after the other."""
     rng, bits = random.Random(seed), sorted({key[2] for key in want}, key=str)
-    while (left := end - time.monotonic()) > 0:
-        if left % WAVE < rest * WAVE:
-            await asyncio.sleep(left % WAVE)  # then all ask at once
-            continue
+    while time.monotonic() < end:
         prompt, tokens, precision, greedy = (
             rng.choice(PROMPTS),
             rng.choice(TOKENS),
@@ -182,14 +178,14 @@ async def watch(session: aiohttp.ClientSession, url: str, pid: int, end: float, 
 
 
 async def traffic(
-    url: str, pid: int, clients: int, seconds: float, want: dict[Key, str], log: Log, rest: float
+    url: str, pid: int, clients: int, seconds: float, want: dict[Key, str], log: Log
 ) -> list[dict[str, Any]]:
     """Let clients work for some time; return what the server said of itself every second."""
     seen: list[dict[str, Any]] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
         end = time.monotonic() + seconds
-        work = [client(session, url, end, i, want, log, rest) for i in range(clients)]
+        work = [client(session, url, end, i, want, log) for i in range(clients)]
         await asyncio.gather(watch(session, url, pid, end, seen), *work)
         for _ in range(300):  # until those that were left are gone
             async with session.get(f"{url}/v1/status") as answer:
@@ -264,18 +260,13 @@ def expected(llm: LLM) -> dict[Key, str]:
     return want | {(prompt, n, None): want[prompt, n, finest] for prompt in PROMPTS for n in TOKENS}
 
 
-def soak(
-    model: Path, kv: str, clients: int, seconds: float, faults: bool, folder: Path, rest: float = 0
-) -> dict[str, Any]:
-    """Soak a checkpoint with one kind of cache; return the figures, with `wrong`: what must not be, in words.
-
-    `rest` is the part of the time in which nobody asks, so that the engine runs empty and is woken again.
-    """
+def soak(model: Path, kv: str, clients: int, seconds: float, faults: bool, folder: Path) -> dict[str, Any]:
+    """Soak a checkpoint with one kind of cache; return the figures, with `wrong`: what must not be, in words."""
     llm, log, log_file = LLM.load(model, device="cpu", kv=kv), Log(), folder / f"log-{kv}"
     want, models = expected(llm), [llm.at(bits) for bits in llm.precisions] or [llm.model]
     memory = plan(models, llm.kv, memory=None, pages=PAGES, max_batch=32, budget=512).total
     with server(model, kv, memory, faults, log_file) as (url, process):
-        seen = asyncio.run(traffic(url, process.pid, clients, seconds, want, log, rest))
+        seen = asyncio.run(traffic(url, process.pid, clients, seconds, want, log))
     warm = [s["rss"] for s in seen if s["at"] >= WARM_UP * seconds] or [seen[-1]["rss"]]
     third = max(1, len(warm) // 3)
     growth = median(warm[-third:]) / median(warm[:third]) - 1
