@@ -14,8 +14,10 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which wou
 demo: setup
 	$(BIN)/crelle demo
 
+# One worker more than two cores, because some tests wait; `make test WORKERS=16` where there are more cores.
+WORKERS ?= 3
 test: setup lint
-	$(BIN)/pytest -n 2 --dist worksteal -rs
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -rs
 
 test-slow: setup
 	$(BIN)/pytest -m "not gpu"

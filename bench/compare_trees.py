@@ -20,10 +20,11 @@ from typing import Any
 from crelle.bench.environment import write_result
 
 Row = dict[str, Any]
-DROP_EDITABLE = (  # an editable install of one tree would come before PYTHONPATH
-    "import runpy, sys; sys.meta_path[:] = [m for m in sys.meta_path if 'Redirecting' not in type(m).__name__];"
-    "runpy.run_module('crelle.cli.main', run_name='__main__')"
+# An editable install of one tree would come before PYTHONPATH.
+DROP_EDITABLE = (
+    "import runpy, sys; sys.meta_path[:] = [m for m in sys.meta_path if 'Redirecting' not in type(m).__name__]; "
 )
+RUN_CRELLE = "runpy.run_module('crelle.cli.main', run_name='__main__')"
 RTN, BCQ = "rtn:bits=4,group=64", "bcq:bits=3,group=64"
 
 
@@ -78,13 +79,17 @@ def commands(kind: str, threads: int) -> Iterator[tuple[str, str, Callable[[Row]
     yield "opt-175b", f"{opt} --no-baseline --no-energy", step
 
 
-def run(tree: Path, arguments: str) -> list[Row]:
+def environment_of(tree: Path) -> dict[str, str]:
+    """Return the environment in which Python finds a tree's modules and its C++ core."""
     core = next((tree / "build/dev").glob("_core*.so"), None)
     if core is None:
         sys.exit(f"{tree}/build/dev has no _core*.so; build it with cmake first")
-    env = os.environ | {"PYTHONPATH": str(tree / "src"), "CRELLE_CORE": str(core), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-c", DROP_EDITABLE, "bench", *arguments.split(), "--json"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    return os.environ | {"PYTHONPATH": str(tree / "src"), "CRELLE_CORE": str(core), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def run(tree: Path, arguments: str) -> list[Row]:
+    command = [sys.executable, "-c", DROP_EDITABLE + RUN_CRELLE, "bench", *arguments.split(), "--json"]
+    done = subprocess.run(command, env=environment_of(tree), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{tree}: crelle bench {arguments}: {done.stderr.strip()[-500:]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])

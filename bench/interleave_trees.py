@@ -9,7 +9,6 @@ steps, one prompt, or one load of 16 requests; while one process works, the othe
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -80,13 +79,11 @@ def worker(threads: int, only: str) -> None:
 
 
 def start(tree: Path, threads: int, only: str) -> "subprocess.Popen[str]":
-    core = next((tree / "build/dev").glob("_core*.so"), None)
-    if core is None:
-        sys.exit(f"{tree}/build/dev has no _core*.so; build it with cmake first")
-    drop = "import runpy, sys; sys.meta_path[:] = [m for m in sys.meta_path if 'Redirecting' not in type(m).__name__];"
-    command = [sys.executable, "-c", f"{drop} runpy.run_path({__file__!r}, run_name='worker')", str(threads), only]
-    env = os.environ | {"PYTHONPATH": str(tree / "src"), "CRELLE_CORE": str(core), "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    from compare_trees import DROP_EDITABLE, environment_of  # not in the worker: OLD may lack what it imports
+
+    code = f"{DROP_EDITABLE}runpy.run_path({__file__!r}, run_name='worker')"
+    command = [sys.executable, "-c", code, str(threads), only]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment_of(tree))
 
 
 def ask(process: "subprocess.Popen[str]", name: str) -> float:

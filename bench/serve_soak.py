@@ -251,11 +251,11 @@ def server(model: Path, kv: str, memory: int, faults: bool, log: Path) -> Iterat
 
 def expected(llm: LLM) -> dict[Key, str]:
     """Return what LLM.generate of a list says to the prompts, at every precision."""
-    want = {}
+    want: dict[Key, str] = {}
+    asked = [(prompt, n) for prompt in PROMPTS for n in TOKENS]
     for bits in llm.precisions or (None,):
-        for n in TOKENS:
-            for prompt, done in zip(PROMPTS, llm.generate(PROMPTS, Sampling(max_tokens=n), bits=bits), strict=True):
-                want[prompt, n, bits] = done.text
+        all_done = llm.generate([prompt for prompt, _ in asked], [Sampling(max_tokens=n) for _, n in asked], bits=bits)
+        want |= {(prompt, n, bits): done.text for (prompt, n), done in zip(asked, all_done, strict=True)}
     finest = max(llm.precisions, default=None)
     return want | {(prompt, n, None): want[prompt, n, finest] for prompt in PROMPTS for n in TOKENS}
 

@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -27,13 +29,37 @@ ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
 
 TORCH_THREADS = torch.get_num_threads()
-THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py")  # about threads that share the kernels
+# About threads that share the kernels; and the engine as users run it, with a team of threads for each product.
+THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py", "test_engine.py", "test_llm.py")
 
 LONGEST = ("test_soak.py", "test_corpus.py")  # a minute each: begun last, one worker would wait for the other
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import and collect without garbage collection: what is made meanwhile stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Take from each of thousands of tests what pytest and Python would do for it because torch is loaded.
+
+    pytest hangs its handlers on every logger that does not propagate, several times a test, and torch has many of them;
+    the garbage collector looks at modules and test items, which live as long as the process.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

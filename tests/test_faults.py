@@ -4,11 +4,13 @@ Only what must be shown end to end; the tests of each layer have many more ways 
 tests/cli/test_cli_process.py shows the same sentence and exit code of a true process.
 """
 
+import errno
 import json
+import os
 import pickle
+import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,38 +171,34 @@ def test_with_json_the_sentence_comes_as_json_too(crelle: Run, good_checkpoint: 
 # What is written
 
 
-def run_as(*command: object) -> Done:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 48 kB, as with `ulimit -f 48`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (48 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_limit_on_the_size_of_files(tiny_model: Path, tmp_path: Path) -> None:
-    limited = ("bash", "-c", 'ulimit -f 48; exec "$@"', "-", sys.executable, "-m", "crelle.cli.main")
-    done = run_as(*limited, "quantize", tiny_model, tmp_path / "out", "--scheme", SCHEME)
+def test_a_limit_on_the_size_of_files(crelle: Run, tiny_model: Path, tmp_path: Path, small_files: None) -> None:
+    done = crelle("quantize", tiny_model, tmp_path / "out", "--scheme", SCHEME)
     refused(done, "cannot write", tmp_path / "out.partial", "File too large")
     assert not (tmp_path / "out").exists()
 
 
-FULL_DISK = """
-import errno, os, sys
-left, fsync = int(sys.argv.pop(1)), os.fsync
-
-def full(fd):
-    global left
-    left -= 1
-    if left < 0:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    fsync(fd)
-
-os.fsync = full
-from crelle.cli.main import main
-main()
-"""
-
-
-def test_a_disk_that_says_it_is_full(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_disk_that_says_it_is_full(crelle: Run, tiny_model: Path, tmp_path: Path) -> None:
     """Works everywhere; below is the same with a disk that is full in earnest."""
-    out = tmp_path / "out"
-    done = run_as(sys.executable, "-c", FULL_DISK, 5, "quantize", tiny_model, out, "--scheme", SCHEME)
+    out, left, fsync = tmp_path / "out", [5], os.fsync
+
+    def full(fd: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(os, "fsync", full)
+        done = crelle("quantize", tiny_model, out, "--scheme", SCHEME)
     refused(done, "no space left while writing", tmp_path / "out.partial", "make room", "--resume")
     assert not out.exists()
     quantize(tiny_model, out, SCHEME, resume=True)

@@ -10,6 +10,7 @@ from crelle import LLM, quantize
 from crelle.bench import engine_load
 from crelle.bench.decode_throughput import decode, fill, largest_batch
 from crelle.bench.engine_load import EngineLoad, disagreement, serve
+from crelle.bench.model_shapes import SHAPES
 from crelle.bench.model_sources import random_llm
 from crelle.bench.serving_plot import plot_serving
 from crelle.bench.trace import TraceRequest
@@ -156,7 +157,8 @@ def test_filled_pages_hold_numbers_of_a_usual_size(kv: str) -> None:
     assert 0.5 < float(numbers.std()) < 2
 
 
-def test_shape_with_random_weights_decodes_without_a_tokenizer() -> None:
+def test_shape_with_random_weights_decodes_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES["smollm2-135m"], "vocab_size", 1000)  # most of one layer's model is its vocabulary
     shaped = random_llm("smollm2-135m", "rtn:bits=4,group=64", torch.device("cpu"), layers=1)
     row = decode(shaped, "rtn:bits=4,group=64", batch=2, context=20, tokens=3, kv=4)
     assert row.model == "smollm2-135m"

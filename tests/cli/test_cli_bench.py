@@ -8,7 +8,8 @@ import pytest
 import torch
 from in_process import run
 
-from crelle.bench import gemv
+from crelle.bench import gemv, import_timer, startup
+from crelle.bench.model_shapes import SHAPES
 from crelle.eval import accuracy
 from crelle.kernels import cpu
 from crelle.quantizers.pipeline import quantize
@@ -87,10 +88,19 @@ def test_accuracy_writes_a_result_file(tiny_model: Path, tmp_path: Path, monkeyp
     assert str(tmp_path) not in result
 
 
-def test_startup_writes_a_result_file(tiny_model: Path, tmp_path: Path) -> None:
+def test_startup_writes_a_result_file(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/bench/test_startup.py starts the processes; this is what becomes of what they say."""
+
+    def started(python: list[str], command: list[str], _: int) -> tuple[float, float, float, str]:
+        assert command[:2] == ["generate", str(tiny_model)]
+        said = {import_timer.BEGUN: 7.125, "torch": 1.5} if "-c" not in python else {}
+        return 2.5, 3.0, 7.0, f"Hello you\n{json.dumps(said)}\n"
+
+    monkeypatch.setattr(startup, "_run", started)
     done = run("bench", "startup", tiny_model, "--repeat", 1, "--out", tmp_path / "startup", "--json")
     assert done.code == 0, done.err
-    assert done.json["first_token_seconds"] > 0
+    assert (done.json["first_token_seconds"], done.json["process_seconds"]) == (2.5, 3.0)
+    assert (done.json["parts"]["interpreter"], done.json["parts"]["torch"]) == (0.125, 1.5)
     result = (tmp_path / "startup.json").read_text()
     assert json.loads(result)["parts"] == done.json["parts"]
     assert str(tmp_path) not in result
@@ -164,7 +174,8 @@ def test_refused_rows_do_not_take_the_others_along(tmp_path: Path, as_json: bool
     assert len(result["refused"]) == 2
 
 
-def test_decode_of_a_shape_has_figures_beside_f16(tmp_path: Path) -> None:
+def test_decode_of_a_shape_has_figures_beside_f16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES["opt-125m"], "vocab_size", 1000)  # most of one layer's model is its vocabulary
     small = ("--layers", 1, "--tokens", 4, "--context", 4, "--rounds", 1, "--threads", 1, "--device", "cpu")
     done = run("bench", "decode", "--shape", "opt-125m", *small, "--out", tmp_path / "d")
     assert done.code == 0, done.err
@@ -191,7 +202,10 @@ def test_decode_of_a_shape_has_figures_beside_f16(tmp_path: Path) -> None:
         (("--shape", "opt-175b"), "GB are free"),
     ],
 )
-def test_decode_bad_options_are_sentences(options: tuple[object, ...], words: str) -> None:
+def test_decode_bad_options_are_sentences(
+    options: tuple[object, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES["opt-125m"], "vocab_size", 1000)  # some are found when the model is there
     done = run("bench", "decode", *options, "--device", "cpu", "--no-baseline")
     assert done.code == 2
     assert words in done.err

@@ -7,6 +7,7 @@ import pytest
 from in_process import run
 
 from crelle.bench import attention as attention_bench
+from crelle.bench.model_shapes import SHAPES
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,30,4\n2023-11-16 18:15:47.68,5,9\n"
 
@@ -55,7 +56,8 @@ def test_everything_in_one_command_with_file_and_picture(tiny_model: Path, trace
     assert out.with_suffix(".png").exists()
 
 
-def test_shapes_and_schemes_without_files() -> None:
+def test_shapes_and_schemes_without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES["smollm2-135m"], "vocab_size", 1000)  # most of one layer's model is its vocabulary
     schemes = ("--scheme", "fp16", "--scheme", "rtn:bits=4,group=64")
     command = ("--shape", "smollm2-135m", "--layers", "1", *schemes, "--batch", "2", "--context", "16", "--tokens", "3")
     done = run("bench", "serve", *command, "--device", "cpu", "--json")

@@ -4,23 +4,31 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import write_tiny_model
 from in_process import run, succeed
 
 SMALL = ("--rows", "4", "--length", "32")
 
 
-def test_without_a_text_the_model_writes_its_own(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half as wide as the tiny model. Do not write to it."""
+    sizes = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
+    return write_tiny_model(tmp_path_factory.mktemp("calibrated") / "small", **sizes)
+
+
+def test_without_a_text_the_model_writes_its_own(small_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "q"
-    report = json.loads(succeed("quantize", tiny_model, out, "--scheme", "gptq:bits=3,group=24", *SMALL, "--json").out)
+    report = json.loads(succeed("quantize", small_model, out, "--scheme", "gptq:bits=3,group=24", *SMALL, "--json").out)
     assert report["scheme"] == "gptq:bits=3,group=24"
     again = tmp_path / "again"
-    succeed("quantize", tiny_model, again, "--scheme", "gptq:bits=3,group=24", *SMALL)
+    succeed("quantize", small_model, again, "--scheme", "gptq:bits=3,group=24", *SMALL)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
 
 
-def test_a_checkpoint_is_trained_and_its_curve_drawn(tiny_model: Path, tmp_path: Path) -> None:
-    succeed("quantize", tiny_model, tmp_path / "q", "--scheme", "auto:bits=2.9,tune=none", *SMALL)
-    options = ("--teacher", tiny_model, "--steps", "3", "--batch", "2", "--length", "32", "--device", "cpu")
+def test_a_checkpoint_is_trained_and_its_curve_drawn(small_model: Path, tmp_path: Path) -> None:
+    succeed("quantize", small_model, tmp_path / "q", "--scheme", "auto:bits=2.9,tune=none", *SMALL)
+    options = ("--teacher", small_model, "--steps", "3", "--batch", "2", "--length", "32", "--device", "cpu")
     report = json.loads(succeed("tune", tmp_path / "q", tmp_path / "t", *options, "--json").out)
     assert len(report["losses"]) == 3
     assert json.loads((tmp_path / "t" / "training.json").read_text())["losses"] == report["losses"]

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from in_process import run, succeed
+from conftest import write_tiny_model
+from in_process import Result, run, succeed
 
 from crelle.eval.plan_eval import smallest_meeting
 from crelle.formats.checkpoint import Checkpoint
@@ -18,9 +19,15 @@ from crelle.quantizers.search import Plan
 SMALL = ("--rows", "2", "--length", "24", "--bits", "2,4", "--groups", "32,row", "--threads", "1")
 
 
-def test_target_bits_gives_plan_page_and_picture(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "found"
-    done = succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", folder)
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The folder that a search has made and filled, and what it printed."""
+    folder = tmp_path_factory.mktemp("search") / "new" / "found"
+    return folder, succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", folder)
+
+
+def test_target_bits_gives_plan_page_and_picture(found: tuple[Path, Result]) -> None:
+    folder, done = found
     assert "chosen" in done.out
     assert "bits per weight" in done.out
     plan = read_plan(folder / "plan.json")
@@ -31,17 +38,16 @@ def test_target_bits_gives_plan_page_and_picture(tiny_model: Path, tmp_path: Pat
     assert (folder / "front.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_plan_makes_a_model_of_its_size(tiny_model: Path, tmp_path: Path) -> None:
-    succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", tmp_path)
-    rows = ("--rows", "2", "--length", "24", "--calib", tmp_path / "front.html")
-    succeed("quantize", tiny_model, tmp_path / "model", "--plan", tmp_path / "plan.json", *rows)
+def test_the_plan_makes_a_model_of_its_size(tiny_model: Path, tmp_path: Path, found: tuple[Path, Result]) -> None:
+    folder, _ = found
+    rows = ("--rows", "2", "--length", "24", "--calib", folder / "front.html")
+    succeed("quantize", tiny_model, tmp_path / "model", "--plan", folder / "plan.json", *rows)
     size, count = measure(Checkpoint(tmp_path / "model"))
-    assert 8 * size / count == pytest.approx(read_plan(tmp_path / "plan.json").bits_per_weight)
+    assert 8 * size / count == pytest.approx(read_plan(folder / "plan.json").bits_per_weight)
 
 
-def test_the_page_needs_nothing_from_outside(tiny_model: Path, tmp_path: Path) -> None:
-    succeed("search", tiny_model, "--target-bits", "4.0", *SMALL, "--out", tmp_path)
-    page = (tmp_path / "front.html").read_text()
+def test_the_page_needs_nothing_from_outside(found: tuple[Path, Result]) -> None:
+    page = (found[0] / "front.html").read_text()
     assert not re.search(r"https?:|//|@import|url\(|<script|<link|\bsrc=", page)
     assert "prefers-color-scheme:dark" in page
     assert page.count('class="cell"') == 21
@@ -73,13 +79,16 @@ def test_json_is_one_object_with_the_front(tiny_model: Path) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_max_perplexity_takes_the_smallest_that_meets_it(tiny_model: Path, tmp_path: Path) -> None:
+def test_max_perplexity_takes_the_smallest_that_meets_it(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
+    model = write_tiny_model(tmp_path / "model", **sizes)  # every plan that is tried takes a quantizing
     text = ("--text", tmp_path / "text.txt", "--context", "32", "--windows", "2")
     (tmp_path / "text.txt").write_text("Some words, and some more of them. " * 20)
-    found = succeed("search", tiny_model, "--max-perplexity", "100000", *SMALL, *text, "--json").json
+    found = succeed("search", model, "--max-perplexity", "100000", *SMALL, *text, "--json").json
+    assert len(found["front"]) > 10
     assert found["bits_per_weight"] == found["front"][0]["bits_per_weight"]
     assert found["perplexity"] <= 100000
-    none = run("search", tiny_model, "--max-perplexity", "2", *SMALL, *text)
+    none = run("search", model, "--max-perplexity", "2", *SMALL, *text)
     assert none.code == 2
     assert "no plan has a perplexity of at most 2" in none.err
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from linecache import getline
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,11 @@ class Panic(BaseException):
     """What a panic in Rust is in Python: not an Exception."""
 
 
+@cache
+def _enters_or_leaves(file: str, line: int) -> bool:
+    return getline(file, line).lstrip().startswith("with ")
+
+
 @dataclass
 class Fault:
     """An exception that waits for its place."""
@@ -49,7 +55,7 @@ class Fault:
             return None
         if file == __file__ and frame.f_code.co_name not in ("run", "start", "tokens", "hear"):
             return None  # the traffic is not under test: only what plays the runner and the reader
-        if event == "line" and getline(file, frame.f_lineno).lstrip().startswith("with "):
+        if event == "line" and _enters_or_leaves(file, frame.f_lineno):
             return self.trace  # Python reports it on the way out too, where a lock is not released if something raises
         if event == ("line" if self.lines else "call"):
             self.count += 1

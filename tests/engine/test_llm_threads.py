@@ -111,10 +111,16 @@ def test_threads_get_the_answers_of_one_alone(
     as_alone(LLM.load(path, device="cpu", kv=kv), rounds=1 if weights == "nested" else 2)
 
 
+@pytest.fixture(scope="module")
+def stories(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("threads") / "stories"
+    quantize(data / "stories15M", to, "rtn:bits=4,group=32", head="rtn:bits=4,group=32")
+    return to
+
+
 @pytest.mark.parametrize("kv", [16, 4])
-def test_threads_get_the_answers_of_one_alone_on_a_real_model(data: Path, tmp_path: Path, kv: int) -> None:
-    quantize(data / "stories15M", tmp_path / "q", "rtn:bits=4,group=32", head="rtn:bits=4,group=32")
-    as_alone(LLM.load(tmp_path / "q", device="cpu", kv=kv), rounds=1, lengths=(2, 9))
+def test_threads_get_the_answers_of_one_alone_on_a_real_model(stories: Path, kv: int) -> None:
+    as_alone(LLM.load(stories, device="cpu", kv=kv), rounds=1, lengths=(2, 9))
 
 
 def test_calls_engines_and_a_service_share_one_model(nested: Path) -> None:

@@ -36,7 +36,7 @@ def opt_model(to: Path, **options: Any) -> Path:
     import transformers
 
     torch.manual_seed(7)
-    sizes = {"hidden_size": 72, "ffn_dim": 100, "num_hidden_layers": 2, "num_attention_heads": 6}
+    sizes = {"hidden_size": 72, "ffn_dim": 100, "num_attention_heads": 6, **LAYERS}
     config = transformers.OPTConfig(
         **sizes, vocab_size=259, max_position_embeddings=96, bos_token_id=256, eos_token_id=258, **options
     )
@@ -48,11 +48,12 @@ def opt_model(to: Path, **options: Any) -> Path:
     return to
 
 
+LAYERS = {"num_hidden_layers": 2}  # two rounds through the pages; a third is the second again
 MODELS = {
-    "llama": lambda to: write_tiny_model(to),
-    "wide": lambda to: write_tiny_model(to, hidden_size=64, intermediate_size=192, head_dim=16),
-    "tied": lambda to: write_tiny_model(to, tie_word_embeddings=True),
-    "windowed": lambda to: write_tiny_model(to, model_type="mistral", sliding_window=7),
+    "llama": lambda to: write_tiny_model(to, **LAYERS),
+    "wide": lambda to: write_tiny_model(to, **LAYERS, hidden_size=64, intermediate_size=192, head_dim=16),
+    "tied": lambda to: write_tiny_model(to, **LAYERS, tie_word_embeddings=True),
+    "windowed": lambda to: write_tiny_model(to, **LAYERS, model_type="mistral", sliding_window=7),
     "opt": lambda to: opt_model(to),
     "opt-350m": lambda to: opt_model(to, do_layer_norm_before=False, word_embed_proj_dim=40),
     "galactica": lambda to: opt_model(to, activation_function="gelu", enable_bias=False),

@@ -86,8 +86,8 @@ def header(value: Any, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def shard(name: str, words: str | None, data: bytes) -> None:
-    file_case(f"safetensors: {name}", words, lambda d: (d / "model.safetensors").write_bytes(data))
+def shard(name: str, words: str | None, data: Callable[[], bytes]) -> None:
+    file_case(f"safetensors: {name}", words, lambda d: (d / "model.safetensors").write_bytes(data()))
 
 
 def index(name: str, words: str, value: Any) -> None:
@@ -95,23 +95,33 @@ def index(name: str, words: str, value: Any) -> None:
 
 
 BROKEN = "truncated or not a safetensors file"
-shard("header of 2^63 bytes", BROKEN, struct.pack("<Q", 2**63) + b"{}")
-shard("empty", BROKEN, b"")
-shard("tensor beyond the end", BROKEN, header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}))
-shard("shape that overflows", BROKEN, header({"a": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}))
-shard("negative size", BROKEN, header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"0000"))
-shard("deep header", BROKEN, header(b"[" * 100_000))
-shard("no tensors", "no tensor", header({}))
+shard("header of 2^63 bytes", BROKEN, lambda: struct.pack("<Q", 2**63) + b"{}")
+shard("empty", BROKEN, lambda: b"")
+shard(
+    "tensor beyond the end",
+    BROKEN,
+    lambda: header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+)
+shard(
+    "shape that overflows",
+    BROKEN,
+    lambda: header({"a": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
+)
+shard("negative size", BROKEN, lambda: header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"0000"))
+shard("deep header", BROKEN, lambda: header(b"[" * 100_000))
+shard("no tensors", "no tensor", lambda: header({}))
 shard(
     "100,000 empty tensors",
     "no tensor",
-    header({f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)}),
+    lambda: header({f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)}),
 )
-shard("a name of 2 MB", BROKEN, header({"x" * (2 << 20): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}))
+shard(
+    "a name of 2 MB", BROKEN, lambda: header({"x" * (2 << 20): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+)
 shard(
     "a name that is half a surrogate pair",
     BROKEN + "|no tensor",
-    header(b'{"\\ud800": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}', b"0000"),
+    lambda: header(b'{"\\ud800": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}', b"0000"),
 )
 index("weight_map as a list", "weight_map", {"weight_map": [1]})
 index("a file that is a number", "weight_map", {"weight_map": {"a": 1}})

@@ -164,7 +164,7 @@ def some_tokens(*shape: int, seed: int = 3) -> Tensor:
 
 
 def write_variant(to: Path, variant: str, **changes: Any) -> Path:
-    path = write_tiny_model(to, **VARIANTS[variant], **changes)
+    path = write_tiny_model(to, **{"num_hidden_layers": 2, **VARIANTS[variant], **changes})
     if variant == "qwen2":
         add_vectors(path, {"q_proj.bias": 72, "k_proj.bias": 24, "v_proj.bias": 24, "o_proj.bias": 72})
     if variant == "qwen3":

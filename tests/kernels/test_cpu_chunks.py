@@ -1,6 +1,7 @@
 """Prefill is batch-invariant: a prompt has the same bits in any chunks and beside any other sequences."""
 
 import random
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@cache
 def parts_of(scheme: str, name: str = "llama") -> ModelParts:
+    """A decoder that several tests run. Do not write to it."""
     return random_parts(SPECS[name], None if scheme == "fp16" else scheme)
 
 
@@ -150,7 +153,7 @@ def test_any_chunks_of_every_kind_of_decoder(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize("precision", ["exact", "int8"])
 def test_either_precision(precision: Any, isa: str) -> None:
-    parts = parts_of("fp16")
+    parts = random_parts(SPECS["llama"])
     for part in parts.layers:
         for linear in part.linears().values():
             assert isinstance(linear.weight, Tensor)

@@ -70,12 +70,20 @@ def one_by_one(model: DecoderModel, tokens: Tensor, prompt: int) -> Tensor:
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_dense_step_matches_layers(variant: str, tmp_path: Path, isa: str) -> None:
-    model = open_model(write_variant(tmp_path / "m", variant))
-    tokens = some_tokens(1, 90)  # beyond one run of 64 keys
-    got = fused(model, FusedDecoder(take_apart(model)), tokens, 3)
-    assert error(got, one_by_one(model, tokens, 3)) < TOLERANCE["dense"]
+LONG = some_tokens(1, 80)  # beyond one run of 64 keys and every window
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """A model and what its layers in Python make of LONG: on any instruction set the same."""
+    path = write_variant(tmp_path_factory.mktemp("dense"), request.param)
+    return path, one_by_one(open_model(path), LONG, 3)
+
+
+def test_dense_step_matches_layers(dense: tuple[Path, Tensor], isa: str) -> None:
+    model = open_model(dense[0])
+    got = fused(model, FusedDecoder(take_apart(model)), LONG, 3)
+    assert error(got, dense[1]) < TOLERANCE["dense"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,6 +1,7 @@
 """The C++ step and prompt over pages of 16, 8 and 4 bits against the readable kernels over the same pages."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ FORMATS = ["kv16", "kv8", "kv4", "kv4:group=16,rotate=false,center=false", "kv8:
 TOLERANCE = {16: 1e-4, 8: 2e-3, 4: 1e-2}
 
 
+@cache
 def make(**options: Any) -> DecoderModel:
+    """A random model, for all tests that want the same. Do not write to it."""
     model = build(RandomWeights({**CONFIG, **options}, "rtn:bits=4,group=48", CPU, seed=1), CPU)
     assert isinstance(model.decoder, FusedDecoder)
     return model
@@ -149,7 +152,7 @@ def test_a_row_does_not_depend_on_who_steps_beside_it(
             assert torch.equal(a, b)
 
 
-def test_codes_are_those_of_the_format() -> None:
+def test_codes_are_those_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, fmt = make(), KVFormat(4)
     decoder = model.decoder
@@ -157,7 +160,7 @@ def test_codes_are_those_of_the_format() -> None:
     tokens = torch.randint(0, 300, (64,))
     paged = pages_for(model, fmt, rows=1, width=4)
     decoder.prefill(tokens, 0, paged)
-    model.decoder = "not now"
+    monkeypatch.setattr(model, "decoder", "not now")
     cache = model.new_cache(1, kv=fmt)
     model(tokens[None], cache)
     theirs = cache.layers[0].read(cache.table[0, :4].long())

@@ -70,15 +70,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 CLASSES, CONFIGS = {"GPT2": "GPT2LMHeadModel"}, {"Gemma3": "Gemma3TextConfig"}
-MAIN = ["gpt2", "gemma3"]  # those that are quantized too
+# Those that are quantized too, with fewer layers, of either kind.
+MAIN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2},
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
-def write_random(to: Path, case: str) -> Path:
+def write_random(to: Path, case: str, **changes: Any) -> Path:
     """Save a model of transformers whose every tensor, biases and norms too, is random and matters."""
     family, options = FAMILIES[case]
     torch.manual_seed(7)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(
-        getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**COMMON, **options})
+        getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**COMMON, **options, **changes})
     )
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -95,7 +99,7 @@ def write_random(to: Path, case: str) -> Path:
 @pytest.fixture(scope="module", params=MAIN)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model on disk. Do not write to it."""
-    return write_random(tmp_path_factory.mktemp("family"), request.param)
+    return write_random(tmp_path_factory.mktemp("family"), request.param, **MAIN[request.param])
 
 
 def random_tokens(n: int = TOKENS, batch: int = 1) -> Tensor:

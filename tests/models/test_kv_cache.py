@@ -34,13 +34,15 @@ def in_chunks(model: DecoderModel, tokens: torch.Tensor, sizes: list[int]) -> to
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Path) -> DecoderModel:
-    return load(tiny_model, device="cpu")[0]
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load(write_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2), device="cpu")[0]
 
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
-    path = write_tiny_model(tmp_path_factory.mktemp("windowed"), model_type="mistral", sliding_window=7)
+    path = write_tiny_model(
+        tmp_path_factory.mktemp("windowed"), num_hidden_layers=2, model_type="mistral", sliding_window=7
+    )
     return load(path, device="cpu")[0]
 
 

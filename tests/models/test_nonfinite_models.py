@@ -69,7 +69,11 @@ def write_opt(to: Path) -> Path:
     return to
 
 
-WRITERS = {"llama": write_tiny_model, "opt": write_opt}
+def write_llama(to: Path) -> Path:
+    return write_tiny_model(to, num_hidden_layers=2)
+
+
+WRITERS = {"llama": write_llama, "opt": write_opt}
 
 
 def spoil(path: Path, name: str, at: int | tuple[int, int], value: float) -> None:

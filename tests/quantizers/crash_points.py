@@ -1,10 +1,11 @@
 """Kill a quantizing run at every step that touches the disk, take it up again, and compare with an undisturbed run.
 
-    python crash_points.py SOURCE DIRECTORY fresh|overwrite
+    python crash_points.py SOURCE DIRECTORY
 
 A script of its own, because it forks: a process that has only just loaded torch can be copied in no time, so that every
 step can have its death. A step is a write (which dies half way), an fsync, a rename or a deletion. Prints one JSON
-object: how many deaths there were, and what was wrong after which.
+object for runs into a fresh place and for runs that overwrite: how many deaths there were, and what was wrong after
+which.
 """
 
 import builtins
@@ -23,7 +24,8 @@ from crelle.formats import io
 from crelle.formats.destination import replaced_copies
 from crelle.quantizers.pipeline import quantize
 
-SCHEME, OTHER = "rtn:bits=3,group=16", "rtn:bits=2,group=32"
+SCHEME, OTHER = "rtn:bits=1,group=24", "rtn:bits=2,group=24"
+MODES = ("fresh", "overwrite")
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -87,10 +89,15 @@ def die_at(step: int) -> None:
     io.open = mortal_open  # type: ignore[attr-defined]
 
 
-def main(source: Path, directory: Path, overwrite: bool) -> dict[str, Any]:
+def main(source: Path, directory: Path) -> dict[str, Any]:
     new, old = directory / "new", directory / "old"
     quantize(source, new, SCHEME)
     quantize(source, old, OTHER)
+    return {mode: die_everywhere(source, new, old, directory / mode, mode == "overwrite") for mode in MODES}
+
+
+def die_everywhere(source: Path, new: Path, old: Path, directory: Path, overwrite: bool) -> dict[str, Any]:
+    directory.mkdir()
     wanted, before = contents(new), contents(old)
     wrong: list[str] = []
     deaths = 0
@@ -103,26 +110,29 @@ def main(source: Path, directory: Path, overwrite: bool) -> dict[str, Any]:
             die_at(step)
             quantize(source, out, SCHEME, overwrite=overwrite)
 
-        def again(out: Path = out) -> None:
-            quantize(source, out, SCHEME, resume=True, overwrite=overwrite)
-
-        if in_a_child(dying) == 0:
+        if (code := in_a_child(dying)) == 0:
             break
         deaths += 1
+        if code != -signal.SIGKILL:
+            wrong.append(f"step {deaths}: the run was to be killed and ended with {code}")
+            break
         places = [p for p in (out, *replaced_copies(out)) if p.exists()]
         if overwrite and not any(contents(p) in (before, wanted) for p in places):
             wrong.append(f"step {deaths}: neither the old nor the new one is there")
         if out.exists() and contents(out) not in ([before, wanted] if overwrite else [wanted]):
             wrong.append(f"step {deaths}: something unfinished stands under the name")
         finished = out.exists() and contents(out) == wanted
-        if not finished and (code := in_a_child(again)) != 0:
-            wrong.append(f"step {deaths}: the resumed run ended with {code}")
-        elif contents(out) != wanted:
-            wrong.append(f"step {deaths}: the resumed run gave other bytes")
+        try:
+            if not finished:
+                quantize(source, out, SCHEME, resume=True, overwrite=overwrite)
+            if contents(out) != wanted:
+                wrong.append(f"step {deaths}: the resumed run gave other bytes")
+        except Exception as e:
+            wrong.append(f"step {deaths}: the resumed run ended with {type(e).__name__}: {e}")
         shutil.rmtree(out, ignore_errors=True)
     return {"deaths": deaths, "wrong": wrong}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "overwrite")))
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,6 +1,7 @@
 """AWQ: folding changes no output, scaling and clipping do not lose against rounding, the checkpoint runs as it says."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ TOKENS = torch.randint(256, (6, 40), generator=torch.Generator().manual_seed(1))
 
 def write_model(to: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
     """A tiny model some of whose channels are much larger than others, as in real ones; qwen2 with biases."""
-    write_tiny_model(to, **KINDS[kind])
+    write_tiny_model(to, num_hidden_layers=2, **KINDS[kind])
     tensors = safetensors.torch.load_file(to / "model.safetensors")
     rng = torch.Generator().manual_seed(7)
     for name in [n for n in tensors if "layernorm" in n]:
@@ -86,21 +87,24 @@ def test_the_source_is_not_written_to(model: Path) -> None:
     assert all(torch.equal(weights.read(n), t) for n, t in before.items())
 
 
+@cache
+def layer_errors(model: Path, config: AWQ | RTN) -> dict[str, float]:
+    """Of each linear's output, on full-precision inputs; in units of unscaled outputs."""
+    walk = first_walk(model)
+    if isinstance(config, AWQ):
+        config.before_layer(walk)
+    found = {}
+    for name, linear in walk.full.linears().items():
+        stats = walk.stats(name)
+        found[name] = output_error(config.fit(linear.weight, stats), linear.weight, stats)
+    return found
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_layer_has_less_error_than_rounded(bits: int, clip: bool, model: Path) -> None:
-    def errors(config: AWQ | RTN) -> dict[str, float]:
-        """Of each linear's output, on full-precision inputs; in units of unscaled outputs."""
-        walk = first_walk(model)
-        if isinstance(config, AWQ):
-            config.before_layer(walk)
-        found = {}
-        for name, linear in walk.full.linears().items():
-            stats = walk.stats(name)
-            found[name] = output_error(config.fit(linear.weight, stats), linear.weight, stats)
-        return found
-
-    awq, rtn = errors(AWQ(bits=bits, group=24, clip=clip)), errors(RTN(bits=bits, group=24))
+    awq = layer_errors(model, AWQ(bits=bits, group=24, clip=clip))
+    rtn = layer_errors(model, RTN(bits=bits, group=24))
     # v and up are left out: their rows are scaled for the linear behind them, so their outputs have other units
     stages = [("q_proj", "k_proj"), ("o_proj",), ("gate_proj",), ("down_proj",)]
     ratios = [sum(awq[n] for n in awq if n.endswith(s)) / sum(rtn[n] for n in rtn if n.endswith(s)) for s in stages]

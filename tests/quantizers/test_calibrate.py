@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from conftest import write_tiny_model
 
 from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
 from crelle.engine.quantize import quantize
@@ -21,6 +22,13 @@ from crelle.quantizers.stats import Stats, StatsCollector
 
 CPU = torch.device("cpu")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half as wide as the tiny model, for what depends on bytes and not on sizes. Do not write to it."""
+    sizes = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
+    return write_tiny_model(tmp_path_factory.mktemp("calibrate") / "small", **sizes)
 
 
 def rows(count: int = 6, length: int = 32, seed: int = 0) -> torch.Tensor:
@@ -102,18 +110,18 @@ def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=2"])
-def test_a_calibrated_run_that_died_ends_in_the_same_bytes(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+def test_a_calibrated_run_that_died_ends_in_the_same_bytes(small_model: Path, tmp_path: Path, scheme: str) -> None:
     text = CalibrationData(text=TEXT, rows=4, length=32)
-    quantize(tiny_model, tmp_path / "whole", scheme, text=text, device="cpu")
+    quantize(small_model, tmp_path / "whole", scheme, text=text, device="cpu")
 
     def dying(done: int, total: int, note: str) -> None:
         if note == "model.layers.1":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", progress=dying)
+        quantize(small_model, tmp_path / "again", scheme, text=text, device="cpu", progress=dying)
     assert not (tmp_path / "again").exists()
-    report = quantize(tiny_model, tmp_path / "again", scheme, text=text, device="cpu", resume=True)
+    report = quantize(small_model, tmp_path / "again", scheme, text=text, device="cpu", resume=True)
     assert report.resumed_units == 4  # head, embedding, two layers
     files = {f.name: f.read_bytes() for f in (tmp_path / "whole").iterdir()}
     assert files == {f.name: f.read_bytes() for f in (tmp_path / "again").iterdir()}
@@ -181,9 +189,9 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_bits_reported_are_the_bytes_on_disk(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+def test_the_bits_reported_are_the_bytes_on_disk(small_model: Path, tmp_path: Path, scheme: str) -> None:
     report = quantize(
-        tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
+        small_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"
     )
     checkpoint = Checkpoint(tmp_path / "q")
     coded = {m: spec for m, spec in checkpoint.specs.items() if spec["format"] != "dense"}

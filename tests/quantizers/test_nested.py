@@ -1,5 +1,6 @@
 """Nested planes: one set of codes, a good model at every precision, and the format's promise that planes are shared."""
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -20,11 +21,16 @@ from crelle.quantizers.stats import Stats
 
 def mildly_correlated(K: int, seed: int = 0) -> Stats:
     """Inputs for which error feedback is worth as much as in real layers: a factor of 2 to 3 against rounding."""
+    return stats_of(_mildly_correlated(K, seed).clone())
+
+
+@cache
+def _mildly_correlated(K: int, seed: int) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(4000, K, generator=rng)
     x = x @ (torch.eye(K) + 0.4 * torch.randn(K, K, generator=rng) / K**0.5)
     x = x * (0.5 * torch.randn(K, generator=rng)).exp()
-    return stats_of(x.T @ x / 4000)
+    return x.T @ x / 4000
 
 
 def alone(bits: int, group: int | str, w: Tensor, stats: Stats) -> float:

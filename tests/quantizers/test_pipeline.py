@@ -287,34 +287,57 @@ def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, mon
         quantize(model, tmp_path / "a", SCHEME, resume=True)
 
 
-@pytest.mark.parametrize("mode", ["fresh", "overwrite"])
-def test_death_at_any_step_loses_nothing(tmp_path: Path, mode: str) -> None:
+def test_death_at_any_step_loses_nothing(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "m", num_hidden_layers=2, hidden_size=24, intermediate_size=40, head_dim=4)
     (tmp_path / "work").mkdir()
     script = Path(__file__).with_name("crash_points.py")
-    command = [sys.executable, script, source, tmp_path / "work", mode]
+    command = [sys.executable, script, source, tmp_path / "work"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["deaths"] > 40
-    assert result["wrong"] == []
+    assert result.keys() == {"fresh", "overwrite"}
+    assert result["fresh"]["deaths"] > 40
+    assert result["overwrite"]["deaths"] > result["fresh"]["deaths"]
+    assert {mode: found["wrong"] for mode, found in result.items()} == {"fresh": [], "overwrite": []}
+
+
+STARTER = """
+import os, sys
+import crelle.engine.quantize
+from crelle.cli.main import main
+for _ in range(3):
+    if (pid := os.fork()) == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        try:
+            main()
+        finally:
+            os._exit(0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    if not sys.stdin.readline():
+        break
+"""  # starts the command line three times, each in a process that need not load torch again
 
 
 def test_a_run_killed_at_three_places_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 12, "hidden_size": 96, "intermediate_size": 128, "head_dim": 16}
+    sizes = {"num_hidden_layers": 12, "hidden_size": 48, "intermediate_size": 64, "head_dim": 8}
     source, out = write_tiny_model(tmp_path / "m", **sizes), tmp_path / "out"
-    scheme = "bcq:bits=2,group=48,rounds=5"
-    command = [sys.executable, "-m", "crelle.cli.main", "quantize", source, out, "--scheme", scheme, "--threads", "1"]
+    scheme = "bcq:bits=2,group=24,rounds=5"
+    command = [sys.executable, "-c", STARTER, "quantize", source, out, "--scheme", scheme, "--threads", "1", "--resume"]
     finished = 0
-    for places in (3, 6, 10):
-        run = subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while len(list(tmp_path.glob("out.partial/*.safetensors"))) < places:
-            assert run.poll() is None, "the run ended before it could be killed"
-            time.sleep(0.002)
-        os.kill(run.pid, signal.SIGKILL)
-        assert run.wait() == -signal.SIGKILL
-        assert not out.exists()
-        finished = places
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        for places in (3, 5, 8):
+            run = int(starter.stdout.readline())  # type: ignore[union-attr]
+            while len(list(tmp_path.glob("out.partial/*.safetensors"))) < places:
+                os.kill(run, 0)  # raises if the run ended before it could be killed
+                time.sleep(0.002)
+            os.kill(run, signal.SIGKILL)
+            assert starter.stdout.readline() == f"{-signal.SIGKILL}\n"  # type: ignore[union-attr]
+            assert not out.exists()
+            finished = places
+            starter.stdin.write("\n")  # type: ignore[union-attr]
+            starter.stdin.flush()  # type: ignore[union-attr]
     report = quantize(source, out, scheme, resume=True)
     assert report.resumed_units >= finished - 1  # the journal may not have got as far as the last shard
     quantize(source, tmp_path / "undisturbed", scheme)

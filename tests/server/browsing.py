@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from chromium import ARGUMENTS, chromium, environment
@@ -10,6 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, 
 from crelle.errors import CrelleError
 
 _PATIENCE = 20_000  # milliseconds: machines under load are slow
+_VIEWPORT: Any = {"width": 1100, "height": 720}
 
 expect.set_options(timeout=_PATIENCE)
 
@@ -27,9 +29,19 @@ def launched() -> Iterator[Browser]:
         browser.close()
 
 
+def tab(browser: Browser) -> Page:
+    """Open an empty tab. One does for many tests: starting the processes of another takes longer than most of them."""
+    context = browser.new_context(viewport=_VIEWPORT, color_scheme="light")
+    context.set_default_timeout(_PATIENCE)
+    return context.new_page()
+
+
 @contextmanager
-def watched(browser: Browser, url: str) -> Iterator[Page]:
-    """Open an empty tab; check at the end that it asked nobody but `url` and that nothing went wrong in it."""
+def watched(page: Page, url: str) -> Iterator[Page]:
+    """Check at the end that an empty tab asked nobody but `url` and that nothing went wrong in it; make it empty again.
+
+    Every server has a port and thus an origin of its own, so that what a page stores is not seen by the next one.
+    """
     asked: list[str] = []
     wrong: list[str] = []
 
@@ -37,13 +49,24 @@ def watched(browser: Browser, url: str) -> Iterator[Page]:
         if message.type == "error" and "Failed to load resource" not in message.text:  # a refusal is not a fault
             wrong.append(message.text)
 
-    context = browser.new_context(viewport={"width": 1100, "height": 720}, color_scheme="light")
-    context.set_default_timeout(_PATIENCE)
-    context.on("request", lambda request: asked.append(request.url))
-    context.on("console", hear)
-    context.on("weberror", lambda error: wrong.append(str(error.error)))
-    yield context.new_page()
-    context.close()
+    listeners: dict[Any, Any] = {
+        "request": lambda request: asked.append(request.url),
+        "console": hear,
+        "weberror": lambda error: wrong.append(str(error.error)),
+    }
+    for event, listener in listeners.items():
+        page.context.on(event, listener)
+    try:
+        yield page
+    finally:
+        page.context.set_offline(False)
+        if page.url != "about:blank":
+            page.evaluate("localStorage.clear(), sessionStorage.clear()")
+        page.goto("about:blank")
+        for event, listener in listeners.items():
+            page.context.remove_listener(event, listener)
+        page.set_viewport_size(_VIEWPORT)
+        page.emulate_media(color_scheme="light")
     assert asked
     assert [u for u in asked if not u.startswith((url + "/", "data:"))] == []
     assert wrong == []

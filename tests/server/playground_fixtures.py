@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 import pytest
-from browsing import launched, watched
+from browsing import launched, tab, watched
 from fake_server import FakeServer
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def empty_tab() -> Iterator[Page]:
     with launched() as browser:
-        yield browser
+        yield tab(browser)
 
 
 @pytest.fixture
@@ -21,6 +21,6 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: FakeServer) -> Iterator[Page]:
-    with watched(browser, server.url) as page:
+def page(empty_tab: Page, server: FakeServer) -> Iterator[Page]:
+    with watched(empty_tab, server.url) as page:
         yield page

@@ -186,7 +186,7 @@ def test_bodies_of_8_megabytes_are_read_in_short_calls(kind: str) -> None:
         with suppress(ApiError):
             check(parse(body), schemas.completion(INFO))
 
-    assert min(longest_call(work) for _ in range(2)) < 0.04
+    assert any(longest_call(work) < 0.04 for _ in range(2))
 
 
 def test_large_answers_are_written_in_short_calls() -> None:
@@ -199,7 +199,7 @@ def test_large_answers_are_written_in_short_calls() -> None:
         nonlocal found
         found = encode_large(value)
 
-    assert min(longest_call(work) for _ in range(2)) < 0.02
+    assert any(longest_call(work) < 0.02 for _ in range(2))
     assert json.loads(found) == value
 
 

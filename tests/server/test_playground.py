@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from browsing import ask, eventually, over, visit, watched
 from fake_server import PAGE, FakeServer, content_security_policy
-from playground_fixtures import browser, page, server  # noqa: F401
-from playwright.sync_api import Browser, Page, expect
+from playground_fixtures import empty_tab, page, server  # noqa: F401
+from playwright.sync_api import Page, expect
 from tiny_server import nested_llm, serving, slow_down
 
 from crelle.server.settings import Keys
@@ -299,8 +299,8 @@ def test_gauges_follow_the_server_while_the_page_is_seen(page: Page, server: Fak
 # ---- the real server
 
 
-def test_real_server_serves_the_page_and_answers_it(browser: Browser) -> None:
-    with serving(nested_llm(), keys=Keys.of("s3cret")) as real, watched(browser, real.url) as page:
+def test_real_server_serves_the_page_and_answers_it(empty_tab: Page) -> None:
+    with serving(nested_llm(), keys=Keys.of("s3cret")) as real, watched(empty_tab, real.url) as page:
         slow_down(real.engine, 0.01)
         page.goto(real.url)
         expect(page.locator("#notice")).to_have_text("This server needs an API key. Enter it in the settings.")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from browsing import ask, eventually, over, visit
 from fake_server import FakeServer
-from playground_fixtures import browser, page, server  # noqa: F401
+from playground_fixtures import empty_tab, page, server  # noqa: F401
 from playwright.sync_api import Page, expect
 
 

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""What `Engine.stats` returns and the server's metrics show: queue and pages now, totals since the start."""
 
 from dataclasses import dataclass
 

@@ -13,6 +13,7 @@ so prompts, chunks of prompts and decode tokens go together. Each sequence is co
 depend on the rest of the batch (batch-invariant).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat, KVPages, hadamard, quantize
+from crelle.formats.kv import KVPages, hadamard, quantize
 
 SLAB = 256  # tokens that `attend` dequantizes at one time
 
@@ -44,21 +45,21 @@ def append(
         raise SchemeError(f"keys and values must be {list(wanted)}, got {list(k.shape)} and {list(v.shape)}")
     if center is not None and (not fmt.coded or tuple(center.shape) != wanted[1:]):
         raise SchemeError(f"a centre [{pages.heads}, {pages.head_size}] is for coded pages, not for {fmt}")
-    at = [
-        torch.arange(before, before + end - begin)
-        for before, (begin, end) in zip(_ints(position), _spans(k.shape[0], table, starts), strict=True)
-    ]
-    page = torch.cat([_pages(pages, table[b], t, fmt) for b, t in enumerate(at)])  # [N]
-    place = (torch.cat(at) % fmt.page).to(page.device)
+    at, page = [], []
+    for row, before, (begin, end) in zip(table, _ints(position), _spans(k.shape[0], table, starts), strict=True):
+        at.append(torch.arange(before, before + end - begin))
+        found = _pages(pages, row, before, before + end - begin).repeat_interleave(fmt.page)
+        page.append(found[before % fmt.page :][: end - begin])
+    which, place = (torch.cat(x).to(pages.codes.device) for x in (page, [t % fmt.page for t in at]))  # [N]
     for kind, x in enumerate((k, v)):
         if not fmt.coded:
-            pages.codes[page, kind, :, place] = x.to(pages.codes.dtype)
+            pages.codes[which, kind, :, place] = x.to(pages.codes.dtype)
             continue
         assert pages.words is not None
         x = x.float() - center if kind == 0 and center is not None else x
         codes, words = quantize(hadamard(x, fmt), fmt.bits, fmt.groups(pages.head_size))
-        pages.codes[page, kind, :, place] = codes
-        pages.words[page, kind, :, place] = words
+        pages.codes[which, kind, :, place] = codes
+        pages.words[which, kind, :, place] = words
 
 
 def attend(
@@ -83,73 +84,95 @@ def attend(
         raise SchemeError(f"{H} heads of {D} cannot read pages of {pages.heads} heads of {pages.head_size}")
     scale = D**-0.5 if scale is None else scale
     rotated = (hadamard(q, pages.format) * scale).view(N, pages.heads, H // pages.heads, D)
-    parts = []
+    parts, reader = [], _Reader(pages)
     for b, ((begin, end), length) in enumerate(zip(_spans(N, table, starts), _ints(lengths), strict=True)):
         if length < end - begin:
             raise SchemeError(f"sequence {b} has {length} tokens in all, but asks for {end - begin} new ones")
-        parts.append(_attend_one(rotated[begin:end], pages, table[b], length, window, softcap))
+        parts.append(_attend_one(rotated[begin:end], reader, table[b], length, window, softcap))
     y = hadamard(torch.cat(parts).flatten(1, 2), pages.format)  # [N, H, D]
     return y.to(q.dtype)
 
 
+class _Reader:
+    """Reads slabs of pages and keeps the last one: tokens that are computed one by one read the same pages again."""
+
+    def __init__(self, pages: KVPages) -> None:
+        self.pages = pages
+        self._kept: tuple[list[int], Tensor] | None = None
+
+    def slabs(self, row: Tensor, first: int, length: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Walk through tokens first … length-1 in fixed slabs begin … end-1: begin, end, values [2, Hkv, S, D]."""
+        page = self.pages.format.page
+        step = max(1, SLAB // page) * page
+        for begin in range(first // step * step, length, step):
+            end = min(begin + step, length)
+            yield begin, end, self._read(_pages(self.pages, row, begin, end))[:, :, : end - begin]
+
+    def _read(self, which: Tensor) -> Tensor:
+        names = which.tolist()
+        if self._kept is None or self._kept[0] != names:
+            self._kept = names, self.pages.read(which.to(self.pages.codes.device))
+        return self._kept[1]
+
+
 def _attend_one(
-    q: Tensor, pages: KVPages, row: Tensor, length: int, window: int | None, softcap: float | None
+    q: Tensor, reader: _Reader, row: Tensor, length: int, window: int | None, softcap: float | None
 ) -> Tensor:
     """One sequence: q [T, Hkv, R, D], scaled; R query heads for a key head."""
     T, Hkv, R, D = q.shape
-    query = torch.arange(length - T, length, device=q.device)  # positions
     q = q.permute(1, 2, 0, 3).reshape(Hkv, R * T, D)
     top = q.new_full((Hkv, R * T, 1), -torch.inf)  # greatest score so far
     weight, total = torch.zeros_like(top), torch.zeros_like(q)  # sums of exp(score - top), and of that times v
     first = 0 if window is None else max(0, length - T - window + 1)
-    for key, slab in _slabs(pages, row, first, length):
-        k, v = slab  # [Hkv, S, D]
-        seen = key <= query[:, None]  # [T, S]
-        seen = seen if window is None else seen & (key > query[:, None] - window)
-        raw = q @ k.mT  # [Hkv, R*T, S]
-        raw = raw if softcap is None else softcap * torch.tanh(raw / softcap)
-        if not bool((raw.sum() + v.sum()).isfinite()):
-            raw, v = _poisoned(raw, v, seen.repeat(R, 1))
-        score = raw.masked_fill(~seen.repeat(R, 1), -torch.inf)
-        now = torch.maximum(top, score.amax(-1, keepdim=True))
-        base = now.masked_fill(now == -torch.inf, 0)  # who has seen nothing yet keeps sums of 0
+    for begin, end, (k, v) in reader.slabs(row, first, length):  # k, v [Hkv, S, D]
+        score = q @ k.mT  # [Hkv, R*T, S]
+        score = score if softcap is None else softcap * torch.tanh(score / softcap)
+        hidden = _hidden(range(begin, end), range(length - T, length), window, q.device)
+        hidden = hidden if hidden is None else hidden.repeat(R, 1)
+        if not math.isfinite(score.sum() + v.sum()):
+            score, v = _poisoned(score, v, hidden)
+        if hidden is None:
+            now = base = torch.maximum(top, score.amax(-1, keepdim=True))
+        else:
+            score = score.masked_fill(hidden, -torch.inf)
+            now = torch.maximum(top, score.amax(-1, keepdim=True))
+            base = now.masked_fill(now == -torch.inf, 0)  # who has seen nothing yet keeps sums of 0
         p, keep = torch.exp(score - base), torch.exp(top - base)
         weight, total, top = weight * keep + p.sum(-1, keepdim=True), total * keep + p @ v, now
     return (total / weight).view(Hkv, R, T, D).permute(2, 0, 1, 3)  # [T, Hkv, R, D]
 
 
-def _poisoned(score: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def _hidden(keys: range, queries: range, window: int | None, device: torch.device) -> Tensor | None:
+    """Return which keys each query does not see, bool [T, S], or None where all see all."""
+    if keys.stop <= queries.start + 1 and (window is None or keys.start >= queries.stop - window):
+        return None
+    key, query = (torch.arange(x.start, x.stop, device=device) for x in (keys, queries))
+    later = key > query[:, None]
+    return later if window is None else later | (key <= query[:, None] - window)
+
+
+def _poisoned(score: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scores and values of a slab in which something is not finite: NaN for who sees it, nothing for who does not.
 
     A score of -inf would have the weight 0 and be forgotten, and 0 * NaN is NaN for those who do not see the token.
     """
     lost = ~v.isfinite().all(-1)  # [Hkv, S]
     score = score.masked_fill(~score.isfinite() | lost[:, None], torch.nan)
-    return score.masked_fill(~seen, 0), v.masked_fill(lost[..., None], 0)
+    return score if hidden is None else score.masked_fill(hidden, 0), v.masked_fill(lost[..., None], 0)
 
 
-def _slabs(pages: KVPages, row: Tensor, first: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Walk through tokens first … length-1: their positions [S] and values [2, Hkv, S, D], in fixed slabs."""
-    page = pages.format.page
-    step = max(1, SLAB // page) * page
-    for begin in range(first // step * step, length, step):
-        end = min(begin + step, length)
-        t = torch.arange(begin, end, page)
-        kv = pages.read(_pages(pages, row, t, pages.format))[:, :, : end - begin]
-        yield torch.arange(begin, end, device=kv.device), kv
-
-
-def _pages(pages: KVPages, row: Tensor, token: Tensor, fmt: KVFormat) -> Tensor:
-    """Return the page of each token of a sequence, or say that its table has none."""
-    at = token // fmt.page
-    if len(at) and int(at[-1]) >= len(row):
-        raise CapacityError(f"token {int(token[-1])} needs page {int(at[-1])} of a table of {len(row)} pages")
-    found = row[at.to(row.device)].long()
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < pages.count:
-        raise SchemeError(
-            f"a table names page {int(found.max() if found.min() >= 0 else found.min())} of {pages.count}"
-        )
-    return found.to(pages.codes.device)
+def _pages(pages: KVPages, row: Tensor, begin: int, end: int) -> Tensor:
+    """Return the pages of tokens begin … end-1 of a sequence, or say that its table has none."""
+    if begin == end:
+        return row[:0].long()
+    last = (end - 1) // pages.format.page
+    if last >= len(row):
+        raise CapacityError(f"token {end - 1} needs page {last} of a table of {len(row)} pages")
+    found = row[begin // pages.format.page : last + 1].long()
+    low, high = (int(x) for x in found.aminmax())
+    if not 0 <= low <= high < pages.count:
+        raise SchemeError(f"a table names page {high if low >= 0 else low} of {pages.count}")
+    return found
 
 
 def _spans(N: int, table: Tensor, starts: Integers | None) -> list[tuple[int, int]]:

@@ -21,7 +21,9 @@ _BLOCK = 128  # columns per block: errors reach later blocks by one matrix produ
 def fast_errors(target: Tensor, by: LDLFactor, settings: Sequence[BitConfig]) -> Tensor:
     """Return the error W - Ŵ [settings, R, K] of rows [R, K]: error feedback on affine grids, without refinement."""
     R, K = target.shape
-    grids = [_grid(target, by.cost, s) for s in settings]
+    kinds = [(s.bits, s.group_for(K)) for s in settings]  # in a short row several settings are one
+    made = {kind: _grid(target, by.cost, *kind) for kind in dict.fromkeys(kinds)}
+    grids = [made[kind] for kind in kinds]
     scale, low = (torch.cat([pair[j] for pair in grids])[:, by.order].T.contiguous() for j in (0, 1))  # [K, S R]
     top = torch.tensor([2.0**s.bits - 1 for s in settings], device=target.device).repeat_interleave(R)
     left = _feedback(target[:, by.order].T.repeat(1, len(settings)), by.mix, scale, low, top)
@@ -44,9 +46,9 @@ def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tens
     return left
 
 
-def _grid(w: Tensor, cost: Tensor, s: BitConfig) -> tuple[Tensor, Tensor]:
+def _grid(w: Tensor, cost: Tensor, bits: int, G: int) -> tuple[Tensor, Tensor]:
     """Return scale and lowest level of each weight's group, both [R, K]: clip the range, then regress."""
-    G, K, top = s.group_for(w.shape[1]), w.shape[1], 2.0**s.bits - 1
+    K, top = w.shape[1], 2.0**bits - 1
     g, real = to_groups(w, G)  # [R, C, G]
     h = importances(cost, G)
     padded = torch.zeros_like(g, dtype=torch.bool) if real is None else ~real

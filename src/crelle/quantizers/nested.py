@@ -214,9 +214,8 @@ def _argmin(cost: Tensor) -> Tensor:
             below = first * half
         else:
             a, b = below[:half], below[half:]
-            below = (
-                ((a ^ b) * first).bitwise_xor_(b).add_(first, alpha=half)
-            )  # a where first, else b: torch.where is slow
+            chosen = ((a ^ b) * first).bitwise_xor_(b)  # a where first, else b: torch.where is slow
+            below = chosen.add_(first, alpha=half)
         cost = torch.minimum(low, high)
         half //= 2
     return (levels - 1) - below[0]
