@@ -1,4 +1,4 @@
-"""Tile configs of mixed_gemv.cu: derived from the instruction counts of its loop (bench/tune_mixed.py times others)."""
+"""Tile configs of mixed_gemv.cu: by the instructions of its loop, and for few tiles as bench/tune_mixed.py found."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -53,11 +53,7 @@ def at_a_time(w: MixedWeight, tokens: int, room: int | None = None) -> int:
 def choose(
     w: MixedWeight, tokens: int, processors: int | None = None, room: int | None = None, asynchronous: bool = False
 ) -> MixedTileConfig:
-    """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight.
-
-    Where one thread block on each processor suffices, the next launch's find room beside it and load their weights
-    meanwhile (PDL).
-    """
+    """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight."""
     return _choose(_form(w), tokens, processors or multiprocessors(), room or _room(), asynchronous)
 
 
@@ -68,24 +64,21 @@ def _shared_bytes(form: _Form, tokens: int, c: MixedTileConfig) -> int:
 
 @cache
 def _choose(form: _Form, tokens: int, processors: int, room: int, asynchronous: bool) -> MixedTileConfig:
-    each = -(-form.tiles // processors)
-    few = each if tokens <= 2 and each <= 3 and _most_warps(form.subs, tokens, each, asynchronous) else 0
-
-    def cost(c: MixedTileConfig) -> tuple[float, ...]:
-        rounds = -(-form.tiles // (c.tiles * c.occupancy * processors))
-        turns = -(-form.units // c.warps) if rounds == 1 else form.units / c.warps
-        if few:
-            return turns, c.warps  # what counts is how long a warp takes
-        return rounds * turns * c.warps * (c.tiles + _SHARED_WORK) * c.occupancy, -c.warps * c.occupancy
-
     def fits(c: MixedTileConfig) -> bool:
         if c.warps * c.occupancy > _most_warps(form.subs, tokens, c.tiles, asynchronous):
             return False
         return c.occupancy * (_shared_bytes(form, tokens, c) + 1024) <= room + 1024
 
+    def cost(c: MixedTileConfig) -> tuple[float, ...]:
+        rounds = -(-form.tiles // (c.tiles * c.occupancy * processors))
+        turns = -(-form.units // c.warps) if rounds == 1 else form.units / c.warps
+        return rounds * turns * c.warps * (c.tiles + _SHARED_WORK) * c.occupancy, -c.warps * c.occupancy
+
+    if form.tiles <= 2 * processors and fits(few := MixedTileConfig(1, 10, 2, 2, asynchronous)):
+        return few  # a tile for each thread block, all of them at once
     for occupancy in (2, 1):
         found = []
-        for tiles in (few,) if few else (1, 2, 3) if tokens <= 2 else (1,):
+        for tiles in (1, 2, 3) if tokens <= 2 else (1,):
             for warps in (8, 10, 11, 12, 16):
                 deep = [MixedTileConfig(tiles, warps, s, occupancy, asynchronous) for s in (4, 3, 2) if tiles * s <= 6]
                 found += [c for c in deep if fits(c)][:1]
