@@ -18,28 +18,34 @@ _BIN = 0.45  # how far from its level, in steps, a weight may begin
 
 
 class STEMixed(TrainableWeight):
-    """Parameters in units of what they begin with: weights of their step, scales of themselves."""
+    """Parameters in units of what they begin with: weights of their step, scales of themselves.
+
+    Groups lie in another order than in the matrix, those of 2 bits first. A forward pass asks nothing of the CPU, so
+    that a step of training can be a CUDA graph.
+    """
 
     def __init__(self, start: MixedTensor, weight: Tensor | None = None) -> None:
         """Start from the codes of `start`; `weight` [N, K] gives the initial position of each weight in its bin."""
         super().__init__()
         self.start, self.codes = start, start.codes()
-        self.four = start.four.bool()
+        self.order = start.four.long().argsort(stable=True)  # groups of the matrix, those of 2 bits first
+        self.back = self.order.argsort()
+        self.C2 = len(self.order) - int(start.four.sum())
         self.second_scale = nn.Parameter(torch.ones_like(start.second_scale, dtype=torch.float32))
         self.row_scale = None if start.row_scale is None else nn.Parameter(torch.ones(start.N, device=start.device))
-        self.outliers = None
+        self.outliers = self.places = None
         if start.outlier_values is not None:
-            values = start.dequantize(torch.float32)[start.outlier_places()]  # the weights, not what is added to codes
+            self.places = start.outlier_places()
+            values = start.dequantize(torch.float32)[self.places]  # the weights, not what is added to codes
             self.unit = values.abs().mean().clamp(min=TINY)
             self.outliers = nn.Parameter(values / self.unit)
         with torch.no_grad():
             scale, zero = self._grid()
             step = scale.clamp(min=TINY)
-            codes = torch.zeros(start.N, len(self.four), start.G, device=start.device)
-            codes[:, ~self.four], codes[:, self.four] = self.codes.codes2.float(), self.codes.codes4.float()
+            codes = torch.cat([self.codes.codes2, self.codes.codes4], 1).float()
             w = (codes - zero) * step  # [N, C, G]
             if weight is not None:
-                off = (to_groups(weight.float(), start.G)[0] - w) / step
+                off = (to_groups(weight.float(), start.G)[0][:, self.order] - w) / step
                 w = w + off.clamp_(-_BIN, _BIN) * step
             self.register_buffer("step", step)
             self.w = nn.Parameter((w / step).contiguous())
@@ -61,13 +67,11 @@ class STEMixed(TrainableWeight):
         """Return scale and zero of each group [N, C, 1]."""
         start, (second, row, _) = self.start, self._stored()
         multiple = self.codes.scale_codes + self._of_rows(self.codes.second_zeros)
-        scale = second.new_zeros(start.N, len(self.four))
-        zero = torch.zeros_like(scale)
-        scale[:, ~self.four] = self._of_rows(second) * multiple
-        zero[:, ~self.four] = zero_of(self.codes.zeros)
+        scale, zero = self._of_rows(second) * multiple, zero_of(self.codes.zeros)
         if row is not None and start.row_zero is not None:
-            scale[:, self.four] = row[:, None].expand(-1, int(self.four.sum()))
-            zero[:, self.four] = start.row_zero.float()[:, None]
+            each = (start.N, len(self.order) - self.C2)
+            scale = torch.cat([scale, row[:, None].expand(each)], 1)
+            zero = torch.cat([zero, start.row_zero.float()[:, None].expand(each)], 1)
         return scale[..., None], zero[..., None]
 
     def _of_rows(self, blocks: Tensor) -> Tensor:
@@ -76,28 +80,28 @@ class STEMixed(TrainableWeight):
     def forward(self) -> Tensor:
         start = self.start
         scale, zero = self._grid()
-        parts = torch.empty_like(self.w)
-        for mask, top in ((~self.four, 3), (self.four, 15)):
-            if mask.any():
-                w, step, s = self.w[:, mask], self.step[:, mask], scale[:, mask].clamp(min=TINY)
-                parts[:, mask] = OnGrid.apply(w, step, s, -zero[:, mask] * s, top)  # type: ignore[no-untyped-call]
-        weight = from_groups(parts, start.K)
+        low = -zero * (scale := scale.clamp(min=TINY))
+        parts = []
+        for groups, top in ((slice(0, self.C2), 3), (slice(self.C2, None), 15)):
+            w, step, s = self.w[:, groups], self.step[:, groups], scale[:, groups]
+            if w.shape[1]:
+                parts.append(OnGrid.apply(w, step, s, low[:, groups], top))  # type: ignore[no-untyped-call]
+        weight = from_groups(torch.cat(parts, 1)[:, self.back], start.K)
         outliers = self._stored()[2]
-        if outliers is None:
+        if outliers is None or self.places is None:
             return weight
-        return weight.index_put(start.outlier_places(), outliers)
+        return weight.index_put(self.places, outliers)
 
     @torch.no_grad()
     def export(self) -> MixedTensor:
         start, (second, row, outliers) = self.start, self._stored()
         scale, zero = self._grid()
         q = (self.w * self.step / scale.clamp(min=TINY) + zero).round()
-        two = q[:, ~self.four].clamp(0, 3).to(torch.uint8)
-        four = q[:, self.four].clamp(0, 15).to(torch.uint8)
+        two, four = q[:, : self.C2].clamp(0, 3).to(torch.uint8), q[:, self.C2 :].clamp(0, 15).to(torch.uint8)
         packed = pack(start.packing, self.codes._replace(codes2=two, codes4=four))
         half_row = None if row is None else row.half()
         found = replace(start, packed=packed, second_scale=second.half(), row_scale=half_row)
-        if outliers is None:
+        if outliers is None or self.places is None:
             return found
         dense = replace(found, outlier_values=None).dequantize(torch.float32)
-        return replace(found, outlier_values=(outliers - dense[start.outlier_places()]).half())
+        return replace(found, outlier_values=(outliers - dense[self.places]).half())
