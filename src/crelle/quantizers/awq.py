@@ -63,6 +63,7 @@ class AWQ(GroupedConfig):
             s, vectors = _exact(s, _vector(layer.full, fold.source))
             for block in (layer.full, layer.block):
                 _apply(block, fold, s, vectors)
+            layer.full_changed()
             changed |= vectors
         return changed
 

@@ -5,7 +5,7 @@ inputs that reach it from everything quantized before, so later matrices compens
 
 A token's weight in the sums is 1/|y_t|², y the residual stream after the layer: the next norm divides by it, and
 without it a handful of tokens with huge activations would dominate. In memory: one layer (twice), both hidden states
-[S, T, width], one K² Hessian.
+[S, T, width], what each stage reads in the full-precision layer [S, T, K], one K² Hessian.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,16 +57,21 @@ class Calibrator:
         return self.next < self.model.layers and name == self.model.layer_name(self.next)
 
     @torch.no_grad()
-    def begin(self) -> "LayerCalibration":
-        """Build the next layer and run the full-precision hidden states through it."""
+    def begin(self, stats: bool = True) -> "LayerCalibration":
+        """Build the next layer and run the full-precision hidden states through it; stats: some will be asked for."""
         full, block = self.model.block(self.next), self.model.block(self.next)
+        read: dict[str, list[Tensor]] = {stage[0]: [] for stage in full.stages()} if stats else {}
+        for name, inputs in read.items():
+            full.linears()[name].watch = inputs.append
         after = self._through(full, self.hidden.full)
-        return LayerCalibration(self, full, block, after)
+        for name in read:
+            full.linears()[name].watch = None
+        return LayerCalibration(self, full, block, after, read)
 
     @torch.no_grad()
     def skip(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
         """Run through a layer that an earlier run has already quantized."""
-        layer = self.begin()
+        layer = self.begin(stats=False)
         layer.put(fitted, vectors)
         layer.end()
 
@@ -78,9 +83,11 @@ class Calibrator:
 class LayerCalibration:
     """Calibration of one layer: its full-precision and its quantized copy, and the hidden states before it."""
 
-    def __init__(self, calibrator: Calibrator, full: Block, block: Block, after: Tensor) -> None:
+    def __init__(
+        self, calibrator: Calibrator, full: Block, block: Block, after: Tensor, read: Mapping[str, list[Tensor]]
+    ) -> None:
         self.full, self.block, self.after = full, block, after
-        self._calibrator = calibrator
+        self._calibrator, self._read = calibrator, dict(read)
         weight = after.square().mean(-1).clamp(min=1e-12).reciprocal_()  # [S, T]
         self._token_weight = (weight / weight.mean()).sqrt_()
 
@@ -104,11 +111,18 @@ class LayerCalibration:
         """Return the stats of the input of one linear, as the block stands now."""
         K = self.block.linears()[name].weight.shape[1]
         collector = StatsCollector(K, self._calibrator.device, cross=True)
-        for weight, full, quantized in self._batches():
+        read = self._read.get(name, [])
+        known = len(read) * self._calibrator.batch >= len(self.hidden.full)  # not where an expert missed a batch
+        for i, (weight, full, quantized) in enumerate(self._batches()):
             with half_products(self._calibrator.device, self._calibrator.half):
-                x, x_full = _input(self.block, name, quantized), _input(self.full, name, full)
+                x = _input(self.block, name, quantized)
+                x_full = read[i] if known else _input(self.full, name, full)
             collector.add(weight[..., None] * x, weight[..., None] * x_full)
         return collector.stats()
+
+    def full_changed(self) -> None:
+        """Forget what the full-precision layer's linears read: it has been changed."""
+        self._read.clear()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         size = self._calibrator.batch
