@@ -1,11 +1,12 @@
 """Which groups deserve 4 bits, and where outliers come from: the ablation of the 2/4/16-bit paper (Table 4), in kind.
 
-    python bench/mixed_ablation.py stories15M|smollm2 OUT.json DATA [--only inter,random] [--tokens N]
+    python bench/mixed_ablation.py stories15M|smollm2 OUT.json DATA [--only inter,random] [--tokens N] [--repeat 3]
 
 At the same share of 4-bit groups, hence at equal bits: chosen within each matrix by sensitivity, range, the Hessian's
 diagonal alone or at random; or whole layers (all matrices of every fourth, or tenth, layer). And outliers: from 2-bit
-groups only, or from all. Nothing is trained. Rows are added to OUT.json as they are done, so a run can be stopped and
-gone on with; OUT.png is drawn at the end.
+groups only, or from all. Nothing is trained. Two runs of error feedback that differ in the least thing end at other
+perplexities, so each is made --repeat times, with other values of `damp`; what counts is the mean. Rows are added to
+OUT.json as they are done, so a run can be stopped and gone on with; OUT.png is drawn at the end.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from quality import CASES, crelle, layer_bits
 
 SHARES = {0.10: "about 2.6 bits", 0.25: "about 2.85 bits"}
 RANKS = ("sensitivity", "range", "hessian", "random")
+DAMPS = (0.01, 0.007, 0.014, 0.005, 0.02, 0.0085, 0.012)  # of the repetitions
 
 
 def cases(layers: int) -> dict[str, tuple[str, dict[str, str]]]:
@@ -64,12 +66,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of the names of rows to make, with commas")
     parser.add_argument("--tokens", type=int, help="of the test text; default: as bench/quality.py")
     parser.add_argument("--rows", type=int, help="calibration sequences; default: as bench/quality.py")
+    parser.add_argument("--repeat", type=int, default=3, choices=range(1, len(DAMPS) + 1), metavar="N")
     args = parser.parse_args()
     case: dict[str, Any] = CASES[args.model]
     source = smollm2() if args.model == "smollm2" else args.data / "stories15M"
     file, context, tokens = case["test"]
     tokens, rows = args.tokens or tokens, args.rows or case["rows"]
     command = f"python bench/mixed_ablation.py {args.model} OUT.json DATA --tokens {tokens} --rows {rows}"
+    command += f" --repeat {args.repeat}"
     result = {"rows": [], "model": args.model}
     if args.out.exists():
         result = json.loads(args.out.read_text())
@@ -88,15 +92,19 @@ def main() -> None:
     for name, (scheme, overrides) in cases(len(read_spec(open_weights(source)).layers)).items():
         if name in done or (wanted and not any(part in name for part in wanted)):
             continue
-        with tempfile.TemporaryDirectory() as d:
-            made = Path(d) / "out"
-            changed = [part for pattern, other in overrides.items() for part in ("--override", f"{pattern}={other}")]
-            sizes = ("--rows", rows, "--length", case["length"])
-            calib = ("--calib", args.data / "text" / case["calib"])
-            report = crelle("quantize", source, made, "--scheme", scheme, *changed, *calib, *sizes)
-            found = perplexity(made)
-            row = {"name": name, "scheme": scheme, "overrides": overrides, "seconds": report["seconds"]}
-            row |= {"bits_per_weight": layer_bits(made), "perplexity": found, "ratio": found / result["fp32"]}
+        row = {"name": name, "scheme": scheme, "overrides": overrides, "seconds": 0.0, "perplexities": []}
+        for damp in DAMPS[: args.repeat]:
+            with tempfile.TemporaryDirectory() as d:
+                made = Path(d) / "out"
+                others = [("--override", f"{pattern}={other},damp={damp}") for pattern, other in overrides.items()]
+                sizes = ("--rows", rows, "--length", case["length"])
+                calib = ("--calib", args.data / "text" / case["calib"])
+                options = [part for pair in others for part in pair]
+                report = crelle("quantize", source, made, "--scheme", f"{scheme},damp={damp}", *options, *calib, *sizes)
+                row["perplexities"].append(perplexity(made))
+                row |= {"seconds": row["seconds"] + report["seconds"], "bits_per_weight": layer_bits(made)}
+        found = sum(row["perplexities"]) / args.repeat
+        row |= {"perplexity": found, "ratio": found / result["fp32"]}
         result["rows"].append(row)
         write_whole(args.out, (json.dumps(result, indent=2) + "\n").encode())
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "overrides"}, flush=True)
