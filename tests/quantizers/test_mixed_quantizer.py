@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import write_tiny_model
 from torch import Tensor
 
-from crelle import LLM, CalibrationData, quantize
+from crelle import LLM, CalibrationData, Sampling, quantize
 from crelle.errors import SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.formats.checkpoint import Checkpoint
@@ -173,3 +174,22 @@ def test_settings_of_training_are_part_of_the_scheme() -> None:
     assert str(parse("mixed:group=16,tune=short,steps=8")) == "mixed:group=16,tune=short,steps=8"
     with pytest.raises(SchemeError, match="steps"):
         parse("mixed:steps=-1")
+
+
+def test_the_estimate_for_a_search_is_the_fit_without_refinement() -> None:
+    w, stats = layer(48, 192)
+    config = Mixed(four=0.2, outliers=0.003, refine=0)
+    target, _, by = config.wanted(w, stats)
+    guessed = target - config.row_errors(target, by)
+    torch.testing.assert_close(guessed, config.fit(w, stats).dequantize(torch.float32), rtol=2e-3, atol=1e-4)
+
+
+def test_auto_takes_mixed_matrices_where_they_lose_less(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+    model = write_tiny_model(tmp_path / "m", num_hidden_layers=2, **sizes)
+    text = CalibrationData(text="The cat sat on the mat, and then it went home. " * 30, rows=6, length=32)
+    report = quantize(model, tmp_path / "q", "auto:bits=2.8,tune=none", text=text, device="cpu")
+    assert report.bits_per_weight <= 2.8
+    formats = [spec["format"] for spec in Checkpoint(tmp_path / "q").specs.values()]
+    assert "mixed" in formats
+    assert LLM.load(tmp_path / "q", device="cpu").generate("a", Sampling(max_tokens=3)).tokens

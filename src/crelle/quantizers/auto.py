@@ -1,6 +1,7 @@
 """The recommended recipe: `auto:bits=X` is the best model we can make in at most X bits per weight.
 
-    1. mixed precision           bits and group of every matrix, on affine grids (crelle.quantizers.search)
+    1. mixed precision           bits and group of every matrix, on affine grids, or 2 and 4 bits in one matrix
+                                 (crelle.quantizers.search, crelle.quantizers.mixed)
     2. codes                     GPTQ that also compensates the error of its inputs, refined (crelle.quantizers.gptq)
     3. block by block            weights, scales and lows trained with an STE (crelle.quantizers.training)
     4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.training)
@@ -17,13 +18,18 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.fast_error import Setting
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.layer_api import CalibrationModel, Progress
+from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.search import ParetoFront
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.trained import TrainedConfig, Tune
 
+# Matrices of 2- and 4-bit groups, 2.5 to 3.6 bits per weight: less loss there than affine grids, whose f16 scales for
+# small groups are a good part of the bits.
+MIXED = tuple(Mixed(group=16, four=four, outliers=0) for four in (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7))
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
 
 
@@ -66,7 +72,8 @@ class Auto(TrainedConfig, GroupedConfig):
         """Return the scheme of every matrix, by module; empty where there is nothing to choose."""
         if not self.search:
             return {}
-        measured = sensitivities(model, rows, candidates(self.bits), device=device, seed=self.seed, progress=progress)
+        settings: tuple[Setting, ...] = (*candidates(self.bits), *(MIXED if 2 <= self.bits <= 4 else ()))
+        measured = sensitivities(model, rows, settings, device=device, seed=self.seed, progress=progress)
         front = ParetoFront(measured)
         return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
 

@@ -5,16 +5,37 @@ in which the settings are additional rows. The error comes within a fifth of GPT
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from crelle.quantizers.base import BitConfig
+from crelle.formats.base import Spec
+from crelle.quantizers.base import BitConfig, Group
 from crelle.quantizers.gptq_solver import LDLFactor
 from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
 _BLOCK = 128  # columns per block: errors reach later blocks by one matrix product
+
+
+class Candidate(Protocol):
+    """A config that a search may choose for a matrix as it is, beside bits and groups of its recipe."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    def storage(self, shape: tuple[int, int]) -> Spec: ...
+
+    def row_errors(self, target: Tensor, by: LDLFactor) -> Tensor:
+        """Return a fast estimate of the error W - Ŵ of some rows [R, K] of a matrix."""
+        ...
+
+
+Setting = BitConfig | Candidate
 
 
 @torch.no_grad()

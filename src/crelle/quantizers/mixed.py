@@ -16,7 +16,7 @@ For comparisons: `rank` = range (of the group's weights), hessian (without the w
 `exclusive=false` takes the outliers from all groups.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -119,6 +119,11 @@ class Mixed(TrainedConfig, HessianConfig):
         four = torch.zeros(C, dtype=torch.bool, device=target.device)
         four[score.topk(self.counts(K)[1]).indices] = True
         return four
+
+    def row_errors(self, target: Tensor, by: LDLFactor) -> Tensor:
+        """Return the error W - Ŵ of some rows [R, K], without refinement: a fast estimate, for a search."""
+        fit = replace(self, refine=0).fit_rows_of(target, by, self.assign(target, by))
+        return target - fit.weight()
 
     def counts(self, K: int) -> tuple[int, int]:
         """Return how many groups K inputs have, and how many of them are 4-bit."""

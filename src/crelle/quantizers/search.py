@@ -20,11 +20,12 @@ import numpy as np
 from crelle.errors import SchemeError
 from crelle.formats.base import format_of
 from crelle.quantizers.base import BitConfig, GroupedConfig
+from crelle.quantizers.fast_error import Setting
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.sensitivity import Sensitivity
 
 Per = Literal["matrix", "kind"]
-Sizes = Mapping[str, Mapping[BitConfig, int]]  # bits of each module at each setting
+Sizes = Mapping[str, Mapping[Setting, int]]  # bits of each module at each setting
 
 RECIPE = GPTQ(free=True)
 _UNITS = 1 << 18
@@ -35,15 +36,15 @@ def kind_of(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def stored_bits(recipe: GroupedConfig, setting: BitConfig, shape: tuple[int, int]) -> int:
+def stored_bits(recipe: GroupedConfig, setting: Setting, shape: tuple[int, int]) -> int:
     """Return the bits that a matrix [N, K] takes at a setting, every scale counted: N times those of one row."""
-    spec = recipe.storage_at(setting, shape)
+    spec = recipe.storage_at(setting, shape) if isinstance(setting, BitConfig) else setting.storage(shape)
     return shape[0] * format_of(spec).row_bits(spec)
 
 
-def sizes_of(sensitivities: Sequence[Sensitivity], recipe: GroupedConfig = RECIPE) -> dict[str, dict[BitConfig, int]]:
+def sizes_of(sensitivities: Sequence[Sensitivity], recipe: GroupedConfig = RECIPE) -> dict[str, dict[Setting, int]]:
     """Return the bits of every matrix at every setting that was measured."""
-    known: dict[tuple[BitConfig, tuple[int, int]], int] = {}
+    known: dict[tuple[Setting, tuple[int, int]], int] = {}
     for one in sensitivities:
         for setting in one.losses:
             if (setting, one.shape) not in known:
@@ -55,7 +56,7 @@ def sizes_of(sensitivities: Sequence[Sensitivity], recipe: GroupedConfig = RECIP
 class Plan:
     """A setting for every matrix."""
 
-    choices: dict[str, BitConfig]
+    choices: dict[str, Setting]
     bits_per_weight: float  # over these matrices, every scale counted
     loss: float  # predicted increase
     recipe: GroupedConfig = RECIPE
@@ -71,8 +72,8 @@ class Plan:
         """Every module with its scheme, for `crelle quantize --override` and `quantize(overrides=...)`."""
         return {module: self._at(setting) for module, setting in self.choices.items()}
 
-    def _at(self, setting: BitConfig) -> str:
-        return str(self.recipe.at(setting))
+    def _at(self, setting: Setting) -> str:
+        return str(self.recipe.at(setting) if isinstance(setting, BitConfig) else setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class _Item:
     """Matrices that share one setting, with its Pareto-optimal settings: larger ones lose less."""
 
     modules: tuple[str, ...]
-    settings: tuple[BitConfig, ...]
+    settings: tuple[Setting, ...]
     sizes: tuple[int, ...]  # ascending
     losses: tuple[float, ...]  # descending
 
@@ -146,7 +147,7 @@ class ParetoFront:
         return self._plan(min(room // self._unit, len(self._best) - 1))
 
     def _plan(self, room: int) -> Plan:
-        choices: dict[str, BitConfig] = {}
+        choices: dict[str, Setting] = {}
         bits, loss = 0, 0.0
         for item, picks in zip(reversed(self._items), self._picks[::-1], strict=True):
             s = int(picks[room])
@@ -172,9 +173,8 @@ def _items(sensitivities: Sequence[Sensitivity], sizes: Sizes, per: Per) -> list
     items = []
     for name, members in together.items():
         common = [s for s in members[0].losses if all(s in m.losses for m in members)]
-        options = sorted(
-            (sum(sizes[m.module][s] for m in members), sum(m.losses[s] for m in members), s) for s in common
-        )
+        every = [(sum(sizes[m.module][s] for m in members), sum(m.losses[s] for m in members), s) for s in common]
+        options = sorted(every, key=lambda option: option[:2])
         if not all(math.isfinite(loss) for _, loss, _ in options) or not options:
             raise SchemeError(f"the sensitivities of '{name}' are not all finite; the model or its text may be broken")
         useful = [options[0]]
@@ -199,7 +199,7 @@ def choose(
 
 
 def uniform(
-    sensitivities: Sequence[Sensitivity], setting: BitConfig, sizes: Sizes | None = None, recipe: GroupedConfig = RECIPE
+    sensitivities: Sequence[Sensitivity], setting: Setting, sizes: Sizes | None = None, recipe: GroupedConfig = RECIPE
 ) -> Plan:
     """Return the plan with one setting for all, to compare with."""
     sizes = sizes or sizes_of(sensitivities, recipe)

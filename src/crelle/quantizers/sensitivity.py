@@ -26,7 +26,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.quantizers.base import BitConfig
-from crelle.quantizers.fast_error import fast_errors
+from crelle.quantizers.fast_error import Setting, fast_errors
 from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.grouping import require_finite
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, TrainableLinear, half_products
@@ -55,13 +55,13 @@ class Sensitivity:
 
     module: str
     shape: tuple[int, int]
-    losses: dict[BitConfig, float]
+    losses: dict[Setting, float]
 
 
 def sensitivities(
     model: CalibrationModel,
     tokens: Tensor,
-    settings: Sequence[BitConfig] = CANDIDATES,
+    settings: Sequence[Setting] = CANDIDATES,
     *,
     measure: Measure = "fisher",
     weight_rows: int = 128,  # of each matrix
@@ -208,7 +208,7 @@ def _back(
 @torch.no_grad()
 def _stage(
     stage: Sequence[tuple[TrainableLinear, GradientStats]],
-    settings: Sequence[BitConfig],
+    settings: Sequence[Setting],
     weight_rows: int,
     rng: torch.Generator,
 ) -> list[Sensitivity]:
@@ -216,12 +216,16 @@ def _stage(
     by = factor(stage[0][1].calibrated / stage[0][1].tokens, 0.01, act_order=True)
     picks = [_pick(stats.importance, weight_rows, rng) for _, stats in stage]
     target = torch.cat([require_finite(m.weight)[rows] for (m, _), (rows, _) in zip(stage, picks, strict=True)])
-    changes = torch.split(fast_errors(target, by, settings), [len(rows) for rows, _ in picks], 1)
+    grids = [s for s in settings if isinstance(s, BitConfig)]
+    others = [s for s in settings if not isinstance(s, BitConfig)]
+    counts = [len(rows) for rows, _ in picks]
+    changes = zip(torch.split(fast_errors(target, by, grids), counts, 1), torch.split(target, counts), strict=True)
     found = []
-    for (linear, stats), change, (_, share) in zip(stage, changes, picks, strict=True):
+    for (linear, stats), (change, own), (_, share) in zip(stage, changes, picks, strict=True):
+        change = torch.cat([change, *(s.row_errors(own, by)[None] for s in others)])
         errors = ((change @ stats.weighted) * change).sum(-1).double()  # [settings, rows]
         losses = (0.5 * errors @ share.double()).clamp(min=0).tolist()
-        found.append(Sensitivity(linear.name, _shape(linear), dict(zip(settings, losses, strict=True))))
+        found.append(Sensitivity(linear.name, _shape(linear), dict(zip([*grids, *others], losses, strict=True))))
     return found
 
 
