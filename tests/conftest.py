@@ -205,6 +205,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same half as wide, for what depends on bytes and not on sizes. Do not write to it."""
+    sizes = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "small", **sizes)
+
+
 @pytest.fixture(params=cpu.core().isas() if cpu.available() is None else [])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on every instruction set that this machine has."""

@@ -4,17 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import write_tiny_model
 from in_process import run, succeed
 
 SMALL = ("--rows", "4", "--length", "32")
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half as wide as the tiny model. Do not write to it."""
-    sizes = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
-    return write_tiny_model(tmp_path_factory.mktemp("calibrated") / "small", **sizes)
 
 
 def test_without_a_text_the_model_writes_its_own(small_model: Path, tmp_path: Path) -> None:

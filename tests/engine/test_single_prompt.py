@@ -14,7 +14,7 @@ from crelle.engine.engine import Engine
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.scheduler import Step
 
-LONG = Sampling(max_tokens=700)
+LONG = Sampling(max_tokens=1500)
 WARM = Sampling(max_tokens=40, temperature=1.0, seed=3)
 
 
@@ -68,11 +68,11 @@ def test_the_cache_is_as_large_as_the_sequence_needs(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_grows_keeps_what_it_holds(llm: LLM) -> None:
-    want = Engine(llm, pages=100).add("Hello", LONG)
+    want = Engine(llm, pages=200).add("Hello", LONG)
     for _ in want:
         pass
     assert llm.generate("Hello", LONG).tokens == want.outputs[0].completion.tokens
-    assert idle(llm).blocks.pages * llm.kv.page >= 700
+    assert idle(llm).blocks.pages * llm.kv.page >= 1500
 
 
 def test_a_stream_that_is_closed_or_dropped_frees_its_sequence(llm: LLM) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import write_tiny_model
 
 from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
 from crelle.engine.quantize import quantize
@@ -22,13 +21,6 @@ from crelle.quantizers.stats import Stats, StatsCollector
 
 CPU = torch.device("cpu")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half as wide as the tiny model, for what depends on bytes and not on sizes. Do not write to it."""
-    sizes = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
-    return write_tiny_model(tmp_path_factory.mktemp("calibrate") / "small", **sizes)
 
 
 def rows(count: int = 6, length: int = 32, seed: int = 0) -> torch.Tensor:

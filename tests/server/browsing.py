@@ -38,7 +38,7 @@ def tab(browser: Browser) -> Page:
 
 @contextmanager
 def watched(page: Page, url: str) -> Iterator[Page]:
-    """Check at the end that an empty tab asked nobody but `url` and that nothing went wrong in it; make it empty again.
+    """Check at the end that an empty tab asked no server but `url` and that nothing went wrong; make it empty again.
 
     Every server has a port and thus an origin of its own, so that what a page stores is not seen by the next one.
     """

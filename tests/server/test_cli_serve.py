@@ -18,8 +18,6 @@ from conftest import Run
 from in_process import run
 from tiny_server import nested_llm, nested_model
 
-import crelle.server.app
-import crelle.server.run
 from crelle import Sampling
 
 
@@ -120,15 +118,15 @@ def test_banner_says_what_is_served_and_where() -> None:
     assert "sesame" not in said + out + log
 
 
-def test_mistakes_are_one_sentence(crelle: Run, crelle_process: Run) -> None:
+def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        cases: list[tuple[Run, tuple[object, ...], str]] = [
-            (crelle_process, ("--port", port), "in use; --port takes another"),
-            (crelle, ("--host", "no-such-host.invalid"), "cannot listen on no-such-host.invalid"),
-        ]
-        for run, options, says in cases:
-            done = run("serve", nested_model(), *options)
+        cases = {
+            ("--port", port): "in use; --port takes another",
+            ("--host", "no-such-host.invalid"): "cannot listen on no-such-host.invalid",
+        }
+        for options, says in cases.items():
+            done = crelle_process("serve", nested_model(), *options)
             assert (done.returncode, done.stdout) == (2, "")
             assert re.search(says, done.stderr), done.stderr
             assert len(done.stderr.strip().splitlines()) == 1
@@ -149,14 +147,11 @@ def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -
     assert says in result.err
 
 
-def test_without_aiohttp_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = crelle.server.run, crelle.server.app  # loaded: what is loaded without aiohttp is forgotten again
-    for name in [name for name in sys.modules if name.split(".")[0] == "aiohttp" or name.startswith("crelle.server")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.setattr(crelle, "server", crelle.server)
-    done = run("serve", "x")
-    assert done.code == 2
-    assert "pip install 'crelle[server]'" in done.err
-    monkeypatch.undo()
-    assert (crelle.server.run, crelle.server.app) == before
+def test_without_aiohttp_the_remedy_is_named() -> None:
+    code = (
+        "import sys; sys.modules['aiohttp'] = None; sys.argv = ['crelle', 'serve', 'x']\n"
+        "from crelle.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install 'crelle[server]'" in done.stderr
