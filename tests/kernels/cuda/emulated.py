@@ -47,6 +47,9 @@ class EmulatedKernel:
             if a is None or isinstance(a, Tensor):
                 kinds += "p"
                 values.append(ctypes.c_void_p(0 if a is None else a.data_ptr()))
+            elif isinstance(a, bytes):  # a struct by value
+                kinds += "b"
+                values.append(ctypes.c_char_p(a))
             else:
                 kinds += "f" if isinstance(a, float) else "i"
                 values.append(ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a))
@@ -55,10 +58,12 @@ class EmulatedKernel:
 
 @cache
 def _built(file: str, expression: str, kinds: str) -> ctypes.CDLL:
-    names = {"p": "Pointer", "i": "int", "f": "float"}
+    names = {"p": "Pointer", "b": "Struct", "i": "int", "f": "float"}
     arguments = ", ".join(f"a{i}" for i in range(len(kinds)))
     parameters = "".join(f", {names[k]} a{i}" for i, k in enumerate(kinds))
     anything = "struct Pointer { void *p; template <typename T> operator T *() const { return (T *)p; } };\n"
+    anything += "#include <cstring>\nstruct Struct { const void *p; template <typename T> operator T() const"
+    anything += " { T v; memcpy(&v, p, sizeof v); return v; } };\n"
     main = _MAIN.format(file=file, expression=expression, arguments=arguments, parameters=parameters)
     sources = {p.name: p.read_text() for p in EMULATOR.iterdir()}
     for name in jit._sources(file):

@@ -45,7 +45,7 @@ def shared_bytes(w: MixedWeight, tokens: int, c: MixedTileConfig) -> int:
 
 def at_a_time(w: MixedWeight, tokens: int, room: int | None = None) -> int:
     """Return how many tokens one launch takes: no more than are there, or than shared memory holds."""
-    form, least, room = _form(w), MixedTileConfig(1, 8, 2, 1), room or _room()
+    form, least, room = _form(w), MixedTileConfig(1, 8, 2, 1), room or room_of_device()
     fitting = [m for m in TOKENS if m == 1 or _shared_bytes(form, m, least) <= room]
     return next((m for m in fitting if m >= tokens), fitting[-1])
 
@@ -54,7 +54,7 @@ def choose(
     w: MixedWeight, tokens: int, processors: int | None = None, room: int | None = None, asynchronous: bool = False
 ) -> MixedTileConfig:
     """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight."""
-    return _choose(_form(w), tokens, processors or multiprocessors(), room or _room(), asynchronous)
+    return _choose(_form(w), tokens, processors or multiprocessors(), room or room_of_device(), asynchronous)
 
 
 def _shared_bytes(form: _Form, tokens: int, c: MixedTileConfig) -> int:
@@ -98,7 +98,8 @@ def _most_warps(subs: int, tokens: int, tiles: int, asynchronous: bool) -> int:
     return 22 if tokens <= 2 and subs == 1 else 20
 
 
-def _room() -> int:
+def room_of_device() -> int:
+    """Bytes of shared memory that a thread block may have on the current device."""
     return _room_of(torch.cuda.current_device())
 
 

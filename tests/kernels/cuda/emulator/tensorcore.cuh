@@ -1,4 +1,4 @@
-// The warp's matrix instruction m16n8k16, for tests on a CPU. Stands in for csrc/tensorcore.cuh.
+// The warp's matrix instructions m16n8k16 and m16n8k32, for tests on a CPU. Stands in for csrc/tensorcore.cuh.
 #pragma once
 #include "types.cuh"
 
@@ -37,6 +37,36 @@ inline void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, 
   });
   memcpy(d, emulator.out[me], sizeof d);
 }
+
+inline void multiply_u8(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+  const int me = emulator.current;
+  const uint32 mine[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(emulator.in[me], mine, sizeof mine);
+  memcpy(emulator.in[me] + 3, d, sizeof d);
+  with_warp([](int first) {
+    static int a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      unsigned char r[6][4];
+      memcpy(r, emulator.in[first + lane], sizeof r);
+      for (int i = 0; i < 4; i++) {
+        a[g][4 * t + i] = r[0][i], a[g + 8][4 * t + i] = r[1][i];
+        a[g][4 * t + 16 + i] = r[2][i], a[g + 8][4 * t + 16 + i] = r[3][i];
+        b[4 * t + i][g] = (signed char)r[4][i], b[4 * t + 16 + i][g] = (signed char)r[5][i];
+      }
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      int sums[4];
+      memcpy(sums, emulator.in[first + lane] + 3, sizeof sums);
+      for (int j = 0; j < 4; j++)
+        for (int k = 0; k < 32; k++) sums[j] += a[g + j / 2 * 8][k] * b[k][2 * t + j % 2];
+      memcpy(emulator.out[first + lane], sums, sizeof sums);
+    }
+  });
+  memcpy(d, emulator.out[me], sizeof d);
+}
+inline uint32 multiply_add(uint32 a, uint32 b, uint32 c) { return a * b + c; }
 
 template <typename T>
 inline uint32 pair(float first, float second) {

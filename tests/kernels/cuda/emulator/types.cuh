@@ -19,6 +19,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static
 #define __restrict__
+#define __grid_constant__
 #define __CUDA_ARCH__ 800
 
 struct uint2 {

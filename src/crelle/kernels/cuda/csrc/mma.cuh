@@ -1,4 +1,4 @@
-// The 16-bit tensor core instruction of a warp, m16n8k16.
+// The tensor core instructions of a warp: 16-bit floats, m16n8k16, and bytes, m16n8k32.
 #pragma once
 #include "types.cuh"
 
@@ -25,6 +25,23 @@ __device__ __forceinline__ void multiply<bfloat16>(float (&d)[4], uint32 a0, uin
       "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same for a [16, 32] of u8, b [32, 8] of s8 and s32 sums: a lane's pairs are four bytes, from columns or rows 4t
+// and 4t + 16 on.
+__device__ __forceinline__ void multiply_u8(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                            uint32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, "
+      "%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3]));
+}
+
+// a b + c on the units that multiply, which the compiler would turn into a shift on the busier ones.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, uint32 b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
 }
 
 }  // namespace crelle

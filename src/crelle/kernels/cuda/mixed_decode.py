@@ -1,0 +1,124 @@
+"""Launches mixed_decode.cu: one token through up to three mixed 2/4-bit matrices, norm or activation included.
+
+    y = product(x, [q, k, v], x.dtype, "RMS_NORM", norm, None, 1e-5)      # one launch, [1, outputs of all]
+
+The matrices read the same input and may differ in the groups that have 4 bits. `supports` says what it does not take;
+mixed_gemv.py does that in two launches.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.activations import Prologue, width
+from crelle.kernels.cuda.bmma_gemv import C_TYPES
+from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.mixed_config import room_of_device
+from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
+
+MOST = 3  # matrices of a launch
+_MATRIX = struct.Struct("7P5if2i")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Tile config of mixed_decode.cu; its template parameters, and its grid."""
+
+    tiles: int  # of 16 rows that a thread block has at a time
+    warps: int  # that take turns at the units of inputs
+    stages: int  # of a warp's load pipeline
+    occupancy: int  # thread blocks that have registers on a multiprocessor: more than `blocks` lets the next launch in
+    blocks: int = 1  # for each multiprocessor
+
+
+def supports(x: Tensor, weights: Sequence[MixedWeight], op: Prologue = "PLAIN", *others: Tensor | None) -> bool:
+    """Whether one launch does it; `others`: norm, shift, biases, residual."""
+    if x.shape[0] != 1 or not 1 <= len(weights) <= MOST or any(w.subs != 1 for w in weights):
+        return False
+    K = x.shape[1] // width(op)
+    inputs = [t for t in (x, *others) if t is not None]
+    aligned = K % 8 == 0 and x.is_contiguous() and all(t.data_ptr() % 16 == 0 for t in inputs)
+    return aligned and all(t.dtype == x.dtype for t in inputs) and token_bytes(weights) <= room_of_device() // 2
+
+
+def token_bytes(weights: Sequence[MixedWeight]) -> int:
+    """Shared memory of the encoded token; as in mixed_digits.cuh."""
+    return max(1280 * w.U2 + 576 * w.U4 for w in weights)
+
+
+def shared_bytes(weights: Sequence[MixedWeight], c: DecodeConfig) -> int:
+    """Dynamic shared memory: the token, the pipelines, two pages of sums, a sum; as in mixed_decode.cu."""
+    queue = c.stages * (c.tiles * unit2_bytes(1) + 8) + (c.stages & 1) * 8
+    return token_bytes(weights) + c.warps * (queue + 256 * c.tiles) + 16
+
+
+def variant(op: Prologue, c: DecodeConfig, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, str]:
+    sizes = f"{c.tiles}, {c.warps}, {c.stages}, {c.occupancy}"
+    return "mixed_decode.cu", f"crelle::mixed_decode<crelle::{op}, {sizes}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
+
+
+def product(
+    x: Tensor,
+    weights: Sequence[MixedWeight],
+    dtype: torch.dtype,
+    op: Prologue = "PLAIN",
+    norm: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    biases: Sequence[Tensor | None] | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """Return op(x) @ W.T (+ bias) (+ residual) as [1, N of all], in `dtype`, for x [1, K] (gated: [1, 2K])."""
+    N = sum(w.N for w in weights)
+    y = torch.empty(1, N, dtype=dtype, device=x.device) if out is None else out
+    c = config or choose(weights)
+    ends = _shares([w.tiles.shape[0] for w in weights], multiprocessors() * c.blocks)
+    columns, described = 0, []
+    for w, bias, end in zip(weights, biases or [None] * len(weights), ends, strict=True):
+        parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, bias)
+        sizes = (w.N, w.tiles.shape[0], w.tile_base, w.U2, w.U4, 2.0**w.outlier_exponent, columns, end)
+        described.append(_MATRIX.pack(*(0 if t is None else t.data_ptr() for t in parts), *sizes))
+        columns += w.N
+    described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30)] * (MOST - len(weights))
+    load(*variant(op, c, x.dtype, dtype))(
+        (ends[-1], 1, 1),
+        32 * c.warps,
+        b"".join(described),
+        *(x, norm, shift, residual, y, x.shape[1] // width(op), float(eps)),
+        shared=shared_bytes(weights, c),
+        pdl=True,
+    )
+    return y
+
+
+def choose(weights: Sequence[MixedWeight], processors: int | None = None, room: int | None = None) -> DecodeConfig:
+    """Return a tile config."""
+    tiles = sum(w.tiles.shape[0] for w in weights)
+    return _choose(tiles, token_bytes(weights), processors or multiprocessors(), room or room_of_device())
+
+
+@cache
+def _choose(tiles: int, token: int, processors: int, room: int) -> DecodeConfig:
+    return DecodeConfig(1, 16, 2, 2)
+
+
+@cache
+def _shares_of(tiles: tuple[int, ...], blocks: int) -> tuple[int, ...]:
+    total, ends = sum(tiles), list[int]()
+    blocks = max(len(tiles), min(blocks, total))
+    for i, done in enumerate(accumulate(tiles)):
+        least, most = (ends[-1] if ends else 0) + 1, blocks - (len(tiles) - 1 - i)
+        ends.append(min(most, max(least, round(blocks * done / total))))
+    return tuple(ends)
+
+
+def _shares(tiles: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """Return one behind the last thread block of each matrix, as many for each as it has tiles of all."""
+    return _shares_of(tuple(tiles), blocks)
