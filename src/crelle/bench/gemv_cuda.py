@@ -194,7 +194,7 @@ def exact(x: Tensor, w: QuantTensor) -> Tensor:
 
 def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | None, float | None]:
     """Return the microseconds of the product with x encoded, and of encoding x; None where they are one."""
-    from crelle.kernels.cuda import bmma_gemv, dispatch, mixed_gemv
+    from crelle.kernels.cuda import bmma_gemv, dispatch, mixed_decode, mixed_gemv
     from crelle.kernels.cuda.mixed_layout import MixedWeight
     from crelle.kernels.cuda.weight_layout import CudaWeight
 
@@ -209,7 +209,10 @@ def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | N
             return bmma_gemv.product(digits, w, x.dtype, out=out)
 
     elif isinstance(first, MixedWeight) and dispatch.mixed_route(x.shape[0]) == "gemv":
-        xs, asynchronous = mixed_gemv.encode(x, first), weights[0].kernel.name == "cuda-mixed-async"
+        asynchronous = weights[0].kernel.name == "cuda-mixed-async"
+        if not asynchronous and mixed_decode.supports(x, [first]):
+            return None, None
+        xs = mixed_gemv.encode(x, first)
 
         def encode() -> Tensor:
             return mixed_gemv.encode(x, first).rows

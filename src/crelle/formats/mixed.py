@@ -267,7 +267,7 @@ class MixedTensor:
             return torch.randint(top, shape, generator=generator, device=device, dtype=torch.uint8)
 
         four = torch.zeros(C, dtype=torch.uint8, device=device)
-        four[torch.arange(s.C4, device=device) * C // max(1, s.C4)] = 1  # evenly
+        four[torch.rand(C, generator=generator, device=device).topk(s.C4).indices] = 1
         narrow = torch.tensor(scale_widths(packing, s.C2), device=device) == 3
         scale_codes = torch.where(narrow, integers(3, N, s.C2) + 5, integers(6, N, s.C2) + 10).to(torch.uint8)
         zeros, second_zeros = integers(3, N, s.C2) + 1, integers(2, s.B, s.C2)  # zeros of 1.5 on average, as the codes

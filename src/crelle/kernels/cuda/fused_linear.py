@@ -1,6 +1,6 @@
 """The linears of a decode step on a GPU: those that read the same input as one launch, with what comes before fused in.
 
-    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, encode and three matrices: two launches
+    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, encode and three matrices: two launches, or one
 
 The matrices of a product are laid out behind one another and every layer gets its part of that memory back, so
 the layers that run a prompt and the step that runs a token share one copy.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.base import Prepared
-from crelle.kernels.cuda import dense, mixed_gemv, mixed_layout
+from crelle.kernels.cuda import dense, mixed_decode, mixed_gemv, mixed_layout
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import BitSerialX, encode, epilogue_encodes, parts, product, product_encode
 from crelle.kernels.cuda.mixed_layout import MixedWeight
@@ -67,6 +67,8 @@ class FusedLinear:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return op(x) @ W.T + bias + residual as [tokens, N of all]; BitSerialX has been through op already."""
+        if (y := self._decode(x, op, norm, residual, dtype or self.dtype)) is not None:
+            return y
         if len(self.weights) == 1:
             return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
         assert residual is None, "only single matrices write back to the residual stream"
@@ -74,6 +76,19 @@ class FusedLinear:
             return self._multiply_each(x, op, norm, dtype or self.dtype)
         pairs = zip(self.weights, self._biases, strict=True)
         return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+
+    def _decode(
+        self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, residual: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The product of one token with mixed weights, where one launch does all of it."""
+        mixed = [w for w in self.weights if isinstance(w, MixedWeight)]
+        if len(mixed) < len(self.weights) or not isinstance(x, Tensor):
+            return None
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        biases = self._biases if len(mixed) > 1 else [self.bias]
+        if not mixed_decode.supports(x, mixed, op, scale, shift, residual, *biases):
+            return None
+        return mixed_decode.product(x, mixed, dtype, op, scale, shift, eps, biases, residual)
 
     def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:
         """The product of mixed weights whose 4-bit groups differ: x is encoded for all of them in one launch."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from crelle.kernels.cuda.mixed_config import room_of_device
 from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
 
 MOST = 3  # matrices of a launch
-_MATRIX = struct.Struct("7P5if2i")
+_OPS = get_args(Prologue)  # in the order of types.cuh
+_MATRIX = struct.Struct("7P5if4i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +50,19 @@ def supports(x: Tensor, weights: Sequence[MixedWeight], op: Prologue = "PLAIN", 
 
 def token_bytes(weights: Sequence[MixedWeight]) -> int:
     """Shared memory of the encoded token; as in mixed_digits.cuh."""
-    return max(1280 * w.U2 + 576 * w.U4 for w in weights)
+    return max(768 * w.U2 + 320 * w.U4 for w in weights)
 
 
 def shared_bytes(weights: Sequence[MixedWeight], c: DecodeConfig) -> int:
     """Dynamic shared memory: the token, the pipelines, two pages of sums, a sum; as in mixed_decode.cu."""
     queue = c.stages * (c.tiles * unit2_bytes(1) + 8) + (c.stages & 1) * 8
-    return token_bytes(weights) + c.warps * (queue + 256 * c.tiles) + 16
+    return token_bytes(weights) + c.warps * (queue + 256 * c.tiles + 4) + 16
 
 
 def variant(op: Prologue, c: DecodeConfig, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, str]:
+    others = str(op not in ("PLAIN", "RMS_NORM", "SILU_MUL")).lower()
     sizes = f"{c.tiles}, {c.warps}, {c.stages}, {c.occupancy}"
-    return "mixed_decode.cu", f"crelle::mixed_decode<crelle::{op}, {sizes}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
+    return "mixed_decode.cu", f"crelle::mixed_decode<{others}, {sizes}, {C_TYPES[dtype]}, {C_TYPES[out_dtype]}>"
 
 
 def product(
@@ -80,18 +83,18 @@ def product(
     y = torch.empty(1, N, dtype=dtype, device=x.device) if out is None else out
     c = config or choose(weights)
     ends = _shares([w.tiles.shape[0] for w in weights], multiprocessors() * c.blocks)
-    columns, described = 0, []
+    columns, first, described = 0, 0, list[bytes]()
     for w, bias, end in zip(weights, biases or [None] * len(weights), ends, strict=True):
         parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, bias)
-        sizes = (w.N, w.tiles.shape[0], w.tile_base, w.U2, w.U4, 2.0**w.outlier_exponent, columns, end)
+        sizes = (w.N, w.tiles.shape[0], w.tile_base, w.U2, w.U4, 2.0**w.outlier_exponent, columns, end, *divmod(w.tiles.shape[0], end - first))
         described.append(_MATRIX.pack(*(0 if t is None else t.data_ptr() for t in parts), *sizes))
-        columns += w.N
-    described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30)] * (MOST - len(weights))
+        columns, first = columns + w.N, end
+    described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30, 0, 0)] * (MOST - len(weights))
     load(*variant(op, c, x.dtype, dtype))(
         (ends[-1], 1, 1),
         32 * c.warps,
         b"".join(described),
-        *(x, norm, shift, residual, y, x.shape[1] // width(op), float(eps)),
+        *(x, norm, shift, residual, y, x.shape[1] // width(op), _OPS.index(op), float(eps)),
         shared=shared_bytes(weights, c),
         pdl=True,
     )

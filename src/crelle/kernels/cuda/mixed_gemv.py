@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda import dispatch, mixed_decode
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
@@ -145,6 +145,8 @@ def matmul(
     """Return x @ W.T (+ bias) for x [M, K]; if batch-invariant, a row's bits do not depend on the number of rows."""
     if x.shape[0] == 0:
         return x.new_empty(0, w.N)
+    if not batch_invariant and not asynchronous and mixed_decode.supports(x, [w], "PLAIN", bias):
+        return mixed_decode.product(x, [w], x.dtype, biases=[bias])
     if batch_invariant or dispatch.mixed_route(x.shape[0]) == "gemv":
         xs = encode(x, w, batch_invariant=batch_invariant)
         return product(xs, w, x.dtype, bias, asynchronous=asynchronous)

@@ -47,7 +47,7 @@ class CudaMixed:
         return lay_out(w)
 
     def encode(self, x: Tensor, prepared: MixedWeight) -> Encoded:
-        return Encoded((x.dtype, _encode(x, prepared)))
+        return Encoded((x.dtype, _encode(x, prepared, self.asynchronous)))
 
     def shares(self, a: MixedWeight, b: MixedWeight) -> bool:
         return same_inputs(a, b)
@@ -61,10 +61,11 @@ class CudaMixed:
         return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, *sizes)  # type: ignore[no-any-return]
 
 
-def _encode(x: Tensor, w: MixedWeight) -> "MixedX | Tensor":
-    from crelle.kernels.cuda import mixed_gemv
+def _encode(x: Tensor, w: MixedWeight, asynchronous: bool) -> "MixedX | Tensor":
+    from crelle.kernels.cuda import mixed_decode, mixed_gemv
 
     gemv = x.shape[0] > 0 and dispatch.mixed_route(x.shape[0]) == "gemv"
+    gemv = gemv and (asynchronous or not mixed_decode.supports(x, [w]))  # that encodes x itself
     return mixed_gemv.encode(x, w) if gemv else x
 
 

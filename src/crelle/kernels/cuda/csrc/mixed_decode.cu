@@ -22,17 +22,18 @@
 namespace crelle {
 
 struct MixedMatrix {
-  const char *tiles;             // [tile_count, U2 1264 + U4 1024]
-  const __half2 *grid_rows;      // [16 tile_count]: scale and zero of 4-bit groups
-  const uint4 *outliers;         // runs of 4 of a row n, or null
+  const char *tiles;                  // [tile_count, U2 1264 + U4 1024]
+  const __half2 *grid_rows;           // [16 tile_count]: scale and zero of 4-bit groups
+  const uint4 *outliers;              // runs of 4 of a row n, or null
   const unsigned char *outlier_rows;  // (n + 16 tile_base) mod 256
-  const int *starts;             // [tile_count + 1]: runs of the tiles
+  const int *starts;                  // [tile_count + 1]: runs of the tiles
   const int *perm;
   const void *bias;  // T [N], or null
   int N, tile_count, tile_base, U2, U4;
   float outlier_scale;
-  int column;     // of its first output in y
-  int last_block;  // one behind its thread blocks
+  int column;       // of its first output in y
+  int last_block;   // one behind its thread blocks
+  int share, rest;  // tiles of each of them; how many have one more
 };
 struct MixedMatrices {
   MixedMatrix of[3];
@@ -45,34 +46,28 @@ struct DecodeTile {
 
 // What does not change: the accumulators' first values and the weight of a high digit, in registers.
 struct DecodeConstants {
-  uint32 zero, low, radix, one;
+  uint32 first[4], radix, one;
 };
 
-__device__ __forceinline__ float joined_digits(uint32 high, uint32 low, uint32 radix) {
-  return __uint_as_float(multiply_add(high, radix, low));
-}
-
-// 16 inputs of each of 4 groups, rows g and g + 8.
-__device__ __forceinline__ void add_set2(float (&sum)[2], uint32 a, uint32 b, const uint4 &x, const float4 &terms,
-                                         const float (&scale)[2], const float (&zero)[2], const DecodeConstants &c) {
+// Products of 16 inputs of each of 4 groups, rows a and b.
+__device__ __forceinline__ void multiply2(uint32 (&d)[4], uint32 a, uint32 b, const uint4 &x,
+                                          const DecodeConstants &c) {
   const uint32 a4 = a >> 4, b4 = b >> 4;
-  uint32 d[4] = {c.zero, c.low, c.zero, c.low};
+#pragma unroll
+  for (int i = 0; i < 4; i++) d[i] = c.first[i];
   multiply_u8(d, a & 0x03030303u, b & 0x03030303u, a & 0x0c0c0c0cu, b & 0x0c0c0c0cu, x.x, x.y);
   multiply_u8(d, a4 & 0x03030303u, b4 & 0x03030303u, a4 & 0x0c0c0c0cu, b4 & 0x0c0c0c0cu, x.z, x.w);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float products = joined_digits(d[2 * r], d[2 * r + 1], c.radix) + terms.y;
-    sum[r] = fmaf(scale[r], fmaf(zero[r], terms.x, products), sum[r]);
-  }
 }
-__device__ __forceinline__ void add_span4(float (&sum)[2], uint2 a, uint2 b, const uint4 &x, float xs,
+__device__ __forceinline__ void multiply4(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 b0, uint32 b1, const uint4 &x,
                                           const DecodeConstants &c) {
-  uint32 d[4] = {c.zero, c.low, c.zero, c.low};
-  multiply_u8(d, a.x & 0x0f0f0f0fu, b.x & 0x0f0f0f0fu, a.x >> 4 & 0x0f0f0f0fu, b.x >> 4 & 0x0f0f0f0fu, x.x, x.y);
-  multiply_u8(d, a.y & 0x0f0f0f0fu, b.y & 0x0f0f0f0fu, a.y >> 4 & 0x0f0f0f0fu, b.y >> 4 & 0x0f0f0f0fu, x.z, x.w);
 #pragma unroll
-  for (int r = 0; r < 2; r++)
-    sum[r] = fmaf(joined_digits(d[2 * r], d[2 * r + 1], c.radix) - INT_AS_FLOAT_VALUE, xs, sum[r]);
+  for (int i = 0; i < 4; i++) d[i] = c.first[i];
+  multiply_u8(d, a0 & 0x0f0f0f0fu, b0 & 0x0f0f0f0fu, a0 >> 4 & 0x0f0f0f0fu, b0 >> 4 & 0x0f0f0f0fu, x.x, x.y);
+  multiply_u8(d, a1 & 0x0f0f0f0fu, b1 & 0x0f0f0f0fu, a1 >> 4 & 0x0f0f0f0fu, b1 >> 4 & 0x0f0f0f0fu, x.z, x.w);
+}
+// Both digits of row half r: INT_AS_FLOAT plus the sum, as a float.
+__device__ __forceinline__ float joined(const uint32 (&d)[4], int r, const DecodeConstants &c) {
+  return __uint_as_float(multiply_add(d[2 * r], c.radix, d[2 * r + 1]));
 }
 
 // The scales and zeros of a unit's groups of lane t, rows g and g + 8, as they lie.
@@ -82,7 +77,7 @@ struct ScaleWords {
 
   __device__ __forceinline__ void load(const char *unit, int lane) {
     scales = reinterpret_cast<const uint32 *>(unit + 1024)[lane];
-    zeros = (uint32)reinterpret_cast<const unsigned short *>(unit + 1152)[lane] << 7;
+    zeros = (uint32) reinterpret_cast<const unsigned short *>(unit + 1152)[lane] << 7;
     second = reinterpret_cast<const uint2 *>(unit + 1216)[lane % 4];
     offsets = reinterpret_cast<const uint32 *>(unit + 1248)[lane % 4];
   }
@@ -99,28 +94,44 @@ struct ScaleWords {
 };
 
 // x [K] (gated: [2K], gate then up); norm, shift [K] may be null; residual [all outputs] may be null, or y. All are 16
-// bytes aligned, K is a multiple of 8. Shared: the token, WARPS pipelines, 2 WARPS TILES 32 sums of 4 bytes, 16 bytes.
-template <Prologue OP, int TILES, int WARPS, int STAGES, int OCCUPANCY, typename T, typename Y>
+// bytes aligned, K is a multiple of 8. Shared: the token, WARPS pipelines, 2 WARPS TILES 32 sums, WARPS and 4
+// floats.
+template <bool OTHERS, int TILES, int WARPS, int STAGES, int OCCUPANCY, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     mixed_decode(const __grid_constant__ MixedMatrices matrices, const T *x, const T *__restrict__ norm,
-                 const T *__restrict__ shift, const T *residual, Y *y, int K, float eps) {
+                 const T *__restrict__ shift, const T *residual, Y *y, int K, int op, float eps) {
   constexpr int UNIT2 = 1264;
   using Queue = Pipeline<STAGES, TILES * UNIT2>;
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane / 4, t = lane % 4;
-  const int which =
-      ((int)blockIdx.x >= matrices.of[0].last_block) + ((int)blockIdx.x >= matrices.of[1].last_block);
+  const int which = ((int)blockIdx.x >= matrices.of[0].last_block) + ((int)blockIdx.x >= matrices.of[1].last_block);
   const MixedMatrix &w = matrices.of[which];
   const int U2 = w.U2, U4 = w.U4, units = U2 + U4, tile_bytes = U2 * UNIT2 + U4 * 1024;
-  const int first_block = which ? matrices.of[which - 1].last_block : 0, blocks = w.last_block - first_block;
-  const int block = blockIdx.x - first_block;
-  const int begin = (int)((long long)w.tile_count * block / blocks);
-  const int end_tile = (int)((long long)w.tile_count * (block + 1) / blocks), mine = (end_tile - begin + TILES - 1) / TILES;
-  const TokenDigits<T> token(shared, U2, U4);
-  char *const after_x = shared + TokenDigits<T>::bytes(U2, U4);
+  const int block = blockIdx.x - (which ? matrices.of[which - 1].last_block : 0);
+  const int begin = block * w.share + min(block, w.rest), end_tile = begin + w.share + (block < w.rest);
+  const int mine = (end_tile - begin + TILES - 1) / TILES;
+  const TokenDigits token(shared, U2, U4);
+  char *const after_x = shared + TokenDigits::bytes(U2, U4);
   float *const sums = reinterpret_cast<float *>(after_x + WARPS * Queue::SIZE);  // [2][warp][TILES][lane]
-  float *const sum4 = sums + 2 * WARPS * TILES * 32;
+  float *const squares = sums + 2 * WARPS * TILES * 32, *const sum4 = squares + WARPS;
   launch_dependents();
+  using Encoder = TokenEncoder<OTHERS, WARPS, T>;
+  const Encoder encode = {(Prologue)op, x, norm, shift, w.perm, K, 16 * U2, 16 * U2 + 8 * U4};
+  typename Encoder::Span first, second;
+  encode.find(first, threadIdx.x), encode.find(second, threadIdx.x + WARPS * 32);
+  // The outliers that the warp takes first are loaded a set of tiles ahead, where they begin and end two sets ahead.
+  int run = 0, end = 0, next_run = 0, next_end = 0, row = 0;
+  uint4 extra = make_uint4(0, 0, 0, 0);
+  const auto find_outliers = [&](int i) {
+    const int tile = begin + i * TILES;
+    next_run = next_end = 0;
+    if (w.outliers && i < mine) next_run = w.starts[tile], next_end = w.starts[min(tile + TILES, end_tile)];
+  };
+  const auto load_outliers = [&] {
+    extra = make_uint4(0, 0, 0, 0);
+    if (run + lane < end) extra = __ldg(w.outliers + run + lane), row = w.outlier_rows[run + lane];
+  };
+  find_outliers(0);
   Queue queue(after_x + warp * Queue::SIZE, lane);
 
   struct {
@@ -157,31 +168,17 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     settle();
   };
   settle();
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < STAGES; s++) issue_load(s, 0);
 
-  TokenEncoder<OP, WARPS, T> encoder;
-  encoder.prefetch(w.perm, norm, shift, U2, U4);
-
-  // The outliers that the warp takes first are loaded a set of tiles ahead, where they begin and end two sets ahead.
-  int run = 0, end = 0, next_run = 0, next_end = 0, row = 0;
-  uint4 extra = make_uint4(0, 0, 0, 0);
-  const auto find_outliers = [&](int i) {
-    const int tile = begin + i * TILES;
-    next_run = next_end = 0;
-    if (w.outliers && i < mine) next_run = w.starts[tile], next_end = w.starts[min(tile + TILES, end_tile)];
-  };
-  const auto load_outliers = [&] {
-    extra = make_uint4(0, 0, 0, 0);
-    if (run + lane < end) extra = __ldg(w.outliers + run + lane), row = w.outlier_rows[run + lane];
-  };
-  find_outliers(0);
+  // What is loaded first is not waited for before all loads are issued.
+  encode.prefetch(first);
+  grid_dependency_wait_late(K);
+  encode.load(first);
   run = next_run + warp * 32, end = next_end;
   load_outliers();
   find_outliers(1);
-
-  grid_dependency_wait_late(K);
-  encoder.store(x, K, eps, token);
+  encode.store(first, second, eps, token, squares);
   __syncthreads();
 
   // The sum of the 4-bit inputs; read behind the first barrier.
@@ -197,7 +194,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const bool has_x = g / 2 == t;
   const uint32 x2 = shared_address(token.digits) + t * 32 + (g & 1) * 16;
   const uint32 x4 = shared_address(token.digits) + U2 * 512 + t * 64 + (g & 1) * 16;
-  const DecodeConstants c = {kept(0), kept(INT_AS_FLOAT), kept(256), kept(0x3f800000u)};
+  const DecodeConstants c = {
+      {kept(0), kept(INT_AS_FLOAT), (uint32)K >> 31, INT_AS_FLOAT + ((uint32)K >> 31)}, kept(256), kept(0x3f800000u)};
 
   // The first warps write results: they wait for all sums of a page, the others only arrive. The others wait before
   // they use the page again, two sets of tiles later, until it has been read.
@@ -220,6 +218,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       if (warp < TILES) arrive_barrier<WARPS * 32>(3 + (i & 1));
   };
 
+  const float factor = warp < TILES ? encode.factor(squares, eps) : 1;
   int stage = 0, phase = 0, unit = warp;
   uint4 held[2] = {};  // x of two sets; zeros where the lane's column is another group's
 #pragma unroll 1
@@ -237,60 +236,107 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     DecodeTile sum[TILES];
 #pragma unroll
     for (int j = 0; j < TILES; j++) sum[j] = {};
+
+    // The warp's sums over t: lane (g, t) gets those of row g + 8 (t / 2), of 2 bits where t is even, else of 4. Two
+    // pages: who only adds to them goes on with the next tiles. Outliers come first, behind a unit.
+    if (i >= 2) wait_until_read(i);
+    float *const page = sums + (i & 1) * WARPS * TILES * 32, *const my = page + warp * TILES * 32;
+#pragma unroll
+    for (int j = 0; j < TILES; j++) my[j * 32 + lane] = 0;
+    __syncwarp();
 #pragma unroll 1
-    for (; unit < units; unit += WARPS) {
-      const char *const piece = queue.wait(stage, phase);
-      if (unit < U2) {
-        ScaleWords words[TILES];
+    while (unit < units || run < end) {
+      if (unit < units) {
+        const char *const piece = queue.wait(stage, phase);
+        if (unit < U2) {
+          ScaleWords words[TILES];
 #pragma unroll
-        for (int j = 0; j < TILES; j++) words[j].load(piece + j * UNIT2, lane);
+          for (int j = 0; j < TILES; j++) words[j].load(piece + j * UNIT2, lane);
 #pragma unroll
-        for (int H = 0; H < 2; H++) {
-          float4 terms[2];
+          for (int H = 0; H < 2; H++) {
+            float4 terms[2];
 #pragma unroll
-          for (int k = 0; k < 2; k++) {
-            load_if(has_x, held[k], x2 + unit * 512 + (2 * H + k) * 128);
-            terms[k] = token.terms2[unit * 16 + (2 * H + k) * 4 + t];
+            for (int k = 0; k < 2; k++) {
+              load_if(has_x, held[k], x2 + unit * 512 + (2 * H + k) * 128);
+              terms[k] = token.terms2[unit * 16 + (2 * H + k) * 4 + t];
+            }
+            uint32 d[TILES][2][4];  // all products are begun before the first is used: the instruction takes its time
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+              const uint4 codes = *reinterpret_cast<const uint4 *>(piece + j * UNIT2 + H * 512 + lane * 16);
+              multiply2(d[j][0], codes.x, codes.z, held[0], c), multiply2(d[j][1], codes.y, codes.w, held[1], c);
+            }
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+#pragma unroll
+              for (int k = 0; k < 2; k++) {
+                float scale[2], zero[2];
+                words[j].decode(2 * H + k, terms[k].z, c.one, scale, zero);
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                  const float v = fmaf(zero[r], terms[k].x, joined(d[j][k], r, c) + terms[k].y);
+                  sum[j].two[r] = fmaf(scale[r], v, sum[j].two[r]);
+                }
+              }
+            }
+          }
+        } else {
+          const int behind = unit - U2;
+          const float4 xs = reinterpret_cast<const float4 *>(token.terms4)[behind * 4 + t];
+          load_if(has_x, held[0], x4 + behind * 256), load_if(has_x, held[1], x4 + behind * 256 + 32);
+          uint32 d[TILES][2][4];
+#pragma unroll
+          for (int j = 0; j < TILES; j++) {
+            const uint4 *const at = reinterpret_cast<const uint4 *>(piece + j * UNIT2) + lane;
+            const uint4 a = at[0], b = at[32];
+            multiply4(d[j][0], a.x, a.y, b.x, b.y, held[0], c), multiply4(d[j][1], a.z, a.w, b.z, b.w, held[1], c);
           }
 #pragma unroll
           for (int j = 0; j < TILES; j++) {
-            const uint4 codes = *reinterpret_cast<const uint4 *>(piece + j * UNIT2 + H * 512 + lane * 16);
 #pragma unroll
-            for (int k = 0; k < 2; k++) {
-              float scale[2], zero[2];
-              words[j].decode(2 * H + k, terms[k].z, c.one, scale, zero);
-              add_set2(sum[j].two, k ? codes.y : codes.x, k ? codes.w : codes.z, held[k], terms[k], scale, zero, c);
+            for (int r = 0; r < 2; r++) {
+              sum[j].four[r] = fmaf(joined(d[j][0], r, c) - INT_AS_FLOAT_VALUE, xs.x, sum[j].four[r]);
+              sum[j].four[r] = fmaf(joined(d[j][1], r, c) - INT_AS_FLOAT_VALUE, xs.z, sum[j].four[r]);
             }
           }
         }
-      } else {
-        const int behind = unit - U2;
-        const float4 xs = reinterpret_cast<const float4 *>(token.terms4)[behind * 4 + t];
-        load_if(has_x, held[0], x4 + behind * 256), load_if(has_x, held[1], x4 + behind * 256 + 32);
+        uint32 seen = 0;
 #pragma unroll
-        for (int j = 0; j < TILES; j++) {
-          const uint4 *const at = reinterpret_cast<const uint4 *>(piece + j * UNIT2) + lane;
-          const uint4 a = at[0], b = at[32];
-          add_span4(sum[j].four, make_uint2(a.x, a.y), make_uint2(b.x, b.y), held[0], xs.x, c);
-          add_span4(sum[j].four, make_uint2(a.z, a.w), make_uint2(b.z, b.w), held[1], xs.z, c);
-        }
+        for (int j = 0; j < TILES; j++)
+          seen |= __float_as_uint(sum[j].two[0]) | __float_as_uint(sum[j].two[1]) | __float_as_uint(sum[j].four[0]) |
+                  __float_as_uint(sum[j].four[1]);
+        const int zero = nothing(seen, K);
+        __syncwarp();
+        issue_load(stage, zero);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        unit += WARPS;
       }
-      uint32 seen = 0;
+      // Runs of outliers lie in the order of rows: the lanes of a row add up, its last one adds that to the sums.
+      if (run < end) {
+        const int where = run + lane < end ? (row - (tile + w.tile_base) * 16) & 255 : -1;
+        const uint32 word[4] = {extra.x, extra.y, extra.z, extra.w};
+        run += WARPS * 32;
+        load_outliers();
+        float out = 0;
 #pragma unroll
-      for (int j = 0; j < TILES; j++)
-        seen |= __float_as_uint(sum[j].two[0]) | __float_as_uint(sum[j].two[1]) | __float_as_uint(sum[j].four[0]) |
-                __float_as_uint(sum[j].four[1]);
-      const int zero = nothing(seen, K);
-      __syncwarp();
-      issue_load(stage, zero);
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+        for (int k = 0; k < 4; k++)
+          out = fmaf(__half2float(__ushort_as_half(word[k] >> 16)), token.at(word[k] & 0xffff), out);
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+          const bool same = __shfl_up_sync(~0u, where, d) == where && lane >= d;
+          const float before = __shfl_up_sync(~0u, out, d);
+          out += same ? before : 0;
+        }
+        const int next = __shfl_down_sync(~0u, where, 1);
+        if (where >= 0 && (lane == 31 || next != where)) {
+          float *const to = my + where / 16 * 32 + where % 8 * 4 + where % 16 / 8 * 2;
+          *to = fmaf(out, w.outlier_scale, *to);
+        }
+        __syncwarp();
+      }
     }
     unit -= units;
 
-    // The warp's sums over t: lane (g, t) gets those of row g + 8 (t / 2), of 2 bits where t is even, else of 4. Two
-    // pages: who only adds to them goes on with the next tiles.
-    if (i >= 2) wait_until_read(i);
-    float *const page = sums + (i & 1) * WARPS * TILES * 32, *const my = page + warp * TILES * 32;
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       const bool odd = t & 1, upper = t & 2;
@@ -300,39 +346,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
         const float two = sum[j].two[r], four = sum[j].four[r];
         kept_sum[r] = (odd ? four : two) + __shfl_xor_sync(~0u, odd ? two : four, 1);
       }
-      my[j * 32 + lane] =
+      my[j * 32 + lane] +=
           (upper ? kept_sum[1] : kept_sum[0]) + __shfl_xor_sync(~0u, upper ? kept_sum[0] : kept_sum[1], 2);
-    }
-    __syncwarp();
-    // Runs of outliers lie in the order of rows: the lanes of a row add up, its last one writes.
-#pragma unroll 1
-    while (run < end) {
-      const int where = run + lane < end ? (row - (tile + w.tile_base) * 16) & 255 : -1;
-      const uint32 word[4] = {extra.x, extra.y, extra.z, extra.w};
-      run += WARPS * 32;
-      load_outliers();
-      float out = 0;
-#pragma unroll
-      for (int k = 0; k < 4; k++) {  // values are over the factor of their place in a half (pair_scale)
-        const int place = word[k] & 0xffff, pair = place / 2;
-        const bool two = place < 256 * U2;
-        const int input = two ? pair % 8 + place % 2 * 8 : place & 8 | (pair % 4 + place % 2 * 4);
-        const int bits = two ? 2 * (pair % 8 - (pair % 8 < 5 ? 0 : 5)) : 4 * (pair & 1);
-        const float v = __half2float(__ushort_as_half(word[k] >> 16)) * __uint_as_float((127 - bits) << 23);
-        out = fmaf(v, to_float(token.plain[(place & ~15) | input]), out);
-      }
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const bool same = __shfl_up_sync(~0u, where, d) == where && lane >= d;
-        const float before = __shfl_up_sync(~0u, out, d);
-        out += same ? before : 0;
-      }
-      const int next = __shfl_down_sync(~0u, where, 1);
-      if (where >= 0 && (lane == 31 || next != where)) {
-        float *const to = my + where / 16 * 32 + where % 8 * 4 + where % 16 / 8 * 2;
-        *to = fmaf(out, w.outlier_scale, *to);
-      }
-      __syncwarp();
     }
     run = next_run + (warp + i + 1) % WARPS * 32, end = next_end;
     load_outliers();
@@ -347,7 +362,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       if (writes) {
         const float2 grid = __half22float2(grid_row);
         const float v = fmaf(grid.x, fmaf(-grid.y, *sum4, four), total);
-        y[w.column + n] = from_float<Y>(v + to_float(added_bias) + to_float(added));
+        y[w.column + n] = from_float<Y>(v * factor + to_float(added_bias) + to_float(added));
       }
     }
     if (i + 2 < mine) tell_read(i);

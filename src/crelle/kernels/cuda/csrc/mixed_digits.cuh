@@ -4,31 +4,45 @@
 // of the span's largest, which loses nothing of an fp16 value down to 1/16 of it. Inputs whose 2-bit code is multiplied
 // by 4 as it lies in its byte are divided by 4 (13 bits).
 //
+// An RMS norm's factor, which all inputs share, is left to the end of the product.
+//
 // In shared memory, S2 = 16 U2 spans of 2-bit inputs, then S4 = 8 U4 of 4-bit ones:
 //   digits  [S2 + S4] high uint4, low uint4: bytes in the order of the right operand of multiply_u8
 //   terms   [S2] float4: what the sum of a span is multiplied by and added to for its zero (see `terms2`), xs
 //           [S4] float2: xs, the sum of its inputs
-//   plain   [S2 + S4][16] T: f(x) in the order of inputs, for outliers
 #pragma once
 #include "prologue.cuh"
+#include "warp.cuh"
 
 namespace crelle {
 
-constexpr uint32 INT_AS_FLOAT = 0x4b400000u;      // 1.5 2^23: this plus an integer of 22 bits, as a float's bits
+constexpr uint32 INT_AS_FLOAT = 0x4b400000u;       // 1.5 2^23: this plus an integer of 22 bits, as a float's bits
 constexpr float INT_AS_FLOAT_VALUE = 12582912.0f;  // the same
 
-template <typename T>
 struct TokenDigits {
   char *digits;
   float4 *terms2;
   float2 *terms4;
-  T *plain;
+  int spans2;
 
   __device__ TokenDigits(char *shared, int U2, int U4)
-      : digits(shared), terms2(reinterpret_cast<float4 *>(shared + U2 * 512 + U4 * 256)),
+      : digits(shared),
+        terms2(reinterpret_cast<float4 *>(shared + U2 * 512 + U4 * 256)),
         terms4(reinterpret_cast<float2 *>(shared + U2 * 768 + U4 * 256)),
-        plain(reinterpret_cast<T *>(shared + U2 * 768 + U4 * 320)) {}
-  __host__ __device__ static constexpr int bytes(int U2, int U4) { return U2 * 1280 + U4 * 576; }
+        spans2(16 * U2) {}
+  __host__ __device__ static constexpr int bytes(int U2, int U4) { return U2 * 768 + U4 * 320; }
+
+  // x in a place, over what its outliers are stored times (pair_scale in mixed_layout.py).
+  __device__ __forceinline__ float at(int place) const {
+    const int span = place / 16, i = place / 2 % 8, odd = place % 2;
+    const bool two = span < spans2;
+    const int input = two ? i + 8 * odd : i / 4 * 8 + i % 4 + 4 * odd;
+    const int byte = two ? input % 4 * 4 + input / 4 : input / 8 * 8 + input % 2 * 4 + input % 8 / 2;
+    const int bits = two ? 2 * (input % 2) - 2 * (i < 5 ? i : i - 5) : -4 * (i & 1);
+    const signed char *const from = reinterpret_cast<const signed char *>(digits) + span * 32 + byte;
+    const float xs = two ? terms2[span].z : terms4[span - spans2].x;
+    return (float)(256 * from[0] + from[16]) * (xs * __uint_as_float((127 + bits) << 23));
+  }
 };
 
 // Four 16-bit integers that have 128 added to them, as their high digits and their low ones.
@@ -38,33 +52,34 @@ __device__ __forceinline__ void split_digits(uint32 a, uint32 b, uint32 c, uint3
 }
 
 // Digits of a span; returns xs, which is a NaN where an input is not finite, and the sum of its inputs over xs.
-template <bool FOUR>
-__device__ __forceinline__ float2 span_digits(const float (&f)[16], uint4 &high, uint4 &low) {
-  constexpr int BITS = FOUR ? 13 : 14;  // so that the sum of 16 products has 22 bits
-  float top = 0;
+__device__ __forceinline__ float2 span_digits(bool four, const float (&f)[16], uint4 &high, uint4 &low) {
+  float tops[4], sums[4] = {};  // four chains of operations instead of one
 #pragma unroll
-  for (int i = 0; i < 16; i++) top = max_nan(top, fabsf(f[i]));
-  // Digits reach from -128 to 127: the largest integer is 127 256 + 127, a little less than 2^15.
-  const int exponent = max((int)(__float_as_uint(top * 1.0052f) >> 23) - 127, -100);
-  const float scale = __uint_as_float((127 + BITS - exponent) << 23);
+  for (int i = 0; i < 4; i++)
+    tops[i] = max_nan(max_nan(fabsf(f[i]), fabsf(f[i + 4])), max_nan(fabsf(f[i + 8]), fabsf(f[i + 12])));
+  const float top = max_nan(max_nan(tops[0], tops[1]), max_nan(tops[2], tops[3]));
+  // Digits reach from -128 to 127: the largest integer is 127 256 + 127, a little less than 2^15. Of 4-bit codes it is
+  // half that, so that the sum of 16 products has 22 bits.
+  const int bits = four ? 13 : 14, exponent = max((int)(__float_as_uint(top * 1.0052f) >> 23) - 127, -100);
+  const float scale = __uint_as_float((127 + bits - exponent) << 23), odd = four ? scale : 0.25f * scale;
+  const float undo_odd = four ? 1.0f : 4.0f;
   uint32 y[16];
-  float sum = 0;
 #pragma unroll
   for (int i = 0; i < 16; i++) {
-    const bool quarter = !FOUR && i % 2;
-    const float v = fmaf(f[i], quarter ? 0.25f * scale : scale, INT_AS_FLOAT_VALUE + 128);
+    const float v = fmaf(f[i], i % 2 ? odd : scale, INT_AS_FLOAT_VALUE + 128);
     y[i] = __float_as_uint(v);
-    sum = fmaf(v - (INT_AS_FLOAT_VALUE + 128), quarter ? 4.0f : 1.0f, sum);
+    sums[i % 4] += v - (INT_AS_FLOAT_VALUE + 128);
   }
-  if constexpr (FOUR) {
-    split_digits(y[0], y[2], y[4], y[6], high.x, low.x), split_digits(y[1], y[3], y[5], y[7], high.y, low.y);
-    split_digits(y[8], y[10], y[12], y[14], high.z, low.z), split_digits(y[9], y[11], y[13], y[15], high.w, low.w);
-  } else {
-    split_digits(y[0], y[4], y[8], y[12], high.x, low.x), split_digits(y[1], y[5], y[9], y[13], high.y, low.y);
-    split_digits(y[2], y[6], y[10], y[14], high.z, low.z), split_digits(y[3], y[7], y[11], y[15], high.w, low.w);
-  }
+  // The operand's words are inputs 4 apart; of 4-bit codes 2 apart, so those are put in that order.
+  constexpr int ORDER[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+  uint32 z[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) z[i] = four ? y[ORDER[i]] : y[i];
+  split_digits(z[0], z[4], z[8], z[12], high.x, low.x), split_digits(z[1], z[5], z[9], z[13], high.y, low.y);
+  split_digits(z[2], z[6], z[10], z[14], high.z, low.z), split_digits(z[3], z[7], z[11], z[15], high.w, low.w);
   const bool finite = top <= 3.4028234e38f;
-  return make_float2(__uint_as_float(finite ? (127 - BITS + exponent) << 23 : 0x7fc00000u), sum);
+  return make_float2(__uint_as_float(finite ? (127 - bits + exponent) << 23 : 0x7fc00000u),
+                     fmaf(undo_odd, sums[1] + sums[3], sums[0] + sums[2]));
 }
 
 // A zero's code as a float is 1 + code 2^(2 set - 8): (code + 1) / 2 times the sum of the inputs, subtracted from the
@@ -74,89 +89,126 @@ __device__ __forceinline__ float4 terms2(int set, float2 xs_sum) {
   return make_float4(-part, fmaf(-0.5f, xs_sum.y, part) - INT_AS_FLOAT_VALUE, xs_sum.x, 0);
 }
 
-// f(x) of K inputs, a multiple of 8, by all threads; perm: of the matrix. `prefetch` loads what no kernel writes, then
-// comes grid_dependency_wait, then `store`, then a barrier.
-template <Prologue OP, int WARPS, typename T>
+// f(x) of K inputs, a multiple of 8, by all threads; perm: of the matrix. `find` and `prefetch` load what no kernel
+// writes, then comes grid_dependency_wait, then `load`, then `store`, then a barrier. f is known at run time, since
+// kernels whose instructions are in the cache already begin sooner; OTHERS: it may be
+// another than PLAIN, RMS_NORM and SILU_MUL.
+template <bool OTHERS, int WARPS, typename T>
 struct TokenEncoder {
-  static constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
-  int spans2, spans;
+  static constexpr int THREADS = WARPS * 32;
+  struct Span {
+    int2 runs;            // first inputs of its two runs of 8, -1 for none
+    uint4 v[2], more[2];  // x, and the norm's scales or what a gated activation is multiplied by
+  };
+  Prologue op;
+  const T *x, *norm, *shift;
   const int *perm;
-  const T *norm, *shift;
-  int2 runs;                // first inputs of the two runs of 8 of this thread's first span, -1 for none
-  uint4 scales[2], shifts[2];  // of the norm there
+  int K, spans2, spans;
 
-  __device__ __forceinline__ int2 runs_of(int span) const {
-    const int *const at = perm + 16 * span;
-    return span < spans2 ? *reinterpret_cast<const int2 *>(at) : make_int2(at[0], at[8]);
+  __device__ __forceinline__ static uint4 eight_of(const T *from, int k) {
+    return from && k >= 0 ? *reinterpret_cast<const uint4 *>(from + k) : make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void load_norm(int2 at) {
-    if constexpr (NORM) {
-      const uint4 nothing = make_uint4(0, 0, 0, 0);
-      const auto load = [&](const T *from, int k) {
-        return from && k >= 0 ? __ldg(reinterpret_cast<const uint4 *>(from + k)) : nothing;
-      };
-      scales[0] = load(norm, at.x), scales[1] = load(norm, at.y);
-      if constexpr (OP == LAYER_NORM) shifts[0] = load(shift, at.x), shifts[1] = load(shift, at.y);
+  __device__ __forceinline__ void find(Span &s, int span) const {
+    s.runs = make_int2(-1, -1);
+    if (span < spans) {
+      const int *const at = perm + 16 * span;
+      s.runs = span < spans2 ? *reinterpret_cast<const int2 *>(at) : make_int2(at[0], at[8]);
     }
   }
-  __device__ __forceinline__ void prefetch(const int *perm_, const T *norm_, const T *shift_, int U2, int U4) {
-    perm = perm_, norm = norm_, shift = shift_, spans2 = 16 * U2, spans = spans2 + 8 * U4;
-    runs = make_int2(-1, -1);
-    if ((int)threadIdx.x < spans) runs = runs_of(threadIdx.x), load_norm(runs);
+  __device__ __forceinline__ bool normed() const { return op == RMS_NORM || op == LAYER_NORM; }
+  __device__ __forceinline__ void prefetch(Span &s) const {
+    if (normed()) s.more[0] = eight_of(norm, s.runs.x), s.more[1] = eight_of(norm, s.runs.y);
+  }
+  __device__ __forceinline__ void load(Span &s) const {
+    s.v[0] = eight_of(x, s.runs.x), s.v[1] = eight_of(x, s.runs.y);
+    if (is_gated(op)) s.more[0] = eight_of(x + K, s.runs.x), s.more[1] = eight_of(x + K, s.runs.y);
   }
 
-  __device__ __forceinline__ void store(const T *x, int K, float eps, const TokenDigits<T> &to) {
+  // The mean and the deviation of x, by all threads.
+  __device__ __forceinline__ Norm layer_norm(float eps) const {
     __shared__ float2 part[1][WARPS];
-    const auto load = [&](int k) { return k < 0 ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4 *>(x + k); };
-    uint4 v[2] = {load(runs.x), load(runs.y)};
+    float sum[1] = {}, squares[1] = {};
+#pragma unroll 1
+    for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
+      float f[8];
+      open<T>(f, eight_of(x, k));
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[0] += f[i], squares[0] = fmaf(f[i], f[i], squares[0]);
+    }
+    block_sums(part, sum, squares);
+    return norm_of<LAYER_NORM>(make_float2(sum[0], squares[0]), K, eps);
+  }
+
+  // f of a span, and the sum of its squares before.
+  __device__ __forceinline__ float apply(const Span &s, Norm n, float (&f)[16]) const {
+    float squares[4] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float some[8], more[8];
+      open<T>(some, s.v[h]), open<T>(more, s.more[h]);
+      if (op == RMS_NORM) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          squares[i % 4] = fmaf(some[i], some[i], squares[i % 4]);
+          some[i] = norm ? some[i] * more[i] : some[i];
+        }
+      } else if (op == SILU_MUL) {
+        activate<SILU_MUL, T>(some, s.more[h]);
+      }
+      if constexpr (OTHERS) {
+        if (op == LAYER_NORM) {
+          const int k = h ? s.runs.y : s.runs.x;
+          normalize<LAYER_NORM, T>(some, n, norm, s.more[h], shift, eight_of(shift, k));
+#pragma unroll
+          for (int i = 0; i < 8; i++) some[i] = k < 0 ? 0 : some[i];
+        }
+        if (op == RELU) activate<RELU, T>(some, s.more[h]);
+        if (op == GELU) activate<GELU, T>(some, s.more[h]);
+        if (op == GELU_TANH) activate<GELU_TANH, T>(some, s.more[h]);
+        if (op == GELU_MUL) activate<GELU_MUL, T>(some, s.more[h]);
+        if (op == GELU_TANH_MUL) activate<GELU_TANH_MUL, T>(some, s.more[h]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[8 * h + i] = some[i];
+    }
+    return (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  }
+
+  // s, ahead: the thread's first two spans; s is loaded; squares [WARPS]: sums of x^2 for `factor`.
+  __device__ __forceinline__ void store(Span &s, Span &ahead, float eps, const TokenDigits &to, float *squares) const {
     Norm n = {};
-    if constexpr (NORM) {
-      float sum[1] = {}, squares[1] = {};
-      const auto add = [&](uint4 w) {
-        float f[8];
-        open<T>(f, w);
-#pragma unroll
-        for (int i = 0; i < 8; i++) sum[0] += f[i], squares[0] = fmaf(f[i], f[i], squares[0]);
-      };
-      add(v[0]), add(v[1]);
-      for (int span = threadIdx.x + WARPS * 32; span < spans; span += WARPS * 32) {
-        const int2 at = runs_of(span);
-        add(load(at.x)), add(load(at.y));
-      }
-      block_sums(part, sum, squares);
-      n = norm_of<OP>(make_float2(sum[0], squares[0]), K, eps);
+    if constexpr (OTHERS) {
+      if (op == LAYER_NORM) n = layer_norm(eps);
     }
-    for (int span = threadIdx.x; span < spans; span += WARPS * 32) {
-      if (span != (int)threadIdx.x) {
-        runs = runs_of(span), load_norm(runs);
-        v[0] = load(runs.x), v[1] = load(runs.y);
-      }
+    float square = 0;
+#pragma unroll 1
+    for (int span = threadIdx.x; span < spans; span += THREADS) {
+      prefetch(ahead), load(ahead);
       float f[16];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int k = h ? runs.y : runs.x;
-        if constexpr (NORM)
-          v[h] = applied<OP, true>(v[h], x, 0, 8, n, norm ? reinterpret_cast<const T *>(scales + h) : nullptr,
-                                   shift ? reinterpret_cast<const T *>(shifts + h) : nullptr);
-        else
-          v[h] = k < 0 ? make_uint4(0, 0, 0, 0) : applied<OP, true>(v[h], x, k, K, n, norm, shift);
-        if (NORM && k < 0) v[h] = make_uint4(0, 0, 0, 0);
-        float some[8];
-        open<T>(some, v[h]);
-#pragma unroll
-        for (int i = 0; i < 8; i++) f[8 * h + i] = some[i];
-        reinterpret_cast<uint4 *>(to.plain)[2 * span + h] = v[h];
-      }
+      square += apply(s, n, f);
       uint4 high, low;
-      if (span < spans2) {
-        const float2 made = span_digits<false>(f, high, low);
+      const float2 made = span_digits(span >= spans2, f, high, low);
+      if (span < spans2)
         to.terms2[span] = terms2(span / 4 % 4, made);
-      } else {
-        const float2 made = span_digits<true>(f, high, low);
+      else
         to.terms4[span - spans2] = make_float2(made.x, made.x * made.y);
-      }
       reinterpret_cast<uint4 *>(to.digits)[2 * span] = high, reinterpret_cast<uint4 *>(to.digits)[2 * span + 1] = low;
+      s = ahead;
+      find(ahead, span + 2 * THREADS);
     }
+    if (op == RMS_NORM) {
+      square = warp_sum(square);
+      if ((threadIdx.x & 31) == 0) squares[threadIdx.x >> 5] = square;
+    }
+  }
+
+  // What the outputs are multiplied by, behind the barrier.
+  __device__ __forceinline__ float factor(const float *squares, float eps) const {
+    float sum = 0;
+    if (op != RMS_NORM) return 1;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += squares[w];
+    return norm_of<RMS_NORM>(make_float2(0, sum), K, eps).scale;
   }
 };
 

@@ -48,43 +48,63 @@ __device__ __forceinline__ Norm norm_of(float2 sums, int K, float eps) {
   return {mean, rsqrtf(relu(sums.y / K - mean * mean) + eps)};
 }
 
-// f of 8 inputs from k on; x: the token's row, which gated ops read in a second place; v: what stands at k.
-template <Prologue OP, bool ALIGNED, typename T>
-__device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm n, const T *norm, const T *shift) {
-  if constexpr (OP == PLAIN) return v;
-  float f[8], g[8];
-  open<T>(f, v);
-  if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
+// A norm of 8 values; scales, shifts: of the norm there, where it has them.
+template <Prologue OP, typename T>
+__device__ __forceinline__ void normalize(float (&f)[8], Norm n, bool scaled, uint4 scales, bool shifted,
+                                          uint4 shifts) {
+  float g[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) f[i] = (f[i] - n.mean) * n.scale;
-    if (norm) {
-      open<T>(g, eight<ALIGNED>(norm, k, K));
+  for (int i = 0; i < 8; i++) f[i] = (f[i] - n.mean) * n.scale;
+  if (scaled) {
+    open<T>(g, scales);
 #pragma unroll
-      for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? to_float(from_float<T>(f[i])) : f[i]) * g[i];
-    }
-    if (OP == LAYER_NORM && shift) {
-      open<T>(g, eight<ALIGNED>(shift, k, K));
-#pragma unroll
-      for (int i = 0; i < 8; i++) f[i] += g[i];
-    }
-    if constexpr (OP == LAYER_NORM) {  // what is behind the end stays 0
-#pragma unroll
-      for (int i = 0; i < 8; i++) f[i] = k + i < K ? f[i] : 0;
-    }
+    for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? to_float(from_float<T>(f[i])) : f[i]) * g[i];
   }
+  if (OP == LAYER_NORM && shifted) {
+    open<T>(g, shifts);
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] += g[i];
+  }
+}
+
+// An activation of 8 values; gated: times those of `up`.
+template <Prologue OP, typename T>
+__device__ __forceinline__ void activate(float (&f)[8], uint4 up) {
+  float g[8];
+  if constexpr (is_gated(OP)) open<T>(g, up);
   if constexpr (OP == SILU_MUL) {
-    open<T>(g, eight<ALIGNED>(x + K, k, K));
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = __fdividef(f[i], 1 + __expf(-f[i])) * g[i];
   }
   if constexpr (is_gelu(OP)) {
-    if constexpr (is_gated(OP)) open<T>(g, eight<ALIGNED>(x + K, k, K));
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = is_gated(OP) ? gelu_of<OP>(f[i]) * g[i] : gelu_of<OP>(f[i]);
   }
   if constexpr (OP == RELU) {
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = relu(f[i]);
+  }
+}
+
+// f of 8 inputs from k on; x: the token's row, which gated ops read in a second place; v: what stands at k.
+template <Prologue OP, bool ALIGNED, typename T>
+__device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm n, const T *norm, const T *shift) {
+  if constexpr (OP == PLAIN) return v;
+  float f[8];
+  open<T>(f, v);
+  if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
+    uint4 scales = {}, shifts = {};
+    if (norm) scales = eight<ALIGNED>(norm, k, K);
+    if (OP == LAYER_NORM && shift) shifts = eight<ALIGNED>(shift, k, K);
+    normalize<OP, T>(f, n, norm, scales, shift, shifts);
+    if constexpr (OP == LAYER_NORM) {  // what is behind the end stays 0
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] = k + i < K ? f[i] : 0;
+    }
+  } else {
+    uint4 up = {};
+    if constexpr (is_gated(OP)) up = eight<ALIGNED>(x + K, k, K);
+    activate<OP, T>(f, up);
   }
   return closed<T>(f);
 }
