@@ -10,9 +10,11 @@ from plane_weights import relative
 from torch import Tensor
 
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import mixed_config, mixed_gemv
+from crelle.kernels.cuda import mixed_config, mixed_decode, mixed_gemv
+from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.mixed_config import MixedTileConfig
+from crelle.kernels.cuda.mixed_decode import DecodeConfig
 from crelle.kernels.cuda.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.mixed_layout import join, lay_out
 from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear
@@ -23,10 +25,12 @@ HALF = torch.float16
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_gemv, "load", EmulatedKernel)
-    for module in (mixed_gemv, mixed_config):
+    for module in (mixed_gemv, mixed_decode):
+        monkeypatch.setattr(module, "load", EmulatedKernel)
+    for module in (mixed_gemv, mixed_config, mixed_decode):
         monkeypatch.setattr(module, "multiprocessors", lambda: 2)
-    monkeypatch.setattr(mixed_config, "_room", lambda: 227 * 1024)
+    for module in (mixed_config, mixed_decode):
+        monkeypatch.setattr(module, "room_of_device", lambda: 227 * 1024)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,53 @@ def test_products_match_oracle(form: tuple[int, int, int, float, float], tokens:
     assert relative(y, wanted) < 1e-6
     mixed_gemv.product(xs, laid, torch.float32, bias, residual, out=y, config=config)
     assert relative(y, wanted + bias.double() + residual.double()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("form", "config"),
+    [
+        ((100, 520, 16, 0.25, 0.02), DecodeConfig(2, 4, 2, 2)),  # sets of tiles that are not whole
+        ((33, 336, 16, 0.4, 0.05), DecodeConfig(1, 3, 3, 2, 2)),
+        ((50, 2080, 32, 0.25, 0.01), DecodeConfig(3, 3, 2, 2)),  # a thread has several spans of inputs
+        ((40, 512, 64, 1.0, 0.0), DecodeConfig(1, 2, 1, 1)),
+    ],
+)
+def test_one_token_in_one_launch(form: tuple[int, int, int, float, float], config: DecodeConfig) -> None:
+    torch.manual_seed(form[0])
+    w = random_mixed(*form)
+    laid, (N, K) = lay_out(w), form[:2]
+    x, bias, residual = (torch.randn(*shape, dtype=HALF) for shape in ((1, K), (N,), (1, N)))
+    assert mixed_decode.supports(x, [laid], "PLAIN", bias, residual)
+    wanted = x.double() @ w.dequantize(torch.float64).T
+    y = torch.full((1, N), torch.nan)
+    mixed_decode.product(x, [laid], torch.float32, out=y, config=config)
+    assert relative(y, wanted) < 2e-4
+    mixed_decode.product(x, [laid], torch.float32, biases=[bias], residual=residual, out=y, config=config)
+    assert relative(y, wanted + bias.double() + residual.double()) < 2e-4
+    x[0, 7] = torch.inf
+    assert not bool(mixed_decode.product(x, [laid], torch.float32, config=config).isfinite().any())
+
+
+@pytest.mark.parametrize("op", ["RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU", "GELU"])
+def test_one_token_several_matrices_and_what_comes_before(op: Prologue) -> None:
+    """Three matrices whose 4-bit groups differ, with an operation on x before them."""
+    torch.manual_seed(0)
+    weights = [random_mixed(n, 272, 16, 0.25, 0.05, seed=n) for n in (32, 40, 17)]
+    x, norm, shift = (torch.randn(n, dtype=HALF) for n in (544, 272, 272))
+    x = x[None, : 272 * (2 if op == "SILU_MUL" else 1)]
+    scale, added = (norm, shift) if op == "LAYER_NORM" else (norm, None) if op == "RMS_NORM" else (None, None)
+    v = x.double()
+    before = {
+        "RMS_NORM": lambda: v[:, :272] * torch.rsqrt(v.square().mean() + 1e-5) * norm.double(),
+        "LAYER_NORM": lambda: torch.nn.functional.layer_norm(v, (272,), norm.double(), shift.double(), 1e-5),
+        "SILU_MUL": lambda: torch.nn.functional.silu(v[:, :272]) * v[:, 272:],
+        "RELU": v.relu,
+        "GELU": lambda: torch.nn.functional.gelu(v),
+    }[op]()
+    laid = [lay_out(w) for w in weights]
+    config = DecodeConfig(2, 4, 2, 1, 3)
+    y = mixed_decode.product(x, laid, torch.float32, op, scale, added, 1e-5, config=config)
+    assert relative(y, torch.cat([before @ w.dequantize(torch.float64).T for w in weights], 1)) < 5e-4
 
 
 def test_joined_weights_norms_and_what_is_not_finite() -> None:
@@ -113,6 +164,8 @@ def test_fused_linears(seeds: tuple[int, int]) -> None:
     y, total = norm_linear(fused, x, None, "RMS_NORM", norm)
     assert torch.equal(total, x)
     assert relative(y, wanted) < 1e-3
+    one, _ = norm_linear(fused, x[:1], None, "RMS_NORM", norm)  # in one launch
+    assert relative(one, wanted[:1]) < 1e-3
     alone = FusedLinear([layers[0]], HALF)
     residual = torch.randn(3, 32, dtype=HALF)
     added, rest = linear_residual(alone, x, residual)
