@@ -22,6 +22,7 @@ from crelle.kernels.cuda import (
     gemm,
     lut,
     mixed_config,
+    mixed_decode,
     mixed_gemv,
     paged_attention,
     residual_norm_pack,
@@ -146,6 +147,10 @@ def _mixed(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for config in (mixed_config.MixedTileConfig(tiles, 8, 2, 3 - tiles, True) for tiles in (1, 2)):
         yield mixed_gemv.product_variant(1, 1, config, HALF, HALF)
     for i, op in enumerate(_OPS):
+        for N, inputs in ((4096, 4096), (12288, 4096), (12288, 12288)):
+            w = MixedWeight(N, inputs, inputs * 3 // 1024, inputs // 512, 1, torch.empty(N // 16, 0), nothing, nothing)
+            config = mixed_decode.choose([w], 132, room)
+            yield mixed_decode.variant(op, config, (HALF, BF16)[i % 2], (HALF, BF16, F32)[i % 3])
         yield mixed_gemv.encode_variant(op, 1 + i % 2, K + i // 2 % 2, (HALF, BF16)[i // 4 % 2])
     for subs, inputs in ((1, K), (2, K + 1)):
         yield mixed_gemv.dequant_variant(subs, inputs, (HALF, BF16)[inputs % 2])

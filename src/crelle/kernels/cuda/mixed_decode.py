@@ -86,7 +86,17 @@ def product(
     columns, first, described = 0, 0, list[bytes]()
     for w, bias, end in zip(weights, biases or [None] * len(weights), ends, strict=True):
         parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, bias)
-        sizes = (w.N, w.tiles.shape[0], w.tile_base, w.U2, w.U4, 2.0**w.outlier_exponent, columns, end, *divmod(w.tiles.shape[0], end - first))
+        sizes = (
+            w.N,
+            w.tiles.shape[0],
+            w.tile_base,
+            w.U2,
+            w.U4,
+            2.0**w.outlier_exponent,
+            columns,
+            end,
+            *divmod(w.tiles.shape[0], end - first),
+        )
         described.append(_MATRIX.pack(*(0 if t is None else t.data_ptr() for t in parts), *sizes))
         columns, first = columns + w.N, end
     described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30, 0, 0)] * (MOST - len(weights))
