@@ -48,15 +48,20 @@ def supports(x: Tensor, weights: Sequence[MixedWeight], op: Prologue = "PLAIN", 
     return aligned and all(t.dtype == x.dtype for t in inputs) and token_bytes(weights) <= room_of_device() // 2
 
 
+def pairs(weights: Sequence[MixedWeight]) -> bool:
+    """Whether the first's activation can be multiplied by the second in the launch that makes both."""
+    return len(weights) == 2 and len({(w.N, w.K, w.U2, w.U4) for w in weights}) == 1
+
+
 def token_bytes(weights: Sequence[MixedWeight]) -> int:
     """Shared memory of the encoded token; as in mixed_digits.cuh."""
     return max(768 * w.U2 + 320 * w.U4 for w in weights)
 
 
-def shared_bytes(weights: Sequence[MixedWeight], c: DecodeConfig) -> int:
+def shared_bytes(weights: Sequence[MixedWeight], c: DecodeConfig, paired: bool = False) -> int:
     """Dynamic shared memory: the token, the pipelines, two pages of sums, a sum; as in mixed_decode.cu."""
     queue = c.stages * (c.tiles * unit2_bytes(1) + 8) + (c.stages & 1) * 8
-    return token_bytes(weights) + c.warps * (queue + 256 * c.tiles + 4) + 16
+    return token_bytes(weights) * (1 + paired) + c.warps * (queue + 256 * c.tiles + 4) + 16
 
 
 def variant(op: Prologue, c: DecodeConfig, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, str]:
@@ -77,12 +82,17 @@ def product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     config: DecodeConfig | None = None,
+    paired: bool = False,
 ) -> Tensor:
-    """Return op(x) @ W.T (+ bias) (+ residual) as [1, N of all], in `dtype`, for x [1, K] (gated: [1, 2K])."""
-    N = sum(w.N for w in weights)
+    """Return op(x) @ W.T (+ bias) (+ residual) as [1, N of all], in `dtype`, for x [1, K] (gated: [1, 2K]).
+
+    If paired, silu(op(x) @ W.T) * (op(x) @ V.T) as [1, N] of two matrices (`pairs`).
+    """
+    N = weights[0].N if paired else sum(w.N for w in weights)
     y = torch.empty(1, N, dtype=dtype, device=x.device) if out is None else out
-    c = config or choose(weights)
-    ends = _shares([w.tiles.shape[0] for w in weights], multiprocessors() * c.blocks)
+    c = config or choose(weights, paired)
+    tiles = [w.tiles.shape[0] for w in weights]
+    ends = _shares(tiles[:1] if paired else tiles, multiprocessors() * c.blocks) * (1 + paired)
     columns, first, described = 0, 0, list[bytes]()
     for w, bias, end in zip(weights, biases or [None] * len(weights), ends, strict=True):
         parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, bias)
@@ -98,23 +108,26 @@ def product(
             *divmod(w.tiles.shape[0], end - first),
         )
         described.append(_MATRIX.pack(*(0 if t is None else t.data_ptr() for t in parts), *sizes))
-        columns, first = columns + w.N, end
+        if not paired:
+            columns, first = columns + w.N, end
     described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30, 0, 0)] * (MOST - len(weights))
     load(*variant(op, c, x.dtype, dtype))(
         (ends[-1], 1, 1),
         32 * c.warps,
         b"".join(described),
-        *(x, norm, shift, residual, y, x.shape[1] // width(op), _OPS.index(op), float(eps)),
-        shared=shared_bytes(weights, c),
+        *(x, norm, shift, residual, y, x.shape[1] // width(op), _OPS.index(op), int(paired), float(eps)),
+        shared=shared_bytes(weights, c, paired),
         pdl=True,
     )
     return y
 
 
-def choose(weights: Sequence[MixedWeight], processors: int | None = None, room: int | None = None) -> DecodeConfig:
+def choose(
+    weights: Sequence[MixedWeight], paired: bool = False, processors: int | None = None, room: int | None = None
+) -> DecodeConfig:
     """Return a tile config."""
     tiles = sum(w.tiles.shape[0] for w in weights)
-    return _choose(tiles, token_bytes(weights), processors or multiprocessors(), room or room_of_device())
+    return _choose(tiles, token_bytes(weights) * (1 + paired), processors or multiprocessors(), room or room_of_device())
 
 
 @cache

@@ -93,43 +93,47 @@ struct ScaleWords {
   }
 };
 
+// paired: y [N] = silu(f(x) W.T) f(x) V.T of the first two matrices, which have the same sizes; in turns.
 // x [K] (gated: [2K], gate then up); norm, shift [K] may be null; residual [all outputs] may be null, or y. All are 16
 // bytes aligned, K is a multiple of 8. Shared: the token, WARPS pipelines, 2 WARPS TILES 32 sums, WARPS and 4
 // floats.
 template <bool OTHERS, int TILES, int WARPS, int STAGES, int OCCUPANCY, typename T, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     mixed_decode(const __grid_constant__ MixedMatrices matrices, const T *x, const T *__restrict__ norm,
-                 const T *__restrict__ shift, const T *residual, Y *y, int K, int op, float eps) {
+                 const T *__restrict__ shift, const T *residual, Y *y, int K, int op, int paired, float eps) {
   constexpr int UNIT2 = 1264;
   using Queue = Pipeline<STAGES, TILES * UNIT2>;
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane / 4, t = lane % 4;
   const int which = ((int)blockIdx.x >= matrices.of[0].last_block) + ((int)blockIdx.x >= matrices.of[1].last_block);
+  const auto matrix = [&](int i) -> const MixedMatrix & { return matrices.of[paired ? i & 1 : which]; };
   const MixedMatrix &w = matrices.of[which];
   const int U2 = w.U2, U4 = w.U4, units = U2 + U4, tile_bytes = U2 * UNIT2 + U4 * 1024;
   const int block = blockIdx.x - (which ? matrices.of[which - 1].last_block : 0);
   const int begin = block * w.share + min(block, w.rest), end_tile = begin + w.share + (block < w.rest);
-  const int mine = (end_tile - begin + TILES - 1) / TILES;
-  const TokenDigits token(shared, U2, U4);
-  char *const after_x = shared + TokenDigits::bytes(U2, U4);
-  float *const sums = reinterpret_cast<float *>(after_x + WARPS * Queue::SIZE);  // [2][warp][TILES][lane]
-  float *const squares = sums + 2 * WARPS * TILES * 32, *const sum4 = squares + WARPS;
+  const int mine = (end_tile - begin + TILES - 1) / TILES << paired;  // sets of tiles; of a pair in turns
+  char *const after_x = shared + (TokenDigits::bytes(U2, U4) << paired);
+  float *const sums = reinterpret_cast<float *>(after_x + WARPS * Queue::SIZE);         // [2][warp][TILES][lane]
+  float *const squares = sums + 2 * WARPS * TILES * 32, *const sum4 = squares + WARPS;  // [2]
   launch_dependents();
   using Encoder = TokenEncoder<OTHERS, WARPS, T>;
-  const Encoder encode = {(Prologue)op, x, norm, shift, w.perm, K, 16 * U2, 16 * U2 + 8 * U4};
+  const int spans = 16 * U2 + 8 * U4;
+  const Encoder encode = {(Prologue)op,        x, norm,    shift, w.perm,
+                          matrices.of[1].perm, K, 16 * U2, spans, spans << paired};
   typename Encoder::Span first, second;
   encode.find(first, threadIdx.x), encode.find(second, threadIdx.x + WARPS * 32);
   // The outliers that the warp takes first are loaded a set of tiles ahead, where they begin and end two sets ahead.
   int run = 0, end = 0, next_run = 0, next_end = 0, row = 0;
   uint4 extra = make_uint4(0, 0, 0, 0);
   const auto find_outliers = [&](int i) {
-    const int tile = begin + i * TILES;
+    const int tile = begin + (i >> paired) * TILES;
+    const MixedMatrix &m = matrix(i);
     next_run = next_end = 0;
-    if (w.outliers && i < mine) next_run = w.starts[tile], next_end = w.starts[min(tile + TILES, end_tile)];
+    if (m.outliers && i < mine) next_run = m.starts[tile], next_end = m.starts[min(tile + TILES, end_tile)];
   };
-  const auto load_outliers = [&] {
+  const auto load_outliers = [&](const MixedMatrix &m) {
     extra = make_uint4(0, 0, 0, 0);
-    if (run + lane < end) extra = __ldg(w.outliers + run + lane), row = w.outlier_rows[run + lane];
+    if (run + lane < end) extra = __ldg(m.outliers + run + lane), row = m.outlier_rows[run + lane];
   };
   find_outliers(0);
   Queue queue(after_x + warp * Queue::SIZE, lane);
@@ -140,15 +144,15 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const auto settle = [&] {
     while (wanted.unit >= units) wanted.unit -= units, wanted.set++;
   };
-  const char *const tiles = w.tiles + (size_t)begin * tile_bytes;
   const auto issue_load = [&](int stage, int zero) {
     if (wanted.set >= mine) {
       queue.issue_nothing();
       return;
     }
-    const int unit = wanted.unit, behind = unit - U2, tile = wanted.set * TILES, there = end_tile - begin - tile;
+    const int unit = wanted.unit, behind = unit - U2, tile = begin + (wanted.set >> paired) * TILES,
+              there = end_tile - tile;
     const int at = behind < 0 ? unit * UNIT2 : U2 * UNIT2 + behind * 1024, bytes = behind < 0 ? UNIT2 : 1024;
-    const char *const from = tiles + (size_t)tile * tile_bytes + at + zero;
+    const char *const from = matrix(wanted.set).tiles + (size_t)tile * tile_bytes + at + zero;
 #if __CUDA_ARCH__ >= 900
     if (elected()) {
       asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(queue.barrier(stage)),
@@ -176,24 +180,25 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   grid_dependency_wait_late(K);
   encode.load(first);
   run = next_run + warp * 32, end = next_end;
-  load_outliers();
+  load_outliers(w);
   find_outliers(1);
-  encode.store(first, second, eps, token, squares);
+  encode.store(first, second, eps, shared, U2, U4, squares);
   __syncthreads();
 
   // The sum of the 4-bit inputs; read behind the first barrier.
-  if (warp == 0) {
+  if (warp <= paired) {
     float sum = 0;
 #pragma unroll 1
-    for (int i = lane; i < 8 * U4; i += 32) sum += token.terms4[i].y;
+    for (int i = lane; i < 8 * U4; i += 32)
+      sum += TokenDigits(shared + warp * TokenDigits::bytes(U2, U4), U2, U4).terms4[i].y;
     sum = warp_sum(sum);
-    if (lane == 0) *sum4 = sum;
+    if (lane == 0) sum4[warp] = sum;
   }
 
   // Where the lane's x is: the digit g % 2 of group t, if its column is that group's.
   const bool has_x = g / 2 == t;
-  const uint32 x2 = shared_address(token.digits) + t * 32 + (g & 1) * 16;
-  const uint32 x4 = shared_address(token.digits) + U2 * 512 + t * 64 + (g & 1) * 16;
+  const uint32 x2 = shared_address(shared) + t * 32 + (g & 1) * 16;
+  const uint32 x4 = shared_address(shared) + U2 * 512 + t * 64 + (g & 1) * 16;
   const DecodeConstants c = {
       {kept(0), kept(INT_AS_FLOAT), (uint32)K >> 31, INT_AS_FLOAT + ((uint32)K >> 31)}, kept(256), kept(0x3f800000u)};
 
@@ -220,18 +225,21 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
 
   const float factor = warp < TILES ? encode.factor(squares, eps) : 1;
   int stage = 0, phase = 0, unit = warp;
+  float gate = 0;      // of a pair: the first one's output
   uint4 held[2] = {};  // x of two sets; zeros where the lane's column is another group's
 #pragma unroll 1
   for (int i = 0; i < mine; i++) {
-    const int tile = begin + i * TILES;
+    const int tile = begin + (i >> paired) * TILES, other = paired & i, token_at = other * TokenDigits::bytes(U2, U4);
+    const MixedMatrix &m = matrix(i);
+    const TokenDigits token(shared + token_at, U2, U4);
     const int n = (tile + warp) * 16 + g + t / 2 * 8;  // what the lane will write
-    const bool writes = warp < TILES && tile + warp < end_tile && t % 2 == 0 && n < w.N;
+    const bool writes = warp < TILES && tile + warp < end_tile && t % 2 == 0 && n < m.N;
     __half2 grid_row = {};
     T added_bias = from_float<T>(0), added = from_float<T>(0);
     if (writes) {
-      grid_row = w.grid_rows[n];
-      if (w.bias) added_bias = static_cast<const T *>(w.bias)[n];
-      if (residual) added = residual[w.column + n];
+      grid_row = m.grid_rows[n];
+      if (m.bias) added_bias = static_cast<const T *>(m.bias)[n];
+      if (residual) added = residual[m.column + n];
     }
     DecodeTile sum[TILES];
 #pragma unroll
@@ -257,7 +265,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
             float4 terms[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-              load_if(has_x, held[k], x2 + unit * 512 + (2 * H + k) * 128);
+              load_if(has_x, held[k], x2 + token_at + unit * 512 + (2 * H + k) * 128);
               terms[k] = token.terms2[unit * 16 + (2 * H + k) * 4 + t];
             }
             uint32 d[TILES][2][4];  // all products are begun before the first is used: the instruction takes its time
@@ -283,7 +291,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
         } else {
           const int behind = unit - U2;
           const float4 xs = reinterpret_cast<const float4 *>(token.terms4)[behind * 4 + t];
-          load_if(has_x, held[0], x4 + behind * 256), load_if(has_x, held[1], x4 + behind * 256 + 32);
+          load_if(has_x, held[0], x4 + token_at + behind * 256);
+          load_if(has_x, held[1], x4 + token_at + behind * 256 + 32);
           uint32 d[TILES][2][4];
 #pragma unroll
           for (int j = 0; j < TILES; j++) {
@@ -313,10 +322,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       }
       // Runs of outliers lie in the order of rows: the lanes of a row add up, its last one adds that to the sums.
       if (run < end) {
-        const int where = run + lane < end ? (row - (tile + w.tile_base) * 16) & 255 : -1;
+        const int where = run + lane < end ? (row - (tile + m.tile_base) * 16) & 255 : -1;
         const uint32 word[4] = {extra.x, extra.y, extra.z, extra.w};
         run += WARPS * 32;
-        load_outliers();
+        load_outliers(m);
         float out = 0;
 #pragma unroll
         for (int k = 0; k < 4; k++)
@@ -330,7 +339,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
         const int next = __shfl_down_sync(~0u, where, 1);
         if (where >= 0 && (lane == 31 || next != where)) {
           float *const to = my + where / 16 * 32 + where % 8 * 4 + where % 16 / 8 * 2;
-          *to = fmaf(out, w.outlier_scale, *to);
+          *to = fmaf(out, m.outlier_scale, *to);
         }
         __syncwarp();
       }
@@ -350,7 +359,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
           (upper ? kept_sum[1] : kept_sum[0]) + __shfl_xor_sync(~0u, upper ? kept_sum[0] : kept_sum[1], 2);
     }
     run = next_run + (warp + i + 1) % WARPS * 32, end = next_end;
-    load_outliers();
+    load_outliers(matrix(i + 1));
     find_outliers(i + 2);
 
     wait_until_added(i);
@@ -361,8 +370,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       const float four = __shfl_xor_sync(~0u, total, 1);
       if (writes) {
         const float2 grid = __half22float2(grid_row);
-        const float v = fmaf(grid.x, fmaf(-grid.y, *sum4, four), total);
-        y[w.column + n] = from_float<Y>(v * factor + to_float(added_bias) + to_float(added));
+        float v = fmaf(grid.x, fmaf(-grid.y, sum4[other], four), total) * factor + to_float(added_bias);
+        if (other) v *= __fdividef(gate, 1 + __expf(-gate));
+        gate = v;
+        if (other == paired) y[m.column + n] = from_float<Y>(v + to_float(added));
       }
     }
     if (i + 2 < mine) tell_read(i);

@@ -102,16 +102,18 @@ struct TokenEncoder {
   };
   Prologue op;
   const T *x, *norm, *shift;
-  const int *perm;
-  int K, spans2, spans;
+  const int *perm, *perm2;    // of the matrix; of the second of a pair
+  int K, spans2, spans, all;  // all: twice as many spans of a pair
 
   __device__ __forceinline__ static uint4 eight_of(const T *from, int k) {
     return from && k >= 0 ? *reinterpret_cast<const uint4 *>(from + k) : make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void find(Span &s, int span) const {
     s.runs = make_int2(-1, -1);
-    if (span < spans) {
-      const int *const at = perm + 16 * span;
+    if (span < all) {
+      const bool other = span >= spans;
+      span -= other ? spans : 0;
+      const int *const at = (other ? perm2 : perm) + 16 * span;
       s.runs = span < spans2 ? *reinterpret_cast<const int2 *>(at) : make_int2(at[0], at[8]);
     }
   }
@@ -175,17 +177,22 @@ struct TokenEncoder {
   }
 
   // s, ahead: the thread's first two spans; s is loaded; squares [WARPS]: sums of x^2 for `factor`.
-  __device__ __forceinline__ void store(Span &s, Span &ahead, float eps, const TokenDigits &to, float *squares) const {
+  __device__ __forceinline__ void store(Span &s, Span &ahead, float eps, char *shared, int U2, int U4,
+                                        float *squares) const {
     Norm n = {};
     if constexpr (OTHERS) {
       if (op == LAYER_NORM) n = layer_norm(eps);
     }
     float square = 0;
 #pragma unroll 1
-    for (int span = threadIdx.x; span < spans; span += THREADS) {
+    for (int i = threadIdx.x; i < all; i += THREADS) {
       prefetch(ahead), load(ahead);
       float f[16];
-      square += apply(s, n, f);
+      const bool other = i >= spans;
+      const int span = other ? i - spans : i;
+      const TokenDigits to(shared + (other ? TokenDigits::bytes(U2, U4) : 0), U2, U4);
+      const float more = apply(s, n, f);
+      square += other ? 0 : more;
       uint4 high, low;
       const float2 made = span_digits(span >= spans2, f, high, low);
       if (span < spans2)
@@ -194,7 +201,7 @@ struct TokenEncoder {
         to.terms4[span - spans2] = make_float2(made.x, made.x * made.y);
       reinterpret_cast<uint4 *>(to.digits)[2 * span] = high, reinterpret_cast<uint4 *>(to.digits)[2 * span + 1] = low;
       s = ahead;
-      find(ahead, span + 2 * THREADS);
+      find(ahead, i + 2 * THREADS);
     }
     if (op == RMS_NORM) {
       square = warp_sum(square);
