@@ -44,7 +44,7 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mixed_decode.supports(x[:1], [laid])
     assert not mixed_decode.supports(x, [laid])
     assert not mixed_decode.supports(x[:1], [laid] * 4)
-    assert not mixed_decode.supports(x[:1], [replace(laid, subs=2)])
+    assert not mixed_decode.supports(x[:1], [replace(laid, spans=None)])
     assert not mixed_decode.supports(torch.randn(513, dtype=HALF)[None, 1:], [laid])  # not 16 bytes aligned
     assert not mixed_decode.supports(x[:1], [laid], "RMS_NORM", torch.ones(512))  # another dtype
 

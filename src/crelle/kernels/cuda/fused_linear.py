@@ -32,6 +32,13 @@ class Norm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Activated:
+    """What the product before has applied the activation to already."""
+
+    values: Tensor
+
+
 class LinearLayer(Protocol):
     """A layer y = x @ W.T + bias, as far as it is used here: the prepared weight may be replaced by a view."""
 
@@ -60,13 +67,14 @@ class FusedLinear:
 
     def __call__(
         self,
-        x: Tensor | BitSerialX,
+        x: Tensor | BitSerialX | Activated,
         op: Prologue = "PLAIN",
         norm: Norm | None = None,
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return op(x) @ W.T + bias + residual as [tokens, N of all]; BitSerialX has been through op already."""
+        """Return op(x) @ W.T + bias + residual as [tokens, N of all]; all but tensors have been through op already."""
+        x, op = _opened(x, op)
         if (y := self._decode(x, op, norm, residual, dtype or self.dtype)) is not None:
             return y
         if len(self.weights) == 1:
@@ -78,9 +86,15 @@ class FusedLinear:
         return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
 
     def _decode(
-        self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, residual: Tensor | None, dtype: torch.dtype
+        self,
+        x: Tensor | BitSerialX,
+        op: Prologue,
+        norm: Norm | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        paired: bool = False,
     ) -> Tensor | None:
-        """The product of one token with mixed weights, where one launch does all of it."""
+        """The product of one token with mixed weights, where one launch does all of it; paired: silu(gate) * up."""
         mixed = [w for w in self.weights if isinstance(w, MixedWeight)]
         if len(mixed) < len(self.weights) or not isinstance(x, Tensor):
             return None
@@ -88,7 +102,9 @@ class FusedLinear:
         biases = self._biases if len(mixed) > 1 else [self.bias]
         if not mixed_decode.supports(x, mixed, op, scale, shift, residual, *biases):
             return None
-        return mixed_decode.product(x, mixed, dtype, op, scale, shift, eps, biases, residual)
+        if paired and not mixed_decode.pairs(mixed):
+            return None
+        return mixed_decode.product(x, mixed, dtype, op, scale, shift, eps, biases, residual, paired=paired)
 
     def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:
         """The product of mixed weights whose 4-bit groups differ: x is encoded for all of them in one launch."""
@@ -111,8 +127,10 @@ class FusedLinear:
         following: "FusedLinear",
         op: Prologue = "PLAIN",
         norm: Norm | None = None,
-    ) -> Tensor | BitSerialX:
-        """Return what `following` takes: then(y) encoded where the epilogue can do that, y otherwise."""
+    ) -> Tensor | BitSerialX | Activated:
+        """Return what `following` takes: then(y), encoded or not, where the epilogue can do that, y otherwise."""
+        if then == "SILU_MUL" and (y := self._decode(x, op, norm, None, self.dtype, paired=True)) is not None:
+            return Activated(y)
         w = self._encoding_weight(then, following)
         if w is None:
             return self(x, op, norm)
@@ -121,7 +139,7 @@ class FusedLinear:
 
     def normed(
         self,
-        x: Tensor | BitSerialX,
+        x: Tensor | BitSerialX | Activated,
         then: Norm,
         following: "FusedLinear",
         op: Prologue = "PLAIN",
@@ -129,6 +147,7 @@ class FusedLinear:
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | BitSerialX]:
         """Return y, and what `following` takes: then(y) encoded where the epilogue can do that, y again otherwise."""
+        x, op = _opened(x, op)
         kind: Prologue = "RMS_NORM" if then.bias is None else "LAYER_NORM"
         w = self._encoding_weight(kind, following)
         if w is None or then.weight is None:
@@ -178,6 +197,10 @@ class FusedLinear:
             gain, added = (product(encode(v[None], w), w, torch.float32)[0] for v in (scale, shift))
             self._folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
         return x, *self._folded[1:]
+
+
+def _opened(x: Tensor | BitSerialX | Activated, op: Prologue) -> tuple[Tensor | BitSerialX, Prologue]:
+    return (x.values, "PLAIN") if isinstance(x, Activated) else (x, op)
 
 
 def _orders(weights: Sequence[Any]) -> Tensor | None:

@@ -149,8 +149,8 @@ def _mixed(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for i, op in enumerate(_OPS):
         for N, inputs in ((4096, 4096), (12288, 4096), (12288, 12288)):
             w = MixedWeight(N, inputs, inputs * 3 // 1024, inputs // 512, 1, torch.empty(N // 16, 0), nothing, nothing)
-            config = mixed_decode.choose([w], False, 132, room)
-            yield mixed_decode.variant(op, config, (HALF, BF16)[i % 2], (HALF, BF16, F32)[i % 3])
+            tile_config = mixed_decode.choose([w], False, 132, room)
+            yield mixed_decode.variant(op, tile_config, (HALF, BF16)[i % 2], (HALF, BF16, F32)[i % 3])
         yield mixed_gemv.encode_variant(op, 1 + i % 2, K + i // 2 % 2, (HALF, BF16)[i // 4 % 2])
     for subs, inputs in ((1, K), (2, K + 1)):
         yield mixed_gemv.dequant_variant(subs, inputs, (HALF, BF16)[inputs % 2])

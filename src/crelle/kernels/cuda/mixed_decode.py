@@ -24,7 +24,7 @@ from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
 
 MOST = 3  # matrices of a launch
 _OPS = get_args(Prologue)  # in the order of types.cuh
-_MATRIX = struct.Struct("7P5if4i")
+_MATRIX = struct.Struct("7P5if5i4x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,14 @@ class DecodeConfig:
 
 def supports(x: Tensor, weights: Sequence[MixedWeight], op: Prologue = "PLAIN", *others: Tensor | None) -> bool:
     """Whether one launch does it; `others`: norm, shift, biases, residual."""
-    if x.shape[0] != 1 or not 1 <= len(weights) <= MOST or any(w.subs != 1 for w in weights):
+    if x.shape[0] != 1 or not 1 <= len(weights) <= MOST or any(w.spans is None for w in weights):
         return False
     K = x.shape[1] // width(op)
     inputs = [t for t in (x, *others) if t is not None]
     aligned = K % 8 == 0 and x.is_contiguous() and all(t.data_ptr() % 16 == 0 for t in inputs)
-    return aligned and all(t.dtype == x.dtype for t in inputs) and token_bytes(weights) <= room_of_device() // 2
+    return (
+        aligned and all(t.dtype == x.dtype for t in inputs) and 2 * token_bytes(weights) <= room_of_device() - 24 * 1024
+    )
 
 
 def pairs(weights: Sequence[MixedWeight]) -> bool:
@@ -60,8 +62,12 @@ def token_bytes(weights: Sequence[MixedWeight]) -> int:
 
 def shared_bytes(weights: Sequence[MixedWeight], c: DecodeConfig, paired: bool = False) -> int:
     """Dynamic shared memory: the token, the pipelines, two pages of sums, a sum; as in mixed_decode.cu."""
+    return _shared_bytes(token_bytes(weights) * (1 + paired), c)
+
+
+def _shared_bytes(token: int, c: DecodeConfig) -> int:
     queue = c.stages * (c.tiles * unit2_bytes(1) + 8) + (c.stages & 1) * 8
-    return token_bytes(weights) * (1 + paired) + c.warps * (queue + 256 * c.tiles + 4) + 16
+    return token + c.warps * (queue + 256 * c.tiles + 4) + 16
 
 
 def variant(op: Prologue, c: DecodeConfig, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[str, str]:
@@ -95,22 +101,13 @@ def product(
     ends = _shares(tiles[:1] if paired else tiles, multiprocessors() * c.blocks) * (1 + paired)
     columns, first, described = 0, 0, list[bytes]()
     for w, bias, end in zip(weights, biases or [None] * len(weights), ends, strict=True):
-        parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.perm, bias)
-        sizes = (
-            w.N,
-            w.tiles.shape[0],
-            w.tile_base,
-            w.U2,
-            w.U4,
-            2.0**w.outlier_exponent,
-            columns,
-            end,
-            *divmod(w.tiles.shape[0], end - first),
-        )
-        described.append(_MATRIX.pack(*(0 if t is None else t.data_ptr() for t in parts), *sizes))
+        parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.spans, bias)
+        sizes = (w.N, w.tiles.shape[0], w.tile_base, w.U2, w.U4, 2.0**w.outlier_exponent)
+        where = (columns, end, *divmod(w.tiles.shape[0], end - first), w.runs)
+        described.append(_MATRIX.pack(*(0 if t is None else t.data_ptr() for t in parts), *sizes, *where))
         if not paired:
             columns, first = columns + w.N, end
-    described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30, 0, 0)] * (MOST - len(weights))
+    described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30, 0, 0, 0)] * (MOST - len(weights))
     load(*variant(op, c, x.dtype, dtype))(
         (ends[-1], 1, 1),
         32 * c.warps,
@@ -127,12 +124,20 @@ def choose(
 ) -> DecodeConfig:
     """Return a tile config."""
     tiles = sum(w.tiles.shape[0] for w in weights)
-    return _choose(tiles, token_bytes(weights) * (1 + paired), processors or multiprocessors(), room or room_of_device())
+    return _choose(
+        tiles, token_bytes(weights) * (1 + paired), processors or multiprocessors(), room or room_of_device()
+    )
 
 
 @cache
 def _choose(tiles: int, token: int, processors: int, room: int) -> DecodeConfig:
-    return DecodeConfig(1, 16, 2, 2)
+    """Few tiles are two for each thread block, one block a multiprocessor; many are three, two blocks."""
+    few = [DecodeConfig(2, 12, 2, 2), DecodeConfig(2, 12, 2, 1), DecodeConfig(2, 12, 1, 1)]
+    many = [DecodeConfig(3, 8, 2, 2, 2), DecodeConfig(3, 12, 2, 1), DecodeConfig(3, 8, 2, 1)]
+    for c in [*(few if tiles <= 2 * processors else many), DecodeConfig(1, 8, 2, 1)]:
+        if max(c.blocks, c.occupancy) * (_shared_bytes(token, c) + 1024) <= room + 1024:
+            return c
+    return DecodeConfig(1, 4, 1, 1)
 
 
 @cache

@@ -57,8 +57,8 @@ class CudaMixed:
         if isinstance(x, Encoded):
             dtype, encoded = x.data
             return _multiply(dtype, encoded, w, self.asynchronous)
-        sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.outlier_exponent, self.asynchronous)
-        return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, *sizes)  # type: ignore[no-any-return]
+        sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.runs, w.outlier_exponent, self.asynchronous)
+        return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, w.spans, *sizes)  # type: ignore[no-any-return]
 
 
 def _encode(x: Tensor, w: MixedWeight, asynchronous: bool) -> "MixedX | Tensor":
@@ -86,22 +86,27 @@ def _mixed_matmul(
     outliers: Tensor | None,
     outlier_rows: Tensor | None,
     starts: Tensor | None,
+    spans: Tensor | None,
     N: int,
     K: int,
     U2: int,
     U4: int,
     subs: int,
     tile_base: int,
+    runs: int,
     outlier_exponent: int,
     asynchronous: bool,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of mixed_layout.py."""
     from crelle.kernels.cuda import mixed_gemv
 
-    w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, tile_base, outlier_exponent)
+    sizes = (tile_base, spans, runs, outlier_exponent)
+    w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, *sizes)
     return mixed_gemv.matmul(x, w, asynchronous=asynchronous)
 
 
 @_mixed_matmul.register_fake
-def _(x: Tensor, tiles: Any, rows: Any, perm: Any, outliers: Any, where: Any, starts: Any, N: int, *_: Any) -> Tensor:
+def _(
+    x: Tensor, tiles: Any, rows: Any, perm: Any, outliers: Any, where: Any, starts: Any, spans: Any, N: int, *_: Any
+) -> Tensor:
     return x.new_empty(x.shape[0], N)

@@ -11,7 +11,9 @@ Outputs are padded to tiles of 16. Lane 4g + t of a warp has rows g and g + 8.
     rows       f16 [16 tiles, 2]   scale and zero of the 4-bit groups
     outliers   int32 [runs, 4]   place of x in the low, f16 value in the high half; a run is of one row
                outlier_rows  uint8 [runs]   its row (+ 16 tile_base) mod 256    starts  int32 [tiles + 1]   of the tiles
+               (every tile has as many runs, filled up with zeros, unless that were half as many again)
     perm       int32 [256 U2 + 128 U4]   which input stands where, -1 for none
+    spans      int32 [16 U2 + 8 U4]   where each 16 inputs stand, in 16 places; then what is padding
 
 Groups of 8 have two sets of scales for the 16 inputs of a t (`subs`); those of 32 and 64 repeat theirs for every 16.
 That is 2.47 bits a weight in 2-bit groups of 16, where the format has 2.45. Nothing here needs a GPU.
@@ -51,6 +53,8 @@ class MixedWeight:
     outlier_rows: Tensor | None = None
     starts: Tensor | None = None
     tile_base: int = 0  # the first tile's number in outlier_rows, where this is a part of a joined matrix
+    spans: Tensor | None = None  # for mixed_decode.cu; None for groups of 8
+    runs: int = 0  # of outliers, where every tile has as many
     outlier_exponent: int = 0  # outliers are stored times 2^-outlier_exponent, so that none overflows
 
     @property
@@ -97,7 +101,7 @@ def lay_out(w: MixedTensor) -> MixedWeight:
     grid = torch.zeros(tiles * ROWS, 2, dtype=torch.float16, device=w.device)
     if w.row_scale is not None and w.row_zero is not None:
         grid[: w.N] = torch.stack([w.row_scale.half(), w.row_zero.half()], -1)
-    laid = MixedWeight(w.N, w.K, U2, U4, subs, torch.cat(parts), grid, perm)
+    laid = MixedWeight(w.N, w.K, U2, U4, subs, torch.cat(parts), grid, perm, spans=_spans(perm) if subs == 1 else None)
     return _with_outliers(laid, w) if w.outlier_values is not None else laid
 
 
@@ -126,12 +130,13 @@ def join(parts: list[MixedWeight]) -> tuple[MixedWeight, list[MixedWeight]] | No
             found.append(w.starts - w.starts[0] + runs)
             runs = int(found[-1][-1])
         every = torch.cat([*(f[:-1] for f in found), found[-1][-1:]])
-        whole = replace(whole, outliers=_runs(parts), outlier_rows=_rows(parts), starts=every, tile_base=0)
+        even = first.runs if len({w.runs for w in parts}) == 1 else 0
+        whole = replace(whole, outliers=_runs(parts), outlier_rows=_rows(parts), starts=every, runs=even, tile_base=0)
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         starts = [every[end - n : end + 1] for end, n in zip(ends, counts, strict=True)]
     bases = [sum(counts[:i]) for i in range(len(counts))]
     pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), starts, bases, strict=True)  # type: ignore[no-untyped-call]
-    common = replace(first, outliers=whole.outliers, outlier_rows=whole.outlier_rows)
+    common = replace(first, outliers=whole.outliers, outlier_rows=whole.outlier_rows, runs=whole.runs)
     return whole, [replace(common, N=w.N, tiles=t, rows=r, starts=s, tile_base=b) for w, t, r, s, b in pieces]
 
 
@@ -178,6 +183,14 @@ def _perm(w: MixedTensor, U2: int, U4: int, subs: int) -> Tensor:
     pairs4 = (torch.arange(4)[:, None] + 4 * torch.arange(2)).flatten()
     ordered = two[:, _order2(subs).to(w.device)].flatten(), four[:, pairs4.to(w.device)].flatten()
     return torch.cat(ordered).to(torch.int32)
+
+
+def _spans(perm: Tensor) -> Tensor:
+    first = perm.view(-1, 16)[:, 0]
+    index = torch.arange(len(first), device=perm.device, dtype=torch.int32)
+    spans = torch.cat([index[first >= 0], index[first < 0]])
+    spans[first[first >= 0].long() // 16] = index[first >= 0]
+    return spans
 
 
 def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
@@ -257,10 +270,15 @@ def _with_outliers(laid: MixedWeight, w: MixedTensor) -> MixedWeight:
     counts = torch.bincount(rows, minlength=laid.tiles.shape[0] * ROWS)
     slot = torch.arange(len(rows), device=w.device) - (counts.cumsum(0) - counts)[rows]  # within its row
     runs = -(-counts // RUN)
+    in_tile = runs.view(-1, ROWS).sum(1)
+    most = int(in_tile.max())
+    even = 2 * most * len(in_tile) <= 3 * int(in_tile.sum())
+    if even:  # so that nobody has to look up where a tile's runs begin
+        runs[ROWS - 1 :: ROWS] += most - in_tile
     begin = torch.nn.functional.pad(runs.cumsum(0), (1, 0))  # of each row
     out = torch.zeros(int(begin[-1]), RUN, dtype=torch.int32, device=w.device)
     out[begin[rows] + slot // RUN, slot % RUN] = value.view(torch.int16).to(torch.int32) << 16 | at.to(torch.int32)
     which = torch.arange(len(runs), device=w.device).repeat_interleave(runs) % 256
     starts = begin[::ROWS].to(torch.int32)
     more = {"outliers": out, "outlier_rows": which.to(torch.uint8), "starts": starts}
-    return replace(laid, **more, outlier_exponent=exponent)  # type: ignore[arg-type]
+    return replace(laid, **more, runs=most if even else 0, outlier_exponent=exponent)  # type: ignore[arg-type]

@@ -27,13 +27,14 @@ struct MixedMatrix {
   const uint4 *outliers;              // runs of 4 of a row n, or null
   const unsigned char *outlier_rows;  // (n + 16 tile_base) mod 256
   const int *starts;                  // [tile_count + 1]: runs of the tiles
-  const int *perm;
+  const int *places;
   const void *bias;  // T [N], or null
   int N, tile_count, tile_base, U2, U4;
   float outlier_scale;
   int column;       // of its first output in y
   int last_block;   // one behind its thread blocks
   int share, rest;  // tiles of each of them; how many have one more
+  int runs;         // of outliers of every tile; 0: see starts
 };
 struct MixedMatrices {
   MixedMatrix of[3];
@@ -49,25 +50,32 @@ struct DecodeConstants {
   uint32 first[4], radix, one;
 };
 
-// Products of 16 inputs of each of 4 groups, rows a and b.
-__device__ __forceinline__ void multiply2(uint32 (&d)[4], uint32 a, uint32 b, const uint4 &x,
-                                          const DecodeConstants &c) {
+// Both digits of a row: INT_AS_FLOAT plus the sum, as a float.
+__device__ __forceinline__ float joined_digits(uint32 high, uint32 low, uint32 radix) {
+  return __uint_as_float(multiply_add(high, radix, low));
+}
+
+// 16 inputs of each of 4 groups, rows a and b.
+__device__ __forceinline__ void add_set2(float (&sum)[2], uint32 a, uint32 b, const uint4 &x, const float4 &terms,
+                                         const float (&scale)[2], const float (&zero)[2], const DecodeConstants &c) {
   const uint32 a4 = a >> 4, b4 = b >> 4;
-#pragma unroll
-  for (int i = 0; i < 4; i++) d[i] = c.first[i];
+  uint32 d[4] = {c.first[0], c.first[1], c.first[2], c.first[3]};
   multiply_u8(d, a & 0x03030303u, b & 0x03030303u, a & 0x0c0c0c0cu, b & 0x0c0c0c0cu, x.x, x.y);
   multiply_u8(d, a4 & 0x03030303u, b4 & 0x03030303u, a4 & 0x0c0c0c0cu, b4 & 0x0c0c0c0cu, x.z, x.w);
-}
-__device__ __forceinline__ void multiply4(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 b0, uint32 b1, const uint4 &x,
-                                          const DecodeConstants &c) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) d[i] = c.first[i];
-  multiply_u8(d, a0 & 0x0f0f0f0fu, b0 & 0x0f0f0f0fu, a0 >> 4 & 0x0f0f0f0fu, b0 >> 4 & 0x0f0f0f0fu, x.x, x.y);
-  multiply_u8(d, a1 & 0x0f0f0f0fu, b1 & 0x0f0f0f0fu, a1 >> 4 & 0x0f0f0f0fu, b1 >> 4 & 0x0f0f0f0fu, x.z, x.w);
+  for (int r = 0; r < 2; r++) {
+    const float products = joined_digits(d[2 * r], d[2 * r + 1], c.radix) + terms.y;
+    sum[r] = fmaf(scale[r], fmaf(zero[r], terms.x, products), sum[r]);
+  }
 }
-// Both digits of row half r: INT_AS_FLOAT plus the sum, as a float.
-__device__ __forceinline__ float joined(const uint32 (&d)[4], int r, const DecodeConstants &c) {
-  return __uint_as_float(multiply_add(d[2 * r], c.radix, d[2 * r + 1]));
+__device__ __forceinline__ void add_span4(float (&sum)[2], uint2 a, uint2 b, const uint4 &x, float xs,
+                                          const DecodeConstants &c) {
+  uint32 d[4] = {c.first[0], c.first[1], c.first[2], c.first[3]};
+  multiply_u8(d, a.x & 0x0f0f0f0fu, b.x & 0x0f0f0f0fu, a.x >> 4 & 0x0f0f0f0fu, b.x >> 4 & 0x0f0f0f0fu, x.x, x.y);
+  multiply_u8(d, a.y & 0x0f0f0f0fu, b.y & 0x0f0f0f0fu, a.y >> 4 & 0x0f0f0f0fu, b.y >> 4 & 0x0f0f0f0fu, x.z, x.w);
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+    sum[r] = fmaf(joined_digits(d[2 * r], d[2 * r + 1], c.radix) - INT_AS_FLOAT_VALUE, xs, sum[r]);
 }
 
 // The scales and zeros of a unit's groups of lane t, rows g and g + 8, as they lie.
@@ -118,8 +126,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   launch_dependents();
   using Encoder = TokenEncoder<OTHERS, WARPS, T>;
   const int spans = 16 * U2 + 8 * U4;
-  const Encoder encode = {(Prologue)op,        x, norm,    shift, w.perm,
-                          matrices.of[1].perm, K, 16 * U2, spans, spans << paired};
+  const Encoder encode = {(Prologue)op,          x, norm,    shift, w.places,
+                          matrices.of[1].places, K, 16 * U2, spans, spans << paired};
   typename Encoder::Span first, second;
   encode.find(first, threadIdx.x), encode.find(second, threadIdx.x + WARPS * 32);
   // The outliers that the warp takes first are loaded a set of tiles ahead, where they begin and end two sets ahead.
@@ -128,14 +136,26 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const auto find_outliers = [&](int i) {
     const int tile = begin + (i >> paired) * TILES;
     const MixedMatrix &m = matrix(i);
+    const int last = min(tile + TILES, end_tile);
     next_run = next_end = 0;
-    if (m.outliers && i < mine) next_run = m.starts[tile], next_end = m.starts[min(tile + TILES, end_tile)];
+    if (!m.outliers || i >= mine) return;
+    if (m.runs)
+      next_run = (tile + m.tile_base) * m.runs, next_end = (last + m.tile_base) * m.runs;
+    else
+      next_run = m.starts[tile], next_end = m.starts[last];
   };
   const auto load_outliers = [&](const MixedMatrix &m) {
     extra = make_uint4(0, 0, 0, 0);
     if (run + lane < end) extra = __ldg(m.outliers + run + lane), row = m.outlier_rows[run + lane];
   };
+  const auto take_outliers = [&] {
+    run = next_run + warp * 32, end = next_end;
+    load_outliers(w);
+    find_outliers(1);
+  };
   find_outliers(0);
+  if (w.runs) take_outliers();
+  encode.prefetch(first);
   Queue queue(after_x + warp * Queue::SIZE, lane);
 
   struct {
@@ -175,13 +195,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
 #pragma unroll 1
   for (int s = 0; s < STAGES; s++) issue_load(s, 0);
 
-  // What is loaded first is not waited for before all loads are issued.
-  encode.prefetch(first);
+  if (!w.runs) take_outliers();
   grid_dependency_wait_late(K);
   encode.load(first);
-  run = next_run + warp * 32, end = next_end;
-  load_outliers(w);
-  find_outliers(1);
   encode.store(first, second, eps, shared, U2, U4, squares);
   __syncthreads();
 
@@ -246,103 +262,86 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     for (int j = 0; j < TILES; j++) sum[j] = {};
 
     // The warp's sums over t: lane (g, t) gets those of row g + 8 (t / 2), of 2 bits where t is even, else of 4. Two
-    // pages: who only adds to them goes on with the next tiles. Outliers come first, behind a unit.
+    // pages: who only adds to them goes on with the next tiles. Outliers come first: runs of them
+    // lie in the order of rows, the lanes of a row add up, its last one adds that to the sums.
     if (i >= 2) wait_until_read(i);
     float *const page = sums + (i & 1) * WARPS * TILES * 32, *const my = page + warp * TILES * 32;
 #pragma unroll
     for (int j = 0; j < TILES; j++) my[j * 32 + lane] = 0;
     __syncwarp();
 #pragma unroll 1
-    while (unit < units || run < end) {
-      if (unit < units) {
-        const char *const piece = queue.wait(stage, phase);
-        if (unit < U2) {
-          ScaleWords words[TILES];
+    while (run < end) {
+      const int where = run + lane < end ? (row - (tile + m.tile_base) * 16) & 255 : -1;
+      const uint32 word[4] = {extra.x, extra.y, extra.z, extra.w};
+      run += WARPS * 32;
+      load_outliers(m);
+      float out = 0;
 #pragma unroll
-          for (int j = 0; j < TILES; j++) words[j].load(piece + j * UNIT2, lane);
+      for (int k = 0; k < 4; k++)
+        out = fmaf(__half2float(__ushort_as_half(word[k] >> 16)), token.at(word[k] & 0xffff), out);
 #pragma unroll
-          for (int H = 0; H < 2; H++) {
-            float4 terms[2];
+      for (int d = 1; d < 32; d *= 2) {
+        const bool same = __shfl_up_sync(~0u, where, d) == where && lane >= d;
+        const float before = __shfl_up_sync(~0u, out, d);
+        out += same ? before : 0;
+      }
+      const int next = __shfl_down_sync(~0u, where, 1);
+      if (where >= 0 && (lane == 31 || next != where)) {
+        float *const to = my + where / 16 * 32 + where % 8 * 4 + where % 16 / 8 * 2;
+        *to = fmaf(out, m.outlier_scale, *to);
+      }
+      __syncwarp();
+    }
+#pragma unroll 1
+    for (; unit < units; unit += WARPS) {
+      const char *const piece = queue.wait(stage, phase);
+      if (unit < U2) {
+        ScaleWords words[TILES];
+#pragma unroll
+        for (int j = 0; j < TILES; j++) words[j].load(piece + j * UNIT2, lane);
+#pragma unroll
+        for (int H = 0; H < 2; H++) {
+          float4 terms[2];
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            load_if(has_x, held[k], x2 + token_at + unit * 512 + (2 * H + k) * 128);
+            terms[k] = token.terms2[unit * 16 + (2 * H + k) * 4 + t];
+          }
+
+#pragma unroll
+          for (int j = 0; j < TILES; j++) {
+            const uint4 codes = *reinterpret_cast<const uint4 *>(piece + j * UNIT2 + H * 512 + lane * 16);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-              load_if(has_x, held[k], x2 + token_at + unit * 512 + (2 * H + k) * 128);
-              terms[k] = token.terms2[unit * 16 + (2 * H + k) * 4 + t];
-            }
-            uint32 d[TILES][2][4];  // all products are begun before the first is used: the instruction takes its time
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-              const uint4 codes = *reinterpret_cast<const uint4 *>(piece + j * UNIT2 + H * 512 + lane * 16);
-              multiply2(d[j][0], codes.x, codes.z, held[0], c), multiply2(d[j][1], codes.y, codes.w, held[1], c);
-            }
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-#pragma unroll
-              for (int k = 0; k < 2; k++) {
-                float scale[2], zero[2];
-                words[j].decode(2 * H + k, terms[k].z, c.one, scale, zero);
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                  const float v = fmaf(zero[r], terms[k].x, joined(d[j][k], r, c) + terms[k].y);
-                  sum[j].two[r] = fmaf(scale[r], v, sum[j].two[r]);
-                }
-              }
-            }
-          }
-        } else {
-          const int behind = unit - U2;
-          const float4 xs = reinterpret_cast<const float4 *>(token.terms4)[behind * 4 + t];
-          load_if(has_x, held[0], x4 + token_at + behind * 256);
-          load_if(has_x, held[1], x4 + token_at + behind * 256 + 32);
-          uint32 d[TILES][2][4];
-#pragma unroll
-          for (int j = 0; j < TILES; j++) {
-            const uint4 *const at = reinterpret_cast<const uint4 *>(piece + j * UNIT2) + lane;
-            const uint4 a = at[0], b = at[32];
-            multiply4(d[j][0], a.x, a.y, b.x, b.y, held[0], c), multiply4(d[j][1], a.z, a.w, b.z, b.w, held[1], c);
-          }
-#pragma unroll
-          for (int j = 0; j < TILES; j++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-              sum[j].four[r] = fmaf(joined(d[j][0], r, c) - INT_AS_FLOAT_VALUE, xs.x, sum[j].four[r]);
-              sum[j].four[r] = fmaf(joined(d[j][1], r, c) - INT_AS_FLOAT_VALUE, xs.z, sum[j].four[r]);
+              float scale[2], zero[2];
+              words[j].decode(2 * H + k, terms[k].z, c.one, scale, zero);
+              add_set2(sum[j].two, k ? codes.y : codes.x, k ? codes.w : codes.z, held[k], terms[k], scale, zero, c);
             }
           }
         }
-        uint32 seen = 0;
+      } else {
+        const int behind = unit - U2;
+        const float4 xs = reinterpret_cast<const float4 *>(token.terms4)[behind * 4 + t];
+        load_if(has_x, held[0], x4 + token_at + behind * 256);
+        load_if(has_x, held[1], x4 + token_at + behind * 256 + 32);
+
 #pragma unroll
-        for (int j = 0; j < TILES; j++)
-          seen |= __float_as_uint(sum[j].two[0]) | __float_as_uint(sum[j].two[1]) | __float_as_uint(sum[j].four[0]) |
-                  __float_as_uint(sum[j].four[1]);
-        const int zero = nothing(seen, K);
-        __syncwarp();
-        issue_load(stage, zero);
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-        unit += WARPS;
+        for (int j = 0; j < TILES; j++) {
+          const uint4 *const at = reinterpret_cast<const uint4 *>(piece + j * UNIT2) + lane;
+          const uint4 a = at[0], b = at[32];
+          add_span4(sum[j].four, make_uint2(a.x, a.y), make_uint2(b.x, b.y), held[0], xs.x, c);
+          add_span4(sum[j].four, make_uint2(a.z, a.w), make_uint2(b.z, b.w), held[1], xs.z, c);
+        }
       }
-      // Runs of outliers lie in the order of rows: the lanes of a row add up, its last one adds that to the sums.
-      if (run < end) {
-        const int where = run + lane < end ? (row - (tile + m.tile_base) * 16) & 255 : -1;
-        const uint32 word[4] = {extra.x, extra.y, extra.z, extra.w};
-        run += WARPS * 32;
-        load_outliers(m);
-        float out = 0;
+      uint32 seen = 0;
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-          out = fmaf(__half2float(__ushort_as_half(word[k] >> 16)), token.at(word[k] & 0xffff), out);
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          const bool same = __shfl_up_sync(~0u, where, d) == where && lane >= d;
-          const float before = __shfl_up_sync(~0u, out, d);
-          out += same ? before : 0;
-        }
-        const int next = __shfl_down_sync(~0u, where, 1);
-        if (where >= 0 && (lane == 31 || next != where)) {
-          float *const to = my + where / 16 * 32 + where % 8 * 4 + where % 16 / 8 * 2;
-          *to = fmaf(out, m.outlier_scale, *to);
-        }
-        __syncwarp();
-      }
+      for (int j = 0; j < TILES; j++)
+        seen |= __float_as_uint(sum[j].two[0]) | __float_as_uint(sum[j].two[1]) | __float_as_uint(sum[j].four[0]) |
+                __float_as_uint(sum[j].four[1]);
+      const int zero = nothing(seen, K);
+      __syncwarp();
+      issue_load(stage, zero);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     unit -= units;
 

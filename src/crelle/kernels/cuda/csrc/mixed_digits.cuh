@@ -89,41 +89,38 @@ __device__ __forceinline__ float4 terms2(int set, float2 xs_sum) {
   return make_float4(-part, fmaf(-0.5f, xs_sum.y, part) - INT_AS_FLOAT_VALUE, xs_sum.x, 0);
 }
 
-// f(x) of K inputs, a multiple of 8, by all threads; perm: of the matrix. `find` and `prefetch` load what no kernel
-// writes, then comes grid_dependency_wait, then `load`, then `store`, then a barrier. f is known at run time, since
-// kernels whose instructions are in the cache already begin sooner; OTHERS: it may be
-// another than PLAIN, RMS_NORM and SILU_MUL.
+// f(x) of K inputs, a multiple of 8, by all threads, 16 at a time as they lie in x. `find` and `prefetch` load what no
+// kernel writes, then comes grid_dependency_wait, then `load`, then `store`, then a barrier. Where 16 inputs belong
+// (`places`) is not asked before they are there. f is known at run time, so that products share their instructions;
+// OTHERS: it may be another than PLAIN, RMS_NORM and SILU_MUL.
 template <bool OTHERS, int WARPS, typename T>
 struct TokenEncoder {
   static constexpr int THREADS = WARPS * 32;
   struct Span {
-    int2 runs;            // first inputs of its two runs of 8, -1 for none
+    int k;                // its first input, or what is behind the last
+    int place;            // which span of the order it is
     uint4 v[2], more[2];  // x, and the norm's scales or what a gated activation is multiplied by
   };
   Prologue op;
   const T *x, *norm, *shift;
-  const int *perm, *perm2;    // of the matrix; of the second of a pair
-  int K, spans2, spans, all;  // all: twice as many spans of a pair
+  const int *places, *places2;  // [spans] of the matrix, of the second of a pair: of all inputs, then of padding
+  int K, spans2, spans, all;    // all: twice as many spans of a pair
 
-  __device__ __forceinline__ static uint4 eight_of(const T *from, int k) {
-    return from && k >= 0 ? *reinterpret_cast<const uint4 *>(from + k) : make_uint4(0, 0, 0, 0);
+  __device__ __forceinline__ uint4 eight_of(const T *from, int k) const {
+    return from && k < K ? *reinterpret_cast<const uint4 *>(from + k) : make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void find(Span &s, int span) const {
-    s.runs = make_int2(-1, -1);
-    if (span < all) {
-      const bool other = span >= spans;
-      span -= other ? spans : 0;
-      const int *const at = (other ? perm2 : perm) + 16 * span;
-      s.runs = span < spans2 ? *reinterpret_cast<const int2 *>(at) : make_int2(at[0], at[8]);
-    }
+  __device__ __forceinline__ void find(Span &s, int i) const {
+    const bool other = i >= spans;
+    const int span = other ? i - spans : i;
+    s.k = i < all ? span * 16 : K, s.place = i < all ? (other ? places2 : places)[span] : 0;
   }
   __device__ __forceinline__ bool normed() const { return op == RMS_NORM || op == LAYER_NORM; }
   __device__ __forceinline__ void prefetch(Span &s) const {
-    if (normed()) s.more[0] = eight_of(norm, s.runs.x), s.more[1] = eight_of(norm, s.runs.y);
+    if (normed()) s.more[0] = eight_of(norm, s.k), s.more[1] = eight_of(norm, s.k + 8);
   }
   __device__ __forceinline__ void load(Span &s) const {
-    s.v[0] = eight_of(x, s.runs.x), s.v[1] = eight_of(x, s.runs.y);
-    if (is_gated(op)) s.more[0] = eight_of(x + K, s.runs.x), s.more[1] = eight_of(x + K, s.runs.y);
+    s.v[0] = eight_of(x, s.k), s.v[1] = eight_of(x, s.k + 8);
+    if (is_gated(op)) s.more[0] = eight_of(x + K, s.k), s.more[1] = eight_of(x + K, s.k + 8);
   }
 
   // The mean and the deviation of x, by all threads.
@@ -159,10 +156,10 @@ struct TokenEncoder {
       }
       if constexpr (OTHERS) {
         if (op == LAYER_NORM) {
-          const int k = h ? s.runs.y : s.runs.x;
+          const int k = s.k + 8 * h;
           normalize<LAYER_NORM, T>(some, n, norm, s.more[h], shift, eight_of(shift, k));
 #pragma unroll
-          for (int i = 0; i < 8; i++) some[i] = k < 0 ? 0 : some[i];
+          for (int i = 0; i < 8; i++) some[i] = k < K ? some[i] : 0;
         }
         if (op == RELU) activate<RELU, T>(some, s.more[h]);
         if (op == GELU) activate<GELU, T>(some, s.more[h]);
@@ -189,7 +186,7 @@ struct TokenEncoder {
       prefetch(ahead), load(ahead);
       float f[16];
       const bool other = i >= spans;
-      const int span = other ? i - spans : i;
+      const int span = s.place;
       const TokenDigits to(shared + (other ? TokenDigits::bytes(U2, U4) : 0), U2, U4);
       const float more = apply(s, n, f);
       square += other ? 0 : more;
