@@ -132,7 +132,7 @@ def choose(
 @cache
 def _choose(tiles: int, token: int, processors: int, room: int) -> DecodeConfig:
     """Few tiles are two for each thread block, one block a multiprocessor; many are three, two blocks."""
-    few = [DecodeConfig(2, 12, 2, 2), DecodeConfig(2, 12, 2, 1), DecodeConfig(2, 12, 1, 1)]
+    few = [DecodeConfig(2, 12, 2, 2 if token < 16 * 1024 else 1), DecodeConfig(2, 12, 1, 1)]
     many = [DecodeConfig(3, 8, 2, 2, 2), DecodeConfig(3, 12, 2, 1), DecodeConfig(3, 8, 2, 1)]
     for c in [*(few if tiles <= 2 * processors else many), DecodeConfig(1, 8, 2, 1)]:
         if max(c.blocks, c.occupancy) * (_shared_bytes(token, c) + 1024) <= room + 1024:
