@@ -93,6 +93,21 @@ def test_several_matrices_and_what_comes_before(op: Prologue, K: int) -> None:
 
 @gpu
 @needs_gpu
+def test_gate_and_up() -> None:
+    torch.manual_seed(0)
+    for N, K in ((77, 1000), (11008, 4096)):
+        gate, up = (random_mixed(N, K, 16, 0.25, 0.01, "cuda", seed=seed) for seed in (1, 2))
+        laid, x = [lay_out(gate), lay_out(up)], torch.randn(1, K, device="cuda", dtype=HALF)
+        wanted = torch.nn.functional.silu(x.double() @ gate.dequantize(torch.float64).T)
+        wanted *= x.double() @ up.dequantize(torch.float64).T
+        y = torch.full((1, N), torch.nan, device="cuda", dtype=F32)
+        mixed_decode.product(x, laid, F32, out=y, paired=True)
+        assert relative(y, wanted) <= 5e-4
+        assert torch.equal(y, mixed_decode.product(x, laid, F32, paired=True))
+
+
+@gpu
+@needs_gpu
 def test_large_matrices_rerun_and_in_graphs() -> None:
     for N, K in ((4096, 4096), (4096, 11008), (1000, 16384)):
         weights = [random_mixed(N, K, 16, 0.25, 0.002, "cuda", seed=seed) for seed in (1, 2)]

@@ -1,6 +1,6 @@
 """The mixed 2/4-bit kernels run on the CPU, thread by thread: what they compute, without a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ from mixed_weights import random_mixed
 from plane_weights import relative
 from torch import Tensor
 
+from crelle.formats.mixed import MixedTensor
 from crelle.kernels.base import Prepared, Problem
 from crelle.kernels.cuda import mixed_config, mixed_decode, mixed_gemv
 from crelle.kernels.cuda.activations import Prologue
-from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
+from crelle.kernels.cuda.fused_linear import Activated, FusedLinear, Norm
 from crelle.kernels.cuda.mixed_config import MixedTileConfig
 from crelle.kernels.cuda.mixed_decode import DecodeConfig
 from crelle.kernels.cuda.mixed_kernel import CudaMixed
@@ -103,6 +104,44 @@ def test_one_token_several_matrices_and_what_comes_before(op: Prologue) -> None:
     assert relative(y, torch.cat([before @ w.dequantize(torch.float64).T for w in weights], 1)) < 5e-4
 
 
+@pytest.mark.parametrize("config", [DecodeConfig(2, 4, 2, 1), DecodeConfig(1, 3, 1, 1, 2)])
+def test_gate_and_up_of_one_token(config: DecodeConfig) -> None:
+    torch.manual_seed(0)
+    gate, up = (random_mixed(100, 272, 16, 0.25, 0.05, seed=seed) for seed in (1, 2))
+    x, bias, norm = torch.randn(1, 272, dtype=HALF), torch.randn(100, dtype=HALF), torch.randn(272, dtype=HALF)
+    before = x.double() * torch.rsqrt(x.double().square().mean() + 1e-5) * norm.double()
+    wanted = torch.nn.functional.silu(before @ gate.dequantize(torch.float64).T + bias.double())
+    wanted *= before @ up.dequantize(torch.float64).T
+    laid = [lay_out(gate), lay_out(up)]
+    assert mixed_decode.pairs(laid)
+    assert not mixed_decode.pairs([laid[0], replace(laid[1], N=99)])
+    y = torch.full((1, 100), torch.nan)
+    more = (None, 1e-5, [bias, None], None, y, config, True)
+    mixed_decode.product(x, laid, torch.float32, "RMS_NORM", norm, *more)
+    assert relative(y, wanted) < 5e-4
+
+
+def test_outliers_of_uneven_tiles() -> None:
+    """Where some tiles have many more outliers than others, the kernel looks up where they begin."""
+    w = random_mixed(64, 256, 16, 0.25, 0.0)
+    outliers = torch.zeros(64, 256)
+    outliers[3] = outliers[40, ::7] = 1
+    codes = w.codes()
+    w = MixedTensor.from_codes((64, 256), w.four, codes, w.second_scale, _row(w), outliers, w.packing, w.block)
+    even, uneven = lay_out(random_mixed(64, 256, 16, 0.25, 0.05)), lay_out(w)
+    assert even.runs > 0
+    assert uneven.runs == 0
+    x = torch.randn(1, 256, dtype=HALF)
+    y = mixed_decode.product(x, [uneven], torch.float32, config=DecodeConfig(2, 4, 2, 1))
+    assert relative(y, x.double() @ w.dequantize(torch.float64).T) < 2e-4
+
+
+def _row(w: MixedTensor) -> tuple[Tensor, Tensor]:
+    assert w.row_scale is not None
+    assert w.row_zero is not None
+    return w.row_scale, w.row_zero
+
+
 def test_joined_weights_norms_and_what_is_not_finite() -> None:
     torch.manual_seed(0)
     parts = [random_mixed(n, 256, 16, 0.25, 0.05) for n in (32, 40)]
@@ -172,6 +211,24 @@ def test_fused_linears(seeds: tuple[int, int]) -> None:
     plain = x.double() @ weights[0].dequantize(torch.float64).T + bias.double() + residual.double()
     assert rest is None
     assert relative(added, plain) < 1e-3
+
+
+def test_activated_products_of_one_token() -> None:
+    """Gate and up give silu(gate) * up where one launch makes both, and the next product takes it as it is."""
+    torch.manual_seed(0)
+    kernel = CudaMixed()
+    forms = ((96, 256, 1), (96, 256, 2), (32, 96, 3))
+    weights = [random_mixed(N, K, 16, 0.25, 0.02, seed=seed) for N, K, seed in forms]
+    gate, up, down = (Layer(Prepared(Problem.of(w, HALF), kernel, lay_out(w)), None) for w in weights)
+    pair, after = FusedLinear([gate, up], HALF), FusedLinear([down], HALF)
+    x, norm = torch.randn(2, 256, dtype=HALF), Norm(torch.ones(256, dtype=HALF), None, 1e-5)
+    inner = pair.activated(x[:1], "SILU_MUL", after, "RMS_NORM", norm)
+    assert isinstance(inner, Activated)
+    both = pair.activated(x, "SILU_MUL", after, "RMS_NORM", norm)  # two tokens: the next product's prologue does it
+    assert isinstance(both, Tensor)
+    y, seen = after.normed(inner, norm, pair, "SILU_MUL")
+    assert y is seen
+    assert relative(y, after(both, "SILU_MUL")[:1].double()) < 2e-3
 
 
 def test_many_rows_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@
 // A thread block has some consecutive tiles of one matrix, and takes TILES of 16 rows at a time; its warps take turns
 // at the units of inputs, each through its own load pipeline, which runs on into the next tiles. Sums are added in a
 // fixed order.
-#include "mixed_codes.cuh"
 #include "mixed_digits.cuh"
+#include "mixed_imma.cuh"
 #include "named_barrier.cuh"
 #include "pipeline.cuh"
 #include "shared_loads.cuh"
@@ -43,62 +43,6 @@ struct MixedMatrices {
 // Sums of a lane for rows g and g + 8 of a tile, of its groups of 2 and of 4 bits.
 struct DecodeTile {
   float two[2], four[2];
-};
-
-// What does not change: the accumulators' first values and the weight of a high digit, in registers.
-struct DecodeConstants {
-  uint32 first[4], radix, one;
-};
-
-// Both digits of a row: INT_AS_FLOAT plus the sum, as a float.
-__device__ __forceinline__ float joined_digits(uint32 high, uint32 low, uint32 radix) {
-  return __uint_as_float(multiply_add(high, radix, low));
-}
-
-// 16 inputs of each of 4 groups, rows a and b.
-__device__ __forceinline__ void add_set2(float (&sum)[2], uint32 a, uint32 b, const uint4 &x, const float4 &terms,
-                                         const float (&scale)[2], const float (&zero)[2], const DecodeConstants &c) {
-  const uint32 a4 = a >> 4, b4 = b >> 4;
-  uint32 d[4] = {c.first[0], c.first[1], c.first[2], c.first[3]};
-  multiply_u8(d, a & 0x03030303u, b & 0x03030303u, a & 0x0c0c0c0cu, b & 0x0c0c0c0cu, x.x, x.y);
-  multiply_u8(d, a4 & 0x03030303u, b4 & 0x03030303u, a4 & 0x0c0c0c0cu, b4 & 0x0c0c0c0cu, x.z, x.w);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float products = joined_digits(d[2 * r], d[2 * r + 1], c.radix) + terms.y;
-    sum[r] = fmaf(scale[r], fmaf(zero[r], terms.x, products), sum[r]);
-  }
-}
-__device__ __forceinline__ void add_span4(float (&sum)[2], uint2 a, uint2 b, const uint4 &x, float xs,
-                                          const DecodeConstants &c) {
-  uint32 d[4] = {c.first[0], c.first[1], c.first[2], c.first[3]};
-  multiply_u8(d, a.x & 0x0f0f0f0fu, b.x & 0x0f0f0f0fu, a.x >> 4 & 0x0f0f0f0fu, b.x >> 4 & 0x0f0f0f0fu, x.x, x.y);
-  multiply_u8(d, a.y & 0x0f0f0f0fu, b.y & 0x0f0f0f0fu, a.y >> 4 & 0x0f0f0f0fu, b.y >> 4 & 0x0f0f0f0fu, x.z, x.w);
-#pragma unroll
-  for (int r = 0; r < 2; r++)
-    sum[r] = fmaf(joined_digits(d[2 * r], d[2 * r + 1], c.radix) - INT_AS_FLOAT_VALUE, xs, sum[r]);
-}
-
-// The scales and zeros of a unit's groups of lane t, rows g and g + 8, as they lie.
-struct ScaleWords {
-  uint32 scales, zeros, offsets;
-  uint2 second;
-
-  __device__ __forceinline__ void load(const char *unit, int lane) {
-    scales = reinterpret_cast<const uint32 *>(unit + 1024)[lane];
-    zeros = (uint32) reinterpret_cast<const unsigned short *>(unit + 1152)[lane] << 7;
-    second = reinterpret_cast<const uint2 *>(unit + 1216)[lane % 4];
-    offsets = reinterpret_cast<const uint32 *>(unit + 1248)[lane % 4];
-  }
-  // Of a set, a constant where it is called: xs second (code + offset), and 1 + code 2^(2 set - 8).
-  __device__ __forceinline__ void decode(int set, float xs, uint32 one, float (&scale)[2], float (&zero)[2]) const {
-    const float2 factors = __half22float2(*reinterpret_cast<const __half2 *>(set < 2 ? &second.x : &second.y));
-    const float factor = (set % 2 ? factors.y : factors.x) * xs;
-    const float offset =
-        __uint_as_float(__byte_perm(offsets, 0x4b000000u, 0x7650 + set)) - (power(23) + power(23 - 4 * set));
-    scale[0] = fmaf(field(scales, 15u << 4 * set, one), power(23 - 4 * set), offset) * factor;
-    scale[1] = fmaf(field(scales >> 16, 15u << 4 * set, one), power(23 - 4 * set), offset) * factor;
-    zero[0] = field(zeros << 8, 3u << (15 + 2 * set), one), zero[1] = field(zeros, 3u << (15 + 2 * set), one);
-  }
 };
 
 // paired: y [N] = silu(f(x) W.T) f(x) V.T of the first two matrices, which have the same sizes; in turns.
@@ -262,8 +206,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     for (int j = 0; j < TILES; j++) sum[j] = {};
 
     // The warp's sums over t: lane (g, t) gets those of row g + 8 (t / 2), of 2 bits where t is even, else of 4. Two
-    // pages: who only adds to them goes on with the next tiles. Outliers come first: runs of them
-    // lie in the order of rows, the lanes of a row add up, its last one adds that to the sums.
+    // pages: who only adds to them goes on with the next tiles. Outliers come first: runs of them lie in the order of
+    // rows, the lanes of a row add up, its last one adds that to the sums.
     if (i >= 2) wait_until_read(i);
     float *const page = sums + (i & 1) * WARPS * TILES * 32, *const my = page + warp * TILES * 32;
 #pragma unroll
@@ -307,7 +251,6 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
             load_if(has_x, held[k], x2 + token_at + unit * 512 + (2 * H + k) * 128);
             terms[k] = token.terms2[unit * 16 + (2 * H + k) * 4 + t];
           }
-
 #pragma unroll
           for (int j = 0; j < TILES; j++) {
             const uint4 codes = *reinterpret_cast<const uint4 *>(piece + j * UNIT2 + H * 512 + lane * 16);
@@ -324,7 +267,6 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
         const float4 xs = reinterpret_cast<const float4 *>(token.terms4)[behind * 4 + t];
         load_if(has_x, held[0], x4 + token_at + behind * 256);
         load_if(has_x, held[1], x4 + token_at + behind * 256 + 32);
-
 #pragma unroll
         for (int j = 0; j < TILES; j++) {
           const uint4 *const at = reinterpret_cast<const uint4 *>(piece + j * UNIT2) + lane;
