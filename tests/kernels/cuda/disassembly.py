@@ -55,23 +55,29 @@ def sass_facts(cubin: bytes) -> SassFacts | None:
 def loads_in_flight(code: str) -> int:
     """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
 
-    A warp issues in order: a load has come back when an instruction that takes its register has been issued.
+    A warp issues in order: a load has come back when an instruction that takes one of its registers has been issued.
     """
-    waiting: set[int] = set()
+    waiting: dict[int, int] = {}  # register: which load
+
+    def came_back(used: set[int]) -> None:
+        loads = {waiting[r] for r in used & waiting.keys()}
+        for r in [r for r, load in waiting.items() if load in loads]:
+            del waiting[r]
+
     most = 0
-    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code):
+    for n, line in enumerate(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code)):
         kind, *_ = line.split()
         registers = [int(r) for r in re.findall(r"\bR(\d+)\b", line)]
         if kind.startswith("LDS"):
             width = 4 if ".128" in kind else 2 if ".64" in kind else 1
-            waiting -= set(registers[1:])
+            came_back(set(registers[1:]))
             if registers:  # a load into RZ leaves nothing behind
-                waiting |= set(range(registers[0], registers[0] + width))
+                waiting |= dict.fromkeys(range(registers[0], registers[0] + width), n)
         elif kind.startswith("UBLKCP"):
             most = max(most, len(waiting))
         else:
             wide = 4 if "MMA" in kind else 1
-            waiting -= {r + i for r in registers for i in range(wide)}
+            came_back({r + i for r in registers for i in range(wide)})
     return most
 
 

@@ -13,7 +13,7 @@ from crelle.kernels.cuda.instantiations import instantiations
 
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 
-MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu", "mixed_gemv.cu"}
+MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu", "mixed_decode.cu", "mixed_gemv.cu"}
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def spills_allowed(file: str, expression: str, arch: str) -> int:
     if planes:
         few = 16 if "GELU" in expression else 8  # erf and tanh, behind the loop
         return 80 if int(planes[1]) > 4 else few if arch == "sm_90a" else 40
-    if expression.startswith("crelle::mixed_gemv<2, 8,"):
-        return 4  # groups of 8, 8 tokens
+    if expression.startswith(("crelle::mixed_gemv<2, 8,", "crelle::mixed_decode<true, 2,")):
+        return 5  # groups of 8, 8 tokens; other prologues than Llama's
     return 24 if file in ("dense.cu", "lut.cu", "gemm.cu") else 0
 
 
@@ -102,6 +102,7 @@ def test_variants_of_changed_sources_compile_and_stay_in_registers(arch: str) ->
         ("LDS.64 R4, [R2] ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 2),
         ("LDS R4, [R2] ; @P0 IADD3 R5, R4, R1, RZ ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
         ("LDS.128 R4, [R2] ; HMMA.16816.F32 R8, R4, R12, R8 ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("LDS.128 R4, [R2] ; FADD R8, R5, R8 ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
         ("UBLKCP.S.G [UR6], [UR8], UR10 ; LDS R4, [R2] ;", 0),
     ],
 )
@@ -112,7 +113,7 @@ def test_loads_in_flight_are_found(instructions: str, count: int) -> None:
 
 def test_no_piece_is_overwritten_while_it_is_read() -> None:
     """A load can wait long behind others, and the copy engine waits for nobody (one tile a warp, one place each)."""
-    one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<")
+    one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<|mixed_decode<")
     wrong = []
     for built in jit.compile_all([v for v in instantiations("sm_90a") if one_tile.search(v[1])], "sm_90a"):
         if (facts := sass_facts(built.cubin)) is None:
