@@ -5,8 +5,8 @@
     W = dequantize(w, x.dtype)            # plain [N, K], for products of many rows by torch (mixed_dequant.cu)
 
 Any number of rows, of which a launch takes up to 8, or as many as fit into shared memory: the weight is read again for
-the next ones. A row's bits do not depend on the values of others. All launch on the current stream, allocate only
-through torch, and can be captured in a graph.
+the next ones; `matmul` gives one row to mixed_decode.py where that takes it. A row's bits do not depend on the values
+of others. All launch on the current stream, allocate only through torch, and can be captured in a graph.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 // y [M, N] = x [M, K] W.T + bias + residual for up to 8 tokens and mixed 2/4-bit weights with second-order scales and
-// outliers (mixed_layout.py has the layout, mixed_encode.cu makes x).
+// outliers (mixed_layout.py has the layout, mixed_encode.cu makes x). One token takes mixed_decode.cu where that can.
 //
 // Codes go into the tensor core instruction as they lie: a code at bit 2i of a half, all others masked off, is the fp16
 // denormal q 4^i 2^-24, and x in that place is stored times 4^-i. So a pair of weights costs one AND. The instruction's
