@@ -157,9 +157,13 @@ struct TokenEncoder {
       if constexpr (OTHERS) {
         if (op == LAYER_NORM) {
           const int k = s.k + 8 * h;
-          normalize<LAYER_NORM, T>(some, n, norm, s.more[h], shift, eight_of(shift, k));
+          float added[8];
+          open<T>(added, eight_of(shift, k));
 #pragma unroll
-          for (int i = 0; i < 8; i++) some[i] = k < K ? some[i] : 0;
+          for (int i = 0; i < 8; i++) {
+            const float v = (some[i] - n.mean) * n.scale;
+            some[i] = k < K ? fmaf(v, norm ? more[i] : 1, added[i]) : 0;
+          }
         }
         if (op == RELU) activate<RELU, T>(some, s.more[h]);
         if (op == GELU) activate<GELU, T>(some, s.more[h]);

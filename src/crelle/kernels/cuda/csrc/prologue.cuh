@@ -48,25 +48,6 @@ __device__ __forceinline__ Norm norm_of(float2 sums, int K, float eps) {
   return {mean, rsqrtf(relu(sums.y / K - mean * mean) + eps)};
 }
 
-// A norm of 8 values; scales, shifts: of the norm there, where it has them.
-template <Prologue OP, typename T>
-__device__ __forceinline__ void normalize(float (&f)[8], Norm n, bool scaled, uint4 scales, bool shifted,
-                                          uint4 shifts) {
-  float g[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) f[i] = (f[i] - n.mean) * n.scale;
-  if (scaled) {
-    open<T>(g, scales);
-#pragma unroll
-    for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? to_float(from_float<T>(f[i])) : f[i]) * g[i];
-  }
-  if (OP == LAYER_NORM && shifted) {
-    open<T>(g, shifts);
-#pragma unroll
-    for (int i = 0; i < 8; i++) f[i] += g[i];
-  }
-}
-
 // An activation of 8 values; gated: times those of `up`.
 template <Prologue OP, typename T>
 __device__ __forceinline__ void activate(float (&f)[8], uint4 up) {
@@ -93,10 +74,19 @@ __device__ __forceinline__ uint4 applied(uint4 v, const T *x, int k, int K, Norm
   float f[8];
   open<T>(f, v);
   if constexpr (OP == RMS_NORM || OP == LAYER_NORM) {
-    uint4 scales = {}, shifts = {};
-    if (norm) scales = eight<ALIGNED>(norm, k, K);
-    if (OP == LAYER_NORM && shift) shifts = eight<ALIGNED>(shift, k, K);
-    normalize<OP, T>(f, n, norm, scales, shift, shifts);
+    float g[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = (f[i] - n.mean) * n.scale;
+    if (norm) {
+      open<T>(g, eight<ALIGNED>(norm, k, K));
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] = (OP == RMS_NORM ? to_float(from_float<T>(f[i])) : f[i]) * g[i];
+    }
+    if (OP == LAYER_NORM && shift) {
+      open<T>(g, eight<ALIGNED>(shift, k, K));
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] += g[i];
+    }
     if constexpr (OP == LAYER_NORM) {  // what is behind the end stays 0
 #pragma unroll
       for (int i = 0; i < 8; i++) f[i] = k + i < K ? f[i] : 0;
