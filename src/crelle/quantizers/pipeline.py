@@ -258,8 +258,10 @@ def _quantize_layer(
     fitted = layer.fit(fit)
     if isinstance(default, LayerQuantizer):
         with _about(shard.name):
-            fitted = default.after_layer(layer, fitted)
-        layer.put(fitted)
+            trained = default.after_layer(layer, fitted)
+        if trained is not fitted:
+            layer.put(trained)
+            fitted = trained
     layer.end()
     others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
