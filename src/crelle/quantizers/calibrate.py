@@ -94,6 +94,7 @@ class LayerCalibration:
     ) -> None:
         self.full, self.block, self.after = full, block, after
         self._calibrator, self._read = calibrator, dict(read)
+        self.losses: list[float] = []  # of block-wise training
         weight = after.square().mean(-1).clamp(min=1e-12).reciprocal_()  # [S, T]
         self._token_weight = (weight / weight.mean()).sqrt_()
         self._tapes: list[Tape] = []  # of the batches, while the stages are quantized one after the other
