@@ -14,15 +14,15 @@
 namespace crelle {
 
 // x [M, K] (gated: [M, 2K], gate then up), K a multiple of 8; more [M, K] may be null, and so may sum, where nothing
-// reads it; norm, shift [K] may be null; perm [256 blocks]: which input stands where, -1 for none, or null; then part
-// is 256 blocks. xs [4 blocks, M', 64], M' = M rounded up to 8, or where there is a `pitch` [M, pitch], in order and
-// padded with zeros. Grid (ceil(256 blocks / part), M'), part at most 256 WARPS V; the first row's thread blocks also
-// clear `semaphores`. Shared: 2 part bytes.
+// reads it; norm, shift [K] may be null; perm [orders, places]: which input stands where, -1 for none, or null; then
+// part is 256 blocks. xs [orders, 4 blocks, M', 64], M' = M rounded up to 8, or where there is a `pitch` [M, pitch], in
+// order and padded with zeros; order: as of x_layout.cuh. Grid (ceil(256 blocks / part), M', orders), part at most 256
+// WARPS V; the first row's thread blocks also clear `semaphores`. Shared: 2 part bytes.
 template <Prologue OP, int WARPS, int V, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     add_norm_pack(const T *x, const T *addend, const T *__restrict__ norm, const T *__restrict__ shift,
                   const int *__restrict__ perm, T *sum, uint4 *xs, int *semaphores, int count, int M, int K, int blocks,
-                  int part, int pitch, bool stride16, float eps) {
+                  int part, int pitch, int order, int places, float eps) {
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   constexpr int THREADS = WARPS * 32;
   extern __shared__ __align__(128) char shared[];
@@ -31,6 +31,9 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int here = min(part, 256 * blocks - first);  // inputs of this thread block
   const size_t row = (size_t)token * K;
   const bool there = token < M;
+  if (perm) perm += (size_t)blockIdx.z * places;
+  xs += (size_t)blockIdx.z * blocks * padded * 32;
+  if (blockIdx.z > 0) sum = nullptr;
   launch_dependents();
   uint4 weight[NORM ? V : 1], shifts[NORM ? V : 1], v[V];
   if constexpr (NORM) {
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       const int u = i % 16, half = i / 16;
 #pragma unroll
       for (int p = 0; p < 8; p++) {
-        const int at = half * 128 + input_at(u, p, stride16), k = perm ? perm[at] : at;
+        const int at = half * 128 + input_at(u, p, order, half), k = !perm ? at : at < places ? perm[at] : -1;
         out[p] = k >= 0 ? mine[k] : from_float<T>(0);
       }
       xs[((size_t)(first / 64 + half * 2 + u / 8) * padded + token) * 8 + (u ^ token) % 8] =
