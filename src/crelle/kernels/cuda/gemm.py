@@ -27,26 +27,31 @@ _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)  # tokens o
 
 
 class Tiled(Protocol):
-    """A weight whose product is made tile by tile."""
+    """A weight whose product is made tile by tile, from blocks of 256 inputs."""
 
     @property
-    def N(self) -> int: ...
+    def N(self) -> int:  # noqa: N802
+        """Rows."""
+
     @property
-    def blocks(self) -> int:  # of 256 inputs
-        ...
+    def blocks(self) -> int:
+        """Blocks of a row."""
 
 
 class Ordered(Tiled, Protocol):
     """A weight as far as x is packed for it."""
 
     @property
-    def perm(self) -> Tensor | None: ...
+    def perm(self) -> Tensor | None:
+        """Which input stands where, int32 [places], -1 for none."""
+
     @property
-    def places(self) -> int:  # of perm
-        ...
+    def places(self) -> int:
+        """Length of perm."""
+
     @property
-    def order(self) -> int:  # how inputs are paired (x_layout.cuh)
-        ...
+    def order(self) -> int:
+        """How inputs are paired (x_layout.cuh)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@
 Both launch on the current stream, allocate only through torch, and can be captured in a graph.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -49,7 +50,7 @@ def product(
     out: Tensor | None = None,
     config: GemmTileConfig | GemmSm80TileConfig | None = None,
 ) -> Tensor:
-    """Return x @ W.T (+ bias) (+ residual) as [M, N]."""
+    """Return x @ W.T (+ bias) (+ residual) as [M, N]; out, a slice of columns or not, and residual lie alike."""
     s = config or choose(w, x.tokens, x.dtype)
     if isinstance(s, GemmSm80TileConfig):
         y = torch.empty(x.tokens, w.N, dtype=x.dtype, device=x.xs.device) if out is None else out
@@ -57,7 +58,7 @@ def product(
             (-(-w.N // (ROWS * s.tiles * s.warps_n)), -(-x.tokens // s.tokens), 1),
             32 * s.warps_n * s.warps_k,
             *(w.tiles, w.rows, w.block_outliers, w.block_starts, x.xs, bias, residual, y),
-            *(w.N, x.tokens, w.U2, w.U4),
+            *(w.N, x.tokens, w.U2, w.U4, y.stride(0)),
             shared=sm80_shared_bytes(s),
             pdl=True,
         )
@@ -85,24 +86,45 @@ def _launch(
         (grid, 1, 1),
         s.warpgroups * 128 + (128 if s.tokens > 128 else 32),
         *(w.tiles, w.rows, w.block_outliers, w.block_starts, x.xs, bias, residual, y, partial, x.semaphores),
-        *(w.N, x.tokens, w.U2, w.U4, whole),
+        *(w.N, x.tokens, w.U2, w.U4, whole, y.stride(0)),
         shared=shared_bytes(s),
         pdl=True,
     )
     return y
 
 
-def invariant_product(x: PackedX, w: MixedWeight, bias: Tensor | None = None) -> Tensor:
+def invariant_product(
+    x: PackedX, w: MixedWeight, bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return x @ W.T (+ bias) for at most INVARIANT_ROWS rows, with one order of sums for any number of them."""
     assert x.tokens <= INVARIANT_ROWS
     if torch.cuda.get_device_capability() != (9, 0):
-        return product(x, w, bias, config=_SM80_INVARIANT)
+        return product(x, w, bias, residual, out, _SM80_INVARIANT)
     processors = multiprocessors()
     s = invariant_config(w, x.tokens, x.dtype, processors)
     count = -(-w.N // (64 * s.warpgroups))
     splits = invariant_splits(w, processors)
     grid = count * splits if splits > 1 else min(count, processors * s.occupancy)
-    return _launch(x, w, bias, None, None, s, grid, 0 if splits > 1 else count, splits > 1)
+    return _launch(x, w, bias, residual, out, s, grid, 0 if splits > 1 else count, splits > 1)
+
+
+def products(
+    each: Sequence[PackedX],
+    weights: Sequence[MixedWeight],
+    biases: Sequence[Tensor | None],
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Return the products of several weights side by side, x being packed for each."""
+    multiply = invariant_product if batch_invariant else product
+    if len(weights) == 1:
+        return multiply(each[0], weights[0], biases[0])
+    sizes = [w.N for w in weights]
+    if any(n % 4 for n in sizes):  # a slice would not begin at a piece of memory that the kernel writes at once
+        return torch.cat([multiply(x, w, b) for x, w, b in zip(each, weights, biases, strict=True)], -1)
+    y = torch.empty(each[0].tokens, sum(sizes), dtype=each[0].dtype, device=each[0].xs.device)
+    for x, w, b, out in zip(each, weights, biases, y.split(sizes, -1), strict=True):  # type: ignore[no-untyped-call]
+        multiply(x, w, b, out=out)
+    return y
 
 
 def invariant_splits(w: MixedWeight, processors: int) -> int:
@@ -161,10 +183,7 @@ def _config_for(w: MixedWeight, tokens: int, processors: int) -> GemmTileConfig:
 
 def _fitted(s: GemmTileConfig) -> GemmTileConfig:
     while shared_bytes(s) > _SHARED // s.occupancy:
-        if s.x_stages > 2:
-            s = replace(s, x_stages=s.x_stages - 1)
-        else:
-            s = replace(s, w_stages=s.w_stages - 1)
+        s = replace(s, x_stages=s.x_stages - 1) if s.x_stages > 2 else replace(s, w_stages=s.w_stages - 1)
     return s
 
 

@@ -244,6 +244,7 @@ inline float gelu_of(float v) {
   return 0.5f * v * (1 + erff(v * 0.70710678118654752f));
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 inline uint32 kept(uint32 v) { return v; }

@@ -27,7 +27,7 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
   using Source = PlaneSource<P, KIND, GROUPS, S, X>;
   gemm_sm90_tiles<Source, NT, WG, XC, XS, WS, SPLIT_K>(Source(words, scales, blocks, planes, blocks_per_scale), xs,
                                                        bias, (const X *)nullptr, y, partial, semaphores, N, M, blocks,
-                                                       whole);
+                                                       whole, N);
 }
 #endif
 
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32)
               const X *__restrict__ bias, X *y, int N, int M, int blocks, int planes, int blocks_per_scale) {
   using Source = PlaneSource<P, KIND, GROUPS, S, X>;
   gemm_sm80_tiles<Source, NT, TILES, WARPS_N, WARPS_K, STAGES>(Source(words, scales, blocks, planes, blocks_per_scale),
-                                                               xs, bias, (const X *)nullptr, y, N, M, blocks);
+                                                               xs, bias, (const X *)nullptr, y, N, M, blocks, N);
 }
 
 }  // namespace crelle

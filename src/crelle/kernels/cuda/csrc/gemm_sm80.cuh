@@ -33,7 +33,7 @@ __device__ __forceinline__ void gemm_sm80_chunk(float (&d)[TILES][NT / 8][4], co
 template <typename Source, int NT, int TILES, int WARPS_N, int WARPS_K, int STAGES, typename X>
 __device__ __forceinline__ void gemm_sm80_tiles(const Source &source, const char *__restrict__ xs,
                                                 const X *__restrict__ bias, const X *residual, X *y, int N, int M,
-                                                int blocks) {
+                                                int blocks, int stride) {
   constexpr int ROWS = WARPS_N * TILES * 16, STRIDE = ROWS + 4, X_BYTES = NT * 512;
   constexpr int STAGE = X_BYTES + WARPS_N * TILES * Source::BYTES;
   extern __shared__ __align__(128) char shared[];
@@ -115,8 +115,8 @@ __device__ __forceinline__ void gemm_sm80_tiles(const Source &source, const char
     for (int k = 0; k < WARPS_K; k++) sum += results[(k * NT + m) * STRIDE + i % ROWS];
     if (bias) sum += to_float(bias[n]);
     if constexpr (Source::RESIDUAL)
-      if (residual) sum += to_float(residual[(size_t)(token + m) * N + n]);
-    y[(size_t)(token + m) * N + n] = from_float<X>(sum);
+      if (residual) sum += to_float(residual[(size_t)(token + m) * stride + n]);
+    y[(size_t)(token + m) * stride + n] = from_float<X>(sum);
   }
 }
 

@@ -61,12 +61,13 @@ __device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left,
   return make_uint2(Pack2<X>::add(v.x, more.x), Pack2<X>::add(v.y, more.y));
 }
 
-// The tiles of a thread block. xs as pack_x makes it; bias [N] may be null; y [M, N]; residual [M, N], where the source
-// has one, may be null, or y; partial f32 [grid, NT * 64 WG]; semaphores [grid], zero before and after.
+// The tiles of a thread block. xs as pack_x makes it; bias [N] may be null; y [M, stride], stride at least N; residual,
+// where the source has one, like y, or null, or y; partial f32 [grid, NT * 64 WG]; semaphores [grid], zero before and
+// after.
 template <typename Source, int NT, int WG, int XC, int XS, int WS, int SPLIT_K, typename X>
 __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__restrict__ xs, const X *__restrict__ bias,
                                                 const X *residual, X *y, float4 *partial, int *semaphores, int N, int M,
-                                                int blocks, int whole) {
+                                                int blocks, int whole, int stride) {
   using Queue = Pipeline<WS, Source::BYTES>;
   constexpr int ROWS = 64 * WG, CHUNK_BYTES = NT * 128, X_BYTES = XC * CHUNK_BYTES, WARPS = 4 * WG;
   extern __shared__ __align__(128) char raw[];
@@ -242,17 +243,18 @@ __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__res
         if (row + g + 8 < N) add[1] = to_float(bias[row + g + 8]);
       }
       const int n = row + (t & 1) * 8 + (t & 2) * 2;
-      X *to = y + (size_t)(token + g) * N + n;
+      X *to = y + (size_t)(token + g) * stride + n;
+      const bool whole_pieces = (N | stride) % 4 == 0;
       const auto put = [&](int c, float4 v) {
         const uint32 a = transposed(Pack2<X>::of(v.x + add[0], v.y + add[0])),
                      b = transposed(Pack2<X>::of(v.z + add[1], v.w + add[1]));
         const uint32 other = __shfl_xor_sync(~0u, t & 1 ? a : b, 1);
         uint2 out = t & 1 ? make_uint2(other, b) : make_uint2(a, other);
         if (token + 8 * c + g >= M || n >= N) return;
-        X *const here = to + (size_t)c * 8 * N;
+        X *const here = to + (size_t)c * 8 * stride;
         if constexpr (Source::RESIDUAL)
-          if (residual) out = plus_residual<X>(out, residual + (here - y), N - n, N % 4 == 0);
-        if (N % 4 == 0) {
+          if (residual) out = plus_residual<X>(out, residual + (here - y), N - n, whole_pieces);
+        if (whole_pieces) {
           *reinterpret_cast<uint2 *>(here) = out;
         } else {
           const X *each = reinterpret_cast<const X *>(&out);

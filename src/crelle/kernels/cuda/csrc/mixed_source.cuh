@@ -103,8 +103,8 @@ struct MixedSource {
     Scales<SUBS> s;
     RowGrid<X> grid[2];
     int count = 0;
-    uint32 some[MIXED_STAGED / 32];  // outliers
-    const uint32 *list;              // all of them, in global memory
+    uint32 some[MIXED_STAGED / 32] = {};  // outliers
+    const uint32 *list;                   // all of them, in global memory
 
     __device__ __forceinline__ void begin_tile(const MixedSource &source, int tile, int lane) {
       grid[0].set(__half22float2(source.grid_rows[tile * 16 + lane / 4]));
@@ -140,7 +140,9 @@ struct MixedSource {
           list = reinterpret_cast<const uint32 *>(source.outliers + source.starts[tile * source.blocks + block]);
       }
     }
-    __device__ __forceinline__ int nothing(int positive) const { return crelle::nothing(seen, positive); }
+    __device__ __forceinline__ int nothing(int positive) const {
+      return crelle::nothing(seen | count | some[0] | some[1], positive);
+    }
 
     // Chunk 0 ... 3 of a block; chunk % 2 a constant where it is called.
     __device__ __forceinline__ void unpack(uint32 (&to)[4][4], int chunk, char *scratch, int lane) {
