@@ -59,7 +59,7 @@ def unpacked(xs: PackedX, w: MixedWeight) -> Tensor:
     units = units[:, token, (unit ^ token) % 8]  # out of the swizzle
     # chunk; token; step, pair; t, second input of the pair
     six = units.view(chunks, rows, 4, 2, 4, 2)
-    two = six[: 4 * w.U2].permute(1, 0, 4, 3, 5, 2).reshape(rows, 256 * w.U2)
+    two = six[: 4 * w.U2].permute(1, 0, 4, 2, 3, 5).reshape(rows, 256 * w.U2)
     four = six[4 * w.U2 :].view(-1, 2, rows, 4, 2, 4, 2).permute(2, 0, 5, 1, 3, 4, 6).reshape(rows, -1)
     return torch.cat([two, four], 1)[: xs.tokens]
 

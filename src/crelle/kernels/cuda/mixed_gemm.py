@@ -38,7 +38,7 @@ def variant(subs: int, s: GemmTileConfig | GemmSm80TileConfig, dtype: torch.dtyp
         kernel, pieces = "mixed_gemm_sm80", f"{s.tokens}, {s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}"
     else:
         kernel = "mixed_gemm_sm90"
-        pieces = f"{s.tokens}, {s.warpgroups}, {s.x_chunks}, {s.x_stages}, {s.w_stages}, {s.occupancy}, {s.split_k}"
+        pieces = f"{span(s)}, {s.tokens}, {s.warpgroups}, {s.x_chunks}, {s.x_stages}, {s.w_stages}, {s.occupancy}, {s.split_k}"
     return "mixed_gemm.cu", f"crelle::{kernel}<{subs}, {pieces}, {C_TYPES[dtype]}>"
 
 
@@ -138,11 +138,20 @@ def invariant_config(w: MixedWeight, tokens: int, dtype: torch.dtype, processors
     return _fitted(replace(s, warpgroups=2, occupancy=1))
 
 
+def span(s: GemmTileConfig) -> int:
+    """Return for how many chunks of 64 inputs outliers are scattered at a time: as many as there is room for."""
+    return next((n for n in (4, 2) if _shared_bytes(s, n) <= _SHARED // s.occupancy), 1)
+
+
 def shared_bytes(s: GemmTileConfig) -> int:
     """Dynamic shared memory: x stages, the pipelines of weights and the warps' scratch; as in gemm_sm90.cuh."""
+    return _shared_bytes(s, span(s))
+
+
+def _shared_bytes(s: GemmTileConfig, chunks: int) -> int:
     stage = _CODES + 16 + 4 * _STAGED
     queue = s.w_stages * (stage + 8) + (s.w_stages & 1) * 8
-    return 1024 + s.x_stages * s.x_chunks * s.tokens * 128 + 4 * s.warpgroups * (queue + _SCRATCH)
+    return 1024 + s.x_stages * s.x_chunks * s.tokens * 128 + 4 * s.warpgroups * (queue + chunks * _SCRATCH)
 
 
 def sm80_shared_bytes(s: GemmSm80TileConfig) -> int:

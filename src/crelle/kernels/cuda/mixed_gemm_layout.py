@@ -34,11 +34,8 @@ def by_block(rows: Tensor, places: Tensor, values: Tensor, U2: int, tiles: int, 
 def operand_place(rows: Tensor, places: Tensor, U2: int) -> Tensor:
     """Return the low half of the words: where weights stand among the operands of their block."""
     two, inside = places < U2 * BLOCK, places % BLOCK
-    j2, j4 = inside % 16, inside % 32  # of a lane's inputs
-    chunk = torch.where(two, inside // 64, inside // 128 * 2 + j4 // 16)
+    chunk = torch.where(two, inside // 64, inside // 128 * 2 + inside % 32 // 16)
     t = torch.where(two, inside // 16 % 4, inside // 32 % 4)
-    step = torch.where(two, j2 % 4, j4 // 4 % 4)
-    pair = torch.where(two, j2 // 8, j4 // 2 % 2)
-    second = torch.where(two, j2 // 4 % 2, j4 % 2)
+    step, pair, second = inside % 16 // 4, inside // 2 % 2, inside % 2  # of a lane's 16 inputs
     lane, half = rows % 8 * 4 + t, rows % ROWS // 8
     return chunk << 11 | ((step * 32 + lane) * 4 + 2 * pair + half) * 4 + 2 * second

@@ -6,6 +6,7 @@ namespace crelle {
 
 template <typename X>
 struct Pack2 {
+  static X of_half(uint32 bits) { return X((float)__ushort_as_half(bits)); }
   static uint32 of(float v) { return of(v, v); }
   static uint32 of(float a, float b) {
     const X v[2] = {X(a), X(b)};

@@ -27,6 +27,9 @@ struct uint2 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct int4 {
+  int x, y, z, w;
+};
 struct int2 {
   int x, y;
 };
@@ -192,15 +195,15 @@ inline T shuffled(T v, F source) {
   memcpy(&v, emulator.out[me], sizeof v);
   return v;
 }
-inline bool __any_sync(unsigned, bool yes) {
+inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
   const int me = emulator.current;
-  emulator.in[me][0] = yes;
+  emulator.in[me][0] = mine;
   with_warp([](int first) {
-    bool any = false;
-    for (int i = 0; i < 32; i++) any |= emulator.in[first + i][0] != 0;
+    uint64_t any = 0;
+    for (int i = 0; i < 32; i++) any |= emulator.in[first + i][0];
     for (int i = 0; i < 32; i++) emulator.out[first + i][0] = any;
   });
-  return emulator.out[me][0] != 0;
+  return emulator.out[me][0];
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T v, int mask) {

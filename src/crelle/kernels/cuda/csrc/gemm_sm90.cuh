@@ -272,8 +272,9 @@ __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__res
         cluster_sync();
         const int rank = blockIdx.x % SPLIT_K;
 #pragma unroll
-        for (int i = 0; i < NT / 8 / SPLIT_K; i++) {
-          const int c = rank * (NT / 8 / SPLIT_K) + i;
+        for (int i = 0; i < (NT / 8 + SPLIT_K - 1) / SPLIT_K; i++) {
+          const int c = i * SPLIT_K + rank;
+          if (NT / 8 % SPLIT_K && c >= NT / 8) break;
           float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
           for (int r = 0; r < SPLIT_K; r++) {

@@ -9,6 +9,7 @@ template <typename X>
 struct Pack2;
 template <>
 struct Pack2<half> {
+  static __device__ __forceinline__ half of_half(uint32 bits) { return __ushort_as_half(bits); }
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2half2_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2half2_rn(a, b)); }
   static __device__ __forceinline__ float2 values(uint32 v) { return __half22float2(two(v)); }
@@ -22,6 +23,9 @@ struct Pack2<half> {
 };
 template <>
 struct Pack2<bfloat16> {
+  static __device__ __forceinline__ bfloat16 of_half(uint32 bits) {
+    return __float2bfloat16_rn(__half2float(__ushort_as_half(bits)));
+  }
   static __device__ __forceinline__ uint32 of(float v) { return bits(__float2bfloat162_rn(v)); }
   static __device__ __forceinline__ uint32 of(float a, float b) { return bits(__floats2bfloat162_rn(a, b)); }
   static __device__ __forceinline__ float2 values(uint32 v) {

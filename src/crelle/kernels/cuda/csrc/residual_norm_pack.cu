@@ -45,6 +45,22 @@ __global__ void __launch_bounds__(WARPS * 32)
       if (shift && k < K) shifts[i] = *reinterpret_cast<const uint4 *>(shift + k);
     }
   }
+  // Which inputs stand where thread i of a row writes; all loads at once, and where there is room before all else.
+  constexpr bool EARLY = V <= 3;
+  int inputs[EARLY ? V : 1][8];
+  const auto find = [&](int (&to)[8], int i) {
+#pragma unroll
+    for (int p = 0; p < 8; p++) {
+      const int at = pitch ? i * 8 + p : i / 16 * 128 + input_at(i % 16, p, order, i / 16);
+      const int k = __ldg(perm + min(at, places - 1));
+      to[p] = at < places ? k : -1;
+    }
+  };
+  const auto taken = [&](int k) { return k < 0 ? from_float<T>(0) : mine[max(k, 0)]; };
+  if (EARLY && perm) {
+#pragma unroll
+    for (int n = 0; n < (EARLY ? V : 1); n++) find(inputs[n], threadIdx.x + n * THREADS);
+  }
   grid_dependency_wait_late(K);
   if (token == 0)
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) semaphores[i] = 0;
@@ -131,22 +147,18 @@ __global__ void __launch_bounds__(WARPS * 32)
   for (int n = 0; n < V; n++) {
     const int i = threadIdx.x + n * THREADS;
     if (i >= here / 8) break;
+    if (!EARLY && perm) find(inputs[0], i);
     T out[8];
     if (pitch) {
       if (!there || first + i * 8 >= pitch) break;
 #pragma unroll
-      for (int p = 0; p < 8; p++) {
-        const int k = perm ? perm[i * 8 + p] : i * 8 + p;
-        out[p] = k >= 0 ? mine[k] : from_float<T>(0);
-      }
+      for (int p = 0; p < 8; p++) out[p] = taken(perm ? inputs[EARLY ? n : 0][p] : i * 8 + p);
       xs[((size_t)token * pitch + first) / 8 + i] = *reinterpret_cast<const uint4 *>(out);
     } else {
       const int u = i % 16, half = i / 16;
 #pragma unroll
-      for (int p = 0; p < 8; p++) {
-        const int at = half * 128 + input_at(u, p, order, half), k = !perm ? at : at < places ? perm[at] : -1;
-        out[p] = k >= 0 ? mine[k] : from_float<T>(0);
-      }
+      for (int p = 0; p < 8; p++)
+        out[p] = taken(perm ? inputs[EARLY ? n : 0][p] : half * 128 + input_at(u, p, order, half));
       xs[((size_t)(first / 64 + half * 2 + u / 8) * padded + token) * 8 + (u ^ token) % 8] =
           *reinterpret_cast<const uint4 *>(out);
     }

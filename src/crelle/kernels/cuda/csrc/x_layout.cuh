@@ -3,9 +3,8 @@
 // lane t of four, which has the bits of inputs 32t ... 32t + 31 (dequant.cuh). The two are 4 inputs apart, as
 // byte permutations look them up, or 16 (`stride16`), as codes of four and more bits lie in the halves of a register.
 //
-// Mixed weights have an order of their own (mixed_layout.py), in which a lane has 16 of 64 2-bit inputs, looked up, or
-// 32 of 128 4-bit ones, which lie in the halves of a register. `order`: 0, or 1 for stride16, or 2 + their blocks of 2
-// bits.
+// Mixed weights have an order of their own (mixed_layout.py), in which a lane has 16 of 64 2-bit inputs or 32 of 128
+// 4-bit ones, neighbours in the halves of a register. `order`: 0, or 1 for stride16, or 2 + their blocks of 2 bits.
 #pragma once
 
 namespace crelle {
@@ -17,8 +16,8 @@ __device__ __forceinline__ int input_at(int u, int place, bool stride16) {
 __device__ __forceinline__ int input_at(int u, int place, int order, int half_block) {
   if (order < 2) return input_at(u, place, order == 1);
   const int chunk = u / 8, step = u / 2 % 4, t = place / 2;
-  return half_block < 2 * (order - 2) ? chunk * 64 + t * 16 + u % 2 * 8 + place % 2 * 4 + step
-                                      : t * 32 + chunk * 16 + step * 4 + u % 2 * 2 + place % 2;
+  const int at = step * 4 + u % 2 * 2 + place % 2;
+  return half_block < 2 * (order - 2) ? chunk * 64 + t * 16 + at : t * 32 + chunk * 16 + at;
 }
 
 }  // namespace crelle
