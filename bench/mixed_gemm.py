@@ -23,7 +23,7 @@ from torch import Tensor
 
 from crelle.bench.cuda_timer import Replay, clone, copies, gpu
 from crelle.bench.random_matrices import random_generator, random_matrix
-from crelle.kernels.cuda import dispatch, gemm, jit, mixed_gemm, mixed_gemv
+from crelle.kernels.cuda import dispatch, jit, mixed_gemm, mixed_gemv
 from crelle.kernels.cuda.gemm import GemmTileConfig
 from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out
 from crelle.quantizers.scheme import parse
@@ -77,14 +77,14 @@ def measure(laid: MixedWeight, dense: Tensor, slab: Tensor, rows: int, configs: 
     found["cublas"] = timed(
         lambda w: torch.nn.functional.linear(x, w), weights_of(dense, rows), x.double() @ dense[:512].double().T
     )
-    found["gemm"] = timed(lambda w: mixed_gemm.product(gemm.pack(x, w), w), weights, oracle)
-    xs = gemm.pack(x, laid)
+    found["gemm"] = timed(lambda w: mixed_gemm.product(mixed_gemm.pack(x, w), w), weights, oracle)
+    xs = mixed_gemm.pack(x, laid)
     found["product"] = timed(lambda w: mixed_gemm.product(xs, w), weights, oracle)
     found["config"] = asdict(mixed_gemm.choose(laid, rows, HALF))
     if rows <= 64:
         found["gemv"] = timed(lambda w: mixed_gemv.product(mixed_gemv.encode(x, w), w, HALF), weights, oracle)
     if rows <= dispatch.INVARIANT_ROWS:
-        found["invariant"] = timed(lambda w: mixed_gemm.invariant_product(gemm.pack(x, w), w), weights, oracle)
+        found["invariant"] = timed(lambda w: mixed_gemm.invariant_product(mixed_gemm.pack(x, w), w), weights, oracle)
     if rows >= 16:
         found["torch"] = timed(lambda w: by_torch(x, w), weights, oracle)
     names = ("gemm", "product", "gemv", "invariant", "torch")
@@ -102,10 +102,10 @@ def measure(laid: MixedWeight, dense: Tensor, slab: Tensor, rows: int, configs: 
                 or mixed_gemm.shared_bytes(c) * c.occupancy > 226 * 1024
             ):
                 continue
-            us = timed(lambda w, c=c: mixed_gemm.product(xs, w, config=c), weights, oracle)
+            us = timed(lambda w, c=c: mixed_gemm.product(mixed_gemm.pack(x, w), w, config=c), weights, oracle)
             found["configs"].append({"config": asdict(c), "microseconds": us})
         best = sorted(found["configs"], key=lambda f: min(f["microseconds"]))
-        for f in best:
+        for f in best[:5]:
             print("      ", *f["config"].values(), f"{min(f['microseconds']):.1f} us", flush=True)
     return found
 
@@ -121,7 +121,7 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, configs: str = "") -
         laid, slab = lay_out(w), w.rows(slice(0, 512)).dequantize(torch.float64)
         del w
         chosen = [mixed_gemm.choose(laid, r, HALF) for r in counts]
-        chosen += [mixed_gemm.invariant_config(laid, r, HALF, 132) for r in counts if r <= dispatch.INVARIANT_ROWS]
+        chosen += [mixed_gemm.invariant_config(r) for r in counts if r <= dispatch.INVARIANT_ROWS]
         jit.compile_all(sorted({mixed_gemm.variant(1, s, HALF) for s in chosen}))
         dense = torch.randn(N, K, device="cuda").mul_(K**-0.5).half()
         results += [measure(laid, dense, slab, r, bool(configs)) for r in counts]

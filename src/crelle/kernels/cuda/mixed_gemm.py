@@ -1,6 +1,6 @@
 """Launches mixed_gemm.cu: products of many rows with mixed 2/4-bit weights, dequantized in registers.
 
-    xs = gemm.pack(x, w)                  # serves every weight with the same 4-bit groups (mixed_layout.same_inputs)
+    xs = pack(x, w)                       # serves every weight with the same 4-bit groups (mixed_layout.same_inputs)
     y = product(xs, w, bias, residual)
     y = invariant_product(xs, w, bias)    # a row's bits do not depend on the number of rows: a fixed split of K
 
@@ -9,10 +9,12 @@ Both launch on the current stream, allocate only through torch, and can be captu
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda import gemm, residual_norm_pack
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.dispatch import INVARIANT_ROWS
 from crelle.kernels.cuda.gemm import (
@@ -21,7 +23,6 @@ from crelle.kernels.cuda.gemm import (
     GemmSm80TileConfig,
     GemmTileConfig,
     PackedX,
-    _cost,
     _tiles,
     stream_k_schedule,
 )
@@ -30,6 +31,7 @@ from crelle.kernels.cuda.mixed_layout import ROWS, MixedWeight
 
 _CODES, _STAGED, _SCRATCH = 2048, 64, 2048  # as in mixed_source.cuh
 _SM80_INVARIANT = GemmSm80TileConfig(16, 1, 4, 2, 2)
+_COST = {16: 0.38, 32: 0.41, 64: 0.47, 128: 0.67, 256: 1.0}  # measured time of a tile, by its tokens
 _INVARIANT_SIZES = (16, 32, 64, 128, 192, 256)  # tokens of a tile
 
 
@@ -38,8 +40,16 @@ def variant(subs: int, s: GemmTileConfig | GemmSm80TileConfig, dtype: torch.dtyp
         kernel, pieces = "mixed_gemm_sm80", f"{s.tokens}, {s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}"
     else:
         kernel = "mixed_gemm_sm90"
-        pieces = f"{span(s)}, {s.tokens}, {s.warpgroups}, {s.x_chunks}, {s.x_stages}, {s.w_stages}, {s.occupancy}, {s.split_k}"
+        stages = f"{s.x_chunks}, {s.x_stages}, {s.w_stages}"
+        pieces = f"{span(s)}, {s.tokens}, {s.warpgroups}, {stages}, {s.occupancy}, {s.split_k}"
     return "mixed_gemm.cu", f"crelle::{kernel}<{subs}, {pieces}, {C_TYPES[dtype]}>"
+
+
+def pack(x: Tensor, w: MixedWeight) -> PackedX:
+    """Pack x [M, K] for w: whole rows in shared memory where they fit, which is faster than gathering them."""
+    if residual_norm_pack.supports(w, x.shape[1]) is None:
+        return residual_norm_pack.add_norm_pack(x.contiguous(), w)[0]
+    return gemm.pack(x, w)
 
 
 def product(
@@ -101,7 +111,7 @@ def invariant_product(
     if torch.cuda.get_device_capability() != (9, 0):
         return product(x, w, bias, residual, out, _SM80_INVARIANT)
     processors = multiprocessors()
-    s = invariant_config(w, x.tokens, x.dtype, processors)
+    s = invariant_config(x.tokens)
     count = -(-w.N // (64 * s.warpgroups))
     splits = invariant_splits(w, processors)
     grid = count * splits if splits > 1 else min(count, processors * s.occupancy)
@@ -132,10 +142,11 @@ def invariant_splits(w: MixedWeight, processors: int) -> int:
     return max(1, min(8, w.blocks, processors // -(-w.N // 128)))
 
 
-def invariant_config(w: MixedWeight, tokens: int, dtype: torch.dtype, processors: int) -> GemmTileConfig:
+def invariant_config(tokens: int) -> GemmTileConfig:
     """Return the tile config for a tile of 128 rows that holds all tokens."""
-    s = _config_for(w, next(t for t in _INVARIANT_SIZES if t >= tokens), processors)
-    return _fitted(replace(s, warpgroups=2, occupancy=1))
+    size = next(t for t in _INVARIANT_SIZES if t >= tokens)
+    chunks, stages = (2, 4) if size <= 128 else (1, 4)
+    return _fitted(GemmTileConfig(size, 2, chunks, stages, 2))
 
 
 def span(s: GemmTileConfig) -> int:
@@ -172,22 +183,29 @@ def choose(
     if (capability or torch.cuda.get_device_capability()) != (9, 0):
         return _choose_sm80(tokens)
     processors = processors or multiprocessors()
-    few = _tiles(w, tokens, 256, 2) < 0.4 * processors  # large tiles would be split too often
-    sizes = [t for t in _SIZES if t <= 128 or not few]
-    at_a_time = min(sizes, key=lambda t: (-(-tokens // t) * _cost(t), t))
-    s = _fitted(_config_for(w, at_a_time, processors))
-    even = s.tokens >= 128 and 0.85 * processors < 2 * _tiles(w, tokens, s.tokens, 2) <= processors and w.blocks > 1
-    if even and s.x_chunks * s.x_stages >= 4:  # whose place the sums take
-        return replace(s, split_k=2)
-    return s
+    few = _tiles(w, 1, 1, 2) < 0.3 * processors  # tiles of 128 rows: smaller ones of tokens are split less
+    most = 64 if few and tokens <= 128 else 128 if few and tokens <= 384 else 256
+    at_a_time = min((t for t in _SIZES if t <= most), key=lambda t: (-(-tokens // t) * _cost(t), t))
+    s = _config_for(at_a_time, few)
+    even = 0.85 * processors < 2 * _tiles(w, tokens, s.tokens, s.warpgroups) <= processors and w.blocks > 1
+    if even and s.x_chunks * s.x_stages >= 2 * s.warpgroups:  # whose place the sums take
+        s = replace(s, split_k=2)
+    return _fitted(s)
 
 
-def _config_for(w: MixedWeight, tokens: int, processors: int) -> GemmTileConfig:
+def _cost(tokens: int) -> float:
+    """The time of a tile of so many tokens, between those measured."""
+    below, above = next((a, b) for a, b in pairwise(_COST) if tokens <= b)
+    return _COST[below] + (_COST[above] - _COST[below]) * (tokens - below) / (above - below)
+
+
+def _config_for(tokens: int, few: bool) -> GemmTileConfig:
+    """The best of those measured for tiles of so many tokens; few: there are few tiles of rows."""
     if tokens <= 32:
-        return GemmTileConfig(tokens, 1, 2, 4, 3, 3)
-    if tokens <= 128:
-        return GemmTileConfig(tokens, 2, 2, 4, 2)
-    return GemmTileConfig(tokens, 2, 1, 4, 2)
+        return GemmTileConfig(tokens, 2 if few else 3, 2, 4, 3)
+    if tokens <= 64:
+        return GemmTileConfig(tokens, 2 if few and tokens < 64 else 3, 2, 4, 2)
+    return GemmTileConfig(tokens, 3, 2, 3, 2) if tokens <= 128 else GemmTileConfig(tokens, 2, 1, 4, 2)
 
 
 def _fitted(s: GemmTileConfig) -> GemmTileConfig:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda import dispatch, gemm, mixed_gemm
+from crelle.kernels.cuda import dispatch, mixed_gemm
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
@@ -148,13 +148,13 @@ def matmul(
         return x.new_empty(0, w.N)
     if batch_invariant:
         some = x.split(dispatch.INVARIANT_ROWS)  # type: ignore[no-untyped-call]
-        parts = [mixed_gemm.invariant_product(gemm.pack(rows, w), w, bias) for rows in some]
+        parts = [mixed_gemm.invariant_product(mixed_gemm.pack(rows, w), w, bias) for rows in some]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     route = dispatch.mixed_route(x.shape[0])
     if route == "gemv":
         return product(encode(x, w), w, x.dtype, bias, asynchronous=asynchronous)
     if route == "gemm":
-        return mixed_gemm.product(gemm.pack(x, w), w, bias)
+        return mixed_gemm.product(mixed_gemm.pack(x, w), w, bias)
     step = max(ROWS, _SCRATCH // (2 * w.K) // ROWS * ROWS)
     slabs = [slice(n, min(n + step, w.N)) for n in range(0, w.N, step)]
     y = torch.empty(x.shape[0], w.N, dtype=x.dtype, device=x.device)

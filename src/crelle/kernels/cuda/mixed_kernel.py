@@ -65,10 +65,10 @@ class CudaMixed:
 
 
 def _encode(x: Tensor, w: MixedWeight) -> "MixedX | PackedX | Tensor":
-    from crelle.kernels.cuda import gemm, mixed_gemv
+    from crelle.kernels.cuda import mixed_gemm, mixed_gemv
 
     route = dispatch.mixed_route(x.shape[0]) if x.shape[0] else "torch"
-    return mixed_gemv.encode(x, w) if route == "gemv" else gemm.pack(x, w) if route == "gemm" else x
+    return mixed_gemv.encode(x, w) if route == "gemv" else mixed_gemm.pack(x, w) if route == "gemm" else x
 
 
 def _multiply(dtype: torch.dtype, x: "MixedX | PackedX | Tensor", w: MixedWeight, asynchronous: bool) -> Tensor:

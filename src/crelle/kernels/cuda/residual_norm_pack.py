@@ -7,17 +7,19 @@ What `dense.apply` and `gemm.pack` do, and the sum before them, in one launch in
 """
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
-from crelle.kernels.cuda.fused_linear import Norm
 from crelle.kernels.cuda.gemm import Ordered, PackedX
 from crelle.kernels.cuda.launch import load
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.fused_linear import Norm
 
 _WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 256 inputs for each of them
 _TIMES = 8  # pieces of 8 inputs that a thread has, at most
@@ -48,7 +50,7 @@ def variants() -> Iterator[tuple[str, str]]:
 
 
 def add_norm_pack(
-    x: Tensor, w: Ordered, op: Prologue = "PLAIN", norm: Norm | None = None, addend: Tensor | None = None
+    x: Tensor, w: Ordered, op: Prologue = "PLAIN", norm: "Norm | None" = None, addend: Tensor | None = None
 ) -> tuple[PackedX, Tensor]:
     """Return op(x + addend) packed for w, and x + addend, for x [M, K] (gated: [M, 2K])."""
     (to,), total = add_norm_pack_each(x, w, w.perm, op, norm, addend)
@@ -60,7 +62,7 @@ def add_norm_pack_each(
     w: Ordered,
     perms: Tensor | None,
     op: Prologue = "PLAIN",
-    norm: Norm | None = None,
+    norm: "Norm | None" = None,
     addend: Tensor | None = None,
 ) -> tuple[list[PackedX], Tensor]:
     """Return the same for weights like w that differ in the order of inputs, int32 [orders, places]: one launch."""
@@ -69,7 +71,7 @@ def add_norm_pack_each(
 
 
 def add_norm_permute(
-    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: Norm | None = None, addend: Tensor | None = None
+    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: "Norm | None" = None, addend: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the same as rows for skinny_gemm: [M, K], or [M, 256 blocks] permuted where w's inputs are."""
     pitch = x.shape[1] // width(op) if w.perm is None else BLOCK * w.blocks
@@ -82,7 +84,7 @@ def _launch(
     w: Ordered,
     perms: Tensor | None,
     op: Prologue,
-    norm: Norm | None,
+    norm: "Norm | None",
     addend: Tensor | None,
     xs: Tensor,
     semaphores: Tensor | None,

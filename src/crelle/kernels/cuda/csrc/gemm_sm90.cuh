@@ -224,7 +224,7 @@ __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__res
           }
           asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
           const float4 *from = partial + (size_t)(blockIdx.x + 1) * (NT / 8 * WG * 128) + threadIdx.x;
-#pragma unroll NT <= 32 ? 4 : 1
+#pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
           for (int i = 0; i < others; i++, from += NT / 8 * WG * 128) {
 #pragma unroll
             for (int c = 0; c < NT / 8; c++) {
