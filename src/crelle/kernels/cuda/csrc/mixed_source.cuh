@@ -8,7 +8,7 @@
 //
 // Outliers come with the block (mixed_gemm_layout.py): a word of them is a value and where it lies among the operands
 // of all lanes. The lanes write those of SPAN chunks of 64 inputs into the warp's scratch, which is zero otherwise, and
-// every lane adds what lies there for it.
+// every lane begins with what lies there for it: the product of code and scale is added to that by one instruction.
 #pragma once
 #include "copies.cuh"
 #include "mixed_codes.cuh"
@@ -46,7 +46,7 @@ template <typename X>
 struct PairScale {
   uint32 scale;
   __device__ __forceinline__ void set(float v) { scale = Pack2<X>::of(v); }
-  __device__ __forceinline__ uint32 times(uint32 q) const { return Pack2<X>::mul(q, scale); }
+  __device__ __forceinline__ uint32 times(uint32 q, uint32 plus) const { return Pack2<X>::fma(q, scale, plus); }
 };
 template <>
 struct PairScale<bfloat16> {
@@ -54,8 +54,8 @@ struct PairScale<bfloat16> {
   __device__ __forceinline__ void set(float v) {
     scale = Pack2<bfloat16>::of(v), rest = Pack2<bfloat16>::of(v - Pack2<bfloat16>::values(scale).x);
   }
-  __device__ __forceinline__ uint32 times(uint32 q) const {
-    return Pack2<bfloat16>::fma(q, scale, Pack2<bfloat16>::mul(q, rest));
+  __device__ __forceinline__ uint32 times(uint32 q, uint32 plus) const {
+    return Pack2<bfloat16>::fma(q, scale, Pack2<bfloat16>::fma(q, rest, plus));
   }
 };
 
@@ -150,7 +150,6 @@ struct MixedSource {
 #pragma unroll
         for (int i = 0; i < 8; i++) seen |= words[i];
       }
-      if (h == 0) asm volatile("" ::"r"(seen));  // there before anything else is loaded
       if (h == 0 && source.outliers) {
         const uint32 *staged = reinterpret_cast<const uint32 *>(piece + CODES);
         const int from = STAGED ? 0 : source.starts[tile * source.blocks + block];
@@ -173,17 +172,26 @@ struct MixedSource {
 
     // Chunk 0 ... 3 of a block, a constant where it is called.
     __device__ __forceinline__ void unpack(uint32 (&to)[4][4], int chunk, char *scratch, int lane) {
+      if (count > 0 && chunk % SPAN == 0) {
+        scatter<false>(chunk / SPAN, scratch, lane);
+        __syncwarp();
+      }
+      if (chunks >> chunk & 1) {
+        const uint4 *const from = reinterpret_cast<const uint4 *>(scratch + chunk % SPAN * 2048) + lane;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const uint4 v = from[i * 32];
+          to[i][0] = v.x, to[i][1] = v.y, to[i][2] = v.z, to[i][3] = v.w;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 16; i++) to[i / 4][i % 4] = 0;
+      }
       if (two)
         unpack2(to, chunk % 2);
       else
         unpack4(to, chunk % 2);
-      if (count == 0) return;
-      if (chunk % SPAN == 0) {
-        scatter<false>(chunk / SPAN, scratch, lane);
-        __syncwarp();
-      }
-      if (chunks >> chunk & 1) add_outliers(to, scratch + chunk % SPAN * 2048, lane);
-      if (chunk % SPAN == SPAN - 1) {
+      if (count > 0 && chunk % SPAN == SPAN - 1) {
         __syncwarp();
         scatter<true>(chunk / SPAN, scratch, lane);
         __syncwarp();
@@ -210,7 +218,7 @@ struct MixedSource {
             const int p = i % Places::PLACES2, shift = 2 * (i - p) - 2;
             const uint32 v = shift < 0 ? word << 2 : word >> shift;
             const uint32 q = Pack2<X>::add((v & mask2[p]) | Places::base2(p), start[p]);
-            to[i / 2][i % 2 * 2 + r] = scale.times(q);
+            to[i / 2][i % 2 * 2 + r] = scale.times(q, to[i / 2][i % 2 * 2 + r]);
           }
         }
       }
@@ -232,7 +240,7 @@ struct MixedSource {
           const int p = i % Places::PLACES4, shift = 4 * (i % 4 - p);
           const uint32 v = words[4 * r + 2 * part + i / 4] >> shift;
           const uint32 q = Pack2<X>::add((v & mask4[p]) | Places::base4(p), row_start[r][p]);
-          to[i / 2][i % 2 * 2 + r] = row_scale[r].times(q);
+          to[i / 2][i % 2 * 2 + r] = row_scale[r].times(q, to[i / 2][i % 2 * 2 + r]);
         }
     }
 
@@ -250,14 +258,6 @@ struct MixedSource {
         for (int i = 1; i < MIXED_STAGED / 32; i++) place(some[i]);
 #pragma unroll 1
         for (int i = MIXED_STAGED + lane; i < count; i += 32) place(list[1 + i]);
-      }
-    }
-    __device__ __forceinline__ void add_outliers(uint32 (&to)[4][4], const char *from, int lane) const {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const uint4 v = reinterpret_cast<const uint4 *>(from)[i * 32 + lane];
-        to[i][0] = Pack2<X>::add(to[i][0], v.x), to[i][1] = Pack2<X>::add(to[i][1], v.y);
-        to[i][2] = Pack2<X>::add(to[i][2], v.z), to[i][3] = Pack2<X>::add(to[i][3], v.w);
       }
     }
   };
