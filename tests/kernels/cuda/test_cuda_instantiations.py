@@ -103,10 +103,18 @@ def test_variants_of_changed_sources_compile_and_stay_in_registers(arch: str) ->
         ("LDS R4, [R2] ; @P0 IADD3 R5, R4, R1, RZ ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
         ("LDS.128 R4, [R2] ; HMMA.16816.F32 R8, R4, R12, R8 ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
         ("UBLKCP.S.G [UR6], [UR8], UR10 ; LDS R4, [R2] ;", 0),
+        ("LDS R4, [R2] ; BRA `(.L_x_1) ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("LDS R4, [R2] ; @P0 BRA `(.L_x_1) ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 1),
+        ("@P0 LDS R4, [R2] ; @P0 BRA `(.L_x_1) ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 0),
+        ("@P0 LDS R4, [R2] ; ISETP.NE.AND P0, PT, R1, RZ, PT ; @P0 BRA `(.L_x_1) ; UBLKCP.S.G [UR6], [UR8], UR10 ;", 1),
+        ("LDS R4, [R2] ; BRA `(.L_x_1) ; IADD3 R5, R4, R1, RZ ;\n.L_x_1:\n UBLKCP.S.G [UR6], [UR8], UR10 ;", 1),
     ],
 )
 def test_loads_in_flight_are_found(instructions: str, count: int) -> None:
-    code = "\n".join(f"/*{16 * i:04x}*/ {line.strip()} ;" for i, line in enumerate(instructions.split(";")[:-1]))
+    code = "\n".join(
+        re.sub(r"^(\.L_\w+:\s+)?", rf"\1/*{16 * i:04x}*/ ", line.strip()) + " ;"
+        for i, line in enumerate(instructions.split(";")[:-1])
+    )
     assert loads_in_flight(code) == count
 
 

@@ -134,10 +134,11 @@ struct MixedSource {
     __device__ __forceinline__ void load(const MixedSource &source, const char *piece, int tile, int block, int h,
                                          int lane) {
       two = block < source.U2;
+      if (h == 0) seen = 0;
       if (two) {
         put(0, *reinterpret_cast<const uint4 *>(piece + h * 512 + lane * 16));
         s.decode(h, piece, lane, kept(0x3f800000u));
-        seen = words[0] | words[1] | words[2] | words[3];
+        seen |= words[0] | words[1] | words[2] | words[3];
 #pragma unroll
         for (int k = 0; k < SUBS; k++) {
           s.zeros[k] >>= 4 * h;
@@ -146,7 +147,6 @@ struct MixedSource {
       } else {
         put(0, *reinterpret_cast<const uint4 *>(piece + h * 1024 + lane * 16));
         put(4, *reinterpret_cast<const uint4 *>(piece + h * 1024 + 512 + lane * 16));
-        seen = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) seen |= words[i];
       }
