@@ -80,7 +80,7 @@ def measure(laid: MixedWeight, dense: Tensor, slab: Tensor, rows: int, configs: 
     found["gemm"] = timed(lambda w: mixed_gemm.product(mixed_gemm.pack(x, w), w), weights, oracle)
     xs = mixed_gemm.pack(x, laid)
     found["product"] = timed(lambda w: mixed_gemm.product(xs, w), weights, oracle)
-    found["config"] = asdict(mixed_gemm.choose(laid, rows, HALF))
+    found["config"] = asdict(mixed_gemm.choose(laid, rows))
     if rows <= 64:
         found["gemv"] = timed(lambda w: mixed_gemv.product(mixed_gemv.encode(x, w), w, HALF), weights, oracle)
     if rows <= dispatch.INVARIANT_ROWS:
@@ -120,7 +120,7 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, configs: str = "") -
         w = random_matrix(parse(SCHEME), N, K, random_generator(0, "cuda"))
         laid, slab = lay_out(w), w.rows(slice(0, 512)).dequantize(torch.float64)
         del w
-        chosen = [mixed_gemm.choose(laid, r, HALF) for r in counts]
+        chosen = [mixed_gemm.choose(laid, r) for r in counts]
         chosen += [mixed_gemm.invariant_config(r) for r in counts if r <= dispatch.INVARIANT_ROWS]
         jit.compile_all(sorted({mixed_gemm.variant(1, s, HALF) for s in chosen}))
         dense = torch.randn(N, K, device="cuda").mul_(K**-0.5).half()

@@ -59,7 +59,9 @@ def spills_allowed(file: str, expression: str, arch: str) -> int:
         return 80 if int(planes[1]) > 4 else few if arch == "sm_90a" else 40
     if expression.startswith("crelle::mixed_gemv<2, 8,"):
         return 4  # groups of 8, 8 tokens
-    return 24 if file in ("dense.cu", "lut.cu", "gemm.cu", "mixed_gemm.cu") else 0
+    if file == "mixed_gemm.cu":
+        return 48  # three warpgroups: 128 registers a thread
+    return 24 if file in ("dense.cu", "lut.cu", "gemm.cu") else 0
 
 
 def check_variants(found: list[tuple[str, str]], arch: str) -> None:

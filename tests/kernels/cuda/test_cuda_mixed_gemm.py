@@ -192,16 +192,16 @@ def test_emulated_norms_pack_for_the_gemm(seeds: tuple[int, int], sizes: tuple[i
 @pytest.mark.parametrize("N", [100, 4096, 12288])
 def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
     w = replace(lay_out(random_mixed(16, 4096, 16, 0.25, 0.0)), N=N)
-    for dtype in (HALF, BF16):
-        s = mixed_gemm.choose(w, tokens, dtype, 132, (9, 0))
-        assert isinstance(s, GemmTileConfig)
-        assert s.occupancy * (mixed_gemm.shared_bytes(s) + 1024 + 256) <= 228 * 1024
-        assert s.x_stages >= 2
-        assert s.w_stages >= 2
-        if tokens <= 256:
-            s = mixed_gemm.invariant_config(tokens)
-            assert s.tokens >= tokens
-            assert mixed_gemm.shared_bytes(s) + 1024 + 256 <= 228 * 1024
+    s = mixed_gemm.choose(w, tokens, 132, (9, 0))
+    assert isinstance(s, GemmTileConfig)
+    assert s.occupancy * (mixed_gemm.shared_bytes(s) + 1024 + 256) <= 228 * 1024
+    assert s.split_k == 1 or s.x_chunks * s.x_stages >= 2 * s.warpgroups  # whose place the sums take
+    assert s.x_stages >= 2
+    assert s.w_stages >= 2
+    if tokens <= 256:
+        s = mixed_gemm.invariant_config(tokens)
+        assert s.tokens >= tokens
+        assert mixed_gemm.shared_bytes(s) + 1024 + 256 <= 228 * 1024
     for room in (99 * 1024, 163 * 1024):
         assert mixed_gemm.sm80_shared_bytes(mixed_gemm._choose_sm80(tokens, room)) <= room
 

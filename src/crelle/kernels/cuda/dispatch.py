@@ -5,7 +5,7 @@
     5 … 8       skinny_gemm             gemv, twice              torch                  gemv
     9 … 32      skinny_gemm             gemm                     torch                  gemm (mixed_gemm.cu)
     33 …        gemm                    gemm                     torch                  gemm
-    4097 …      gemm                    gemm                     torch                  torch (mixed_dequant.cu first)
+    2049 …      gemm                    gemm                     torch                  torch (mixed_dequant.cu first)
 
     gemv          bmma_gemv.cu: bit-serial x on the binary tensor cores; reads each weight byte once
     skinny_gemm   skinny_gemm.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
@@ -23,7 +23,7 @@ import torch
 GEMV_ROWS = 4  # of one launch
 SKINNY_ROWS = 32
 MIXED_GEMV_ROWS = 8  # of one launch
-MIXED_GEMM_ROWS = 4096
+MIXED_GEMM_ROWS = 2048  # beyond, dequantizing once for torch should cost less: extrapolated from 512 rows
 INVARIANT_ROWS = 256  # of one batch-invariant launch
 INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
 

@@ -161,7 +161,7 @@ def _mixed_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
         for subs, dtype in ((1, HALF), (1 + i % 2, BF16)):
             w = MixedWeight(N, K, 6, 4, subs, nothing, nothing, nothing)
             old = capability != (9, 0)
-            s = mixed_gemm._choose_sm80(count, 99 * 1024) if old else mixed_gemm.choose(w, count, dtype, 132, (9, 0))
+            s = mixed_gemm._choose_sm80(count, 99 * 1024) if old else mixed_gemm.choose(w, count, 132, (9, 0))
             yield mixed_gemm.variant(subs, s, dtype)
 
 

@@ -61,7 +61,7 @@ def product(
     config: GemmTileConfig | GemmSm80TileConfig | None = None,
 ) -> Tensor:
     """Return x @ W.T (+ bias) (+ residual) as [M, N]; out, a slice of columns or not, and residual lie alike."""
-    s = config or choose(w, x.tokens, x.dtype)
+    s = config or choose(w, x.tokens)
     if isinstance(s, GemmSm80TileConfig):
         y = torch.empty(x.tokens, w.N, dtype=x.dtype, device=x.xs.device) if out is None else out
         load(*variant(w.subs, s, x.dtype))(
@@ -173,22 +173,26 @@ def sm80_shared_bytes(s: GemmSm80TileConfig) -> int:
 
 
 def choose(
-    w: MixedWeight,
-    tokens: int,
-    dtype: torch.dtype,
-    processors: int | None = None,
-    capability: tuple[int, int] | None = None,
+    w: MixedWeight, tokens: int, processors: int | None = None, capability: tuple[int, int] | None = None
 ) -> GemmTileConfig | GemmSm80TileConfig:
     """Return the tile config that was fastest on an H200 for problems like this (docs/notes/cuda-kernels.md)."""
     if (capability or torch.cuda.get_device_capability()) != (9, 0):
         return _choose_sm80(tokens)
     processors = processors or multiprocessors()
-    few = _tiles(w, 1, 1, 2) < 0.3 * processors  # tiles of 128 rows: smaller ones of tokens are split less
-    most = 64 if few and tokens <= 128 else 128 if few and tokens <= 384 else 256
+    rows = _tiles(w, 1, 1, 2)  # tiles of 128
+    small = rows * w.blocks < 8 * processors  # little work for each processor: smaller tiles are split less
+    most = 64 if small and tokens <= 128 else 128 if small and tokens <= 384 else 256
     at_a_time = min((t for t in _SIZES if t <= most), key=lambda t: (-(-tokens // t) * _cost(t), t))
-    s = _config_for(at_a_time, few)
+    if at_a_time > 128:
+        s = GemmTileConfig(at_a_time, 2, 1, 4, 2)
+    elif at_a_time > 64:
+        s = GemmTileConfig(at_a_time, 2, 2, 4, 2)
+    elif tokens <= 32 and rows < 0.3 * processors and not small:
+        s = GemmTileConfig(at_a_time, 1, 2, 4, 2, 3)
+    else:
+        s = GemmTileConfig(at_a_time, 2 if small and tokens <= 64 else 3, 2, 4, 3 if tokens <= 32 else 2)
     even = 0.85 * processors < 2 * _tiles(w, tokens, s.tokens, s.warpgroups) <= processors and w.blocks > 1
-    if even and s.x_chunks * s.x_stages >= 2 * s.warpgroups:  # whose place the sums take
+    if even and s.occupancy == 1 and (tokens <= 16 or tokens >= 128):
         s = replace(s, split_k=2)
     return _fitted(s)
 
@@ -197,15 +201,6 @@ def _cost(tokens: int) -> float:
     """The time of a tile of so many tokens, between those measured."""
     below, above = next((a, b) for a, b in pairwise(_COST) if tokens <= b)
     return _COST[below] + (_COST[above] - _COST[below]) * (tokens - below) / (above - below)
-
-
-def _config_for(tokens: int, few: bool) -> GemmTileConfig:
-    """The best of those measured for tiles of so many tokens; few: there are few tiles of rows."""
-    if tokens <= 32:
-        return GemmTileConfig(tokens, 2 if few else 3, 2, 4, 3)
-    if tokens <= 64:
-        return GemmTileConfig(tokens, 2 if few and tokens < 64 else 3, 2, 4, 2)
-    return GemmTileConfig(tokens, 3, 2, 3, 2) if tokens <= 128 else GemmTileConfig(tokens, 2, 1, 4, 2)
 
 
 def _fitted(s: GemmTileConfig) -> GemmTileConfig:

@@ -55,7 +55,7 @@ struct PairScale<bfloat16> {
     scale = Pack2<bfloat16>::of(v), rest = Pack2<bfloat16>::of(v - Pack2<bfloat16>::values(scale).x);
   }
   __device__ __forceinline__ uint32 times(uint32 q, uint32 plus) const {
-    return Pack2<bfloat16>::fma(q, scale, Pack2<bfloat16>::fma(q, rest, plus));
+    return Pack2<bfloat16>::add(Pack2<bfloat16>::fma(q, scale, Pack2<bfloat16>::mul(q, rest)), plus);
   }
 };
 
