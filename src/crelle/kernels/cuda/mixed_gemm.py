@@ -192,7 +192,7 @@ def choose(
     else:
         s = GemmTileConfig(at_a_time, 2 if small and tokens <= 64 else 3, 2, 4, 3 if tokens <= 32 else 2)
     even = 0.85 * processors < 2 * _tiles(w, tokens, s.tokens, s.warpgroups) <= processors and w.blocks > 1
-    if even and s.occupancy == 1 and (tokens <= 16 or tokens >= 128):
+    if even and s.occupancy == 1 and (tokens <= 16 or tokens > 256):
         s = replace(s, split_k=2)
     return _fitted(s)
 
