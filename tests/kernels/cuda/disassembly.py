@@ -55,23 +55,40 @@ def sass_facts(cubin: bytes) -> SassFacts | None:
 def loads_in_flight(code: str) -> int:
     """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
 
-    A warp issues in order: a load has come back when an instruction that takes its register has been issued.
+    A warp issues in order: a load has come back when an instruction that takes its register has been issued. Jumps
+    forward take along what is waited for; behind one that is always taken only those that jump there arrive, and a
+    load under a predicate was not made where a jump says that it does not hold.
     """
-    waiting: set[int] = set()
+    waiting: dict[int, str] = {}  # register: the predicate that it was loaded under
+    jumps: dict[str, dict[int, str]] = {}
     most = 0
-    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code):
+    for label, predicate, line in re.findall(
+        r"^(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+);", code, re.MULTILINE
+    ):
+        if label:
+            waiting |= jumps.get(label, {})
+            continue
         kind, *_ = line.split()
         registers = [int(r) for r in re.findall(r"\bR(\d+)\b", line)]
         if kind.startswith("LDS"):
             width = 4 if ".128" in kind else 2 if ".64" in kind else 1
-            waiting -= set(registers[1:])
+            waiting = {r: p for r, p in waiting.items() if r not in registers[1:]}
             if registers:  # a load into RZ leaves nothing behind
-                waiting |= set(range(registers[0], registers[0] + width))
+                waiting |= {registers[0] + i: predicate for i in range(width)}
         elif kind.startswith("UBLKCP"):
             most = max(most, len(waiting))
+        elif target := re.search(r"BRA.*`\((\.L_\w+)\)", line):
+            opposite = predicate.replace("@", "@!").replace("!!", "")
+            taken = {r: p for r, p in waiting.items() if not predicate or p != opposite}
+            jumps[target[1]] = jumps.get(target[1], {}) | taken
+            waiting = {r: p for r, p in waiting.items() if predicate and p != predicate} if kind == "BRA" else waiting
         else:
             wide = 4 if "MMA" in kind else 1
-            waiting -= {r + i for r in registers for i in range(wide)}
+            used = {r + i for r in registers for i in range(wide)}
+            written = re.match(r"\S+ (P\d)\b", line) if "P" in kind else None  # a predicate means something else now
+            waiting = {
+                r: "" if written and p.lstrip("@!") == written[1] else p for r, p in waiting.items() if r not in used
+            }
     return most
 
 

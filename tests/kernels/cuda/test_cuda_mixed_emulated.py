@@ -10,7 +10,7 @@ from plane_weights import relative
 from torch import Tensor
 
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import mixed_config, mixed_gemv
+from crelle.kernels.cuda import dispatch, mixed_config, mixed_gemv
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.mixed_config import MixedTileConfig
 from crelle.kernels.cuda.mixed_kernel import CudaMixed
@@ -123,6 +123,7 @@ def test_fused_linears(seeds: tuple[int, int]) -> None:
 
 def test_many_rows_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_gemv, "_SCRATCH", 2 * 300 * 40)
+    monkeypatch.setattr(dispatch, "mixed_route", lambda rows: "torch")
     w = random_mixed(70, 300, 16, 0.25, 0.02)
     x, bias = torch.randn(33, 300, dtype=HALF), torch.randn(70, dtype=HALF)
     wanted = x.double() @ w.dequantize(torch.float64).T

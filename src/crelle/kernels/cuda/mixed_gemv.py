@@ -2,7 +2,8 @@
 
     xs = encode(x, w)                     # serves every weight with the same 4-bit groups (mixed_layout.same_inputs)
     y = product(xs, w, x.dtype, bias, residual)
-    W = dequantize(w, x.dtype)            # plain [N, K], for products of many rows by torch (mixed_dequant.cu)
+    W = dequantize(w, x.dtype)            # plain [N, K], for products of very many rows by torch (mixed_dequant.cu)
+    y = matmul(x, w, bias)                # any of these, or mixed_gemm.py, by the number of rows (dispatch.py)
 
 Any number of rows, of which a launch takes up to 8, or as many as fit into shared memory: the weight is read again for
 the next ones. A row's bits do not depend on the values of others. All launch on the current stream, allocate only
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda import dispatch, mixed_gemm
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
@@ -145,9 +146,15 @@ def matmul(
     """Return x @ W.T (+ bias) for x [M, K]; if batch-invariant, a row's bits do not depend on the number of rows."""
     if x.shape[0] == 0:
         return x.new_empty(0, w.N)
-    if batch_invariant or dispatch.mixed_route(x.shape[0]) == "gemv":
-        xs = encode(x, w, batch_invariant=batch_invariant)
-        return product(xs, w, x.dtype, bias, asynchronous=asynchronous)
+    if batch_invariant:
+        some = x.split(dispatch.INVARIANT_ROWS)  # type: ignore[no-untyped-call]
+        parts = [mixed_gemm.invariant_product(mixed_gemm.pack(rows, w), w, bias) for rows in some]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    route = dispatch.mixed_route(x.shape[0])
+    if route == "gemv":
+        return product(encode(x, w), w, x.dtype, bias, asynchronous=asynchronous)
+    if route == "gemm":
+        return mixed_gemm.product(mixed_gemm.pack(x, w), w, bias)
     step = max(ROWS, _SCRATCH // (2 * w.K) // ROWS * ROWS)
     slabs = [slice(n, min(n + step, w.N)) for n in range(0, w.N, step)]
     y = torch.empty(x.shape[0], w.N, dtype=x.dtype, device=x.device)
