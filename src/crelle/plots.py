@@ -39,17 +39,26 @@ def plot_bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[f
     plt.close(figure)
 
 
-def plot_curve(path: Path, values: Sequence[float], title: str, x: str, y: str) -> None:
-    """Draw a noisy series and its running mean."""
+def plot_training(path: Path, losses: Sequence[float], blocks: Mapping[str, Sequence[float | None]]) -> None:
+    """Draw the loss of end-to-end steps with its running mean, and each layer's loss before and after its own steps."""
     plt = pyplot()
-    window = max(1, len(values) // 50)
-    mean = [
-        sum(values[max(0, i - window) : i + 1]) / len(values[max(0, i - window) : i + 1]) for i in range(len(values))
-    ]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(values, color=COLOURS[1], linewidth=0.8)
-    axes.plot(mean, color=COLOURS[0], label=f"mean of {window + 1}")
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.legend()
+    panels = bool(losses) + bool(blocks)
+    figure, all_axes = plt.subplots(1, panels, figsize=(7 * panels, 4), layout="constrained", squeeze=False)
+    axes = list(all_axes[0])
+    if blocks:
+        here, few = axes.pop(0), 8
+        known = [[float("nan") if loss is None else loss for loss in block] for block in blocks.values()]
+        first, last = [block[0] for block in known], [sum(block[-few:]) / len(block[-few:]) for block in known]
+        here.plot(first, color=COLOURS[1], marker="o", markersize=3, label="first step")
+        here.plot(last, color=COLOURS[0], marker="o", markersize=3, label=f"mean of the last {few} steps")
+        here.set(title="Loss of each layer, trained block by block", xlabel="layer", ylabel="relative squared error")
+        here.legend()
+    if losses:
+        here, window = axes.pop(0), max(1, len(losses) // 50)
+        runs = [losses[max(0, i - window) : i + 1] for i in range(len(losses))]
+        here.plot(losses, color=COLOURS[1], linewidth=0.8)
+        here.plot([sum(run) / len(run) for run in runs], color=COLOURS[0], label=f"mean of {window + 1}")
+        here.set(title="Loss of the training", xlabel="step", ylabel="loss")
+        here.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)

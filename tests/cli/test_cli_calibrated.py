@@ -28,6 +28,19 @@ def test_a_checkpoint_is_trained_and_its_curve_drawn(small_model: Path, tmp_path
     succeed("eval", tmp_path / "t", "--context", "32", "--tokens", "64")
 
 
+@pytest.mark.parametrize("tune", ["short", "full"])
+def test_quantizing_with_training_leaves_its_losses_and_a_plot(small_model: Path, tmp_path: Path, tune: str) -> None:
+    out, scheme = tmp_path / "q", f"mixed:four=0.25,tune={tune},steps=3,end=4,own=2"
+    report = json.loads(succeed("quantize", small_model, out, "--scheme", scheme, *SMALL, "--json").out)
+    found = json.loads((out / "training.json").read_text())
+    assert found["losses"] == report["losses"]
+    assert len(found["losses"]) == (4 if tune == "full" else 0)
+    assert found["blocks"] == report["block_losses"]
+    assert {len(losses) for losses in found["blocks"].values()} == {3}
+    assert (out / "training.png").stat().st_size > 1000
+    succeed("eval", out, "--context", "32", "--tokens", "64")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

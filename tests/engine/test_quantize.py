@@ -105,3 +105,22 @@ def test_a_file_in_the_first_stage_is_kept(model: Path, tmp_path: Path, monkeypa
     report = run(model, tmp_path / "out")
     assert (tmp_path / "out.base" / "thesis.txt").read_text() == "mine"
     assert "thesis.txt" in report.warnings[-1]
+
+
+@pytest.mark.parametrize("tune", ["short", "full"])
+def test_a_run_that_was_stopped_between_layers_keeps_their_losses(tmp_path: Path, tune: str) -> None:
+    model = write_tiny_model(tmp_path / "two", num_hidden_layers=2)
+    scheme = f"mixed:four=0.25,tune={tune},steps=3,end=2,own=2"
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what.endswith("layers.0"):
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        run(model, tmp_path / "out", scheme, progress=stop)
+    resumed = run(model, tmp_path / "out", scheme, resume=True)
+    whole = run(model, tmp_path / "whole", scheme)
+    assert resumed.block_losses == whole.block_losses
+    assert [len(losses) for losses in whole.block_losses.values()] == [3, 3]
+    assert resumed.losses == whole.losses
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -11,7 +11,9 @@ from problems import correlated, stats_of, weight
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.kernels import cpu
 from crelle.quantizers import gptq_solver as tools
+from crelle.quantizers import sweep as passes
 from crelle.quantizers.bcq import signs
 from crelle.quantizers.gptq_solver import (
     Fit,
@@ -91,9 +93,11 @@ def gptq_as_published(w: Tensor, H: Tensor, levels: Levels) -> Tensor:
 
 
 @every_kind
-@pytest.mark.parametrize("block", [1, 7, 128])
-def test_feedback_gives_the_codes_of_gptq(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "_BLOCK", block)
+@pytest.mark.parametrize("block", [1, 7, 128, None])  # None: in C++
+def test_feedback_gives_the_codes_of_gptq(kind: str, block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if block is not None:
+        monkeypatch.setattr(passes, "_BLOCK", block)
+        monkeypatch.setattr(cpu, "available", lambda: "is not asked")
     w, H = weight(16, 50), correlated(50).hessian
     levels = levels_of(kind, w, 2, 16)
     damped = H.double() + 0.01 * H.double().diagonal().mean() * torch.eye(50)

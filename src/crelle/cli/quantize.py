@@ -7,6 +7,7 @@ import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
 from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads, warn
+from crelle.cli.training_plot import draw_training
 from crelle.errors import SchemeError
 
 NAME = "quantize"
@@ -61,8 +62,11 @@ def run(
 
     - `bcq-nested:bits=4,group=128`: one checkpoint that serves 2, 3 and 4 bits
 
-    `auto`, `gptq`, `awq`, `hbcq` and `bcq-nested` calibrate on data: `--calib FILE`. Without it they take Python's
-    documentation and text sampled from the model itself.
+    - `mixed:four=0.25,outliers=0.002,group=16`: sensitive groups of input channels at 4 bits, the others at 2, single
+      weights at 16; `tune=short` and `tune=full` train it
+
+    `auto`, `gptq`, `awq`, `hbcq`, `bcq-nested` and `mixed` calibrate on data: `--calib FILE`. Without it they take
+    Python's documentation and text sampled from the model itself.
 
     `group` is how many inputs share a scale: smaller is better and larger on disk; `group=row` shares over a row.
 
@@ -74,7 +78,8 @@ def run(
 
     `crelle quantize model.gguf out/m --scheme bcq:bits=2,group=64 --head 4`
 
-    A run that was killed continues with `--resume` and ends in the same bytes.
+    A run that was killed continues with `--resume` and ends in the same bytes. A scheme that trains leaves its losses
+    in OUT/training.json and plots them in OUT/training.png.
     """
     from crelle.engine.quantize import quantize
     from crelle.formats.destination import destination, refuse_overlap
@@ -108,6 +113,7 @@ def run(
             overwrite=overwrite,
             progress=track,
         )
+    draw_training(report.out, report.losses, report.block_losses)
     warn(report.warnings)
     if json:
         print_json(report)

@@ -1,16 +1,13 @@
 """crelle tune: train a quantized model."""
 
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, Threads, draw_whole, out, print_json, tracking, use_threads, warn
+from crelle.cli.console import Device, Json, Threads, out, print_json, tracking, use_threads, warn
+from crelle.cli.training_plot import draw_training
 from crelle.errors import SchemeError
-
-if TYPE_CHECKING:
-    from crelle.quantizers.finetune import TuneReport
 
 NAME = "tune"
 
@@ -84,7 +81,7 @@ def run(
             overwrite=overwrite,
             progress=track,
         )
-    draw_losses(report)
+    draw_training(report.out, report.losses, {}, report.seconds)
     warn(report.warnings)
     if json:
         print_json(report)
@@ -97,20 +94,3 @@ def run(
         markup=False,
         soft_wrap=True,
     )
-
-
-def draw_losses(report: "TuneReport") -> None:
-    """Write the losses beside the checkpoint, and plot them where matplotlib is installed."""
-    from crelle.errors import UnsupportedError
-    from crelle.formats.io import to_json, write_whole
-    from crelle.plots import plot_curve
-
-    losses = [loss if math.isfinite(loss) else None for loss in report.losses]  # JSON has no infinity
-    write_whole(report.out / "training.json", to_json({"losses": losses, "seconds": report.seconds}))
-    try:
-        draw_whole(
-            report.out / "training.png",
-            lambda path: plot_curve(path, report.losses, "Loss of the training", "step", "loss"),
-        )
-    except UnsupportedError as e:
-        out.print(f"no plot: {e}", highlight=False)

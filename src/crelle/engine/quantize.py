@@ -152,7 +152,8 @@ def _in_two_stages(
     left = remove_directory(base)
     size, count = pipeline.measure(Checkpoint(out, verify=False))
     warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
-    return Report(out, str(trained), 8 * size / max(1, count), size, report.seconds, 0, warnings)
+    bits = 8 * size / max(1, count)
+    return Report(out, str(trained), bits, size, report.seconds, 0, warnings, tuple(report.losses), first.block_losses)
 
 
 def _stage_of(out: Path) -> Path:

@@ -26,8 +26,9 @@ INDEX = "crelle.safetensors.index.json"  # of our checkpoints: transformers must
 HF_INDEX = "model.safetensors.index.json"  # of plain models and exports; also of checkpoints before INDEX had its name
 STAGE = "stage.json"  # in a checkpoint that is the first stage of a longer run, with that run's recipe
 STATE = "training.state"  # of an unfinished training
+TRAINING = "training.json"  # its losses
 JOURNAL_VERSION = 2
-_FIXED = {CONFIG, JOURNAL, INDEX, HF_INDEX, STAGE, STATE, "training.json", "training.png", "training.tmp"}
+_FIXED = {CONFIG, JOURNAL, INDEX, HF_INDEX, STAGE, STATE, TRAINING, "training.png", "training.tmp"}
 _FIXED |= set(TOKENIZER_FILES)
 
 

@@ -17,16 +17,22 @@ from crelle.models.decoder import Compute, Experts, InputLayer, Layer, OutputLay
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.rope import angles
-from crelle.quantizers.layer_api import Block, ScaleFold, TrainableLinear
+from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear
 
 
 class _NoCache:
     """A whole sequence at a time needs no cache."""
 
+    def __init__(self, tape: Tape | None) -> None:
+        self._tape = tape
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        return attention(q, k.transpose(1, 2), v.transpose(1, 2), window, softcap)
+        def compute() -> Tensor:
+            return attention(q, k.transpose(1, 2), v.transpose(1, 2), window, softcap)
+
+        return compute() if self._tape is None else self._tape(compute)
 
 
 class _WholeSequences(Compute):
@@ -62,11 +68,17 @@ class CalibrationBlock(nn.Module):
         self.layer, self.spec, self._compute = layer, layer.spec, compute
         self._arch, self._index = arch, i
         self._linears = {m.name: m for m in layer.modules() if isinstance(m, TrainableLinear)}
+        self._tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         rope = self.spec.attention.rope
         cos_sin = None if rope is None else self._compute.first(rope, x.shape[1], x.device, x.dtype)
-        return self.layer(x, cos_sin, _NoCache(), self._compute)  # type: ignore[no-any-return]
+        return self.layer(x, cos_sin, _NoCache(self._tape), self._compute)  # type: ignore[no-any-return]
+
+    def use_tape(self, tape: Tape | None) -> None:
+        self._tape = tape
+        for linear in self._linears.values():
+            linear.tape = tape
 
     def _name(self, slot: str) -> str:
         return self._arch.names.of_layer(self._index, slot)

@@ -5,17 +5,19 @@ inputs that reach it from everything quantized before, so later matrices compens
 
 A token's weight in the sums is 1/|y_t|², y the residual stream after the layer: the next norm divides by it, and
 without it a handful of tokens with huge activations would dominate. In memory: one layer (twice), both hidden states
-[S, T, width], what each stage reads in the full-precision layer [S, T, K], one K² Hessian.
+[S, T, width], what each stage reads in the full-precision layer [S, T, K], what each linear of the quantized layer
+returns [S, T, N], one K² Hessian.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.quantizers.layer_api import Block, CalibrationModel, TrainableLinear, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
 from crelle.quantizers.stats import Stats, StatsCollector
 from crelle.quantizers.training import relative_error
 
@@ -75,9 +77,13 @@ class Calibrator:
         layer.put(fitted, vectors)
         layer.end()
 
-    def _through(self, block: Block, x: Tensor) -> Tensor:
+    def _through(self, block: Block, x: Tensor, tapes: Sequence[Tape] = ()) -> Tensor:
+        after = []
         with half_products(self.device, self.half):
-            return torch.cat([block(part) for part in torch.split(x, self.batch)])
+            for i, part in enumerate(torch.split(x, self.batch)):
+                with _on_tape(block, tapes[i] if tapes else None):
+                    after.append(block(part))
+        return torch.cat(after)
 
 
 class LayerCalibration:
@@ -88,8 +94,10 @@ class LayerCalibration:
     ) -> None:
         self.full, self.block, self.after = full, block, after
         self._calibrator, self._read = calibrator, dict(read)
+        self.losses: list[float] = []  # of block-wise training
         weight = after.square().mean(-1).clamp(min=1e-12).reciprocal_()  # [S, T]
         self._token_weight = (weight / weight.mean()).sqrt_()
+        self._tapes: list[Tape] = []  # of the batches, while the stages are quantized one after the other
 
     @property
     def hidden(self) -> HiddenStates:
@@ -99,11 +107,12 @@ class LayerCalibration:
     def fit(self, fit: Fit) -> dict[str, QuantTensor]:
         """Quantize the layer stage by stage; the block is left with the quantized weights in it."""
         fitted: dict[str, QuantTensor] = {}
+        self._tapes = [Tape() for _ in self._batches()]  # what stands before a stage no longer changes
         for stage in self.block.stages():
             stats = self.stats(stage[0])
             for name in stage:
                 fitted[name] = fit(name, self.full.linears()[name].weight, stats)
-            self.put({name: fitted[name] for name in stage})
+            self._set({name: fitted[name] for name in stage})
         return fitted
 
     @torch.no_grad()
@@ -115,7 +124,7 @@ class LayerCalibration:
         known = len(read) * self._calibrator.batch >= len(self.hidden.full)  # not where an expert missed a batch
         for i, (weight, full, quantized) in enumerate(self._batches()):
             with half_products(self._calibrator.device, self._calibrator.half):
-                x = _input(self.block, name, quantized)
+                x = _input(self.block, name, quantized, self._tapes[i] if self._tapes else None)
                 x_full = read[i] if known else _input(self.full, name, full)
             collector.add(weight[..., None] * x, weight[..., None] * x_full)
         return collector.stats()
@@ -132,9 +141,9 @@ class LayerCalibration:
     @torch.no_grad()
     def put(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
         """Put quantized weights (and norms that a quantizer changed) into the block."""
+        self._tapes = []
+        self._set(fitted)
         linears = self.block.linears()
-        for name, w in fitted.items():
-            linears[name].weight = w.dequantize(torch.float32).to(self._calibrator.device)
         here = self.block.vectors()
         for name, v in (vectors or {}).items():
             module, _, kind = name.rpartition(".")
@@ -143,18 +152,34 @@ class LayerCalibration:
             elif kind == "bias" and module in linears:
                 linears[module].bias = v.to(self._calibrator.device, torch.float32)
 
+    def _set(self, fitted: Mapping[str, QuantTensor]) -> None:
+        for name, w in fitted.items():
+            self.block.linears()[name].weight = w.dequantize(torch.float32).to(self._calibrator.device)
+
     @torch.no_grad()
     def end(self) -> float:
         """Move both hidden states past the layer; returns the relative error of the quantized ones."""
-        self.hidden.quantized = self._calibrator._through(self.block, self.hidden.quantized)
+        self.hidden.quantized = self._calibrator._through(self.block, self.hidden.quantized, self._tapes)
         self.hidden.full = self.after
         self._calibrator.next += 1
         return float(relative_error(self.hidden.quantized, self.hidden.full))
 
 
-def _input(block: Block, name: str, x: Tensor) -> Tensor:
+@contextmanager
+def _on_tape(block: Block, tape: Tape | None) -> Iterator[None]:
+    if tape is not None:
+        tape.rewind()
+    block.use_tape(tape)
+    try:
+        yield
+    finally:
+        block.use_tape(None)
+
+
+def _input(block: Block, name: str, x: Tensor, tape: Tape | None = None) -> Tensor:
     """Run a block up to one of its linears and return what that linear would read."""
     seen: list[Tensor] = []
+    known = 0 if tape is None else len(tape.results)
 
     def watch(value: Tensor) -> None:
         seen.append(value)
@@ -163,9 +188,14 @@ def _input(block: Block, name: str, x: Tensor) -> Tensor:
     linear: TrainableLinear = block.linears()[name]
     linear.watch = watch
     try:
-        block(x)
+        with _on_tape(block, tape):
+            block(x)
     except _SeenError:
         pass
     finally:
         linear.watch = None
+    if not seen:  # an expert that no token reached: what stands behind it is not quantized yet
+        if tape is not None:
+            del tape.results[known:]
+        return x.new_empty(0, linear.weight.shape[1])
     return seen[0]

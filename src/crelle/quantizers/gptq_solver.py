@@ -7,7 +7,8 @@ steps, for any format whose weights take one of L levels per group, the levels b
     descend   coordinate descent, one pass: each code is set to its best level given all others
     solve     codes fixed, least squares for all scales of a row: a linear system with a few unknowns per group
 
-Feedback and descent are the same loop, `sweep`: the code of input i is the level nearest to  t_i + Σ_j e_j mix[j, i].
+Feedback and descent are the same loop (crelle.quantizers.sweep): the code of input i is the level nearest to
+t_i + Σ_j e_j mix[j, i].
     feedback  H = M D Mᵀ, M upper triangular with unit diagonal; mix = M - I, so only columns already rounded count.
               The error is then exactly  Σ_i D_i (rounding error of column i)², which is why D is the importance of
               columns when scales are chosen. (The same codes as GPTQ's inverse Hessian gives, without inverting.)
@@ -17,7 +18,7 @@ Rows are independent, and every step keeps, row by row, the better of before and
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.bcq import expand_groups
 from crelle.quantizers.grouping import from_groups, to_groups
+from crelle.quantizers.sweep import LevelTable, SortedLevels, sweep, sweep_levels
 
-_BLOCK = 64  # columns per block: errors reach later blocks by one matrix product
 _UNKNOWNS = 1 << 22  # entries of the row systems that are solved at one time: bounds the memory
 
 
@@ -104,39 +105,25 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool) -> LDLFactor:
     return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
 
 
-class Choice(Protocol):
-    """The levels that one column may take."""
-
-    def nearest(self, want: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the levels nearest to want [N], and their codes."""
-        ...
-
-
-class SortedLevels(NamedTuple):
-    """The levels of one group in ascending order: a binary search finds the nearest."""
-
-    values: Tensor  # f32 [N, L]
-    codes: Tensor  # int64 [N, L]
-    borders: Tensor  # f32 [N, L-1]
-
-    def nearest(self, want: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the levels nearest to want [N], and their codes."""
-        rank = torch.searchsorted(self.borders, want[:, None])
-        return self.values.gather(1, rank)[:, 0], self.codes.gather(1, rank)[:, 0]
+def inverse_diagonal(by: LDLFactor) -> Tensor:
+    """Return the diagonal of H⁻¹ [K], in the original order of inputs."""
+    eye = torch.eye(len(by.mix), device=by.mix.device)
+    inverse = torch.linalg.solve_triangular(by.mix + eye, eye, upper=True, unitriangular=True)  # M⁻¹
+    found = (inverse.square() / by.cost[by.order][:, None]).sum(0)
+    return torch.empty_like(found).scatter_(0, by.order, found)
 
 
-def _sorted_levels(levels: Levels) -> list[SortedLevels]:
-    values, codes = levels.values().transpose(0, 1).contiguous().sort(-1)  # [C, N, L]
-    borders = (values[..., 1:] + values[..., :-1]) / 2
-    return [SortedLevels(*parts) for parts in zip(values, codes, borders, strict=True)]
+def _level_table(levels: Levels) -> LevelTable:
+    values, codes = levels.values().permute(1, 2, 0).contiguous().sort(1)  # [C, L, N]
+    C, L, _ = values.shape
+    return LevelTable(values.flatten(0, 1), codes.to(torch.uint8).flatten(0, 1), range(0, C * L, L), [L] * C)
 
 
 def feedback(target: Tensor, by: LDLFactor, levels: Levels) -> Fit:
     """Choose the codes with error feedback."""
-    by_group = _sorted_levels(levels)
     group_of = (by.order // levels.group).tolist()
     codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
-    codes[by.order] = sweep(target[:, by.order].T.contiguous(), None, by.mix, lambda i, _: by_group[group_of[i]])
+    codes[by.order], _ = sweep_levels(target[:, by.order].T, None, by.mix, _level_table(levels), group_of)
     return Fit(codes.T.contiguous(), levels)
 
 
@@ -153,7 +140,7 @@ def feedback_by_group(target: Tensor, by: LDLFactor, group: int, find: Callable[
         if i % group == 0:
             place = slice(i, min(i + group, K))
             parts.append(find(want[place].T, place))
-            by_group.extend(_sorted_levels(parts[-1]))
+            by_group.extend(_level_table(parts[-1]).sorted_levels())
         return by_group[-1]
 
     codes = sweep(target.T.contiguous(), None, by.mix, levels_at, group)
@@ -164,9 +151,9 @@ def feedback_by_group(target: Tensor, by: LDLFactor, group: int, find: Callable[
 
 def descend(target: Tensor, hessian: Tensor, fit: Fit) -> Fit:
     """Coordinate descent, one pass: set each code to its best level given all others."""
-    by_group = _sorted_levels(fit.levels)
-    error = (target - fit.levels.decode(fit.codes)).T.contiguous()
-    codes = sweep(target.T.contiguous(), error, mixing(hessian), lambda i, _: by_group[i // fit.levels.group])
+    error = (target - fit.levels.decode(fit.codes)).T
+    group_of = [i // fit.levels.group for i in range(target.shape[1])]
+    codes, _ = sweep_levels(target.T, error, mixing(hessian), _level_table(fit.levels), group_of)
     return Fit(codes.T.contiguous(), fit.levels)
 
 
@@ -176,41 +163,6 @@ def mixing(hessian: Tensor) -> Tensor:
     mix = hessian / torch.where(diagonal > 0, diagonal, 1.0)  # a column whose input is always 0 takes the nearest level
     mix.diagonal().zero_()
     return mix
-
-
-def sweep(
-    target: Tensor,
-    error: Tensor | None,
-    mix: Tensor,
-    levels_at: Callable[[int, Tensor], Choice],
-    group: int = _BLOCK,
-) -> Tensor:
-    """Round the columns in order: target, error and the codes returned are [K, N], in the order of the pass.
-
-    Within a block each column's change of error is applied to the block's later columns at once, and to those after the
-    block when it ends. A block never crosses the end of a group, so a group's weights are up to date when it begins.
-    `levels_at` gives the levels of the i-th column, from the target weights as adjusted so far.
-    """
-    K = len(target)
-    want = target.clone() if error is None else torch.addmm(target, mix.T, error)
-    codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
-    for begin, end in _blocks(K, group):
-        here = mix[begin:end, begin:end].contiguous()
-        change = torch.empty_like(target[begin:end])
-        for i in range(begin, end):
-            value, codes[i] = levels_at(i, want).nearest(want[i])
-            now = torch.sub(target[i], value, out=change[i - begin])
-            if error is not None:
-                now -= error[i]
-            want[i + 1 : end].addr_(here[i - begin, i + 1 - begin :], now)
-        want[end:].addmm_(mix[begin:end, end:].T, change)
-    return codes
-
-
-def _blocks(K: int, group: int) -> list[tuple[int, int]]:
-    """Split K columns into blocks that do not cross the end of a group."""
-    groups = [(g, min(g + group, K)) for g in range(0, K, group)]
-    return [(b, min(b + _BLOCK, end)) for begin, end in groups for b in range(begin, end, _BLOCK)]
 
 
 def row_errors(target: Tensor, hessian: Tensor, fit: Fit) -> Tensor:

@@ -48,8 +48,11 @@ class HessianConfig(GroupedConfig):
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
-        target = stats.target(weight) if self.target else weight
-        return target, stats.hessian, factor(stats.hessian, self.damp, act_order=self.act_order)
+        target = stats.target(weight, self.damp) if self.target else weight
+        key = self.damp, self.act_order
+        if key not in stats.kept:
+            stats.kept[key] = factor(stats.hessian, self.damp, act_order=self.act_order)
+        return target, stats.hessian, stats.kept[key]
 
     def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         """Return codes and levels for some rows of the target weight."""

@@ -21,6 +21,23 @@ def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted and able, cache_enabled=False)
 
 
+class Tape:
+    """The products of a forward pass in order: a pass over the same input repeats them instead of computing them."""
+
+    def __init__(self) -> None:
+        self.results: list[Tensor] = []
+        self._next = 0
+
+    def rewind(self) -> None:
+        self._next = 0
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
+        if self._next == len(self.results):
+            self.results.append(compute())
+        self._next += 1
+        return self.results[self._next - 1]
+
+
 class TrainableLinear(nn.Module):
     """y = x Wᵀ + bias, where W can be replaced or computed by a trainable module, and x can be observed."""
 
@@ -32,10 +49,14 @@ class TrainableLinear(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         self.coder: nn.Module | None = None  # computes W [N, K] instead of `weight`
         self.watch: Callable[[Tensor], None] | None = None  # called with every input
+        self.tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.watch is not None:
             self.watch(x)
+        return self._product(x) if self.tape is None else self.tape(lambda: self._product(x))
+
+    def _product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight if self.coder is None else self.coder(), self.bias)
 
 
@@ -54,6 +75,10 @@ class Block(Protocol):
     """One decoder layer: hidden states [B, T, width] to hidden states."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def use_tape(self, tape: Tape | None) -> None:
+        """Take products that are on the tape from there, and write the others to it, from now on."""
+        ...
 
     def linears(self) -> dict[str, TrainableLinear]:
         """Return the linears by full name, in execution order."""

@@ -4,7 +4,6 @@ As crelle.quantizers.gptq_solver, whose loop over columns this uses, but each gr
 take only the values that second-order quantization stores, and outliers take any value.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,8 +11,12 @@ import torch
 from torch import Tensor
 
 from crelle.formats.mixed import BLOCK
-from crelle.quantizers.gptq_solver import Choice, LDLFactor, SortedLevels, mixing, sweep
-from crelle.quantizers.grouping import TINY
+from crelle.kernels import cpu
+from crelle.quantizers.gptq_solver import LDLFactor, mixing
+from crelle.quantizers.grouping import TINY, to_groups
+from crelle.quantizers.sweep import LevelTable, sweep_levels
+
+_SHRINK = [1.0 - 0.06 * i for i in range(10)]  # clipping factors to try
 
 
 class SecondOrder(NamedTuple):
@@ -61,18 +64,29 @@ class MixedFit:
         return scale * (self.codes - zero)
 
 
-class _Column(NamedTuple):
-    """The levels of one column; outliers take the value that is wanted, as f16 stores it."""
-
-    levels: SortedLevels
-    outliers: Tensor  # bool [N]
-    keep: Tensor  # f32 [N], where the values of outliers go
-
-    def nearest(self, want: Tensor) -> tuple[Tensor, Tensor]:
-        value, code = self.levels.nearest(want)
-        exact = want.half().float()
-        self.keep.copy_(torch.where(self.outliers, exact, 0.0))
-        return torch.where(self.outliers, exact, value), code
+def search_grids(weight: Tensor, importance: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return scale and zero [N, C] of the 2-bit grids with the least weighted error; zeros are 0.5, 1, 1.5 or 2."""
+    N, C = len(weight), -(-weight.shape[1] // group)
+    if weight.device.type == "cpu" and cpu.available() is None:
+        found = torch.empty(2, C, N)
+        inputs = [t.T.contiguous().numpy() for t in (weight, importance)]
+        cpu.core().search_grids(*inputs, group, torch.tensor(_SHRINK).numpy(), *found.numpy())
+        return found[0].T.contiguous(), found[1].T.contiguous()
+    w, h = to_groups(weight, group)[0], to_groups(importance, group)[0]  # [N, C, G]
+    low = torch.where(h > 0, w, torch.inf).amin(-1, keepdim=True)
+    high = torch.where(h > 0, w, -torch.inf).amax(-1, keepdim=True)
+    best = torch.full_like(low, torch.inf)
+    scale, zero = torch.full_like(low, TINY), torch.full_like(low, 1.5)
+    for z in (0.5, 1.0, 1.5, 2.0):
+        reach = torch.maximum(high / (3 - z), -low / z).clamp(min=TINY)
+        for shrink in _SHRINK:
+            a = (reach * shrink).clamp(min=TINY)
+            off = w - a * ((w / a + z).clamp_(0, 3).round_() - z)
+            error = (h * off.square_()).sum(-1, keepdim=True)
+            won = error < best
+            scale, best = torch.where(won, a, scale), torch.where(won, error, best)
+            zero = torch.where(won, z, zero)
+    return scale[..., 0], zero[..., 0]
 
 
 def second_order(scale: Tensor, importance: Tensor, widths: Tensor) -> SecondOrder:
@@ -103,53 +117,77 @@ def second_order(scale: Tensor, importance: Tensor, widths: Tensor) -> SecondOrd
 
 def feedback(target: Tensor, by: LDLFactor, start: MixedFit) -> MixedFit:
     """Choose the codes in one pass over the columns with error feedback."""
-    choice, values = _choices(start, by.order)
-    codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
-    codes[by.order] = sweep(target[:, by.order].T.contiguous(), None, by.mix, choice)
-    return replace(start, codes=codes.T.contiguous(), values=values.T.contiguous())
+    return _pass(target, None, by.mix, start, by.order)
 
 
 def descend(target: Tensor, hessian: Tensor, fit: MixedFit) -> MixedFit:
     """Coordinate descent, one pass: set each code and each outlier to its best value given all others."""
     order = torch.arange(target.shape[1], device=target.device)
-    choice, values = _choices(fit, order)
-    error = (target - fit.weight()).T.contiguous()
-    codes = sweep(target.T.contiguous(), error, mixing(hessian), choice)
-    return replace(fit, codes=codes.T.contiguous(), values=values.T.contiguous())
+    return _pass(target, target - fit.weight(), mixing(hessian), fit, order)
 
 
-def _choices(fit: MixedFit, order: Tensor) -> tuple[Callable[[int, Tensor], Choice], Tensor]:
-    """Return the levels of the i-th column of a pass, and where it leaves the outliers' values [K, N]."""
-    device = fit.zero.device
-    four_levels = _levels(fit.row_scale, fit.row_zero, 16)
-    two = iter(zip(fit.second.scales().unbind(1), fit.zero.unbind(1), strict=True))
-    by_group = [four_levels if is_four else _levels(*next(two), 4) for is_four in fit.four.tolist()]
-    outliers = fit.outliers.T.contiguous()  # [K, N]
-    columns, some = order.tolist(), outliers.any(1).tolist()
-    values = torch.zeros(outliers.shape, device=device)
+def _pass(target: Tensor, error: Tensor | None, mix: Tensor, fit: MixedFit, order: Tensor) -> MixedFit:
+    """Choose codes and the weights of outliers, column by column in the given order."""
+    steps = torch.cat(
+        [_levels(s, z, 4) for s, z in zip(fit.second.scales().unbind(1), fit.zero.unbind(1), strict=True)]
+        + [_levels(fit.row_scale, fit.row_zero, 16)]
+    )
+    is_four = fit.four.tolist()
+    two = iter(range(len(is_four)))
+    place = [fit.zero.shape[1] if four else next(two) for four in is_four]  # of each group's levels in the table
+    C2 = fit.zero.shape[1]
+    table = LevelTable(steps, None, [4 * g for g in range(C2 + 1)], [4] * C2 + [16])
+    group_of = [place[k // fit.group] for k in order.tolist()]
+    outliers = fit.outliers[:, order].T if fit.outliers.any() else None
+    before = None if error is None else error[:, order].T
+    found, kept = sweep_levels(target[:, order].T, before, mix, table, group_of, outliers)
+    codes, values = torch.empty_like(fit.codes), torch.zeros_like(target)
+    codes[:, order] = found.T
+    if kept is not None:
+        values[:, order] = kept.T
+    return replace(fit, codes=codes, values=values)
 
-    def choice(i: int, _: Tensor) -> Choice:
-        k = columns[i]
-        levels = by_group[k // fit.group]
-        return _Column(levels, outliers[k], values[k]) if some[k] else levels
 
-    return choice, values
-
-
-def _levels(scale: Tensor, zero: Tensor, count: int) -> SortedLevels:
-    codes = torch.arange(count, device=scale.device).expand(len(scale), count)
-    values = scale[:, None] * (codes - zero[:, None])
-    return SortedLevels(values, codes, ((values[:, 1:] + values[:, :-1]) / 2).contiguous())
+def _levels(scale: Tensor, zero: Tensor, count: int) -> Tensor:
+    """Return the levels [count, N]."""
+    return scale * (torch.arange(count, device=scale.device)[:, None] - zero)
 
 
 def tune_scales(target: Tensor, hessian: Tensor, fit: MixedFit) -> MixedFit:
     """With the codes fixed, set scale codes, second-order scales and row scales to their best values, one by one."""
-    codes, K = fit.codes, target.shape[1]
     _, zero = fit.grid()
-    factor = torch.where(fit.outliers, 0.0, codes - zero)  # of its scale, in each weight
+    factor = torch.where(fit.outliers, 0.0, fit.codes - zero)  # of its scale, in each weight
     error = target - fit.weight()
-    pull = error @ hessian
+    descend_scales = _descend_scales_cpp if error.device.type == "cpu" and cpu.available() is None else _descend_scales
+    second, error = descend_scales(error, factor, hessian, fit)
+    row_scale = fit.row_scale
+    if fit.four.any():
+        column4 = fit.four.repeat_interleave(fit.group)[: target.shape[1]]
+        f = factor[:, column4]
+        num, den = (f * (error @ hessian[:, column4])).sum(1), ((f @ hessian[column4][:, column4]) * f).sum(1)
+        moved = (row_scale + num / den.clamp(min=1e-30)).half().float()
+        better = (moved > TINY) & (_gain(moved - row_scale, num, den) > 0)
+        row_scale = torch.where(better, moved, row_scale)
+    return replace(fit, second=second, row_scale=row_scale)
+
+
+def _descend_scales_cpp(error: Tensor, factor: Tensor, hessian: Tensor, fit: MixedFit) -> tuple[SecondOrder, Tensor]:
+    """Return better scales of 2-bit groups, and the error that is left; in C++ (sweep.h)."""
     second = fit.second
+    columns = (~fit.four).nonzero()[:, 0].to(torch.int32) * fit.group
+    scale, codes, left = second.scale.clone(), second.codes.T.clone(), error.T.clone()
+    inputs = (hessian, columns), (factor.T, second.zero, second.top)
+    first, then = ([t.contiguous().numpy() for t in some] for some in inputs)
+    outputs = [t.contiguous() for t in (left, scale, codes)]
+    cpu.core().descend_scales(*first, fit.group, *then, *(t.numpy() for t in outputs))
+    left, scale, codes = outputs
+    return second._replace(scale=scale, codes=codes.T.contiguous()), left.T
+
+
+def _descend_scales(error: Tensor, factor: Tensor, hessian: Tensor, fit: MixedFit) -> tuple[SecondOrder, Tensor]:
+    """Do the same in torch."""
+    K, second = error.shape[1], fit.second
+    left, pull = error.clone(), error @ hessian
     scale2, scale_codes = second.scale.clone(), second.codes.clone()
     two = [c for c, is_four in enumerate(fit.four.tolist()) if not is_four]
     for j, c in enumerate(two):
@@ -174,16 +212,9 @@ def tune_scales(target: Tensor, hessian: Tensor, fit: MixedFit) -> MixedFit:
             found_code = torch.where(_by_row(won, code), code, found_code)
         scale2[:, j], scale_codes[:, j] = found_scale, found_code
         change = (_by_row(found_scale, best) * (found_code + _by_row(z, best)) - old)[:, None] * f
+        left[:, columns] -= change
         pull -= change @ hessian[columns]
-    row_scale = fit.row_scale
-    if fit.four.any():
-        column4 = fit.four.repeat_interleave(fit.group)[:K]
-        f = factor[:, column4]
-        num, den = (f * pull[:, column4]).sum(1), ((f @ hessian[column4][:, column4]) * f).sum(1)
-        moved = (row_scale + num / den.clamp(min=1e-30)).half().float()
-        better = (moved > TINY) & (_gain(moved - row_scale, num, den) > 0)
-        row_scale = torch.where(better, moved, row_scale)
-    return replace(fit, second=second._replace(scale=scale2, codes=scale_codes), row_scale=row_scale)
+    return second._replace(scale=scale2, codes=scale_codes), left
 
 
 def _gain(change: Tensor, num: Tensor, den: Tensor) -> Tensor:

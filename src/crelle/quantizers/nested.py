@@ -22,10 +22,11 @@ from crelle.formats.affine import NestedTensor
 from crelle.formats.base import Spec
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, improve, mixing, row_errors, solve, sweep
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, improve, mixing, row_errors, solve
 from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
+from crelle.quantizers.sweep import sweep
 
 _ROUNDS = 2  # of nearest codes and least squares before the error feedback
 _ROUNDS_ALONE = 8  # without calibration data

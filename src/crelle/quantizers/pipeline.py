@@ -12,12 +12,12 @@ Schemes that need data get it from a `Calibration`: its token sequences run thro
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from time import perf_counter
 
@@ -31,7 +31,7 @@ from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.io import read_json, to_json, write_whole
 from crelle.formats.open import Weights, open_weights
-from crelle.formats.ownership import STAGE
+from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator
@@ -77,6 +77,8 @@ class Report:
     seconds: float
     resumed_units: int
     warnings: tuple[str, ...] = ()  # sentences for the user, e.g. about weights too small for their format
+    losses: tuple[float, ...] = ()  # of end-to-end training
+    block_losses: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # of block-wise training, by layer
 
 
 def quantize(
@@ -131,6 +133,7 @@ def quantize(
         return made
     all_weights, done, resumed = sum(s.weights for s in shards), 0, 0
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
+        blocks = _block_losses(writer.partial)
         for i, shard in enumerate(shards, start=1):
             file = shard_name(i, len(shards))
             calibrated = calibrator is not None and calibrator.at(shard.name)
@@ -139,7 +142,11 @@ def quantize(
                 if calibrator is not None and calibrated:
                     calibrator.skip(*writer.contents(file))
             elif calibrator is not None and calibrated:
-                writer.add(file, *_quantize_layer(weights, shard, default, special, calibrator))
+                encoded, losses = _quantize_layer(weights, shard, default, special, calibrator)
+                if losses:
+                    blocks[shard.name] = losses
+                    write_whole(writer.partial / TRAINING, to_json({"losses": [], "blocks": blocks}))
+                writer.add(file, *encoded)
             else:
                 writer.add(file, *_quantize_shard(weights, shard, default, special))
             done += shard.weights
@@ -149,7 +156,8 @@ def quantize(
         if stage:
             write_whole(writer.partial / STAGE, to_json({"recipe": recipe, "warnings": writer.all_warnings()}))
         writer.finish(weights.config, str(default), written)
-    return _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, writer.all_warnings())
+    report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, writer.all_warnings())
+    return replace(report, block_losses=blocks)
 
 
 def _report(made: Checkpoint, seconds: float, resumed: int, warnings: tuple[str, ...]) -> Report:
@@ -166,7 +174,14 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
         if overwrite:
             return None
         raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; pass --overwrite")
-    return _report(Checkpoint(out), 0.0, 0, tuple(found.get("warnings", ())))
+    report = _report(Checkpoint(out), 0.0, 0, tuple(found.get("warnings", ())))
+    return replace(report, block_losses=_block_losses(out))
+
+
+def _block_losses(directory: Path) -> dict[str, list[float | None]]:
+    """Return the losses of the layers that have been trained already."""
+    path = directory / TRAINING
+    return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
 
 
 def plan(weights: Weights) -> list[Shard]:
@@ -237,8 +252,8 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
 
 def _quantize_layer(
     weights: Weights, shard: Shard, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
-) -> Encoded:
-    """The same for a decoder layer, with calibration."""
+) -> tuple[Encoded, list[float | None]]:
+    """Return the same for a decoder layer, with calibration, and the losses of its training."""
 
     def chosen(module: str) -> Quantizer:
         return next((q for p, q in special.items() if fnmatchcase(module, p)), default)
@@ -258,15 +273,19 @@ def _quantize_layer(
     fitted = layer.fit(fit)
     if isinstance(default, LayerQuantizer):
         with _about(shard.name):
-            fitted = default.after_layer(layer, fitted)
-        layer.put(fitted)
+            trained = default.after_layer(layer, fitted)
+        if trained is not fitted:
+            layer.put(trained)
+            fitted = trained
     layer.end()
     others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
     told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
-    return matrices, others | stored, [t for t in told if t]
+    return (matrices, others | stored, [t for t in told if t]), [
+        x if isfinite(x) else None for x in layer.losses
+    ]  # JSON has no NaN
 
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:

@@ -9,7 +9,8 @@ With X̂ [T, K] the inputs that the layer gets in the quantized model, and X tho
 They are sums over tokens, so memory is a few K² whatever the amount of data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ class Stats:
     absmean: Tensor  # f32 [K]
     tokens: int
     cross: Tensor | None = None  # f32 [K, K]
+    kept: dict[Any, Any] = field(default_factory=dict)  # what is made of this once for all weights of the input
+
+    def to(self, device: str) -> "Stats":
+        """Return the same on another device, copied once for all weights of this input."""
+        if device not in self.kept:
+            cross = None if self.cross is None else self.cross.to(device)
+            hessian, absmax, absmean = (t.to(device) for t in (self.hessian, self.absmax, self.absmean))
+            self.kept[device] = Stats(hessian, absmax, absmean, self.tokens, cross)
+        found: Stats = self.kept[device]
+        return found
 
     def output_error(self, change: Tensor) -> float:
         """Return the mean over tokens of |change x|², summed over outputs: change is W - Ŵ [N, K]."""

@@ -56,28 +56,42 @@ def loads_in_flight(code: str) -> int:
     """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
 
     A warp issues in order: a load has come back when an instruction that takes one of its registers has been issued.
+    Jumps forward take along what is waited for; behind one that is always taken only those that jump there arrive, and
+    a load under a predicate was not made where a jump says that it does not hold.
     """
-    waiting: dict[int, int] = {}  # register: which load
+    waiting: dict[int, tuple[int, str]] = {}  # register: which load, and the predicate that it was made under
+    jumps: dict[str, dict[int, tuple[int, str]]] = {}
 
     def came_back(used: set[int]) -> None:
-        loads = {waiting[r] for r in used & waiting.keys()}
-        for r in [r for r, load in waiting.items() if load in loads]:
+        loads = {waiting[r][0] for r in used & waiting.keys()}
+        for r in [r for r, (load, _) in waiting.items() if load in loads]:
             del waiting[r]
 
     most = 0
-    for n, line in enumerate(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+);", code)):
+    lines = re.findall(r"^(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+);", code, re.MULTILINE)
+    for n, (label, predicate, line) in enumerate(lines):
+        if label:
+            waiting |= jumps.get(label, {})
+            continue
         kind, *_ = line.split()
         registers = [int(r) for r in re.findall(r"\bR(\d+)\b", line)]
         if kind.startswith("LDS"):
             width = 4 if ".128" in kind else 2 if ".64" in kind else 1
             came_back(set(registers[1:]))
             if registers:  # a load into RZ leaves nothing behind
-                waiting |= dict.fromkeys(range(registers[0], registers[0] + width), n)
+                waiting |= {registers[0] + i: (n, predicate) for i in range(width)}
         elif kind.startswith("UBLKCP"):
             most = max(most, len(waiting))
+        elif target := re.search(r"BRA.*`\((\.L_\w+)\)", line):
+            opposite = predicate.replace("@", "@!").replace("!!", "")
+            taken = {r: p for r, p in waiting.items() if not predicate or p != opposite}
+            jumps[target[1]] = jumps.get(target[1], {}) | taken
+            waiting = {r: p for r, p in waiting.items() if predicate and p != predicate} if kind == "BRA" else waiting
         else:
             wide = 4 if "MMA" in kind else 1
             came_back({r + i for r in registers for i in range(wide)})
+            if written := re.match(r"\S+ (P\d)\b", line) if "P" in kind else None:  # it means something else now
+                waiting = {r: (load, "" if p.lstrip("@!") == written[1] else p) for r, (load, p) in waiting.items()}
     return most
 
 

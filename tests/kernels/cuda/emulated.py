@@ -36,7 +36,7 @@ extern "C" void run(int gx, int gy, int gz, int threads, int bytes{parameters}) 
 
 
 class EmulatedKernel:
-    """What crelle.kernels.cuda.launch.load returns, on the CPU; for f16 and f32 only."""
+    """What crelle.kernels.cuda.launch.load returns, on the CPU."""
 
     def __init__(self, file: str, expression: str) -> None:
         self.file, self.expression = file, expression

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crelle.formats.mixed import MixedTensor
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import mixed_config, mixed_decode, mixed_gemv
+from crelle.kernels.cuda import dispatch, mixed_config, mixed_decode, mixed_gemv
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.fused_linear import Activated, FusedLinear, Norm
 from crelle.kernels.cuda.mixed_config import MixedTileConfig
@@ -233,6 +233,7 @@ def test_activated_products_of_one_token() -> None:
 
 def test_many_rows_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_gemv, "_SCRATCH", 2 * 300 * 40)
+    monkeypatch.setattr(dispatch, "mixed_route", lambda rows: "torch")
     w = random_mixed(70, 300, 16, 0.25, 0.02)
     x, bias = torch.randn(33, 300, dtype=HALF), torch.randn(70, dtype=HALF)
     wanted = x.double() @ w.dequantize(torch.float64).T

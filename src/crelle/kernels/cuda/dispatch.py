@@ -3,15 +3,17 @@
     rows        Hopper and newer        before Hopper            dense weights          mixed 2/4-bit weights
     1 … 4       gemv                    gemv                     gemv (dense.cu)        gemv (mixed_gemv.cu)
     5 … 8       skinny_gemm             gemv, twice              torch                  gemv
-    9 … 32      skinny_gemm             gemm                     torch                  gemv, 8 rows a launch
-    33 …        gemm                    gemm                     torch                  torch (mixed_dequant.cu first)
+    9 … 32      skinny_gemm             gemm                     torch                  gemm (mixed_gemm.cu)
+    33 …        gemm                    gemm                     torch                  gemm
+    2049 …      gemm                    gemm                     torch                  torch (mixed_dequant.cu first)
 
     gemv          bmma_gemv.cu: bit-serial x on the binary tensor cores; reads each weight byte once
     skinny_gemm   skinny_gemm.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
     gemm          gemm.cu: the same for the warpgroup-wide mma (sm_90), or the warp-wide one before it; x packed
 
-Batch-invariant products (batch_invariant.py) ignore the table: a row's bits must not depend on the number of rows, so
-all of them take `gemm` with a fixed split-K; dense weights take torch in chunks of a fixed number of rows.
+Batch-invariant products (batch_invariant.py, mixed_gemm.py) ignore the table: a row's bits must not depend on the
+number of rows, so all of them take `gemm` with a fixed split-K; dense weights take torch in chunks of a fixed number
+of rows.
 """
 
 from typing import Literal
@@ -20,7 +22,8 @@ import torch
 
 GEMV_ROWS = 4  # of one launch
 SKINNY_ROWS = 32
-MIXED_ROWS = 32  # by mixed_gemv.cu, up to 8 a launch
+MIXED_GEMV_ROWS = 8  # of one launch
+MIXED_GEMM_ROWS = 2048  # beyond, dequantizing once for torch should cost less: extrapolated from 512 rows
 INVARIANT_ROWS = 256  # of one batch-invariant launch
 INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
 
@@ -29,7 +32,7 @@ Route = Literal["gemv", "skinny_gemm", "gemm", "torch"]
 _END = 1 << 62
 _HOPPER: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (SKINNY_ROWS, "skinny_gemm"), (_END, "gemm"))
 _AMPERE: tuple[tuple[int, Route], ...] = ((2 * GEMV_ROWS, "gemv"), (_END, "gemm"))
-_MIXED: tuple[tuple[int, Route], ...] = ((MIXED_ROWS, "gemv"), (_END, "torch"))
+_MIXED: tuple[tuple[int, Route], ...] = ((MIXED_GEMV_ROWS, "gemv"), (MIXED_GEMM_ROWS, "gemm"), (_END, "torch"))
 _DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
 
 

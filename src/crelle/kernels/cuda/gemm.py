@@ -1,4 +1,4 @@
-"""Launches gemm.cu: x is packed for the mma instructions once, then any number of weights multiply it.
+"""Launches pack_x.cu and gemm.cu: x is packed for the mma instructions once, then any number of weights multiply it.
 
     xs = pack(x, w)                       # serves every weight with the same inputs (weight_layout.same_inputs)
     y = product(xs, w, bias)
@@ -10,7 +10,7 @@ and can be captured in a graph.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,34 @@ _COST = {16: 0.45, 32: 0.46, 64: 0.52, 128: 0.65, 192: 0.84, 256: 1.0}  # measur
 _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)  # tokens of a tile
 
 
+class Tiled(Protocol):
+    """A weight whose product is made tile by tile, from blocks of 256 inputs."""
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Rows."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+
+
+class Ordered(Tiled, Protocol):
+    """A weight as far as x is packed for it."""
+
+    @property
+    def perm(self) -> Tensor | None:
+        """Which input stands where, int32 [places], -1 for none."""
+
+    @property
+    def places(self) -> int:
+        """Length of perm."""
+
+    @property
+    def order(self) -> int:
+        """How inputs are paired (x_layout.cuh)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedX:
     """x packed as gemm.cu reads it: swizzled, in the order of the mma instruction."""
@@ -36,11 +64,11 @@ class PackedX:
     semaphores: Tensor  # int32, zero between launches: thread blocks that share a stream-K tile wait on them
 
     @classmethod
-    def empty(cls, tokens: int, w: CudaWeight, x: Tensor) -> Self:
-        """Room for so many tokens like x; who fills it sets the semaphores to zero."""
-        xs = torch.empty(4 * w.blocks, -(-tokens // 8) * 8, 64, dtype=x.dtype, device=x.device)
+    def empty(cls, tokens: int, w: Tiled, x: Tensor, orders: int = 1) -> list[Self]:
+        """Room for so many tokens like x in some orders; who fills it sets the semaphores to zero."""
+        xs = torch.empty(orders, 4 * w.blocks, -(-tokens // 8) * 8, 64, dtype=x.dtype, device=x.device)
         semaphores = torch.empty(_OCCUPANCY * multiprocessors(), dtype=torch.int32, device=x.device)
-        return cls(tokens, x.dtype, xs, semaphores)
+        return [cls(tokens, x.dtype, each, semaphores) for each in xs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +98,7 @@ class GemmSm80TileConfig:
 
 
 def pack_variant(dtype: torch.dtype) -> tuple[str, str]:
-    return "gemm.cu", f"crelle::pack_x<{C_TYPES[dtype]}>"
+    return "pack_x.cu", f"crelle::pack_x<{C_TYPES[dtype]}>"
 
 
 def product_variant(w: CudaWeight, config: GemmTileConfig | GemmSm80TileConfig, dtype: torch.dtype) -> tuple[str, str]:
@@ -84,13 +112,20 @@ def product_variant(w: CudaWeight, config: GemmTileConfig | GemmSm80TileConfig, 
     return "gemm.cu", f"crelle::{kernel}<{arguments}, {pieces}, {C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}>"
 
 
-def pack(x: Tensor, w: CudaWeight) -> PackedX:
+def pack(x: Tensor, w: Ordered) -> PackedX:
     """Pack x [M, K] for w's mma instructions."""
+    return pack_each(x, w, w.perm)[0]
+
+
+def pack_each(x: Tensor, w: Ordered, perms: Tensor | None) -> list[PackedX]:
+    """Pack x for weights like w that differ in the order of inputs, int32 [orders, places]: one launch."""
     M, K = x.shape
-    to = PackedX.empty(M, w, x)
-    kernel = load(*pack_variant(x.dtype))
-    grid = (2 * w.blocks, -(-to.xs.shape[1] // 32), 1)
-    kernel(grid, 256, x.contiguous(), w.perm, to.xs, to.semaphores, to.semaphores.numel(), M, K, w.stride16, pdl=True)
+    orders = 1 if perms is None else perms.numel() // w.places
+    to = PackedX.empty(M, w, x, orders)
+    xs, semaphores = to[0].xs, to[0].semaphores
+    grid = (2 * w.blocks, -(-xs.shape[1] // 32), orders)
+    sizes = (semaphores.numel(), M, K, w.order, w.places)
+    load(*pack_variant(x.dtype))(grid, 256, x.contiguous(), perms, xs, semaphores, *sizes, pdl=True)
     return to
 
 
@@ -153,7 +188,7 @@ def variants(w: CudaWeight, tokens: int, dtype: torch.dtype) -> list[tuple[str, 
     return [pack_variant(dtype), product_variant(w, choose(w, tokens, dtype), dtype)]
 
 
-def stream_k_schedule(w: CudaWeight, tokens: int, s: GemmTileConfig, processors: int) -> tuple[int, int]:
+def stream_k_schedule(w: Tiled, tokens: int, s: GemmTileConfig, processors: int) -> tuple[int, int]:
     """Return (grid, data-parallel tiles); the remaining tiles are stream-K.
 
     Where tiles do not come out even, those of the last round, and a round before it, are shared by all. Adding the
@@ -195,7 +230,7 @@ def _cost(tokens: int) -> float:
     return _COST[below] + (_COST[above] - _COST[below]) * (tokens - below) / (above - below)
 
 
-def _tiles(w: CudaWeight, tokens: int, of_tokens: int, warpgroups: int) -> int:
+def _tiles(w: Tiled, tokens: int, of_tokens: int, warpgroups: int) -> int:
     return -(-w.N // (64 * warpgroups)) * -(-tokens // of_tokens)
 
 

@@ -23,6 +23,7 @@ from crelle.kernels.cuda import (
     lut,
     mixed_config,
     mixed_decode,
+    mixed_gemm,
     mixed_gemv,
     paged_attention,
     residual_norm_pack,
@@ -51,6 +52,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_skinny_gemm(capability),
             *_lut(),
             *_mixed(capability),
+            *_mixed_gemm(capability),
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
@@ -154,6 +156,18 @@ def _mixed(capability: tuple[int, int]) -> Iterator[Instantiation]:
         yield mixed_gemv.encode_variant(op, 1 + i % 2, K + i // 2 % 2, (HALF, BF16)[i // 4 % 2])
     for subs, inputs in ((1, K), (2, K + 1)):
         yield mixed_gemv.dequant_variant(subs, inputs, (HALF, BF16)[inputs % 2])
+
+
+def _mixed_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    nothing = torch.empty(0)
+    for i, (N, count) in enumerate(
+        ((4096, 16), (12288, 32), (4096, 48), (12288, 64), (4096, 128), (12288, 160), (4096, 256), (12288, 1024))
+    ):
+        for subs, dtype in ((1, HALF), (1 + i % 2, BF16)):
+            w = MixedWeight(N, K, 6, 4, subs, nothing, nothing, nothing)
+            old = capability != (9, 0)
+            s = mixed_gemm._choose_sm80(count, 99 * 1024) if old else mixed_gemm.choose(w, count, 132, (9, 0))
+            yield mixed_gemm.variant(subs, s, dtype)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

@@ -2,7 +2,8 @@
 
     xs = encode(x, w)                     # serves every weight with the same 4-bit groups (mixed_layout.same_inputs)
     y = product(xs, w, x.dtype, bias, residual)
-    W = dequantize(w, x.dtype)            # plain [N, K], for products of many rows by torch (mixed_dequant.cu)
+    W = dequantize(w, x.dtype)            # plain [N, K], for products of very many rows by torch (mixed_dequant.cu)
+    y = matmul(x, w, bias)                # any of these, or mixed_gemm.py, by the number of rows (dispatch.py)
 
 Any number of rows, of which a launch takes up to 8, or as many as fit into shared memory: the weight is read again for
 the next ones; `matmul` gives one row to mixed_decode.py where that takes it. A row's bits do not depend on the values
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda import dispatch, mixed_decode
+from crelle.kernels.cuda import dispatch, mixed_decode, mixed_gemm
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
-from crelle.kernels.cuda.mixed_config import TOKENS, MixedTileConfig, at_a_time, choose, shared_bytes
+from crelle.kernels.cuda.mixed_config import MixedTileConfig, at_a_time, choose, shared_bytes
 from crelle.kernels.cuda.mixed_layout import ROWS, MixedWeight
 
 _ENCODE_WARPS = 8
@@ -46,13 +47,9 @@ def encode(
     norm: Tensor | None = None,
     shift: Tensor | None = None,
     eps: float = 0.0,
-    batch_invariant: bool = False,
 ) -> MixedX:
-    """Return op(x) for x [tokens, K] (gated: [tokens, 2K]) as `product` takes it.
-
-    If batch-invariant, launches have one size, so that a row's bits do not depend on the number of rows.
-    """
-    return encode_each(x, w, w.perm[None], op, norm, shift, eps, batch_invariant)[0]
+    """Return op(x) for x [tokens, K] (gated: [tokens, 2K]) as `product` takes it."""
+    return encode_each(x, w, w.perm[None], op, norm, shift, eps)[0]
 
 
 def encode_each(
@@ -63,12 +60,11 @@ def encode_each(
     norm: Tensor | None = None,
     shift: Tensor | None = None,
     eps: float = 0.0,
-    batch_invariant: bool = False,
 ) -> list[MixedX]:
     """Return the same for weights like w that differ in the order of inputs, int32 [orders, places]: one launch."""
     x = x.contiguous()
     tokens, K, orders = x.shape[0], x.shape[1] // width(op), perms.shape[0]
-    size = at_a_time(w, TOKENS[-1] if batch_invariant else tokens)
+    size = at_a_time(w, tokens)
     rows = torch.empty(orders, -(-tokens // size) * size, w.x_bytes, dtype=torch.uint8, device=x.device)
     aligned = K % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (x, norm, shift))
     kernel = load(*encode_variant(op, w.subs, K, x.dtype, aligned))
@@ -145,11 +141,17 @@ def matmul(
     """Return x @ W.T (+ bias) for x [M, K]; if batch-invariant, a row's bits do not depend on the number of rows."""
     if x.shape[0] == 0:
         return x.new_empty(0, w.N)
-    if not batch_invariant and not asynchronous and mixed_decode.supports(x, [w], "PLAIN", bias):
+    if batch_invariant:
+        some = x.split(dispatch.INVARIANT_ROWS)  # type: ignore[no-untyped-call]
+        parts = [mixed_gemm.invariant_product(mixed_gemm.pack(rows, w), w, bias) for rows in some]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not asynchronous and mixed_decode.supports(x, [w], "PLAIN", bias):
         return mixed_decode.product(x, [w], x.dtype, biases=[bias])
-    if batch_invariant or dispatch.mixed_route(x.shape[0]) == "gemv":
-        xs = encode(x, w, batch_invariant=batch_invariant)
-        return product(xs, w, x.dtype, bias, asynchronous=asynchronous)
+    route = dispatch.mixed_route(x.shape[0])
+    if route == "gemv":
+        return product(encode(x, w), w, x.dtype, bias, asynchronous=asynchronous)
+    if route == "gemm":
+        return mixed_gemm.product(mixed_gemm.pack(x, w), w, bias)
     step = max(ROWS, _SCRATCH // (2 * w.K) // ROWS * ROWS)
     slabs = [slice(n, min(n + step, w.N)) for n in range(0, w.N, step)]
     y = torch.empty(x.shape[0], w.N, dtype=x.dtype, device=x.device)

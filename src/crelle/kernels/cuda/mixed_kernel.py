@@ -3,9 +3,9 @@
 The second decodes the scales of a warp's next unit beside the multiplication of this one, as in the paper; it is
 selected only by name, since it was slower (mixed_gemv.cu).
 
-A few rows of x are encoded once for all weights with the same 4-bit groups (mixed_gemv.cu); for many the weight is
-dequantized and torch multiplies (dispatch.py). Behind them stands a torch operator, `crelle::mixed_matmul`, with a fake
-implementation, so that torch.compile sees through it.
+A few rows of x are encoded once for all weights with the same 4-bit groups (mixed_gemv.cu), many are packed
+(mixed_gemm.cu); for very many the weight is dequantized and torch multiplies (dispatch.py). Behind them stands a torch
+operator, `crelle::mixed_matmul`, with a fake implementation, so that torch.compile sees through it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from crelle.kernels.cuda import dispatch
 from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out, same_inputs
 
 if TYPE_CHECKING:
+    from crelle.kernels.cuda.gemm import PackedX
     from crelle.kernels.cuda.mixed_gemv import MixedX
 
 
@@ -58,22 +59,28 @@ class CudaMixed:
             dtype, encoded = x.data
             return _multiply(dtype, encoded, w, self.asynchronous)
         sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.runs, w.outlier_exponent, self.asynchronous)
-        return _mixed_matmul(x, w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, w.spans, *sizes)  # type: ignore[no-any-return]
+        parts = (w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, w.spans)
+        return _mixed_matmul(x, *parts, w.block_outliers, w.block_starts, *sizes)  # type: ignore[no-any-return]
 
 
-def _encode(x: Tensor, w: MixedWeight, asynchronous: bool) -> "MixedX | Tensor":
-    from crelle.kernels.cuda import mixed_decode, mixed_gemv
+def _encode(x: Tensor, w: MixedWeight, asynchronous: bool) -> "MixedX | PackedX | Tensor":
+    from crelle.kernels.cuda import mixed_decode, mixed_gemm, mixed_gemv
 
-    gemv = x.shape[0] > 0 and dispatch.mixed_route(x.shape[0]) == "gemv"
-    gemv = gemv and (asynchronous or not mixed_decode.supports(x, [w]))  # that encodes x itself
-    return mixed_gemv.encode(x, w) if gemv else x
+    route = dispatch.mixed_route(x.shape[0]) if x.shape[0] else "torch"
+    if route == "gemm":
+        return mixed_gemm.pack(x, w)
+    encodes_itself = not asynchronous and mixed_decode.supports(x, [w])
+    return mixed_gemv.encode(x, w) if route == "gemv" and not encodes_itself else x
 
 
-def _multiply(dtype: torch.dtype, x: "MixedX | Tensor", w: MixedWeight, asynchronous: bool) -> Tensor:
-    from crelle.kernels.cuda import mixed_gemv
+def _multiply(dtype: torch.dtype, x: "MixedX | PackedX | Tensor", w: MixedWeight, asynchronous: bool) -> Tensor:
+    from crelle.kernels.cuda import mixed_gemm, mixed_gemv
+    from crelle.kernels.cuda.gemm import PackedX
 
     if isinstance(x, Tensor):
         return mixed_gemv.matmul(x, w)
+    if isinstance(x, PackedX):
+        return mixed_gemm.product(x, w)
     return mixed_gemv.product(x, w, dtype, asynchronous=asynchronous)
 
 
@@ -87,6 +94,8 @@ def _mixed_matmul(
     outlier_rows: Tensor | None,
     starts: Tensor | None,
     spans: Tensor | None,
+    block_outliers: Tensor | None,
+    block_starts: Tensor | None,
     N: int,
     K: int,
     U2: int,
@@ -100,13 +109,13 @@ def _mixed_matmul(
     """Return x [M, K] @ W.T for a weight in the layout of mixed_layout.py."""
     from crelle.kernels.cuda import mixed_gemv
 
-    sizes = (tile_base, spans, runs, outlier_exponent)
+    sizes = (tile_base, spans, runs, outlier_exponent, block_outliers, block_starts)
     w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, *sizes)
     return mixed_gemv.matmul(x, w, asynchronous=asynchronous)
 
 
 @_mixed_matmul.register_fake
 def _(
-    x: Tensor, tiles: Any, rows: Any, perm: Any, outliers: Any, where: Any, starts: Any, spans: Any, N: int, *_: Any
+    x: Tensor, tiles: Any, rows: Any, perm: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, N: int, *_: Any
 ) -> Tensor:
     return x.new_empty(x.shape[0], N)

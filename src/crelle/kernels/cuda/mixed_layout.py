@@ -14,6 +14,7 @@ Outputs are padded to tiles of 16. Lane 4g + t of a warp has rows g and g + 8.
                (every tile has as many runs, filled up with zeros, unless that were half as many again)
     perm       int32 [256 U2 + 128 U4]   which input stands where, -1 for none
     spans      int32 [16 U2 + 8 U4]   where each 16 inputs stand, in 16 places; then what is padding
+    block_outliers, block_starts         the outliers once more, by blocks of 256 inputs (mixed_gemm_layout.py)
 
 Groups of 8 have two sets of scales for the 16 inputs of a t (`subs`); those of 32 and 64 repeat theirs for every 16.
 That is 2.47 bits a weight in 2-bit groups of 16, where the format has 2.45. Nothing here needs a GPU.
@@ -22,7 +23,9 @@ x is multiplied in the same order, scaled so that codes need no shift (`pair_sca
 denormal fp16 value q 4^i 2^-24, and x in that place is stored times 4^-i.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.mixed_packing import MixedCodes
+from crelle.kernels.cuda.mixed_gemm_layout import by_block
 
 ROWS = 16  # outputs of a tile
 UNIT2, UNIT4 = 256, 128  # inputs of a unit
@@ -56,11 +60,23 @@ class MixedWeight:
     spans: Tensor | None = None  # for mixed_decode.cu; None for groups of 8
     runs: int = 0  # of outliers, where every tile has as many
     outlier_exponent: int = 0  # outliers are stored times 2^-outlier_exponent, so that none overflows
+    block_outliers: Tensor | None = None
+    block_starts: Tensor | None = None
 
     @property
     def places(self) -> int:
         """Inputs of x in the weight's order, padding counted."""
         return UNIT2 * self.U2 + UNIT4 * self.U4
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 256 inputs, as mixed_gemm.cu counts: units of 2 bits, then pairs of units of 4 bits."""
+        return self.U2 + -(-self.U4 // 2)
+
+    @property
+    def order(self) -> int:
+        """Return how inputs are paired, for kernels that pack x (x_layout.cuh)."""
+        return 2 + self.U2
 
     @property
     def x_bytes(self) -> int:
@@ -69,6 +85,7 @@ class MixedWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that a product reads."""
         parts = (self.tiles, self.rows, self.outliers, self.outlier_rows, self.starts)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
@@ -122,22 +139,47 @@ def join(parts: list[MixedWeight]) -> tuple[MixedWeight, list[MixedWeight]] | No
     counts = [w.tiles.shape[0] for w in parts]
     tiles, rows = torch.cat([w.tiles for w in parts]), torch.cat([w.rows for w in parts])
     whole = replace(first, N=sum(w.N for w in parts), tiles=tiles, rows=rows)
-    starts: list[Tensor | None] = [None] * len(parts)
+    starts: Sequence[Tensor | None] = [None] * len(parts)
+    block_starts = starts
     if first.outliers is not None:
-        found, runs = list[Tensor](), 0
-        for w in parts:
-            assert w.starts is not None
-            found.append(w.starts - w.starts[0] + runs)
-            runs = int(found[-1][-1])
-        every = torch.cat([*(f[:-1] for f in found), found[-1][-1:]])
+        every, starts = _joined([w.starts for w in parts])
+        blocks, block_starts = _joined([w.block_starts for w in parts])
+        whole = replace(whole, outliers=_runs(parts), outlier_rows=_rows(parts), starts=every, tile_base=0)
         even = first.runs if len({w.runs for w in parts}) == 1 else 0
-        whole = replace(whole, outliers=_runs(parts), outlier_rows=_rows(parts), starts=every, runs=even, tile_base=0)
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        starts = [every[end - n : end + 1] for end, n in zip(ends, counts, strict=True)]
+        whole = replace(whole, runs=even, block_outliers=_block_runs(parts), block_starts=blocks)
     bases = [sum(counts[:i]) for i in range(len(counts))]
     pieces = zip(parts, tiles.split(counts), rows.split([n * ROWS for n in counts]), starts, bases, strict=True)  # type: ignore[no-untyped-call]
-    common = replace(first, outliers=whole.outliers, outlier_rows=whole.outlier_rows, runs=whole.runs)
-    return whole, [replace(common, N=w.N, tiles=t, rows=r, starts=s, tile_base=b) for w, t, r, s, b in pieces]
+    common = replace(
+        first,
+        outliers=whole.outliers,
+        outlier_rows=whole.outlier_rows,
+        runs=whole.runs,
+        block_outliers=whole.block_outliers,
+    )
+    each = [replace(common, N=w.N, tiles=t, rows=r, starts=s, tile_base=b) for w, t, r, s, b in pieces]
+    return whole, [replace(w, block_starts=s) for w, s in zip(each, block_starts, strict=True)]
+
+
+def _joined(parts: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    """Return where the outliers of all matrices begin, counted behind one another, and each matrix's part of that."""
+    found, total = list[Tensor](), 0
+    for starts in parts:
+        assert starts is not None
+        found.append(starts - starts[0] + total)
+        total = int(found[-1][-1])
+    every, at = torch.cat([*(f[:-1] for f in found), found[-1][-1:]]), [0]
+    for f in found:
+        at.append(at[-1] + len(f) - 1)
+    return every, [every[begin : end + 1] for begin, end in pairwise(at)]
+
+
+def _block_runs(parts: list[MixedWeight]) -> Tensor:
+    found = []
+    for w in parts:
+        assert w.block_outliers is not None
+        assert w.block_starts is not None
+        found.append(w.block_outliers[int(w.block_starts[0]) : int(w.block_starts[-1])])
+    return torch.cat(found)
 
 
 def _slice(w: MixedWeight) -> slice:
@@ -281,4 +323,6 @@ def _with_outliers(laid: MixedWeight, w: MixedTensor) -> MixedWeight:
     which = torch.arange(len(runs), device=w.device).repeat_interleave(runs) % 256
     starts = begin[::ROWS].to(torch.int32)
     more = {"outliers": out, "outlier_rows": which.to(torch.uint8), "starts": starts}
+    blocks = by_block(rows, at, w.outlier_values.half(), laid.U2, laid.tiles.shape[0], laid.blocks)
+    more |= {"block_outliers": blocks[0], "block_starts": blocks[1]}
     return replace(laid, **more, runs=most if even else 0, outlier_exponent=exponent)  # type: ignore[arg-type]

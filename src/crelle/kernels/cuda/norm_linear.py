@@ -11,12 +11,14 @@
 With `batch_invariant` a row's bits do not depend on the number of rows: the products are those of batch_invariant.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels.cuda import batch_invariant as invariant
-from crelle.kernels.cuda import dense, dispatch, gemm, mixed_gemv, residual_norm_pack, skinny_gemm
+from crelle.kernels.cuda import dense, dispatch, gemm, mixed_gemm, mixed_gemv, residual_norm_pack, skinny_gemm
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.gemm import PackedX
@@ -86,9 +88,13 @@ def linear(
         return y[0] if len(y) == 1 else torch.cat(y)
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     h = x if op == "PLAIN" else dense.apply(x, op, scale, shift, eps)
-    biases = [product.bias] if len(product.weights) == 1 else product._biases
-    parts = [_linear(h, w, bias, residual, batch_invariant) for w, bias in zip(product.weights, biases, strict=True)]
+    pairs = zip(product.weights, _biases(product), strict=True)
+    parts = [_linear(h, w, bias, residual, batch_invariant) for w, bias in pairs]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(dtype or product.dtype)
+
+
+def _biases(product: FusedLinear) -> Sequence[Tensor | None]:
+    return [product.bias] if len(product.weights) == 1 else product._biases
 
 
 def _linear(
@@ -129,7 +135,11 @@ def _uses_gemv(product: FusedLinear, rows: int) -> bool:
 def _packs(product: FusedLinear, x: Tensor, op: Prologue, batch_invariant: bool) -> bool:
     """Whether residual_norm_pack.cu packs x for the product; if batch-invariant, whatever the number of rows."""
     w = product.weights[0]
-    if (
+    if isinstance(w, MixedWeight):
+        gemm_takes_it = batch_invariant or dispatch.mixed_route(x.shape[0]) == "gemm"
+        if not gemm_takes_it or (len(product.weights) > 1 and product._perms is None):
+            return False
+    elif (
         len(product.weights) > 1
         or not isinstance(w, CudaWeight)
         or (not batch_invariant and _uses_gemv(product, x.shape[0]))
@@ -142,7 +152,6 @@ def _packed(
     product: FusedLinear, x: Tensor, addend: Tensor | None, op: Prologue, norm: Norm | None, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     w = product.weights[0]
-    assert isinstance(w, CudaWeight)
     if batch_invariant and x.shape[0] > dispatch.INVARIANT_ROWS:
         split = [slice(at, at + dispatch.INVARIANT_ROWS) for at in range(0, x.shape[0], dispatch.INVARIANT_ROWS)]
         parts = [
@@ -150,6 +159,12 @@ def _packed(
         ]
         products, sums = zip(*parts, strict=True)
         return torch.cat(products), torch.cat(sums)
+    if isinstance(w, MixedWeight):
+        perms = w.perm if len(product.weights) == 1 else product._perms
+        each, total = residual_norm_pack.add_norm_pack_each(x, w, perms, op, norm, addend)
+        weights = [v for v in product.weights if isinstance(v, MixedWeight)]
+        return mixed_gemm.products(each, weights, _biases(product), batch_invariant), total
+    assert isinstance(w, CudaWeight)
     if not batch_invariant and dispatch.gemm_route(x.shape[0]) == "skinny_gemm":
         plain = op == "PLAIN" and addend is None
         ready, total = (

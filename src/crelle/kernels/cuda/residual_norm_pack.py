@@ -7,23 +7,25 @@ What `dense.apply` and `gemm.pack` do, and the sum before them, in one launch in
 """
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
-from crelle.kernels.cuda.fused_linear import Norm
-from crelle.kernels.cuda.gemm import PackedX
+from crelle.kernels.cuda.gemm import Ordered, PackedX
 from crelle.kernels.cuda.launch import load
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
+
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.fused_linear import Norm
 
 _WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 256 inputs for each of them
 _TIMES = 8  # pieces of 8 inputs that a thread has, at most
 
 
-def supports(w: CudaWeight, K: int) -> str | None:
+def supports(w: Ordered, K: int) -> str | None:
     """Return None, or why x [M, K] cannot be made ready for a weight."""
     if K % 8:
         return f"takes rows of a multiple of 8 values, not of {K}"
@@ -48,31 +50,46 @@ def variants() -> Iterator[tuple[str, str]]:
 
 
 def add_norm_pack(
-    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: Norm | None = None, addend: Tensor | None = None
+    x: Tensor, w: Ordered, op: Prologue = "PLAIN", norm: "Norm | None" = None, addend: Tensor | None = None
 ) -> tuple[PackedX, Tensor]:
     """Return op(x + addend) packed for w, and x + addend, for x [M, K] (gated: [M, 2K])."""
-    to = PackedX.empty(x.shape[0], w, x)
-    return to, _launch(x, w, op, norm, addend, to.xs, to.semaphores, 0)
+    (to,), total = add_norm_pack_each(x, w, w.perm, op, norm, addend)
+    return to, total
+
+
+def add_norm_pack_each(
+    x: Tensor,
+    w: Ordered,
+    perms: Tensor | None,
+    op: Prologue = "PLAIN",
+    norm: "Norm | None" = None,
+    addend: Tensor | None = None,
+) -> tuple[list[PackedX], Tensor]:
+    """Return the same for weights like w that differ in the order of inputs, int32 [orders, places]: one launch."""
+    to = PackedX.empty(x.shape[0], w, x, 1 if perms is None else perms.numel() // w.places)
+    return to, _launch(x, w, perms, op, norm, addend, to[0].xs, to[0].semaphores, 0, len(to))
 
 
 def add_norm_permute(
-    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: Norm | None = None, addend: Tensor | None = None
+    x: Tensor, w: CudaWeight, op: Prologue = "PLAIN", norm: "Norm | None" = None, addend: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the same as rows for skinny_gemm: [M, K], or [M, 256 blocks] permuted where w's inputs are."""
     pitch = x.shape[1] // width(op) if w.perm is None else BLOCK * w.blocks
     rows = torch.empty(x.shape[0], pitch, dtype=x.dtype, device=x.device)
-    return rows, _launch(x, w, op, norm, addend, rows, None, pitch)
+    return rows, _launch(x, w, w.perm, op, norm, addend, rows, None, pitch)
 
 
 def _launch(
     x: Tensor,
-    w: CudaWeight,
+    w: Ordered,
+    perms: Tensor | None,
     op: Prologue,
-    norm: Norm | None,
+    norm: "Norm | None",
     addend: Tensor | None,
     xs: Tensor,
     semaphores: Tensor | None,
     pitch: int,
+    orders: int = 1,
 ) -> Tensor:
     """Fill xs; return x + addend."""
     M, K = x.shape[0], x.shape[1] // width(op)
@@ -80,14 +97,15 @@ def _launch(
     assert supports(w, K) is None
     assert x.is_contiguous()
     assert addend is None or (addend.is_contiguous() and not is_gated(op))
-    inputs, whole = BLOCK * w.blocks, w.perm is not None or "NORM" in op
+    inputs, whole = BLOCK * w.blocks, perms is not None or "NORM" in op
     part = inputs if whole else min(inputs, BLOCK * _WARPS[False])
     total = x if addend is None else torch.empty_like(x)
     load(*variant(op, x.dtype, inputs, whole))(
-        (-(-inputs // part), -(-M // 8) * 8, 1),
+        (-(-inputs // part), -(-M // 8) * 8, orders),
         32 * _WARPS[whole],
-        *(x, addend, weight, shift, w.perm, None if addend is None else total, xs, semaphores),
-        *(0 if semaphores is None else semaphores.numel(), M, K, w.blocks, part, pitch, w.stride16, float(eps)),
+        *(x, addend, weight, shift, perms, None if addend is None else total, xs, semaphores),
+        *(0 if semaphores is None else semaphores.numel(), M, K, w.blocks, part, pitch),
+        *(w.order, w.places, float(eps)),
         shared=2 * part,
         pdl=True,
     )

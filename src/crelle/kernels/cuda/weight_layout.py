@@ -46,6 +46,16 @@ class CudaWeight:
         return self.kind not in (ScaleKind.BCQ, ScaleKind.BCQ_SYMMETRIC) and self.P > 3
 
     @property
+    def order(self) -> int:
+        """Return how inputs are paired, for kernels that pack x (x_layout.cuh)."""
+        return int(self.stride16)
+
+    @property
+    def places(self) -> int:
+        """Return the length of `perm`."""
+        return self.blocks * BLOCK
+
+    @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.words, self.scales))
 

@@ -12,7 +12,11 @@ inline void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, 
   memcpy(emulator.in[me] + 3, d, sizeof d);
   with_warp([](int first) {
     static float a[16][16], b[16][8];
-    const auto value = [](uint32 v, int i) { return (float)__ushort_as_half(v >> 16 * i); };
+    const auto value = [](uint32 v, int i) {
+      T x;
+      x.bits = static_cast<uint16_t>(v >> 16 * i);
+      return (float)x;
+    };
     for (int lane = 0; lane < 32; lane++) {
       const int g = lane / 4, t = lane % 4;
       uint32 r[6];
@@ -67,6 +71,21 @@ inline void multiply_u8(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 
   memcpy(d, emulator.out[me], sizeof d);
 }
 inline uint32 multiply_add(uint32 a, uint32 b, uint32 c) { return a * b + c; }
+// 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+template <int COUNT>
+inline void matrices(uint32 (&to)[COUNT], const void *row) {
+  const int me = emulator.current;
+  memcpy(emulator.in[me], &row, sizeof row);
+  with_warp([](int first) {
+    for (int lane = 0; lane < 32; lane++)
+      for (int m = 0; m < COUNT; m++) {
+        const char *from;
+        memcpy(&from, emulator.in[first + m * 8 + lane / 4], sizeof from);
+        memcpy(reinterpret_cast<char *>(emulator.out[first + lane]) + 4 * m, from + lane % 4 * 4, 4);
+      }
+  });
+  memcpy(to, emulator.out[me], 4 * COUNT);
+}
 
 template <typename T>
 inline uint32 pair(float first, float second) {

@@ -28,6 +28,9 @@ struct uint2 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct int4 {
+  int x, y, z, w;
+};
 struct int2 {
   int x, y;
 };
@@ -79,6 +82,15 @@ struct __half {
 };
 struct __half2 {
   __half x, y;
+};
+struct __nv_bfloat16 {
+  uint16_t bits = 0;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float v) {
+    const uint32_t u = bits_as<uint32_t>(v);
+    bits = v != v ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+  }
+  operator float() const { return bits_as<float>((uint32_t)bits << 16); }
 };
 inline float2 __half22float2(__half2 v) { return {v.x, v.y}; }
 inline float __half2float(__half v) { return v; }
@@ -184,6 +196,16 @@ inline T shuffled(T v, F source) {
   memcpy(&v, emulator.out[me], sizeof v);
   return v;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
+  const int me = emulator.current;
+  emulator.in[me][0] = mine;
+  with_warp([](int first) {
+    uint64_t any = 0;
+    for (int i = 0; i < 32; i++) any |= emulator.in[first + i][0];
+    for (int i = 0; i < 32; i++) emulator.out[first + i][0] = any;
+  });
+  return emulator.out[me][0];
+}
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T v, int mask) {
   return shuffled(v, [=](int i) { return i ^ mask; });
@@ -204,6 +226,7 @@ inline T __shfl_sync(unsigned, T v, int from) {
 namespace crelle {
 
 using half = __half;
+using bfloat16 = __nv_bfloat16;
 using uint32 = unsigned int;
 inline __attribute__((aligned(128))) char shared[256 * 1024];  // dynamic shared memory
 
@@ -212,6 +235,7 @@ constexpr bool is_gated(Prologue op) { return op == SILU_MUL || op == GELU_MUL |
 constexpr bool is_gelu(Prologue op) { return op == GELU || op == GELU_TANH || op == GELU_MUL || op == GELU_TANH_MUL; }
 
 inline float to_float(half v) { return v; }
+inline float to_float(bfloat16 v) { return v; }
 inline float to_float(float v) { return v; }
 template <typename T>
 inline T from_float(float v) {
@@ -224,6 +248,7 @@ inline float gelu_of(float v) {
   return 0.5f * v * (1 + erff(v * 0.70710678118654752f));
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 inline uint32 kept(uint32 v) { return v; }

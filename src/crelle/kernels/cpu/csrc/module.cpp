@@ -205,6 +205,7 @@ NB_MODULE(_core, m) {
   bind_timing(m);
   bind_decoder(m);
   bind_ops(m);
+  bind_solver(m);
   m.def(
       "isas",
       [] {

@@ -4,6 +4,7 @@
 //   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
+//   sweep.h       inner loops of quantizers
 // A result depends on its inputs only, never on which thread computed it.
 #pragma once
 
@@ -11,6 +12,7 @@
 #include <cstdint>
 
 #include "isa.h"
+#include "solver.h"
 
 namespace crelle::cpu {
 
@@ -108,6 +110,10 @@ struct Ops {
   size_t (*attend_block_scratch)(int heads, int D);  // in floats
   // `rows` rows of codes [D * bits / 8] and packed scales [groups] to floats: see kv_dequant.h
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
+  // 16 rows of a weight that is being quantized: see solver.h; scratch of 16 (K + 130) floats
+  void (*sweep)(const Sweep &s, int tile, float *scratch);
+  void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
+  void (*search_grids)(const GridSearch &s, int tile, float *scratch);
 };
 
 // A norm of either kind over one row, or over a tile; y may be x.

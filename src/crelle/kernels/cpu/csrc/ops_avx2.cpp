@@ -17,6 +17,7 @@ namespace avx2 {
 #include "transposed_ops.h"
 #include "prefill_attention.h"
 #include "kv_dequant.h"
+#include "sweep.h"
 
 }  // namespace avx2
 }  // namespace
@@ -41,6 +42,9 @@ const Ops kOpsAvx2{"avx2",
                    avx2::add_to_tile,
                    avx2::attend_block,
                    avx2::attend_block_scratch,
-                   avx2::unpack};
+                   avx2::unpack,
+                   avx2::sweep_tile,
+                   avx2::descend_scales_tile,
+                   avx2::search_grids_tile};
 
 }  // namespace crelle::cpu

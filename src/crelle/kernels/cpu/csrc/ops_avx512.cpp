@@ -17,6 +17,7 @@ namespace avx512 {
 #include "transposed_ops.h"
 #include "prefill_attention.h"
 #include "kv_dequant.h"
+#include "sweep.h"
 
 }  // namespace avx512
 }  // namespace
@@ -41,6 +42,9 @@ const Ops kOpsAvx512{"avx512",
                      avx512::add_to_tile,
                      avx512::attend_block,
                      avx512::attend_block_scratch,
-                     avx512::unpack};
+                     avx512::unpack,
+                     avx512::sweep_tile,
+                     avx512::descend_scales_tile,
+                     avx512::search_grids_tile};
 
 }  // namespace crelle::cpu

@@ -19,6 +19,7 @@ namespace generic {
 #include "transposed_ops.h"
 #include "prefill_attention.h"
 #include "kv_dequant.h"
+#include "sweep.h"
 
 }  // namespace generic
 }  // namespace
@@ -43,6 +44,9 @@ const Ops kOpsGeneric{"generic",
                       generic::add_to_tile,
                       generic::attend_block,
                       generic::attend_block_scratch,
-                      generic::unpack};
+                      generic::unpack,
+                      generic::sweep_tile,
+                      generic::descend_scales_tile,
+                      generic::search_grids_tile};
 
 }  // namespace crelle::cpu

@@ -16,6 +16,7 @@ constexpr int kRegisters = 4;
 
 CRELLE_INLINE Vec all(float v) { return Vec{} + v; }
 CRELLE_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+CRELLE_INLINE Vec smaller(Vec a, Vec b) { return a < b ? a : b; }
 
 CRELLE_INLINE Vec load(const float *p) {
   Vec v;

@@ -15,7 +15,8 @@
 // distributed shared memory.
 #pragma once
 #include "pipeline.cuh"
-#include "dequant.cuh"
+#include "pack2.cuh"
+#include "tensorcore.cuh"
 #include "wgmma.cuh"
 #include "stream_k.cuh"
 
@@ -40,25 +41,37 @@ template <int LEFT>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
-__device__ __forceinline__ uint32 transposed(uint32 v) {
-  uint32 w;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(w) : "r"(v));
-  return w;
+template <int BYTES>
+__device__ __forceinline__ void clear_scratch(char *scratch, int lane) {
+  for (int i = lane * 16; i < BYTES; i += 512) *reinterpret_cast<uint4 *>(scratch + i) = make_uint4(0, 0, 0, 0);
+  __syncwarp();
+}
+// Four values of a row plus those `from` there on, of which `left` exist; in one piece if `aligned`.
+template <typename X>
+__device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left, bool aligned) {
+  uint2 more;
+  if (aligned) {
+    more = *reinterpret_cast<const uint2 *>(from);
+  } else {
+    X each[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) each[j] = j < left ? from[j] : from_float<X>(0);
+    more = *reinterpret_cast<const uint2 *>(each);
+  }
+  return make_uint2(Pack2<X>::add(v.x, more.x), Pack2<X>::add(v.y, more.y));
 }
 
-// words [tiles, blocks, planes, 32, uint4]; scales [tiles, ceil(blocks / blocks_per_scale), SCALE_BYTES]; xs as arrange
-// makes it; bias [N] may be null; y [M, N]; partial f32 [grid, NT * 64 WG]; semaphores [grid], zero before and after
-template <int P, ScaleKind KIND, int GROUPS, int NT, int WG, int XC, int XS, int WS, int OCCUPANCY, int SPLIT_K,
-          typename S, typename X>
-__global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_threads(NT, WG), OCCUPANCY)
-    gemm_sm90(const char *__restrict__ words, const char *__restrict__ scales, const char *__restrict__ xs,
-              const X *__restrict__ bias, X *y, float4 *partial, int *semaphores, int N, int M, int blocks, int planes,
-              int blocks_per_scale, int whole) {
-  using W = Weights<P, KIND, GROUPS, S, X, uses_stride16(KIND, P)>;
-  using Queue = Pipeline<WS, W::BYTES>;
+// The tiles of a thread block. xs as pack_x makes it; bias [N] may be null; y [M, stride], stride at least N; residual,
+// where the source has one, like y, or null, or y; partial f32 [grid, NT * 64 WG]; semaphores [grid], zero before and
+// after.
+template <typename Source, int NT, int WG, int XC, int XS, int WS, int SPLIT_K, typename X>
+__device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__restrict__ xs, const X *__restrict__ bias,
+                                                const X *residual, X *y, float4 *partial, int *semaphores, int N, int M,
+                                                int blocks, int whole, int stride) {
+  using Queue = Pipeline<WS, Source::BYTES>;
   constexpr int ROWS = 64 * WG, CHUNK_BYTES = NT * 128, X_BYTES = XC * CHUNK_BYTES, WARPS = 4 * WG;
   extern __shared__ __align__(128) char raw[];
-  char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, pipelines
+  char *const shared = raw + (-shared_address(raw) & 1023);  // x stages, pipelines, the warps' scratch
   __shared__ __align__(8) unsigned long long barriers[2][XS];
   const uint32 x_at = shared_address(shared), full = kept(shared_address(barriers[0])), empty = full + 8 * XS;
 
@@ -108,30 +121,22 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
     if constexpr (gives_registers(NT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     Queue queue(shared + XS * X_BYTES + warp * Queue::SIZE, lane);
     TileScheduler ahead = TileScheduler::of<SPLIT_K>(tiles, whole, blocks);  // as far as loads of weights were issued
-    const char *planes_at, *scales_at;
+    char *const scratch = shared + XS * X_BYTES + WARPS * Queue::SIZE + warp * Source::SCRATCH;
+    const auto row_tile = [&](const TileScheduler &at) { return min(at.tile % across * WARPS + warp, (N - 1) / 16); };
     int asked = 0;
-    const auto seek = [&] {  // where the weights begin that are next
-      const int tile = min(ahead.tile % across * WARPS + warp, (N - 1) / 16);
-      planes_at = words + (size_t)(tile * blocks + ahead.first) * (planes * 512);
-      scales_at = scales + (size_t)(GROUPS > 1 ? tile * blocks + ahead.first
-                                               : tile * ((blocks + blocks_per_scale - 1) / blocks_per_scale)) *
-                               W::SCALE_BYTES;
-    };
     const auto issue_load = [&](int stage, int zero) {
       if (ahead.count == 0) return;
-      const int set = GROUPS > 1 ? 0 : (ahead.first + asked) / blocks_per_scale;
-      queue.issue_load(stage, planes_at + zero, W::PLANE_BYTES, scales_at + set * W::SCALE_BYTES + zero,
-                       W::SCALE_BYTES);
-      planes_at += planes * 512, scales_at += GROUPS > 1 ? W::SCALE_BYTES : 0;
-      if (++asked == ahead.count) asked = 0, ahead.advance(), seek();
+      source.issue_load(queue, stage, ahead.first + asked, zero);
+      if (++asked == ahead.count) asked = 0, ahead.advance(), source.seek(row_tile(ahead), ahead.first);
     };
-    seek();
+    if constexpr (Source::SCRATCH > 0) clear_scratch<Source::SCRATCH>(scratch, lane);
+    source.seek(row_tile(ahead), ahead.first);
 #pragma unroll
     for (int s = 0; s < WS; s++) issue_load(s, 0);
 
     float d[NT / 2];
     uint32 a[2][4][4];
-    W w;
+    typename Source::W w;
     int xs_now = 0, x_phase = 0, w_now = 0, w_phase = 0, x_before = 0;
 
     const auto keep = [](uint32(&a)[4][4]) {  // these registers belong to instructions under way until here
@@ -161,35 +166,33 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
         if (++xs_now == XS) xs_now = 0, x_phase ^= 1;
       }
     };
-    const auto unpack = [&](uint32(&to)[4][4]) {
-      w.template step<0>(to[0]), w.template step<1>(to[1]), w.template step<2>(to[2]), w.template step<3>(to[3]);
-    };
-
 #pragma unroll 1
     for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, blocks); work.count > 0; work.advance()) {
 #pragma unroll
       for (int i = 0; i < NT / 2; i++) d[i] = 0;
-      w.load(queue.wait(w_now, w_phase), 0, lane);
-      unpack(a[0]);
+      const int row_block = row_tile(work);
+      int block = work.first;
+      w.begin_tile(source, row_block, lane);
+      w.load(source, queue.wait(w_now, w_phase), row_block, block, 0, lane);
+      w.unpack(a[0], 0, scratch, lane);
 #pragma unroll 1
       for (int left = work.count;;) {
         multiply(0, left < work.count);
-        w.next_half();
-        unpack(a[1]);
+        w.unpack(a[1], 1, scratch, lane);
         multiply(1, true);
-        w.load(queue.piece(w_now), 1, lane);
+        w.load(source, queue.piece(w_now), row_block, block, 1, lane);
         const int zero = w.nothing(blocks);
         __syncwarp();
         issue_load(w_now, zero);
-        unpack(a[0]);
+        w.unpack(a[0], 2, scratch, lane);
         multiply(2, true);
-        w.next_half();
-        unpack(a[1]);
+        w.unpack(a[1], 3, scratch, lane);
         multiply(3, true);
         if (++w_now == WS) w_now = 0, w_phase ^= 1;
         if (--left == 0) break;
-        w.load(queue.wait(w_now, w_phase), 0, lane);
-        unpack(a[0]);
+        block++;
+        w.load(source, queue.wait(w_now, w_phase), row_block, block, 0, lane);
+        w.unpack(a[0], 0, scratch, lane);
       }
       wait_for_products<0>();
       keep(a[1]);
@@ -221,7 +224,7 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
           }
           asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
           const float4 *from = partial + (size_t)(blockIdx.x + 1) * (NT / 8 * WG * 128) + threadIdx.x;
-#pragma unroll NT <= 32 ? 4 : 1
+#pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
           for (int i = 0; i < others; i++, from += NT / 8 * WG * 128) {
 #pragma unroll
             for (int c = 0; c < NT / 8; c++) {
@@ -240,15 +243,18 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
         if (row + g + 8 < N) add[1] = to_float(bias[row + g + 8]);
       }
       const int n = row + (t & 1) * 8 + (t & 2) * 2;
-      X *to = y + (size_t)(token + g) * N + n;
+      X *to = y + (size_t)(token + g) * stride + n;
+      const bool whole_pieces = (N | stride) % 4 == 0;
       const auto put = [&](int c, float4 v) {
         const uint32 a = transposed(Pack2<X>::of(v.x + add[0], v.y + add[0])),
                      b = transposed(Pack2<X>::of(v.z + add[1], v.w + add[1]));
         const uint32 other = __shfl_xor_sync(~0u, t & 1 ? a : b, 1);
-        const uint2 out = t & 1 ? make_uint2(other, b) : make_uint2(a, other);
+        uint2 out = t & 1 ? make_uint2(other, b) : make_uint2(a, other);
         if (token + 8 * c + g >= M || n >= N) return;
-        X *const here = to + (size_t)c * 8 * N;
-        if (N % 4 == 0) {
+        X *const here = to + (size_t)c * 8 * stride;
+        if constexpr (Source::RESIDUAL)
+          if (residual) out = plus_residual<X>(out, residual + (here - y), N - n, whole_pieces);
+        if (whole_pieces) {
           *reinterpret_cast<uint2 *>(here) = out;
         } else {
           const X *each = reinterpret_cast<const X *>(&out);
@@ -266,8 +272,9 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
         cluster_sync();
         const int rank = blockIdx.x % SPLIT_K;
 #pragma unroll
-        for (int i = 0; i < NT / 8 / SPLIT_K; i++) {
-          const int c = rank * (NT / 8 / SPLIT_K) + i;
+        for (int i = 0; i < (NT / 8 + SPLIT_K - 1) / SPLIT_K; i++) {
+          const int c = i * SPLIT_K + rank;
+          if (NT / 8 % SPLIT_K && c >= NT / 8) break;
           float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
           for (int r = 0; r < SPLIT_K; r++) {

@@ -56,6 +56,15 @@ struct Pipeline {
       copy(s, first, b, second);
     }
   }
+  // `first` bytes of a, and at `at` in the piece `second` bytes of b, which may be none.
+  __device__ __forceinline__ void issue_load(int s, const void *a, int first, int at, const void *b, int second) {
+    if (elected()) {
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(s)), "r"(first + second)
+                   : "memory");
+      copy(s, 0, a, first);
+      if (second > 0) copy(s, at, b, second);
+    }
+  }
   __device__ __forceinline__ void issue_nothing() {}
 
   // Wait for the piece of a stage; `phase` counts how often that stage has been used before.

@@ -14,15 +14,15 @@
 namespace crelle {
 
 // x [M, K] (gated: [M, 2K], gate then up), K a multiple of 8; more [M, K] may be null, and so may sum, where nothing
-// reads it; norm, shift [K] may be null; perm [256 blocks]: which input stands where, -1 for none, or null; then part
-// is 256 blocks. xs [4 blocks, M', 64], M' = M rounded up to 8, or where there is a `pitch` [M, pitch], in order and
-// padded with zeros. Grid (ceil(256 blocks / part), M'), part at most 256 WARPS V; the first row's thread blocks also
-// clear `semaphores`. Shared: 2 part bytes.
+// reads it; norm, shift [K] may be null; perm [orders, places]: which input stands where, -1 for none, or null; then
+// part is 256 blocks. xs [orders, 4 blocks, M', 64], M' = M rounded up to 8, or where there is a `pitch` [M, pitch], in
+// order and padded with zeros; order: as of x_layout.cuh. Grid (ceil(256 blocks / part), M', orders), part at most 256
+// WARPS V; the first row's thread blocks also clear `semaphores`. Shared: 2 part bytes.
 template <Prologue OP, int WARPS, int V, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     add_norm_pack(const T *x, const T *addend, const T *__restrict__ norm, const T *__restrict__ shift,
                   const int *__restrict__ perm, T *sum, uint4 *xs, int *semaphores, int count, int M, int K, int blocks,
-                  int part, int pitch, bool stride16, float eps) {
+                  int part, int pitch, int order, int places, float eps) {
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   constexpr int THREADS = WARPS * 32;
   extern __shared__ __align__(128) char shared[];
@@ -31,6 +31,9 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int here = min(part, 256 * blocks - first);  // inputs of this thread block
   const size_t row = (size_t)token * K;
   const bool there = token < M;
+  if (perm) perm += (size_t)blockIdx.z * places;
+  xs += (size_t)blockIdx.z * blocks * padded * 32;
+  if (blockIdx.z > 0) sum = nullptr;
   launch_dependents();
   uint4 weight[NORM ? V : 1], shifts[NORM ? V : 1], v[V];
   if constexpr (NORM) {
@@ -41,6 +44,22 @@ __global__ void __launch_bounds__(WARPS * 32)
       if (norm && k < K) weight[i] = *reinterpret_cast<const uint4 *>(norm + k);
       if (shift && k < K) shifts[i] = *reinterpret_cast<const uint4 *>(shift + k);
     }
+  }
+  // Which inputs stand where thread i of a row writes; all loads at once, and where there is room before all else.
+  constexpr bool EARLY = V <= 3;
+  int inputs[EARLY ? V : 1][8];
+  const auto find = [&](int (&to)[8], int i) {
+#pragma unroll
+    for (int p = 0; p < 8; p++) {
+      const int at = pitch ? i * 8 + p : i / 16 * 128 + input_at(i % 16, p, order, i / 16);
+      const int k = __ldg(perm + min(at, places - 1));
+      to[p] = at < places ? k : -1;
+    }
+  };
+  const auto taken = [&](int k) { return k < 0 ? from_float<T>(0) : mine[max(k, 0)]; };
+  if (EARLY && perm) {
+#pragma unroll
+    for (int n = 0; n < (EARLY ? V : 1); n++) find(inputs[n], threadIdx.x + n * THREADS);
   }
   grid_dependency_wait_late(K);
   if (token == 0)
@@ -128,22 +147,18 @@ __global__ void __launch_bounds__(WARPS * 32)
   for (int n = 0; n < V; n++) {
     const int i = threadIdx.x + n * THREADS;
     if (i >= here / 8) break;
+    if (!EARLY && perm) find(inputs[0], i);
     T out[8];
     if (pitch) {
       if (!there || first + i * 8 >= pitch) break;
 #pragma unroll
-      for (int p = 0; p < 8; p++) {
-        const int k = perm ? perm[i * 8 + p] : i * 8 + p;
-        out[p] = k >= 0 ? mine[k] : from_float<T>(0);
-      }
+      for (int p = 0; p < 8; p++) out[p] = taken(perm ? inputs[EARLY ? n : 0][p] : i * 8 + p);
       xs[((size_t)token * pitch + first) / 8 + i] = *reinterpret_cast<const uint4 *>(out);
     } else {
       const int u = i % 16, half = i / 16;
 #pragma unroll
-      for (int p = 0; p < 8; p++) {
-        const int at = half * 128 + input_at(u, p, stride16), k = perm ? perm[at] : at;
-        out[p] = k >= 0 ? mine[k] : from_float<T>(0);
-      }
+      for (int p = 0; p < 8; p++)
+        out[p] = taken(perm ? inputs[EARLY ? n : 0][p] : half * 128 + input_at(u, p, order, half));
       xs[((size_t)(first / 64 + half * 2 + u / 8) * padded + token) * 8 + (u ^ token) % 8] =
           *reinterpret_cast<const uint4 *>(out);
     }

@@ -1,0 +1,51 @@
+// Inner loops of quantizers that minimise tr((T - W) H (T - W)'): a weight matrix is worked on in tiles of 16 rows,
+// which are the lanes of a vector, since rows are independent of one another (crelle.quantizers.gptq_solver).
+#pragma once
+
+#include <cstdint>
+
+namespace crelle::cpu {
+
+constexpr int kSweepRows = 16;
+
+// One pass over the columns, in the order in which everything here lies: column i takes the level nearest to
+// target_i + sum_j mix[i][j] error_j, and leaves the error target_i - level.
+struct Sweep {
+  int N, K;
+  bool triangular;               // row i of mix is 0 from i on
+  const float *target;           // [K, N]
+  const float *mix;              // [K, K]
+  const float *levels;           // [all levels, N], ascending within a group
+  const uint8_t *level_codes;    // [all levels, N], or null: the code of a level is its place in the group
+  const int32_t *first, *count;  // [groups]: which levels are a group's
+  const int32_t *group;          // [K]
+  const uint8_t *outliers;       // [K, N] or null: not 0 where the weight takes what it wants, as f16
+  float *error;                  // [K, N], changed
+  uint8_t *codes;                // [K, N], written
+  float *kept;                   // [K, N] or null, written: the outliers' weights, 0 elsewhere
+};
+
+// Scales of 2-bit groups, scale2[tile][j] (code[j] + zero2[tile][j]) with codes of 0 … top[j], set group by group to
+// the best values that can be stored, the codes of weights fixed: weight = scale * factor.
+struct ScaleDescent {
+  int N, K, G, groups;
+  const float *hessian;    // [K, K]
+  const int32_t *columns;  // [groups]: the first column of each
+  const float *factor;     // [K, N]
+  const float *zero2;      // [tiles, groups]
+  const float *top;        // [groups]
+  float *error;            // [K, N], target - weight, changed
+  float *scale2;           // [tiles, groups], values of f16, changed
+  float *codes;            // [groups, N], changed
+};
+
+// The 2-bit grid scale * (0 … 3 - zero) with the least weighted error for each row and each G columns; zero is 0.5, 1,
+// 1.5 or 2, and the scale one of `tries` shares of the one that covers all weights.
+struct GridSearch {
+  int N, K, G, tries;
+  const float *weight, *importance;  // [K, N]; of importance 0: does not count
+  const float *shrink;               // [tries]
+  float *scale, *zero;               // [groups, N], written
+};
+
+}  // namespace crelle::cpu

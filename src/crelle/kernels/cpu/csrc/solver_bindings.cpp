@@ -1,0 +1,110 @@
+// The inner loops of quantizers for Python, on all threads: see solver.h.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+#include <vector>
+
+#include "bindings.h"
+#include "pool.h"
+#include "solver.h"
+
+using namespace nb::literals;
+
+namespace crelle::cpu {
+namespace {
+
+int tiles_of(size_t rows) { return int((rows + kSweepRows - 1) / kSweepRows); }
+
+template <class F>
+void for_each_tile(int tiles, int K, F &&work) {
+  nb::gil_scoped_release release;
+  Pool::get().run([&](int t, int n) {
+    std::vector<float> scratch(size_t(K + 130) * kSweepRows);
+    for (int tile = part(tiles, t, n); tile < part(tiles, t + 1, n); ++tile) work(tile, scratch.data());
+  });
+}
+
+void sweep(In<float, 2> target, In<float, 2> mix, bool triangular, In<float, 2> levels,
+           std::optional<In<uint8_t, 2>> level_codes, In<int32_t, 1> first, In<int32_t, 1> count, In<int32_t, 1> group,
+           std::optional<In<uint8_t, 2>> outliers, Out<float, 2> error, Out<uint8_t, 2> codes,
+           std::optional<Out<float, 2>> kept) {
+  const size_t K = target.shape(0), N = target.shape(1), groups = first.shape(0);
+  const auto alike = [&](const auto &a) { return a.shape(0) == K && a.shape(1) == N; };
+  require(mix.shape(0) == K && mix.shape(1) == K, "mix must be [K, K]");
+  require(alike(error) && alike(codes) && (!outliers || alike(*outliers)) && (!kept || alike(*kept)),
+          "target, error, codes, outliers and kept must be [K, N]");
+  require(!outliers || kept, "outliers need a place for their weights");
+  require(levels.shape(1) == N &&
+              (!level_codes || (level_codes->shape(0) == levels.shape(0) && level_codes->shape(1) == N)),
+          "levels and their codes must be [levels, N]");
+  require(count.shape(0) == groups && group.shape(0) == K, "first and count must be [groups], group [K]");
+  for (size_t g = 0; g < groups; ++g)
+    require(first.data()[g] >= 0 && count.data()[g] >= 1 && count.data()[g] <= 256 &&
+                size_t(first.data()[g]) + size_t(count.data()[g]) <= levels.shape(0),
+            "a group's levels are beyond the table");
+  for (size_t k = 0; k < K; ++k)
+    require(group.data()[k] >= 0 && size_t(group.data()[k]) < groups, "a column's group is beyond the table");
+  const Sweep s{int(N),
+                int(K),
+                triangular,
+                target.data(),
+                mix.data(),
+                levels.data(),
+                level_codes ? level_codes->data() : nullptr,
+                first.data(),
+                count.data(),
+                group.data(),
+                outliers ? outliers->data() : nullptr,
+                error.data(),
+                codes.data(),
+                kept ? kept->data() : nullptr};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.sweep(s, tile, scratch); });
+}
+
+void descend_scales(In<float, 2> hessian, In<int32_t, 1> columns, int G, In<float, 2> factor, In<float, 2> zero2,
+                    In<float, 1> top, Out<float, 2> error, Out<float, 2> scale2, Out<float, 2> codes) {
+  const size_t K = factor.shape(0), N = factor.shape(1), groups = columns.shape(0), tiles = tiles_of(N);
+  require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
+  require(error.shape(0) == K && error.shape(1) == N, "error and factor must be [K, N]");
+  require(G >= 1 && G <= 64, "a group has 1 to 64 columns");
+  require(zero2.shape(0) == tiles && zero2.shape(1) == groups && scale2.shape(0) == tiles && scale2.shape(1) == groups,
+          "second-order scales and zeros must be [tiles of 16 rows, groups]");
+  require(top.shape(0) == groups && codes.shape(0) == groups && codes.shape(1) == N,
+          "top must be [groups], codes [groups, N]");
+  for (size_t j = 0; j < groups; ++j)
+    require(columns.data()[j] >= 0 && size_t(columns.data()[j]) < K, "a group begins behind the last column");
+  const ScaleDescent s{int(N),        int(K),       G,          int(groups),  hessian.data(), columns.data(),
+                       factor.data(), zero2.data(), top.data(), error.data(), scale2.data(),  codes.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(int(tiles), s.K, [&](int tile, float *scratch) { ops.descend_scales(s, tile, scratch); });
+}
+
+void search_grids(In<float, 2> weight, In<float, 2> importance, int G, In<float, 1> shrink, Out<float, 2> scale,
+                  Out<float, 2> zero) {
+  const size_t K = weight.shape(0), N = weight.shape(1);
+  require(G >= 1 && G <= 64, "a group has 1 to 64 columns");
+  const size_t groups = (K + G - 1) / G;
+  require(importance.shape(0) == K && importance.shape(1) == N, "weight and importance must be [K, N]");
+  require(scale.shape(0) == groups && scale.shape(1) == N && zero.shape(0) == groups && zero.shape(1) == N,
+          "scale and zero must be [groups, N]");
+  const GridSearch s{int(N),        int(K),       G,          int(shrink.shape(0)), weight.data(), importance.data(),
+                     shrink.data(), scale.data(), zero.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), 0, [&](int tile, float *scratch) { ops.search_grids(s, tile, scratch); });
+}
+
+}  // namespace
+
+void bind_solver(nb::module_ &m) {
+  m.def("sweep", &sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "triangular"_a, "levels"_a.noconvert(),
+        "level_codes"_a.none().noconvert(), "first"_a.noconvert(), "count"_a.noconvert(), "group"_a.noconvert(),
+        "outliers"_a.none().noconvert(), "error"_a.noconvert(), "codes"_a.noconvert(), "kept"_a.none().noconvert());
+  m.def("descend_scales", &descend_scales, "hessian"_a.noconvert(), "columns"_a.noconvert(), "G"_a,
+        "factor"_a.noconvert(), "zero2"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert(),
+        "scale2"_a.noconvert(), "codes"_a.noconvert());
+  m.def("search_grids", &search_grids, "weight"_a.noconvert(), "importance"_a.noconvert(), "G"_a,
+        "shrink"_a.noconvert(), "scale"_a.noconvert(), "zero"_a.noconvert());
+}
+
+}  // namespace crelle::cpu

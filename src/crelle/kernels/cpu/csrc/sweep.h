@@ -1,0 +1,192 @@
+// Error feedback and coordinate descent over the columns of 16 rows, and over their scales (solver.h).
+//
+// Errors stay where they are and a column gathers what reaches it when its turn comes, so an error is read often and
+// written once: 16 rows of errors stay in the L2 cache, and a row of `mix` is read once for all of them.
+//
+// Included inside a namespace of the including file, after simd.h.
+
+// As wide as the machine's vectors: GCC 12 keeps sums of wider ones in memory.
+#if defined(__AVX512F__)
+using Part = Vec;
+#elif defined(__AVX2__)
+using Part = float __attribute__((vector_size(32)));
+#else
+using Part = float __attribute__((vector_size(16)));
+#endif
+constexpr int kParts = sizeof(Vec) / sizeof(Part);
+
+// sum_k by[k] x[k], for n vectors x.
+CRELLE_INLINE Vec weighted_sum(const float *by, const float *x, int n) {
+  constexpr int kChains = 4;
+  Part sums[kChains][kParts] = {};
+  const auto add = [&](int i, int k) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      Part v;
+      __builtin_memcpy(&v, x + size_t(k) * kLanes + p * (kLanes / kParts), sizeof v);
+      sums[i][p] += by[k] * v;
+    }
+  };
+  int k = 0;
+  for (; k + kChains <= n; k += kChains)
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; ++i) add(i, k + i);
+  for (; k < n; ++k) add(0, k);
+  Vec sum;
+#pragma GCC unroll 4
+  for (int p = 0; p < kParts; ++p) {
+    const Part all = (sums[0][p] + sums[1][p]) + (sums[2][p] + sums[3][p]);
+    __builtin_memcpy(reinterpret_cast<char *>(&sum) + p * sizeof all, &all, sizeof all);
+  }
+  return sum;
+}
+
+CRELLE_INLINE float as_half(float f) { return float_of_half(half_of_float(f)); }
+
+CRELLE_INLINE int rows_of(int row0, int N) { return N - row0 < kLanes ? N - row0 : kLanes; }
+
+// Lanes of [rows, N] from row0 on: zeros behind N.
+CRELLE_INLINE Vec lanes_of(const float *row, int row0, int N) {
+  return row0 + kLanes <= N ? load(row + row0) : load_first(row + row0, N - row0);
+}
+CRELLE_INLINE void store_lanes(float *row, int row0, int N, Vec v) { store_first(row + row0, v, rows_of(row0, N)); }
+
+// error: scratch of 16 K floats.
+inline void sweep_tile(const Sweep &s, int tile, float *error) {
+  const int N = s.N, K = s.K, row0 = tile * kLanes, rows = rows_of(row0, N);
+  for (int k = 0; k < K; ++k) store(error + size_t(k) * kLanes, lanes_of(s.error + size_t(k) * N, row0, N));
+  for (int i = 0; i < K; ++i) {
+    const size_t at = size_t(i) * N + row0;
+    const Vec target = lanes_of(s.target + size_t(i) * N, row0, N);
+    const Vec want = target + weighted_sum(s.mix + size_t(i) * K, error, s.triangular ? i : K);
+    const int g = s.group[i], first = s.first[g], count = s.count[g];
+    Vec low = lanes_of(s.levels + size_t(first) * N, row0, N), value = low;
+    Int place = {};
+    for (int l = 1; l < count; ++l) {
+      const Vec high = lanes_of(s.levels + size_t(first + l) * N, row0, N);
+      const Int above = want > (low + high) * 0.5f;
+      value = above ? high : value;
+      place -= above;
+      low = high;
+    }
+    for (int r = 0; r < rows; ++r) {
+      s.codes[at + r] = s.level_codes ? s.level_codes[size_t(first + place[r]) * N + row0 + r] : uint8_t(place[r]);
+      if (s.kept) s.kept[at + r] = 0;
+      if (s.outliers && s.outliers[at + r]) s.kept[at + r] = value[r] = as_half(want[r]);
+    }
+    store(error + size_t(i) * kLanes, target - value);
+  }
+  for (int k = 0; k < K; ++k) store_lanes(s.error + size_t(k) * N, row0, N, load(error + size_t(k) * kLanes));
+}
+
+// To the nearest integer, ties to even, for values within 2^22.
+template <class V>
+CRELLE_INLINE V rounded(V v) {
+  constexpr float kShift = 0x1.8p23f;
+  return (v + kShift) - kShift;
+}
+
+inline void descend_scales_tile(const ScaleDescent &s, int tile, float *error) {
+  constexpr float kTiny = 0x1p-24f;
+  const int N = s.N, K = s.K, row0 = tile * kLanes;
+  for (int k = 0; k < K; ++k) store(error + size_t(k) * kLanes, lanes_of(s.error + size_t(k) * N, row0, N));
+  for (int j = 0; j < s.groups; ++j) {
+    const int begin = s.columns[j], end = begin + s.G < K ? begin + s.G : K;
+    Vec num = {}, den = {}, factor[64];
+    for (int c = begin; c < end; ++c) factor[c - begin] = lanes_of(s.factor + size_t(c) * N, row0, N);
+    for (int c = begin; c < end; ++c) {
+      const float *h = s.hessian + size_t(c) * K;
+      num += factor[c - begin] * weighted_sum(h, error, K);
+      Vec across = {};
+      for (int d = begin; d < end; ++d) across += h[d] * factor[d - begin];
+      den += factor[c - begin] * across;
+    }
+    float &scale2 = s.scale2[size_t(tile) * s.groups + j];
+    const float zero = s.zero2[size_t(tile) * s.groups + j], top = s.top[j], least = zero == 0;  // a scale is never 0
+    const Vec code = lanes_of(s.codes + size_t(j) * N, row0, N), multiple = code + zero, old = scale2 * multiple;
+    const Vec best = old + num / larger(den, all(1e-30f));
+    const float pulled = sum_of(multiple * multiple * den);
+    float moved = scale2 + sum_of(multiple * num) / (pulled > 1e-30f ? pulled : 1e-30f);
+    moved = as_half(moved > kTiny ? moved : scale2);
+    Vec found = code;
+    float found_scale = scale2, found_gain = 0;
+    for (const float step : {scale2, moved}) {
+      if (!(step > 0) || step > 65504.0f) continue;
+      Vec other = rounded(smaller(larger(best / step - zero, all(least)), all(top)));
+      const Vec change = step * (other + zero) - old;
+      const float gain = sum_of(2.0f * change * num - change * change * den);
+      if (gain > found_gain) found = other, found_scale = step, found_gain = gain;
+    }
+    const Vec change = found_scale * (found + zero) - old;
+    for (int c = begin; c < end; ++c) {
+      float *const e = error + size_t(c) * kLanes;
+      store(e, load(e) - change * factor[c - begin]);
+    }
+    scale2 = found_scale;
+    store_lanes(s.codes + size_t(j) * N, row0, N, found);
+  }
+  for (int k = 0; k < K; ++k) store_lanes(s.error + size_t(k) * N, row0, N, load(error + size_t(k) * kLanes));
+}
+
+// The grid of one group, for 16 rows; w, importance: [G][16].
+CRELLE_INLINE void search_grid(const GridSearch &s, const float *w, const float *importance, int G, float *scales,
+                               float *zeros) {
+  constexpr float kTiny = 0x1p-24f;
+  constexpr int kWidth = kLanes / kParts;
+  const auto load_part = [](const float *from) __attribute__((always_inline)) {
+    Part v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+  };
+  for (int p = 0; p < kLanes; p += kWidth) {
+    Part low = Part{} + 3.4e38f, high = -low;
+    for (int k = 0; k < G; ++k) {
+      const Part v = load_part(w + k * kLanes + p), weight = load_part(importance + k * kLanes + p);
+      low = weight > 0 && v < low ? v : low;
+      high = weight > 0 && v > high ? v : high;
+    }
+    Part best = Part{} + 3.4e38f, scale = Part{} + kTiny, zero = Part{} + 1.5f;
+    for (int z = 1; z <= 4; ++z) {
+      const float offset = 0.5f * z;
+      const Part up = high / (3 - offset), down = -low / offset;
+      Part reach = up > down ? up : down;
+      reach = reach > kTiny ? reach : Part{} + kTiny;
+      for (int i = 0; i < s.tries; ++i) {
+        Part a = reach * s.shrink[i];
+        a = a > kTiny ? a : Part{} + kTiny;
+        const Part inverse = 1.0f / a;
+        Part error = {};
+        for (int k = 0; k < G; ++k) {
+          const Part v = load_part(w + k * kLanes + p), top = Part{} + 3.0f;
+          Part code = v * inverse + offset;
+          code = code > 0 ? code : Part{};
+          code = rounded(code < top ? code : top);
+          const Part off = v - a * (code - offset);
+          error += load_part(importance + k * kLanes + p) * off * off;
+        }
+        const auto won = error < best;
+        best = won ? error : best;
+        scale = won ? a : scale;
+        zero = won ? Part{} + offset : zero;
+      }
+    }
+    __builtin_memcpy(scales + p, &scale, sizeof scale);
+    __builtin_memcpy(zeros + p, &zero, sizeof zero);
+  }
+}
+
+// scratch: 128 vectors and two more.
+inline void search_grids_tile(const GridSearch &s, int tile, float *scratch) {
+  const int N = s.N, row0 = tile * kLanes;
+  float *const w = scratch, *const importance = w + 64 * kLanes, *const found = importance + 64 * kLanes;
+  for (int j = 0; j * s.G < s.K; ++j) {
+    const int begin = j * s.G, G = s.K - begin < s.G ? s.K - begin : s.G;
+    for (int k = 0; k < G; ++k) {
+      store(w + k * kLanes, lanes_of(s.weight + size_t(begin + k) * N, row0, N));
+      store(importance + k * kLanes, lanes_of(s.importance + size_t(begin + k) * N, row0, N));
+    }
+    search_grid(s, w, importance, G, found, found + kLanes);
+    store_lanes(s.scale + size_t(j) * N, row0, N, load(found));
+    store_lanes(s.zero + size_t(j) * N, row0, N, load(found + kLanes));
+  }
+}

@@ -1,0 +1,27 @@
+// Copies of 16 bytes to shared memory without registers, as every chip since Ampere has them, and the barrier of some
+// of a thread block's warps.
+#pragma once
+#include "pipeline.cuh"
+
+namespace crelle {
+
+__device__ __forceinline__ void copy_16(uint32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// A multiple of 16 bytes, by the lanes of a warp.
+__device__ __forceinline__ void copy_run(char *to, const char *from, int bytes, int lane) {
+  const uint32 at = shared_address(to);
+  for (int i = lane * 16; i < bytes; i += 512) copy_16(at + i, from + i);
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but the last LEFT groups are there.
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void team_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+}  // namespace crelle

@@ -1,0 +1,43 @@
+// Copies to shared memory and barriers of some warps, for tests on a CPU: what was issued lands only when it is waited
+// for. Stands in for csrc/copies.cuh.
+#pragma once
+#include "pipeline.cuh"
+
+namespace crelle {
+
+struct Copies {
+  struct Copy {
+    uint32 to;
+    const void *from;
+  };
+  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> groups;
+  size_t landed = 0;
+};
+inline std::vector<Copies> copies(Emulator::MOST);
+
+inline void copy_16(uint32 to, const void *from) { copies[emulator.current].open.push_back({to, from}); }
+inline void copy_run(char *to, const char *from, int bytes, int lane) {
+  for (int i = lane * 16; i < bytes; i += 512) copy_16(shared_address(to) + i, from + i);
+}
+inline void commit_copies() {
+  Copies &mine = copies[emulator.current];
+  mine.groups.push_back(mine.open), mine.open.clear();
+}
+template <int LEFT>
+inline void wait_for_copies() {
+  Copies &mine = copies[emulator.current];
+  for (; mine.landed + LEFT < mine.groups.size(); mine.landed++)
+    for (const Copies::Copy &c : mine.groups[mine.landed]) memcpy(shared + c.to, c.from, 16);
+}
+template <int THREADS>
+inline void team_sync(int id) {
+  static int arrived[16], generation[16];
+  const int before = generation[id];
+  if (++arrived[id] == THREADS)
+    arrived[id] = 0, generation[id]++;
+  else
+    while (generation[id] == before) yield();
+}
+
+}  // namespace crelle
