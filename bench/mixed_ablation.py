@@ -1,6 +1,7 @@
 """Which groups deserve 4 bits, and where outliers come from: the ablation of the 2/4/16-bit paper (Table 4), in kind.
 
     python bench/mixed_ablation.py stories15M|smollm2 OUT.json DATA [--only inter,random] [--tokens N] [--repeat 3]
+                                   [--device cuda] [--jobs 8]
 
 At the same share of 4-bit groups, hence at equal bits: chosen within each matrix by sensitivity, range, the Hessian's
 diagonal alone or at random; or whole layers (all matrices of every fourth, or tenth, layer). And outliers: from 2-bit
@@ -12,14 +13,15 @@ OUT.json as they are done, so a run can be stopped and gone on with; OUT.png is 
 import argparse
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from quality import CASES, crelle, layer_bits
+from quality import CASES, add_options, calibration, crelle, layer_bits, shared
 
 SHARES = {0.10: "about 2.6 bits", 0.25: "about 2.85 bits"}
 RANKS = ("sensitivity", "range", "hessian", "random")
-DAMPS = (0.01, 0.007, 0.014, 0.005, 0.02, 0.0085, 0.012)  # of the repetitions
+DAMPS = (0.2, 0.17, 0.24, 0.15, 0.27, 0.185, 0.22)  # of the repetitions
 
 
 def cases(layers: int) -> dict[str, tuple[str, dict[str, str]]]:
@@ -65,15 +67,15 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", default="", help="parts of the names of rows to make, with commas")
     parser.add_argument("--tokens", type=int, help="of the test text; default: as bench/quality.py")
-    parser.add_argument("--rows", type=int, help="calibration sequences; default: as bench/quality.py")
     parser.add_argument("--repeat", type=int, default=3, choices=range(1, len(DAMPS) + 1), metavar="N")
+    add_options(parser)
     args = parser.parse_args()
-    case: dict[str, Any] = CASES[args.model]
+    case = CASES[args.model]
     source = smollm2() if args.model == "smollm2" else args.data / "stories15M"
     file, context, tokens = case["test"]
-    tokens, rows = args.tokens or tokens, args.rows or case["rows"]
+    tokens, rows, length = args.tokens or tokens, args.rows or case["rows"], args.length or case["length"]
     command = f"python bench/mixed_ablation.py {args.model} OUT.json DATA --tokens {tokens} --rows {rows}"
-    command += f" --repeat {args.repeat}"
+    command += f" --length {length} --repeat {args.repeat} --device {args.device} --jobs {args.jobs}"
     result = {"rows": [], "model": args.model}
     if args.out.exists():
         result = json.loads(args.out.read_text())
@@ -83,31 +85,41 @@ def main() -> None:
 
     def perplexity(directory: Path) -> float:
         options = ("--text", args.data / "text" / file, "--context", context, "--tokens", tokens)
-        return float(crelle("eval", directory, *options)["perplexity"])
+        return float(crelle("eval", directory, *options, *shared(args))["perplexity"])
+
+    def run(scheme: str, overrides: dict[str, str], damp: float) -> tuple[float, float, float]:
+        """Return perplexity, bits per weight and seconds."""
+        with tempfile.TemporaryDirectory() as d:
+            made = Path(d) / "out"
+            others = [("--override", f"{pattern}={other},damp={damp}") for pattern, other in overrides.items()]
+            options = [part for pair in others for part in pair]
+            scheme = f"{scheme},damp={damp}"
+            report = crelle(
+                "quantize", source, made, "--scheme", scheme, *options, *calibration(args, case), *shared(args)
+            )
+            return perplexity(made), layer_bits(made), report["seconds"]
 
     if "fp32" not in result:
         result["fp32"] = perplexity(source)
     done = {row["name"] for row in result["rows"]}
     wanted = [part for part in args.only.split(",") if part]
-    for name, (scheme, overrides) in cases(len(read_spec(open_weights(source)).layers)).items():
-        if name in done or (wanted and not any(part in name for part in wanted)):
-            continue
-        row = {"name": name, "scheme": scheme, "overrides": overrides, "seconds": 0.0, "perplexities": []}
-        for damp in DAMPS[: args.repeat]:
-            with tempfile.TemporaryDirectory() as d:
-                made = Path(d) / "out"
-                others = [("--override", f"{pattern}={other},damp={damp}") for pattern, other in overrides.items()]
-                sizes = ("--rows", rows, "--length", case["length"])
-                calib = ("--calib", args.data / "text" / case["calib"])
-                options = [part for pair in others for part in pair]
-                report = crelle("quantize", source, made, "--scheme", f"{scheme},damp={damp}", *options, *calib, *sizes)
-                row["perplexities"].append(perplexity(made))
-                row |= {"seconds": row["seconds"] + report["seconds"], "bits_per_weight": layer_bits(made)}
-        found = sum(row["perplexities"]) / args.repeat
-        row |= {"perplexity": found, "ratio": found / result["fp32"]}
-        result["rows"].append(row)
-        write_whole(args.out, (json.dumps(result, indent=2) + "\n").encode())
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "overrides"}, flush=True)
+    todo = {
+        name: case
+        for name, case in cases(len(read_spec(open_weights(source)).layers)).items()
+        if name not in done and (not wanted or any(part in name for part in wanted))
+    }
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = {name: [pool.submit(run, *case, damp) for damp in DAMPS[: args.repeat]] for name, case in todo.items()}
+        for name, (scheme, overrides) in todo.items():
+            found = [one.result() for one in runs[name]]
+            perplexities = [one[0] for one in found]
+            mean = sum(perplexities) / len(found)
+            row = {"name": name, "scheme": scheme, "overrides": overrides, "seconds": sum(one[2] for one in found)}
+            row |= {"perplexities": perplexities, "bits_per_weight": found[0][1], "perplexity": mean}
+            row["ratio"] = mean / result["fp32"]
+            result["rows"].append(row)
+            write_whole(args.out, (json.dumps(result, indent=2) + "\n").encode())
+            print({k: v for k, v in row.items() if k != "overrides"}, flush=True)
     draw(args.out.with_suffix(".png"), result)
 
 

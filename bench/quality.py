@@ -8,16 +8,18 @@ text/wikitext2-valid-tokenised.txt (SmolLM2) or text/tinystories-calibration.txt
 added to OUT.json when it is done, so a run can be stopped and gone on with.
 """
 
+import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "smollm2": {
         "calib": "wikitext2-valid-tokenised.txt",
         "test": ("wikitext2-test.txt", 1024, 20480),
@@ -55,34 +57,57 @@ def layer_bits(directory: Path) -> float:
     return 8 * sum(nbytes(c.matrix(m)) for m in inside) / sum(prod(c.specs[m]["shape"]) for m in inside)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what runs of this and other harnesses share."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, help="calibration sequences; default: by model")
+    parser.add_argument("--length", type=int, help="tokens of each; default: by model")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share the cores")
+
+
+def shared(args: argparse.Namespace) -> tuple[object, ...]:
+    """Return the options of a command that is one of several at a time."""
+    cores = len(os.sched_getaffinity(0))
+    return "--device", args.device, "--threads", max(1, cores // args.jobs)
+
+
+def calibration(args: argparse.Namespace, case: dict[str, Any]) -> tuple[object, ...]:
+    sizes = ("--rows", args.rows or case["rows"], "--length", args.length or case["length"])
+    return "--calib", args.data / "text" / case["calib"], *sizes
+
+
 def main() -> None:
     from crelle.bench.environment import environment
     from crelle.eval.smollm2 import smollm2
 
-    model, out, data = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    case: dict[str, Any] = CASES[model]
-    source = smollm2() if model == "smollm2" else data / "stories15M"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=list(CASES))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("schemes", nargs="+")
+    add_options(parser)
+    args = parser.parse_args()
+    case, out = CASES[args.model], args.out
+    source = smollm2() if args.model == "smollm2" else args.data / "stories15M"
+    sizes = f"--rows {args.rows or case['rows']} --length {args.length or case['length']} --device {args.device}"
+    command = f"python bench/quality.py {args.model} OUT.json DATA {sizes} --jobs {args.jobs} SCHEME …"
     result = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    result = {**environment(), "command": f"python bench/quality.py {model} OUT.json DATA SCHEME …", **result}
+    result = {**environment(), "command": command, **result}
 
     def perplexities(directory: Path) -> dict[str, float]:
         found = {}
         for what in ("test", "unseen"):
             file, context, tokens = case[what]
-            options = ("--text", data / "text" / file, "--context", context, "--tokens", tokens)
-            found[what] = crelle("eval", directory, *options)["perplexity"]
+            options = ("--text", args.data / "text" / file, "--context", context, "--tokens", tokens)
+            found[what] = crelle("eval", directory, *options, *shared(args))["perplexity"]
         return found
 
-    if "fp32" not in result:
-        result["fp32"] = perplexities(source)
-    for scheme in sys.argv[4:]:
+    def row_of(scheme: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as d:
             made = Path(scheme) if Path(scheme).is_dir() else Path(d) / "out"
-            row: dict[str, Any] = {"scheme": scheme}
+            row: dict[str, Any] = {"scheme": scheme, "command": command}
             if not Path(scheme).is_dir():
-                options = ("--scheme", scheme, "--calib", data / "text" / case["calib"])
-                sizes = ("--rows", case["rows"], "--length", case["length"])
-                report = crelle("quantize", source, made, *options, *sizes)
+                report = crelle("quantize", source, made, "--scheme", scheme, *calibration(args, case), *shared(args))
                 # Children's peak is a maximum over all so far: name the heaviest scheme last.
                 peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
                 row |= {"seconds": report["seconds"], "peak_gigabytes": peak}
@@ -90,11 +115,17 @@ def main() -> None:
                 from crelle.formats.checkpoint import Checkpoint
 
                 row["scheme"] = Checkpoint(made, verify=False).scheme
-            row |= {"bits_per_weight": layer_bits(made), **perplexities(made)}
+            return row | {"bits_per_weight": layer_bits(made), **perplexities(made)}
+
+    if "fp32" not in result:
+        result["fp32"] = perplexities(source)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(row_of, scheme) for scheme in args.schemes]):
+            row = done.result()
             row |= {f"{what}_ratio": row[what] / result["fp32"][what] for what in ("test", "unseen")}
-        result["rows"].append(row)
-        out.write_text(json.dumps(result, indent=2) + "\n")
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            result["rows"].append(row)
+            out.write_text(json.dumps(result, indent=2) + "\n")
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
 
 if __name__ == "__main__":
