@@ -64,7 +64,10 @@ def test_sensitive_groups_have_4_bits_and_outliers_lie_in_the_others() -> None:
 
 def test_every_part_lowers_the_error() -> None:
     w, stats = layer(128, 256)
-    found = {s: error(f"mixed:{s}", w, stats) for s in ("outliers=0", "refine=0", "refine=2", "four=0", "four=1")}
+    # The error is on the calibration inputs themselves, which damping does not go by.
+    found = {
+        s: error(f"mixed:damp=0.01,{s}", w, stats) for s in ("outliers=0", "refine=0", "refine=2", "four=0", "four=1")
+    }
     assert found["refine=2"] < 0.97 * found["refine=0"]
     assert found["refine=2"] < 0.97 * found["outliers=0"]
     assert found["four=1"] < 0.5 * found["refine=2"] < 0.5 * found["four=0"]
