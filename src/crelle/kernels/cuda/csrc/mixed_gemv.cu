@@ -18,7 +18,7 @@
 // every load is a bulk copy in flight anyway, scales come with their codes, and decoding them is about 40 of the 260
 // instructions of a unit, beside those of other warps. That version took 2.4 instructions a weight and issued one in
 // 57% of the cycles (ncu, 16384 x 12288: ALU 48%, tensor cores 21%, DRAM 46%). Several tiles at a time take about 1.5
-// instructions a weight, counted in the disassembly; they have not been timed yet.
+// instructions a weight, counted in the disassembly; times are in docs/notes/cuda-kernels.md.
 #include "dsmem.cuh"
 #include "mixed_codes.cuh"
 #include "named_barrier.cuh"
