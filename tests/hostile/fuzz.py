@@ -5,7 +5,6 @@ of memory. All is decided by one seed, so a finding can be had again; it is rais
 """
 
 import resource
-import signal
 import struct
 import sys
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
+
+from alarm import at_most
 
 import crelle
 from crelle.errors import CrelleError
@@ -54,7 +55,7 @@ def fuzz(
         value = corpus[i] if i < len(seeds) else _changed(random, corpus, words)
         new = set[tuple[str, int]]()
         try:
-            with _alarm(), _tracing(new):
+            with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), _tracing(new):
                 target(value)
             accepted += 1
         except CrelleError as e:
@@ -74,20 +75,6 @@ def fuzz(
 
 def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-
-
-@contextmanager
-def _alarm() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"took more than {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -283,9 +283,8 @@ def _quantize_layer(
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
     told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
-    return (matrices, others | stored, [t for t in told if t]), [
-        x if isfinite(x) else None for x in layer.losses
-    ]  # JSON has no NaN
+    losses = [loss if isfinite(loss) else None for loss in layer.losses]  # JSON has no NaN
+    return (matrices, others | stored, [t for t in told if t]), losses
 
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:
