@@ -34,11 +34,11 @@ struct TokenDigits {
 
   // x in a place, over what its outliers are stored times (pair_scale in mixed_layout.py).
   __device__ __forceinline__ float at(int place) const {
-    const int span = place / 16, i = place / 2 % 8, odd = place % 2;
+    const int span = place / 16, shift = place / 2 % 8 * 4, odd = place % 2;
     const bool two = span < spans2;
-    const int input = two ? i + 8 * odd : i / 4 * 8 + i % 4 + 4 * odd;
-    const int byte = two ? input % 4 * 4 + input / 4 : input / 8 * 8 + input % 2 * 4 + input % 8 / 2;
-    const int bits = two ? 2 * (input % 2) - 2 * (i < 5 ? i : i - 5) : -4 * (i & 1);
+    // Of the pair: the byte of its digits, and 8 plus the exponent; 4 bits for each of 8.
+    const int byte = ((two ? 0xd951c840u : 0xd9c85140u) >> shift & 15) + 2 * odd;
+    const int bits = (int)((two ? 0x66a04488u : 0x48484848u) >> shift & 15) - 8;
     const signed char *const from = reinterpret_cast<const signed char *>(digits) + span * 32 + byte;
     const float xs = two ? terms2[span].z : terms4[span - spans2].x;
     return (float)(256 * from[0] + from[16]) * (xs * __uint_as_float((127 + bits) << 23));
