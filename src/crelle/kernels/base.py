@@ -29,13 +29,15 @@ class Problem:
     device: str  # "cpu" or "cuda"
     dtype: torch.dtype  # of x and y
     permuted: bool = False  # the weight's columns are permuted; any kernel can have x permuted for it
-    activation: str = "float"  # the format of x as it is multiplied: "float" is that of dtype, not quantized
+    activation: str = "float"  # of x as it is multiplied: "float" (of dtype), or an ActivationSpec
 
     @classmethod
     def of(cls, w: QuantTensor, dtype: torch.dtype) -> "Problem":
         N, K = w.shape
         inner = w.inner if isinstance(w, PermutedTensor) else w
-        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w)
+        activation = getattr(inner, "activation", None)  # an ActivationSpec, where the format has one
+        x = "float" if activation is None else str(activation)
+        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w, x)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
