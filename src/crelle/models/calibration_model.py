@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.open import Weights
 from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.builder import Builder
@@ -55,9 +55,11 @@ class _OpenBuilder(Builder):
         return Builder.vector(self, name, size, offset).clone()
 
     def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> Any:
-        weight = (w or self.matrix(module, N, K)).dequantize(torch.float32)
+        w = w or self.matrix(module, N, K)
         bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
-        return TrainableLinear(module, weight, bias)
+        linear = TrainableLinear(module, w.dequantize(torch.float32), bias)
+        linear.activation = input_rounding(w)
+        return linear
 
 
 class CalibrationBlock(nn.Module):
