@@ -5,7 +5,8 @@
                      the last n columns, the outliers: v itself, int8
 The quantizer limits v to ±119, so that a q - z, rounded to nearest, stays within ±127; a q ≤ 240 fits a byte. So four
 weights become int8 by one integer multiply-add and an XOR, int32 sums need no rescaling along K, and with activations
-of one scale per token one float product per output is all that remains. Columns and perm as in crelle.formats.grouped.
+of one scale per token (and one for its outliers) a float product or two per output are all that remain. Columns and
+perm as in crelle.formats.grouped.
 
 Stored:
     codes         uint8 [N, ceil((K - n) / 2)]   two to a byte, the first in the lower half

@@ -10,7 +10,8 @@
     5. refine       least squares for the scales, coordinate descent over the codes
     6. training     tune=short and tune=full: weights and scales, through the rounding of weights and activations
 
-levels=2 stores the two-level format (crelle.formats.two_level), at w=4; with a=8 activations have one scale per token.
+levels=2 stores the two-level format (crelle.formats.two_level), at w=4; with a=8 activations have one scale per token,
+and one for its outliers: sums of integers are scaled once or twice, not in every group.
 `kv` is the KV cache that the checkpoint is meant for; a=16 does not quantize activations. For comparisons:
 clip=false, gptq=false (round to nearest), outlier_bits=16.
 """
@@ -110,9 +111,8 @@ class Atom(TrainedConfig, HessianConfig):
         c = self.columns(K)
         if self.a == 16:
             return None
-        if self.levels == 2 and self.a == 8:
-            return ActivationSpec(8, K, clip=clip)
-        return ActivationSpec(self.a, c.group, c.outliers, self.outlier_bits, clip)
+        group = K if self.levels == 2 and self.a == 8 else c.group
+        return ActivationSpec(self.a, group, c.outliers, self.outlier_bits if c.outliers else 8, clip)
 
     def rounding(self, stats: Stats) -> InputRounding | None:
         """Choose order and clip factor of an input."""
