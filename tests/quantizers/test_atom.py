@@ -239,6 +239,10 @@ def test_calibration_sees_what_the_kernel_computes(tiny_model: Path, tmp_path: P
         seen = network.model.logits(network.hidden(tokens))
     served = build(weights, torch.device("cpu"), dtype=torch.float32)
     torch.testing.assert_close(seen, served(tokens, served.new_cache(2)), rtol=1e-3, atol=1e-3)
+    mlp = served.layers[0].mlp
+    assert mlp.down.weight.perm is None  # folded into gate and up
+    up, down = (Checkpoint(tmp_path / "q").matrix(linear.name) for linear in (mlp.up, mlp.down))
+    assert torch.equal(mlp.up.weight.dequantize(), up.dequantize()[down.perm.long()])  # type: ignore[attr-defined]
     calibrator = Calibrator(open_model(open_weights(tiny_model)), tokens)
     fitted_now = {n: Checkpoint(tmp_path / "q").matrix(n) for n in network.blocks[0].linears()}
     calibrator.skip(fitted_now)
