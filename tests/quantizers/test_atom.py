@@ -19,9 +19,9 @@ from crelle.models.calibration_model import open_model
 from crelle.models.loader import build
 from crelle.quantizers.atom import Atom
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.grouped_ste import STEGrouped
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
+from crelle.quantizers.ste import trainable_weight
 from crelle.quantizers.training import Network
 
 SMALL = "w=4,a=4,kv=4,group=16,outliers=8"
@@ -168,27 +168,28 @@ def test_the_scheme_is_written_as_it_is_read() -> None:
 # Training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if "levels" not in s])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_training_begins_where_the_quantizer_ended(scheme: str) -> None:
     w, x, stats = layer(12, 83)
     start = fitted(scheme, w, x, stats)
-    assert isinstance(start, GroupedTensor)
-    for module in (STEGrouped(start), STEGrouped(start, w)):
+    for module in (trainable_weight(start, None), trainable_weight(start, w)):
+        assert module is not None
         torch.testing.assert_close(module().detach(), start.dequantize(), rtol=1e-5, atol=1e-6)
         again = module.export()
         assert again.spec() == start.spec()
         assert all(torch.equal(t, start.tensors()[name]) for name, t in again.tensors().items())
 
 
-def test_training_lowers_the_error_and_stores_what_it_trained() -> None:
+@pytest.mark.parametrize("levels", [1, 2])
+def test_training_lowers_the_error_and_stores_what_it_trained(levels: int) -> None:
     w, x, _ = layer(24, 64)
     random = torch.Generator().manual_seed(3)
     x = torch.randn(256, 12, generator=random) @ torch.randn(12, 64, generator=random) + 0.3 * x  # errors can cancel
     collector = StatsCollector(64)
     collector.add(x)
-    start = fitted("atom:w=4,a=8,group=16,outliers=8,gptq=false", w, x, collector.stats())
-    assert isinstance(start, GroupedTensor)
-    module = STEGrouped(start, w)
+    start = fitted(f"atom:w=4,a=8,group=16,outliers=8,gptq=false,levels={levels}", w, x, collector.stats())
+    module = trainable_weight(start, w)
+    assert module is not None
     optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=150)
     seen, goal = start.round_input(x), x @ w.T
