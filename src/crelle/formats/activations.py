@@ -38,6 +38,14 @@ def group_slices(K: int, group: int, outliers: int) -> list[slice]:
     return [slice(k, min(k + group, end)) for begin, end in ends for k in range(begin, end, group)]
 
 
+def spread(scales: Tensor, K: int, group: int, outliers: int) -> Tensor:
+    """Return the scale of each channel [..., K] from those of groups [..., C]; asks nothing of the CPU."""
+    normal = K - outliers
+    C = -(-normal // group)
+    each = [(scales[..., :C], normal), (scales[..., C:], outliers)]
+    return torch.cat([s.repeat_interleave(min(group, max(1, n)), -1)[..., :n] for s, n in each], -1)
+
+
 class QuantizedX(NamedTuple):
     """Activations as integers; `floats` are the outlier channels where those are not quantized."""
 
@@ -101,11 +109,10 @@ class ActivationSpec:
     def dequantize(self, q: QuantizedX) -> Tensor:
         """Return the values f32 [M, K] that the integers stand for."""
         K = q.codes.shape[1]
-        widths = [s.stop - s.start for s in self.slices(K)][: q.scales.shape[1]]
-        width = torch.tensor(widths, dtype=torch.int64, device=q.codes.device)
-        scales = q.scales.repeat_interleave(width, 1)  # [M, K], or up to the floats
-        x = q.codes[:, : scales.shape[1]] * scales
-        return x if q.floats is None else torch.cat([x, q.floats], 1)
+        if q.floats is not None:
+            K -= self.outliers
+            return torch.cat([q.codes[:, :K] * spread(q.scales, K, self.group, 0), q.floats], 1)
+        return q.codes * spread(q.scales, K, self.group, self.outliers)
 
     def round(self, x: Tensor, perm: Tensor | None = None) -> Tensor:
         """Return x [..., K] as the product sees it, in x's own order of channels; straight-through gradient."""
@@ -126,7 +133,7 @@ def _groups(x: Tensor, group: int, bits: int, clip: float) -> tuple[Tensor, Tens
     C = -(-K // G)
     least, top = least_and_top(bits)
     grouped = torch.nn.functional.pad(x, (0, C * G - K)).reshape(M, C, G)
-    scale = grouped.abs().amax(-1) * torch.tensor(clip / top, dtype=torch.float32, device=x.device)
+    scale = grouped.abs().amax(-1) * (clip / top)  # torch rounds the factor to f32
     scale = torch.where(scale < _SMALLEST, 0.0, scale)  # NaN stays
     usable = (scale > 0) & scale.isfinite()
     inverse = torch.where(usable, scale, 1.0).reciprocal()

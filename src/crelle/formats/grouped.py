@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.activations import BITS, ActivationSpec, group_slices, least_and_top
+from crelle.formats.activations import BITS, ActivationSpec, group_slices, least_and_top, spread
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
 from crelle.formats.packing import pack_stream, unpack_stream
 from crelle.formats.random_parts import RandomParts
@@ -126,10 +126,11 @@ class GroupedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        width = torch.tensor([k.stop - k.start for k in self.sizes.slices()], dtype=torch.int64, device=self.device)
-        w = self.integers().to(wide) * self.scale.to(wide).repeat_interleave(width, 1)
-        if self.outliers is not None and self.sizes.outlier_bits == 16:
-            w = torch.cat([w, self.outliers.to(wide)], 1)
+        integers, s = self.integers().to(wide), self.sizes
+        floats = self.outliers if s.outlier_bits == 16 else None
+        coded = integers.shape[1] - s.normal  # outliers that have a scale
+        w = integers * spread(self.scale.to(wide), integers.shape[1], s.group, coded)
+        w = w if floats is None else torch.cat([w, floats.to(wide)], 1)
         return in_input_order(w, self.perm).to(dtype)
 
     def round_input(self, x: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ class Atom(TrainedConfig, HessianConfig):
         return store(fits, given.columns, self.w, given.perm, given.activation, floats)
 
     def _input(self, stats: Stats) -> _Input:
-        key = "atom", self.group, self.outliers, self.damp, self.gptq
+        key = "atom", self.group, self.outliers, self.damp, self.gptq, self.activation(len(stats.hessian))
         if key not in stats.kept:
             columns = self.columns(len(stats.hessian))
             found = stats.rounding
