@@ -62,6 +62,8 @@ def by_integers(x: Tensor, w: Any) -> Tensor:
 def test_products_are_those_of_the_formula(case: tuple[str, int, int, int, int, int], M: int, N: int, K: int) -> None:
     for permuted in (True, False):
         w, x = weight(case, N, K, permuted=permuted), inputs(M, K)
+        problem = Problem.of(w, torch.float32)
+        assert (problem.outliers, problem.code_bits) == (min(case[4], K), case[1])
         assert [n for n, why in explain(Problem.of(w, torch.float32)) if why is None] == ["integer-reference"]
         prepared = ops.prepare(w, torch.float32)
         y = ops.matmul(x, prepared)
