@@ -28,7 +28,14 @@ from crelle.formats.base import Spec
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.kv import KVFormat
 from crelle.formats.two_level import TwoLevelTensor
-from crelle.quantizers.atom_grids import Columns, one_level, store_one_level, store_two_levels, two_levels
+from crelle.quantizers.atom_grids import (
+    Columns,
+    one_level,
+    solve_unit,
+    store_one_level,
+    store_two_levels,
+    two_levels,
+)
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, factor, feedback, improve, solve
 from crelle.quantizers.grouping import require_finite, row_slabs
@@ -184,8 +191,8 @@ class Atom(TrainedConfig, HessianConfig):
         fit = feedback(target, given.by, levels)
         if not self.gptq:
             return fit
-        again = [solve, descend] * self.refine + [solve] * (self.refine > 0)
-        steps = again if self.levels == 1 else [descend] * self.refine
+        scales = solve if self.levels == 1 else solve_unit
+        steps = [scales, descend] * self.refine + [scales] * (self.refine > 0)
         return improve(target, given.hessian, given.by.damped, fit, steps)
 
     def _absorbed(self, error: Tensor, given: _Input) -> Tensor:

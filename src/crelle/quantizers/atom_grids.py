@@ -4,7 +4,7 @@ Solvers work on columns that are padded so that every group is whole: [normal | 
 from 0: level i of a group is  (i - shift) scale,  of `count` levels.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -94,6 +94,23 @@ class TwoLevels(Levels):
     unit: Tensor = field(kw_only=True)  # f32 [N]
     a: Tensor = field(kw_only=True)  # f32 [N, C]
     z: Tensor = field(kw_only=True)
+
+    def where(self, rows: Tensor, other: Levels) -> "TwoLevels":
+        assert isinstance(other, TwoLevels)
+        return self.at(torch.where(rows, self.unit, other.unit))
+
+    def at(self, unit: Tensor) -> "TwoLevels":
+        """Return the same integers in other units [N]."""
+        return replace(self, scales=self.scales * (unit / self.unit)[:, None, None], unit=unit)
+
+
+def solve_unit(target: Tensor, hessian: Tensor, fit: Fit) -> Fit:
+    """Return the same codes with the best unit of each row, as f16 stores it."""
+    assert isinstance(fit.levels, TwoLevels)
+    w = fit.levels.decode(fit.codes)
+    seen = w @ hessian
+    best = (target * seen).sum(1) / (w * seen).sum(1).clamp(min=1e-30)
+    return Fit(fit.codes, fit.levels.at((fit.levels.unit * best).clamp(min=TINY).half().float()))
 
 
 def two_levels(w: Tensor, cost: Tensor, columns: Columns, bits: int, *, clip: bool) -> Levels:
