@@ -101,7 +101,10 @@ def test_each_stage_sees_the_stages_before_it_quantized(tiny_model: Path) -> Non
     assert seen[o_proj].cross is not None
 
 
-@pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=2"])
+RESUMED = ("gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=2", "atom:group=16,outliers=4")
+
+
+@pytest.mark.parametrize("scheme", RESUMED)
 def test_a_calibrated_run_that_died_ends_in_the_same_bytes(small_model: Path, tmp_path: Path, scheme: str) -> None:
     text = CalibrationData(text=TEXT, rows=4, length=32)
     quantize(small_model, tmp_path / "whole", scheme, text=text, device="cpu")

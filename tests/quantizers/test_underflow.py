@@ -12,6 +12,9 @@ from crelle.errors import CrelleError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.models.calibration_model import open_model
 from crelle.quantizers.pipeline import Calibration, quantize
+from crelle.quantizers.scheme import parse
+from crelle.quantizers.stats import Stats
+from crelle.quantizers.underflow import underflow
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 PLAIN = [
@@ -121,3 +124,11 @@ def test_the_command_prints_and_reports_it(model: Path, tmp_path: Path, crelle: 
     assert done.returncode == 0
     [warning] = json.loads(done.stdout)["warnings"]
     assert f"warning: {warning}" in done.stderr.splitlines()
+
+
+def test_integer_groups_are_told_by_rows() -> None:
+    w = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+    w[2], w[:, 16:32] = 1e-9, 0  # a group of zeros is no loss
+    stats = Stats(torch.eye(48), torch.ones(48), torch.ones(48), 1)
+    found = underflow("m.weight", parse("atom:group=16,outliers=16").fit(w, stats), lambda: w)
+    assert "1 of 6 rows" in str(found)

@@ -40,7 +40,8 @@ def run(model: Model, plot: Plot = None, json: Json = False) -> None:
         print_json(facts)
         return
     mixed = any(layer["shares"] for layer in facts["layers"])
-    more = ("groups", "outliers") if mixed else ()
+    integers = any(layer["activation"] for layer in facts["layers"])
+    more = (("groups", "outliers") if mixed else ()) + (("activations",) if integers else ())
     table = Table("matrix", "format", "outputs x inputs", "bits", "group", *more, "bits/weight", "MB")
     for layer in facts["layers"]:
         N, K = layer["shape"]
@@ -50,6 +51,8 @@ def run(model: Model, plot: Plot = None, json: Json = False) -> None:
         if mixed:
             cells.append(", ".join(f"{share:.0%} of {bits} bits" for bits, share in layer["shares"].items()))
             cells.append(f"{layer['outliers'] / (N * K):.2%}" if layer["outliers"] else "")
+        if integers:
+            cells.append(layer["activation"] or "")
         table.add_row(*cells, per_weight, megabytes)
     out.print(table)
     out.print(
@@ -78,7 +81,7 @@ def describe(model: Any) -> dict[str, Any]:
     for name in modules:
         w = weights.matrix(name)
         facts = {"name": name, "format": w.format, "shape": list(w.shape), "bits": w.bits, "group": w.group}
-        facts |= {"shares": _shares(w), "outliers": w.spec().get("outliers", 0)}
+        facts |= {"shares": _shares(w), "outliers": w.spec().get("outliers", 0), "activation": _activation(w)}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
         if w.quantized:
             counted.append(layers[-1])
@@ -109,6 +112,12 @@ def _shares(w: "QuantTensor") -> dict[int, float]:
     if (bits := group_bits(w)) is None:
         return {}
     return {b: float((bits == b).float().mean()) for b in sorted(set(bits.tolist()))}
+
+
+def _activation(w: "QuantTensor") -> str | None:
+    """Return how a matrix quantizes its input, e.g. int4/128+128: 4 bits in groups of 128, 128 outliers."""
+    found = getattr(w, "activation", None)
+    return None if found is None else f"{found}, clip {found.clip:g}" if found.clip != 1 else str(found)
 
 
 def _check_plot(path: Path) -> None:

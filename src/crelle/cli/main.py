@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import typer
 
 from crelle.cli import (
+    ablate,
     bench,
     chat,
     demo,
@@ -46,6 +47,7 @@ app = typer.Typer(
 for command in (quantize, search, tune, inspect, evaluate, generate, chat, serve, explain, export, doctor, demo):
     app.command(name=command.NAME)(command.run)
 app.add_typer(bench.app, name=bench.NAME)
+app.add_typer(ablate.app, name=ablate.NAME)
 
 
 def _version(wanted: bool) -> None:

@@ -65,8 +65,11 @@ def run(
     - `mixed:four=0.25,outliers=0.002,group=16`: sensitive groups of input channels at 4 bits, the others at 2, single
       weights at 16; `tune=short` and `tune=full` train it
 
-    `auto`, `gptq`, `awq`, `hbcq`, `bcq-nested` and `mixed` calibrate on data: `--calib FILE`. Without it they take
-    Python's documentation and text sampled from the model itself.
+    - `atom:w=4,a=4,kv=4,group=128,outliers=128`: integer weights and activations (3, 4 or 8 bits), the channels with
+      the largest activations at 8 bits; `a=16`: weights only; `levels=2`: two-level scales; `tune=short`, `tune=full`
+
+    `auto`, `gptq`, `awq`, `hbcq`, `bcq-nested`, `mixed` and `atom` calibrate on data: `--calib FILE`. Without it they
+    take Python's documentation and text sampled from the model itself.
 
     `group` is how many inputs share a scale: smaller is better and larger on disk; `group=row` shares over a row.
 

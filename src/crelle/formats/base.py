@@ -12,6 +12,8 @@ Hooks. Search, training, random weights, `inspect` and the reference kernel know
     q.scales(), q.with_scales(...)  the floating-point scales that train while the codes stay; `dequantize` must be
                                     differentiable in them
     q.quantized                     whether the matrix counts as quantized in sizes and bits per weight
+    q.activation, q.round_input     optional, of formats with quantized activations: their ActivationSpec (or None), and
+                                    x [..., K] as the integer product sees it
 
 A `spec` is what `q.spec()` returns: "format", "shape" and the format's own settings. Nothing requires one number of
 bits or one group size for the whole matrix: where they differ inside it, `bits` is the average and `group` is None.
@@ -19,7 +21,7 @@ A new format is a module with a class under `@register_format`; crelle.formats.b
 that come with Crelle.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -126,6 +128,14 @@ def format_of(spec: Mapping[str, Any]) -> type[QuantTensor]:
 def group_bits(w: QuantTensor) -> Tensor | None:
     """Return the bits of a code in each group of inputs, uint8 [C], where a format lets them differ; else None."""
     found: Tensor | None = getattr(w, "group_bits", None)
+    return found
+
+
+def input_rounding(w: QuantTensor) -> Callable[[Tensor], Tensor] | None:
+    """Return what a matrix with quantized activations does to x [..., K] before the product; None where x stays."""
+    if getattr(w, "activation", None) is None:
+        return None
+    found: Callable[[Tensor], Tensor] = w.round_input  # type: ignore[attr-defined]
     return found
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor
 from crelle.formats.composite import PermutedTensor
+from crelle.formats.grouped import GroupedTensor
+from crelle.formats.two_level import TwoLevelTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,18 @@ class Problem:
     device: str  # "cpu" or "cuda"
     dtype: torch.dtype  # of x and y
     permuted: bool = False  # the weight's columns are permuted; any kernel can have x permuted for it
-    activation: str = "float"  # the format of x as it is multiplied: "float" is that of dtype, not quantized
+    activation: str = "float"  # of x as it is multiplied: "float" (of dtype), or an ActivationSpec
+    outliers: int = 0  # input channels at the end that have bits of their own (formats grouped, two-level)
+    code_bits: int | None = None  # of the other channels, there
 
     @classmethod
     def of(cls, w: QuantTensor, dtype: torch.dtype) -> "Problem":
         N, K = w.shape
         inner = w.inner if isinstance(w, PermutedTensor) else w
-        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w)
+        activation = getattr(inner, "activation", None)  # an ActivationSpec, where the format has one
+        x = "float" if activation is None else str(activation)
+        channels = (inner.sizes.outliers, inner.sizes.bits) if isinstance(inner, GroupedTensor | TwoLevelTensor) else ()
+        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w, x, *channels)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -52,7 +52,6 @@ class Dequantized(Dense):
 
     def supports(self, problem: Problem) -> str | None:
         return takes_floats(problem) if problem.format != "dense" else "has nothing to dequantize in a plain matrix"
-        return None if _quantized(problem) else "has nothing to dequantize in a plain matrix"
 
 
 class Reference(FloatInput):

@@ -13,6 +13,7 @@ from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.cuda.kernel import Cuda, CudaLut
 from crelle.kernels.cuda.mixed_kernel import CudaMixed
+from crelle.kernels.integer_reference import IntegerReference
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference
 
@@ -28,6 +29,7 @@ def kernels() -> tuple[Kernel, ...]:
         CudaMixed(asynchronous=True),
         Cpu("exact"),
         Cpu("int8"),
+        IntegerReference(),
         Dequantized(),
         Reference(),
     )

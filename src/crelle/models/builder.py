@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from crelle.kernels.base import Problem
 from crelle.kernels.registry import explain
 from crelle.kernels.spec import NormSpec
 from crelle.models.families.base import Architecture
+from crelle.models.folding import fold_mlp
 from crelle.models.linear import QuantLinear
 from crelle.models.nested import require
 
@@ -52,6 +53,7 @@ class LayerNorm(nn.Module):
 class Builder:
     """Takes weights from a source and makes layers of them, on a device, at a dtype, nested planes at a precision."""
 
+    folds: ClassVar[bool] = True  # whether matrices may be in an order that is not the model's
     weights: Weights
     names: frozenset[str]
     dtype: torch.dtype
@@ -112,11 +114,15 @@ class Builder:
                 f"first at [{at}]; the file is damaged or was saved from a broken model: get or quantize it anew"
             )
 
-    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> QuantLinear:
+    def linear(
+        self, module: str, N: int, K: int, w: QuantTensor | None = None, rows: Tensor | None = None
+    ) -> QuantLinear:
+        """Build a linear; `rows`: the order of outputs that w is in, for the bias."""
         w = w or self.matrix(module, N, K)
 
         def make() -> QuantLinear:
             bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
+            bias = bias if bias is None or rows is None else bias[rows]
             return QuantLinear(module, w, bias, self.dtype, self._kernel_for(w))
 
         return self.once_for(w, module, make)
@@ -138,11 +144,27 @@ class Builder:
         """Build a norm of a layer; None where the spec has none."""
         return None if spec is None else self.norm(arch.names.of_layer(i, slot), size, spec)
 
-    def linear_of(
-        self, arch: Architecture, i: int, slot: str, N: int, K: int, expert: int | None = None
-    ) -> QuantLinear:
+    def linear_of(self, arch: Architecture, i: int, slot: str, N: int, K: int) -> QuantLinear:
         """Build a linear of a layer; where the config promises a bias, it must be there."""
-        module = arch.names.of_layer(i, slot, expert)
+        module = arch.names.of_layer(i, slot)
+        self._check_bias(arch, i, module)
+        return self.linear(module, N, K)
+
+    def mlp_of(self, arch: Architecture, i: int, expert: int | None = None) -> dict[str, QuantLinear]:
+        """Build the linears of a feed-forward by slot, orders of channels folded where this builder folds."""
+        s, width = arch.spec.layers[i].mlp, arch.spec.width
+        sizes = {"gate": (s.inner, width), "up": (s.inner, width), "down": (width, s.inner)}
+        slots = {slot: arch.names.of_layer(i, slot, expert) for slot in sizes if s.gated or slot != "gate"}
+        for module in slots.values():
+            self._check_bias(arch, i, module)
+        weights, rows = {slot: self.matrix(module, *sizes[slot]) for slot, module in slots.items()}, None
+        if self.folds:
+            weights, rows = fold_mlp(weights)
+        return {
+            slot: self.linear(module, *sizes[slot], weights[slot], None if slot == "down" else rows)
+            for slot, module in slots.items()
+        }
+
+    def _check_bias(self, arch: Architecture, i: int, module: str) -> None:
         if arch.required_biases and arch.spec.layers[i].attention.bias and f"{module}.bias" not in self.names:
             raise FormatError(f"{self.weights.path} has no tensor '{module}.bias'")
-        return self.linear(module, N, K)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.open import Weights
 from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.builder import Builder
@@ -50,14 +50,18 @@ class _WholeSequences(Compute):
 
 @dataclass(frozen=True, slots=True)
 class _OpenBuilder(Builder):
+    folds: ClassVar[bool] = False
+
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         # A copy: quantizers change vectors in place, and what a source reads may be its mapped file.
         return Builder.vector(self, name, size, offset).clone()
 
-    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None) -> Any:
-        weight = (w or self.matrix(module, N, K)).dequantize(torch.float32)
+    def linear(self, module: str, N: int, K: int, w: QuantTensor | None = None, rows: Tensor | None = None) -> Any:
+        w = w or self.matrix(module, N, K)
         bias = self.vector(f"{module}.bias", N) if f"{module}.bias" in self.names else None
-        return TrainableLinear(module, weight, bias)
+        linear = TrainableLinear(module, w.dequantize(torch.float32), bias)
+        linear.activation = input_rounding(w)
+        return linear
 
 
 class CalibrationBlock(nn.Module):

@@ -115,11 +115,9 @@ class Mlp(nn.Module):
 
     def __init__(self, build: Builder, arch: Architecture, i: int, expert: int | None = None) -> None:
         super().__init__()
-        s, width = arch.spec.layers[i].mlp, arch.spec.width
-        self.activation = ACTIVATIONS[s.activation]
-        self.gate = build.linear_of(arch, i, "gate", s.inner, width, expert) if s.gated else None
-        self.up = build.linear_of(arch, i, "up", s.inner, width, expert)
-        self.down = build.linear_of(arch, i, "down", width, s.inner, expert)
+        self.activation = ACTIVATIONS[arch.spec.layers[i].mlp.activation]
+        linears = build.mlp_of(arch, i, expert)
+        self.gate, self.up, self.down = linears.get("gate"), linears["up"], linears["down"]
 
     def forward(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
         if self.gate is None:

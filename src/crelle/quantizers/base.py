@@ -14,7 +14,7 @@ from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import MAX_BITS
 from crelle.formats.dense import DenseTensor
 from crelle.quantizers.calibrate import LayerCalibration
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.stats import InputRounding, Stats
 
 Group = int | Literal["row"]
 
@@ -60,6 +60,15 @@ class LayerQuantizer(Protocol):
 
     def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         """Improve the fitted matrices together."""
+        ...
+
+
+@runtime_checkable
+class ActivationQuantizer(Protocol):
+    """A config that also quantizes the inputs of the matrices that it fits."""
+
+    def rounding(self, stats: Stats) -> InputRounding | None:
+        """Choose how an input is quantized, the same for all that read it; None: not at all."""
         ...
 
 
@@ -166,11 +175,13 @@ def _format_value(value: Any) -> str:
 
 
 def _read(scheme: str, key: str, kind: Any, text: str) -> Any:
-    """Read a setting of type bool, int, float, a Literal of names, or a union of these."""
+    """Read a setting of type bool, int, float, str, a Literal of names, or a union of these."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     names = [name for k in kinds if get_origin(k) is Literal for name in get_args(k)]
     if bool in kinds:
         names += ["true", "false"]
+    if str in kinds:
+        return text
     if text in names:
         return text == "true" if bool in kinds else text
     number = float if float in kinds else int if int in kinds else None

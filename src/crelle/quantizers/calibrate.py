@@ -11,17 +11,18 @@ returns [S, T, N], one K² Hessian.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, input_rounding
 from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
-from crelle.quantizers.stats import Stats, StatsCollector
+from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
 from crelle.quantizers.training import relative_error
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
+Rounding = Callable[[str, Stats], InputRounding | None]  # how a module's input is to be quantized, by its stats
 
 
 class _SeenError(Exception):
@@ -104,19 +105,29 @@ class LayerCalibration:
         return self._calibrator.hidden
 
     @torch.no_grad()
-    def fit(self, fit: Fit) -> dict[str, QuantTensor]:
-        """Quantize the layer stage by stage; the block is left with the quantized weights in it."""
+    def fit(self, fit: Fit, rounding: Rounding | None = None) -> dict[str, QuantTensor]:
+        """Quantize the layer stage by stage; the block is left with the quantized weights in it.
+
+        Where `rounding` quantizes the input of a matrix, that matrix is fitted to the quantized input.
+        """
         fitted: dict[str, QuantTensor] = {}
         self._tapes = [Tape() for _ in self._batches()]  # what stands before a stage no longer changes
         for stage in self.block.stages():
+            weights = {name: self.full.linears()[name].weight for name in stage}
             stats = self.stats(stage[0])
-            for name in stage:
-                fitted[name] = fit(name, self.full.linears()[name].weight, stats)
+            by_rounding: dict[InputRounding, Stats] = {}
+            if rounding is not None:
+                stats = replace(stats, readers=torch.stack([w.T @ w for w in weights.values()]).sum(0))
+            for name, weight in weights.items():
+                found = None if rounding is None else rounding(name, stats)
+                if found is not None and found not in by_rounding:
+                    by_rounding[found] = self.stats(stage[0], found)
+                fitted[name] = fit(name, weight, stats if found is None else by_rounding[found])
             self._set({name: fitted[name] for name in stage})
         return fitted
 
     @torch.no_grad()
-    def stats(self, name: str) -> Stats:
+    def stats(self, name: str, rounding: InputRounding | None = None) -> Stats:
         """Return the stats of the input of one linear, as the block stands now."""
         K = self.block.linears()[name].weight.shape[1]
         collector = StatsCollector(K, self._calibrator.device, cross=True)
@@ -126,8 +137,9 @@ class LayerCalibration:
             with half_products(self._calibrator.device, self._calibrator.half):
                 x = _input(self.block, name, quantized, self._tapes[i] if self._tapes else None)
                 x_full = read[i] if known else _input(self.full, name, full)
+            x = x if rounding is None else rounding(x)
             collector.add(weight[..., None] * x, weight[..., None] * x_full)
-        return collector.stats()
+        return replace(collector.stats(), rounding=rounding)
 
     def full_changed(self) -> None:
         """Forget what the full-precision layer's linears read: it has been changed."""
@@ -154,7 +166,9 @@ class LayerCalibration:
 
     def _set(self, fitted: Mapping[str, QuantTensor]) -> None:
         for name, w in fitted.items():
-            self.block.linears()[name].weight = w.dequantize(torch.float32).to(self._calibrator.device)
+            linear = self.block.linears()[name]
+            linear.weight = w.dequantize(torch.float32).to(self._calibrator.device)
+            linear.activation = input_rounding(w.to(self._calibrator.device))
 
     @torch.no_grad()
     def end(self) -> float:

@@ -18,6 +18,7 @@ Rows are independent, and every step keeps, row by row, the better of before and
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class Levels:
     scales: Tensor  # f32 [N, C, U], values that f16 can represent
     group: int
     shift: Tensor | None = None  # f32 [N, C, U]
+    count: Sequence[int] | None = None  # levels that each group uses of the book, from the first on; None: all
 
     def values(self) -> Tensor:
         """Return the levels [N, C, L]."""
@@ -54,6 +56,8 @@ class Levels:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the weights that codes [N, K] stand for."""
+        if self.count is not None:  # a long book of which most groups use little
+            return (self.features(codes) * expand_groups(self.scales.movedim(-1, 0), self.group, codes.shape[1])).sum(0)
         grouped, _ = to_groups(codes, self.group)
         return from_groups(self.values().gather(-1, grouped.long()), codes.shape[1])
 
@@ -81,15 +85,19 @@ class LDLFactor(NamedTuple):
     damped: Tensor  # f32 [K, K], H as it was decomposed, in the original order
 
 
-def factor(hessian: Tensor, damp: float, *, act_order: bool) -> LDLFactor:
-    """Decompose the Hessian, adding `damp` times its mean diagonal, and more where that does not make it definite."""
+def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | None = None) -> LDLFactor:
+    """Decompose the Hessian, adding `damp` times its mean diagonal, and more where that does not make it definite.
+
+    `order`: in which columns are rounded, where neither their own order nor that of the activations is wanted.
+    """
     if not torch.isfinite(hessian).all():
         raise SchemeError("the statistics of a layer's inputs hold NaN or infinity")
     K = len(hessian)
     H = hessian.double()
     diagonal = H.diagonal()
     mean = diagonal.mean() if (diagonal > 0).any() else torch.ones_like(diagonal[0])
-    order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(K, device=H.device)
+    if order is None:
+        order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(K, device=H.device)
     backwards = order.flip(0)  # the Cholesky factor of H with its inputs reversed is M √D reversed
     reversed_hessian = H[backwards][:, backwards]
     eye = torch.eye(K, dtype=H.dtype, device=H.device)
@@ -114,6 +122,10 @@ def inverse_diagonal(by: LDLFactor) -> Tensor:
 
 
 def _level_table(levels: Levels) -> LevelTable:
+    if levels.count is not None:  # levels ascend: one positive scale, and a book in order
+        shift = torch.zeros_like(levels.scales) if levels.shift is None else levels.shift
+        each = [(levels.book[:n] - shift[None, :, c, 0]) * levels.scales[:, c, 0] for c, n in enumerate(levels.count)]
+        return LevelTable(torch.cat(each), None, [0, *accumulate(levels.count)][:-1], levels.count)
     values, codes = levels.values().permute(1, 2, 0).contiguous().sort(1)  # [C, L, N]
     C, L, _ = values.shape
     return LevelTable(values.flatten(0, 1), codes.to(torch.uint8).flatten(0, 1), range(0, C * L, L), [L] * C)

@@ -39,7 +39,7 @@ class Tape:
 
 
 class TrainableLinear(nn.Module):
-    """y = x Wᵀ + bias, where W can be replaced or computed by a trainable module, and x can be observed."""
+    """y = x Wᵀ + bias, where W can be replaced or computed by a trainable module, and x observed or rounded."""
 
     weight: Tensor  # f32 [N, K]
 
@@ -49,6 +49,7 @@ class TrainableLinear(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         self.coder: nn.Module | None = None  # computes W [N, K] instead of `weight`
         self.watch: Callable[[Tensor], None] | None = None  # called with every input
+        self.activation: Callable[[Tensor], Tensor] | None = None  # rounds x before the product (quantized activations)
         self.tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,6 +58,7 @@ class TrainableLinear(nn.Module):
         return self._product(x) if self.tape is None else self.tape(lambda: self._product(x))
 
     def _product(self, x: Tensor) -> Tensor:
+        x = x if self.activation is None else self.activation(x)
         return F.linear(x, self.weight if self.coder is None else self.coder(), self.bias)
 
 

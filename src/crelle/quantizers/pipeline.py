@@ -33,11 +33,11 @@ from crelle.formats.io import read_json, to_json, write_whole
 from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.base import Cast, LayerQuantizer, Passthrough, Quantizer
+from crelle.quantizers.base import ActivationQuantizer, Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.stats import InputRounding, Stats
 from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
 
@@ -264,13 +264,21 @@ def _quantize_layer(
         with _about(f"{module}.weight"):
             return chosen(module).fit(weight, stats)
 
+    def rounding(module: str, stats: Stats) -> InputRounding | None:
+        config = chosen(module)
+        if not isinstance(config, ActivationQuantizer):
+            return None
+        with _about(f"{module}.weight"):
+            return config.rounding(stats)
+
     layer = calibrator.begin()
     with _about(shard.name):
         changed = default.before_layer(layer) if isinstance(default, LayerQuantizer) else {}
     kept = [m for m in layer.block.linears() if _keeps(m, default, special)]
     if changed and kept:
         raise SchemeError(f"'{kept[0]}' cannot be kept as it is: scheme '{default}' rescales the inputs of its layer")
-    fitted = layer.fit(fit)
+    quantizes_inputs = any(isinstance(chosen(m), ActivationQuantizer) for m in layer.block.linears())
+    fitted = layer.fit(fit, rounding if quantizes_inputs else None)
     if isinstance(default, LayerQuantizer):
         with _about(shard.name):
             trained = default.after_layer(layer, fitted)

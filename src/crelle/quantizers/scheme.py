@@ -9,12 +9,14 @@
     hbcq:bits=3,group=128                binary coding by the layer's output error     [settings: see its module]
     bcq-nested:bits=4,group=128          2, 3 and 4 bits in one checkpoint             [settings: see its module]
     mixed:group=16,four=0.25             2 and 4 bits in one matrix, 16-bit outliers   [outliers=0.002; see its module]
+    atom:w=4,a=4,kv=4,group=128,outliers=128   integer weights and activations, outlier channels in 8 bits
 
 `group=row` shares the scales over a whole row. A config is a frozen dataclass: `parse` builds it from the string,
 `str` writes it back, with settings at their defaults left out except bits and group.
 """
 
 from crelle.errors import SchemeError
+from crelle.quantizers.atom import Atom
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.awq import AWQ
 from crelle.quantizers.base import Cast, GroupedConfig, Passthrough, Quantizer
@@ -25,7 +27,7 @@ from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.nested import Nested
 from crelle.quantizers.rtn import RTN
 
-CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Auto)}
+CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Atom, Auto)}
 
 
 def parse(scheme: str) -> Quantizer:

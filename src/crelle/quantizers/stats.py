@@ -6,7 +6,9 @@ With X̂ [T, K] the inputs that the layer gets in the quantized model, and X tho
     cross   = Xᵀ X̂ / T        the weight that best compensates the error of the inputs is  W cross hessian⁻¹
     absmax, absmean           of X̂, per input channel
 
-They are sums over tokens, so memory is a few K² whatever the amount of data.
+They are sums over tokens, so memory is a few K² whatever the amount of data. Where the layer's activations are to be
+quantized, X̂ is what the integers stand for (`rounding`); how to quantize them is decided on stats without that, which
+have a sample of inputs and, of the weights W that read them, readers = Σ Wᵀ W.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +18,20 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
+from crelle.formats.activations import ActivationSpec
+
+_SAMPLE = 128  # inputs of every batch that are kept as they are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputRounding:
+    """Quantized activations of an input: the order of its channels, and bits, groups and outliers in that order."""
+
+    perm: Tensor  # int64 [K]
+    spec: ActivationSpec
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.spec.round(x, self.perm.to(x.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +43,20 @@ class Stats:
     absmean: Tensor  # f32 [K]
     tokens: int
     cross: Tensor | None = None  # f32 [K, K]
+    sample: Tensor | None = None  # f32 [S, K], some of the inputs
+    readers: Tensor | None = None  # f32 [K, K]
+    rounding: InputRounding | None = None  # of the inputs of which these are the sums
     kept: dict[Any, Any] = field(default_factory=dict)  # what is made of this once for all weights of the input
 
     def to(self, device: str) -> "Stats":
         """Return the same on another device, copied once for all weights of this input."""
         if device not in self.kept:
-            cross = None if self.cross is None else self.cross.to(device)
+            cross, sample, readers = (
+                None if t is None else t.to(device) for t in (self.cross, self.sample, self.readers)
+            )
             hessian, absmax, absmean = (t.to(device) for t in (self.hessian, self.absmax, self.absmean))
-            self.kept[device] = Stats(hessian, absmax, absmean, self.tokens, cross)
+            others = sample, readers, self.rounding
+            self.kept[device] = Stats(hessian, absmax, absmean, self.tokens, cross, *others)
         found: Stats = self.kept[device]
         return found
 
@@ -73,6 +95,7 @@ class StatsCollector:
         self._cross = torch.zeros(K, K, device=device) if cross else None
         self._absmax, self._abssum = torch.zeros(K, device=device), torch.zeros(K, device=device)
         self._tokens = 0
+        self._sample: list[Tensor] = []
 
     def add(self, x: Tensor, full: Tensor | None = None) -> None:
         """Add inputs [..., K]."""
@@ -83,8 +106,10 @@ class StatsCollector:
         self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         self._abssum += x.abs().sum(0)
         self._tokens += len(x)
+        self._sample.append(x[:: max(1, len(x) // _SAMPLE)].clone())
 
     def stats(self) -> Stats:
         T = max(1, self._tokens)
         cross = None if self._cross is None else self._cross / T
-        return Stats(self._hessian / T, self._absmax, self._abssum / T, self._tokens, cross)
+        sample = torch.cat(self._sample) if self._sample else None
+        return Stats(self._hessian / T, self._absmax, self._abssum / T, self._tokens, cross, sample)

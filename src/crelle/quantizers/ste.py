@@ -5,6 +5,7 @@ STEWeight   an affine grid; weights, scales and lows train with a straight-throu
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
 STEMixed    the same for 2- and 4-bit groups with second-order scales (crelle.quantizers.mixed_ste)
+STEGrouped, STETwoLevel  the same for integers with outlier columns (crelle.quantizers.grouped_ste)
 ScaleTuner  codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
 All parameters are stored in units of the group's initial step size, so one learning rate fits every layer. Scales are
@@ -20,7 +21,10 @@ from torch import Tensor, nn
 from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
+from crelle.formats.grouped import GroupedTensor
 from crelle.formats.mixed import MixedTensor
+from crelle.formats.two_level import TwoLevelTensor
+from crelle.quantizers.grouped_ste import STEGrouped, STETwoLevel
 from crelle.quantizers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.mixed_ste import STEMixed
 from crelle.quantizers.ste_base import OnGrid, TrainableWeight, as_f16
@@ -100,6 +104,8 @@ def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
 STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
     AffineTensor.format: STEWeight,
     MixedTensor.format: STEMixed,
+    GroupedTensor.format: STEGrouped,
+    TwoLevelTensor.format: STETwoLevel,
 }
 
 

@@ -26,7 +26,8 @@ def underflow(name: str, stored: QuantTensor, source: Callable[[], Tensor]) -> s
         return None
     N, K = inner.shape
     per_group = (N, groups_in(K, inner.group)) if inner.quantized and inner.group else None
-    by_row = any(t.shape[-2:] != per_group for t in scales)  # without one group size, rows count as groups
+    # Without one group size, or with columns in an order of their own, rows count as groups.
+    by_row = any(t.shape[-2:] != per_group for t in scales) or getattr(inner, "perm", None) is not None
     if by_row:
         scales = [inner.dequantize()]
     small = torch.stack([_largest(t, N, by_row) for t in scales]).amax(0) < COARSE  # [N, C]

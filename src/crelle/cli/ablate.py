@@ -1,0 +1,78 @@
+"""crelle ablate: what each part of a method contributes."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crelle.cli.calibration import CalibrationText, calibration_text
+from crelle.cli.console import Device, Json, Results, Threads, draw_whole, err, out, print_json, tracking, use_threads
+
+NAME = "ablate"
+app = typer.Typer(no_args_is_help=True, help="What each part of a method contributes, as perplexities.")
+
+
+@app.command()
+def atom(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory or a .gguf file.")],
+    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
+    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
+    calib: CalibrationText = None,
+    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 64,
+    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
+    w: Annotated[int, typer.Option("--w", help="Bits of weights: 3, 4 or 8.")] = 4,
+    a: Annotated[int, typer.Option("--a", help="Bits of activations: 3, 4 or 8.")] = 4,
+    kv: Annotated[str, typer.Option("--kv", help="The KV cache of the last steps.")] = "4",
+    group: Annotated[int, typer.Option("--group", help="Channels that share a scale.")] = 128,
+    outliers: Annotated[int, typer.Option("--outliers", help="Channels with 8 bits.")] = 128,
+    train: Annotated[int, typer.Option("--train", help="Steps of training per layer in the last row; 0: none.")] = 64,
+    device: Device = "auto",
+    threads: Threads = None,
+    target: Results = None,
+    json: Json = False,
+) -> None:
+    """Add the parts of Atom one by one: outlier channels, groups, clipping, error feedback, KV cache, training.
+
+    Every row is a checkpoint that is quantized, measured by the kernels that serve it, and deleted.
+
+    **Example**: `crelle ablate atom ./SmolLM2-135M --text wiki.txt --tokens 10240 --out ablation.json`
+    """
+    from rich.table import Table
+
+    from crelle.bench.environment import environment
+    from crelle.eval.ablation import ablate, atom_steps
+    from crelle.eval.text import read_text
+    from crelle.formats.io import to_json, write_whole
+    from crelle.plots import plot_bars
+    from crelle.quantizers.scheme import parse
+
+    use_threads(threads)
+    steps = atom_steps(w, a, kv, group, outliers, train)
+    for step in steps:
+        parse(step.scheme or "fp32")  # refuse before the work what cannot be done
+    corpus, calibration = read_text(text), calibration_text(calib, rows=rows, length=length)
+    found = []
+    with tracking("ablation") as track:
+        options = {"context": context, "tokens": tokens, "device": device, "progress": track}
+        for row in ablate(model, steps, corpus, calibration, **options):  # type: ignore[arg-type]
+            found.append(row)
+            err.print(f"{row.name}: {row.perplexity:.3f} ({row.ratio:.3f})", highlight=False)
+    result = {"model": model.name, "context": context, "tokens": tokens, "rows": [asdict(row) for row in found]}
+    if target is not None:
+        write_whole(target, to_json({**environment(), **result}))
+        names, ratios = [row.name for row in found], [row.ratio for row in found]
+        title = f"{model.name}: W{w}A{a}, part by part"
+        draw_whole(
+            target.with_suffix(".png"),
+            lambda path: plot_bars(path, names, {"perplexity ratio": ratios}, title, "times full precision"),
+        )
+    if json:
+        print_json(result)
+        return
+    table = Table("step", "perplexity", "ratio", "bits/weight", "scheme")
+    for row in found:
+        bits = f"{row.bits_per_weight:.3f}" if row.bits_per_weight else ""
+        table.add_row(row.name, f"{row.perplexity:.3f}", f"{row.ratio:.3f}", bits, row.scheme)
+    out.print(table)
