@@ -21,7 +21,10 @@ def run(
     *,
     options: ModelOptions,
     kv: Annotated[
-        str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4, or e.g. kv4:group=64 (docs/notes/kv.md).")
+        str,
+        typer.Option(
+            "--kv", help="Bits of the KV cache, e.g. 4, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md)."
+        ),
     ] = "16",
     json: Json = False,
 ) -> None:

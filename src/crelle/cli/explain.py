@@ -30,7 +30,7 @@ _TOLD = {
 def run(
     model: Model,
     device: Device = "auto",
-    kv: Annotated[str, typer.Option("--kv", help="Bits of the KV cache it is to run with: 16, 8 or 4.")] = "16",
+    kv: Annotated[str, typer.Option("--kv", help="KV cache to run with, e.g. 4, k4v2 or 4,layers.0=8.")] = "16",
     json: Json = False,
 ) -> None:
     """Print layer → kernel → why not the others, and which executor runs the layers.

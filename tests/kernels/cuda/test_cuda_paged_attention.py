@@ -186,7 +186,8 @@ def _poisoned(fmt: KVFormat, pages: int, heads: int, D: int, dtype: torch.dtype)
 
 
 def _on_device(pages: KVPages) -> KVPages:
-    return KVPages(pages.format, pages.head_size, *[t.cuda() for t in pages.tensors()])
+    codes, words = pages.codes.cuda(), None if pages.words is None else pages.words.cuda()
+    return replace(pages, codes=codes, words=words)
 
 
 def _ints(x: object) -> Tensor:

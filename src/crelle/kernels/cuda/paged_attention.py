@@ -49,6 +49,8 @@ def supports(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dt
     """Return None, or why these kernels cannot do it; `values`: the type of 16-bit pages, where it is not `dtype`."""
     if dtype not in _SIZES or (not fmt.coded and (values or dtype) not in _SIZES):
         return f"attends in float16 and bfloat16, not in {dtype if dtype not in _SIZES else values}"
+    if not fmt.uniform or fmt.bits < 4:
+        return f"reads keys and values of one width, 16, 8 or 4 bits, in all layers, not {fmt}"
     if head_size % 16 or not 16 <= head_size <= 256:
         return f"takes heads of 16, 32, … 256 channels, not of {head_size}"
     if fmt.page % _TOKENS:
@@ -62,7 +64,7 @@ def most_heads(fmt: KVFormat, head_size: int) -> int:
     """Return how many query heads may share a read: 8, 4, 2, 1, or 0 where none can (`Columns` in kv_fragments.cuh)."""
     if not fmt.coded:
         return _HEADS
-    wide, group = 128 // fmt.bits, head_size // fmt.groups(head_size)
+    wide, group = 128 // fmt.bits, head_size // fmt.key.groups(head_size)
     for heads in (8, 4, 2, 1):
         together = group * _HEADS // heads  # channels whose columns lie together
         ends = ((u, min(u + wide, head_size) - 1) for u in range(0, head_size, wide))
@@ -87,14 +89,16 @@ def tile_config(
         if splits * blocks > devices and (splits * blocks > 4 * devices or longest < 8192 * splits):
             break
         splits *= 2
-    occupancy = 16 if fmt.bits == 4 and group <= 4 and group * fmt.groups(head_size) <= 16 and head_size <= 128 else 12
+    occupancy = (
+        16 if fmt.bits == 4 and group <= 4 and group * fmt.key.groups(head_size) <= 16 and head_size <= 128 else 12
+    )
     return PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
 
 
 def shared_bytes(p: PagedTileConfig, fmt: KVFormat, head_size: int) -> int:
     """Return what a thread block of `attend` needs (`Pages::TILE` in kv_fragments.cuh)."""
     units = -(-head_size * fmt.bits // 128)
-    tile = 2 * (256 * units + 32 * fmt.groups(head_size))
+    tile = 2 * (256 * units + 32 * fmt.key.groups(head_size))
     return p.warps * p.stages * p.tiles * -(-tile // 128) * 128
 
 
@@ -102,28 +106,27 @@ def attend_variant(
     p: PagedTileConfig, fmt: KVFormat, head_size: int, values: torch.dtype, dtype: torch.dtype
 ) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result."""
-    arguments = (
-        f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
-    )
+    form = f"{head_size}, {fmt.bits}, {fmt.key.groups(head_size)}"
+    arguments = f"{form}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
     types = f"{str(fmt.rotate).lower()}, {C_TYPES[values]}, {C_TYPES[dtype]}"
     return "paged_attention.cu", f"crelle::paged_attend<{arguments}, {types}>"
 
 
 def append_variant(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype) -> tuple[str, str]:
     """`dtype`: that of q, k and v; `values`: the type of 16-bit pages, f16 for codes."""
-    arguments = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {str(fmt.rotate).lower()}"
+    arguments = f"{head_size}, {fmt.bits}, {fmt.key.groups(head_size)}, {str(fmt.rotate).lower()}"
     name = "paged_append_8lane" if _lanes(fmt, head_size) == 8 else "paged_append"
     return "paged_append.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
 
 
 def _lanes(fmt: KVFormat, head_size: int) -> int:
     """Return how many lanes have a head in `append`: 8 where it is a power of two and groups are whole lanes'."""
-    return 8 if head_size >= 64 and head_size & (head_size - 1) == 0 and fmt.groups(head_size) <= 16 else 32
+    return 8 if head_size >= 64 and head_size & (head_size - 1) == 0 and fmt.key.groups(head_size) <= 16 else 32
 
 
 def read_variant(fmt: KVFormat, head_size: int, values: torch.dtype) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; also that of the result."""
-    arguments = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}"
+    arguments = f"{head_size}, {fmt.bits}, {fmt.key.groups(head_size)}"
     return "paged_append.cu", f"crelle::paged_read<{arguments}, {C_TYPES[values]}>"
 
 
