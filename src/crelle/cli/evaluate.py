@@ -26,12 +26,6 @@ def run(
     bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
     *,
     options: ModelOptions,
-    kv: Annotated[
-        str,
-        typer.Option(
-            "--kv", help="Bits of the KV cache, e.g. 4, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md)."
-        ),
-    ] = "16",
     kl: Annotated[
         bool, typer.Option("--kl", help="KL divergence of the next token's distribution from that of a 16-bit cache.")
     ] = False,
@@ -61,7 +55,7 @@ def run(
         raise SchemeError(f"--kl-limit is a divergence in nats, at least 0, not {kl_limit:g}")
     use_threads(options.threads)
     corpus = read_text(text)
-    llm = options.load(model, kv)
+    llm = options.load(model)
     if reason := why_not_fused(llm.kv, llm.model.device.type):
         err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
     if kl or kl_limit is not None:
