@@ -72,7 +72,7 @@ def _built(file: str, expression: str, kinds: str) -> ctypes.CDLL:
         for name, text in sources.items():
             (folder / name).write_text(text)
         made = folder / "kernel.so"
-        options = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+        options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
         subprocess.run([str(COMPILER), *options, "-o", str(made), str(folder / "main.cpp")], check=True)
         made.rename(library)
         shutil.rmtree(folder)

@@ -58,6 +58,38 @@ inline void matrices(uint32 (&to)[COUNT], const void *row) {
   memcpy(to, emulator.out[me], 4 * COUNT);
 }
 
+// The transposes of what `matrices` gives, and of a matrix that a warp holds.
+inline void transposed(uint32 (&to)[4], const void *row) {
+  const int me = emulator.current;
+  memcpy(emulator.in[me], &row, sizeof row);
+  with_warp([](int first) {
+    for (int lane = 0; lane < 32; lane++)
+      for (int m = 0; m < 4; m++)
+        for (int i = 0; i < 2; i++) {
+          const char *from;
+          memcpy(&from, emulator.in[first + m * 8 + lane % 4 * 2 + i], sizeof from);
+          memcpy(reinterpret_cast<char *>(emulator.out[first + lane]) + 4 * m + 2 * i, from + lane / 4 * 2, 2);
+        }
+  });
+  memcpy(to, emulator.out[me], 16);
+}
+inline uint32 transposed(uint32 matrix) {
+  const int me = emulator.current;
+  memcpy(emulator.in[me], &matrix, 4);
+  with_warp([](int first) {
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 2; i++) {
+        const char *from = reinterpret_cast<const char *>(emulator.in[first + (lane % 4 * 2 + i) * 4 + lane / 8]);
+        memcpy(reinterpret_cast<char *>(emulator.out[first + lane]) + 2 * i, from + lane / 4 % 2 * 2, 2);
+      }
+  });
+  uint32 to;
+  memcpy(&to, emulator.out[me], 4);
+  return to;
+}
+
+inline uint32 masked(uint32 v, uint32 mask, uint32 exponent) { return (v & mask) | exponent; }
+
 template <typename T>
 inline uint32 pair(float first, float second) {
   const T v[2] = {from_float<T>(first), from_float<T>(second)};

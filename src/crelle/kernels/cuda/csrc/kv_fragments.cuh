@@ -150,12 +150,6 @@ struct Pages {
     return codes + place(UNITS % 2 && second >= UNITS ? UNITS - 1 : second, lane % 16);
   }
 
-  static __device__ __forceinline__ uint32 masked(uint32 v, uint32 mask, uint32 exponent) {
-    uint32 to;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(v), "r"(mask), "r"(exponent));  // v & mask | exponent
-    return to;
-  }
-
   // 1024 + code to code - 128, for two.
   static __device__ __forceinline__ uint32 centred(uint32 v) {
     const half2 to = __hsub2(*reinterpret_cast<half2 *>(&v), __float2half2_rn(1152));

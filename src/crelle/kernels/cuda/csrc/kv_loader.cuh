@@ -1,17 +1,9 @@
 // How a warp loads tiles of 16 tokens of one key head: which bytes of the pages a lane copies, and where to.
 #pragma once
+#include "copies.cuh"
 #include "kv_fragments.cuh"
 
 namespace crelle {
-
-// Copy up to BYTES (8 or 16) into shared memory; the rest becomes zeros.
-template <int BYTES>
-__device__ __forceinline__ void copy(uint32 to, const char *from, int bytes = BYTES) {
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
 
 // Where the tiles of 16 tokens of one key head are, and what a lane copies of them.
 template <int D, int BITS, int C>
@@ -47,15 +39,15 @@ struct KVLoader {
       for (int j = 0; j < (PIECES + 31) / 32; j++) {
         if (PIECES % 32 && lane + 32 * j >= PIECES) break;
         const int at = P::PIECE == 16 ? P::place_behind(place, j) : place_of_half(lane + 32 * j);
-        copy<P::PIECE>(to + kind * P::CODES + at, from + 32 * j * P::PIECE);
+        copy_padded<P::PIECE>(to + kind * P::CODES + at, from + 32 * j * P::PIECE);
       }
     }
     if constexpr (P::CODED && WORDS <= 32) {
-      if (WORDS == 32 || lane < WORDS) copy<16>(to + 2 * P::CODES + 16 * lane, words + (size_t)row * (2 * C));
+      if (WORDS == 32 || lane < WORDS) copy_padded<16>(to + 2 * P::CODES + 16 * lane, words + (size_t)row * (2 * C));
     } else {
 #pragma unroll
       for (int j = 0; j < WORDS / 32; j++)
-        copy<16>(to + 2 * P::CODES + 16 * (lane + 32 * j), words + (size_t)row * (2 * C) + words_at(lane + 32 * j));
+        copy_padded<16>(to + 2 * P::CODES + 16 * (lane + 32 * j), words + (size_t)row * (2 * C) + words_at(lane + 32 * j));
     }
   }
   // Ask for a tile of which only `count` tokens are there; seldom.
@@ -65,12 +57,12 @@ struct KVLoader {
       const int kind = piece >= PIECES, i = piece - kind * PIECES;
       const char *from = (kind ? values : keys) + (size_t)row * P::ROW + (i - lane) * P::PIECE;
       const int at = P::PIECE == 16 ? P::place(i) : place_of_half(i);
-      copy<P::PIECE>(to + kind * P::CODES + at, from, i / ALONG < count ? P::PIECE : 0);
+      copy_padded<P::PIECE>(to + kind * P::CODES + at, from, i / ALONG < count ? P::PIECE : 0);
     }
     if constexpr (P::CODED) {
 #pragma unroll 1
       for (int piece = lane; piece < WORDS; piece += 32)
-        copy<16>(to + 2 * P::CODES + 16 * piece,
+        copy_padded<16>(to + 2 * P::CODES + 16 * piece,
                  words + (size_t)row * (2 * C) + words_at(piece) - (WORDS <= 32 ? words_at(lane) : 0),
                  min(16, max(0, (count * C - piece % (2 * C) * 8) * 2)));
     }

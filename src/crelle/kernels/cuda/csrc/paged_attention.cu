@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   const int share = (pieces + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
   const int mine = (max(min(share, pieces - begin) - warp, 0) + WARPS - 1) / WARPS;
   char *queue = shared + warp * OWN;
-  const uint32 queue_at = static_cast<uint32>(__cvta_generic_to_shared(queue));
+  const uint32 queue_at = shared_address(queue);
 
   const auto tile_of = [&](int i) { return base + (begin + warp + WARPS * i) * U; };
   const auto rows_of = [&](int i) {  // lane l has tile l % U of piece i + l / U
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u), left - 16 * u);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   };
   // The last token was stored by the kernel before; all others, table and lengths were there when that one began.
   const bool early = mine > STAGES && (tile_of(STAGES - 1) + U) * 16 < end;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 
 #pragma unroll 1
   for (int i = 0, at = 0; i < mine; i++, at = at + 1 == STAGES ? 0 : at + 1) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    wait_for_copies<STAGES - 1>();
     __syncwarp();
     const char *stage = queue + at * STAGE;
 

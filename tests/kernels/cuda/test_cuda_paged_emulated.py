@@ -1,0 +1,89 @@
+"""paged_append.cu and paged_attention.cu on a CPU (emulated.py) against reference_attention.py."""
+
+import pytest
+import torch
+from emulated import COMPILER, EmulatedKernel
+from torch import Tensor
+
+from crelle.formats.kv import KVFormat, KVPages, hadamard
+from crelle.kernels import reference_attention as kv
+from crelle.kernels.cuda import paged_attention
+from crelle.kernels.cuda.paged_attention import PagedTileConfig
+
+HALF = torch.float16
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "load", EmulatedKernel)
+    monkeypatch.setattr(paged_attention, "multiprocessors", lambda: 132)
+
+
+def poisoned(fmt: KVFormat, count: int, heads: int, D: int) -> KVPages:
+    made = KVPages.new(fmt, count, heads, D, HALF, "cpu")
+    made.codes.view(torch.uint8).fill_(255)
+    if made.words is not None:
+        made.words.fill_(-1)  # scales that are not numbers
+    return made
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def ints(*x: int) -> Tensor:
+    return torch.tensor(x, dtype=torch.int32)
+
+
+def attended(q: Tensor, pages: KVPages, table: Tensor, length: int) -> Tensor:
+    """softmax(q K^T / sqrt(D)) V in f64 of what the pages hold: q [H, D] -> [H, D]."""
+    fmt, (H, D) = pages.format, q.shape
+    k, v = pages.read(table[: -(-length // fmt.page)].long())[:, :, :length].double()
+    grouped = hadamard(q, fmt.key).double().view(pages.heads, -1, D)
+    seen: Tensor = (grouped @ k.mT * D**-0.5).softmax(-1) @ v
+    return hadamard(seen.view(H, D).float(), fmt.value).double()
+
+
+CASES = [
+    ("kv16", 64, 4),
+    ("kv8", 64, 2),
+    ("kv4", 64, 4),
+    ("kv4", 128, 1),
+    ("kv4:group=16,rotate=false", 80, 2),
+]
+
+
+@pytest.mark.parametrize(("text", "D", "group"), CASES)
+def test_append_stores_the_bits_of_the_reference_and_attention_reads_them(text: str, D: int, group: int) -> None:
+    fmt, heads, lengths = KVFormat.parse(text), 2, [70, 1, 33]
+    table = torch.randperm(15, generator=torch.Generator().manual_seed(1)).int().view(3, 5)
+    starts = [0, 70, 71, 104]
+    k, v, center = random(104, heads, D), random(104, heads, D, seed=1), random(heads, D, seed=2).float()
+    mine, theirs = (poisoned(fmt, 16, heads, D) for _ in range(2))
+    off = center if fmt.key.coded else None
+    kv.append(k, v, theirs, table, [0, 0, 0], starts=starts, center=off)
+    paged_attention.append(k, v, mine, table, ints(0, 0, 0), starts=ints(*starts), center=off)
+    for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    q = random(3, heads * group, D, seed=3)
+    for splits in (1, 3):
+        usual = paged_attention.tile_config(fmt, 3, heads * group, heads, D, 80)
+        config = PagedTileConfig(usual.group, usual.chunks, splits, 2, 2, 2, usual.occupancy)
+        y = paged_attention.attend(q, mine, table, ints(*lengths), config=config, dtype=HALF)
+        for b, n in enumerate(lengths):
+            want = attended(q[b], mine, table[b], n)
+            assert (y[b].double() - want).abs().max() <= 2e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4"])
+def test_read_gives_what_the_pages_hold(text: str) -> None:
+    fmt = KVFormat.parse(text)
+    table = torch.randperm(10, generator=torch.Generator().manual_seed(1)).int().view(2, 5)
+    k, v = random(75, 2, 64), random(75, 2, 64, seed=1)
+    pages = poisoned(fmt, 10, 2, 64)
+    kv.append(k, v, pages, table, [0, 0], starts=[0, 40, 75])
+    found = paged_attention.read(pages, table, ints(0, 40, 75), 75)
+    for b, (begin, end) in enumerate(((0, 40), (40, 75))):
+        want = pages.read(table[b].long())[:, :, : end - begin].transpose(1, 2).half()
+        assert torch.equal(found[:, begin:end], want)
