@@ -152,9 +152,20 @@ def test_columns_share_codes_among_as_many_heads_as_fit() -> None:
 def test_plan_splits_until_the_device_is_busy() -> None:
     four = KVFormat(4)
     assert paged_attention.tile_config(four, 128, 32, 32, 128, 1024, processors=132).splits == 1
-    assert paged_attention.tile_config(four, 1, 32, 8, 128, 8192, processors=132).splits == 8
+    assert paged_attention.tile_config(four, 1, 32, 8, 128, 8192, processors=132).splits == 32
+    assert paged_attention.tile_config(four, 1, 32, 8, 128, 4096, processors=132).splits == 16
     assert paged_attention.tile_config(four, 1, 32, 8, 128, 128, processors=132).splits == 1  # nothing to share
     assert paged_attention.tile_config(four, 4, 64, 4, 80, 128, processors=132).chunks == 4
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+@pytest.mark.parametrize("context", [32768, 131072])
+def test_few_long_sequences_fill_the_device_at_one_time(bits: int, batch: int, context: int) -> None:
+    p = paged_attention.tile_config(KVFormat(bits), batch, 32, 8, 128, context, processors=132)
+    blocks, fits = batch * 8 * p.splits, p.occupancy // p.warps * 132
+    assert fits * 0.85 <= blocks <= fits
+    assert p.splits <= paged_attention.MOST_SPLITS
 
 
 def test_paged_says_what_it_does_not_take() -> None:

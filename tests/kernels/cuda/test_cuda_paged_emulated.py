@@ -1,5 +1,7 @@
 """paged_append.cu and paged_attention.cu on a CPU (emulated.py) against reference_attention.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated import COMPILER, EmulatedKernel
@@ -87,3 +89,30 @@ def test_read_gives_what_the_pages_hold(text: str) -> None:
     for b, (begin, end) in enumerate(((0, 40), (40, 75))):
         want = pages.read(table[b].long())[:, :, : end - begin].transpose(1, 2).half()
         assert torch.equal(found[:, begin:end], want)
+
+
+@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4"])
+def test_sums_of_a_long_context_lose_nothing_to_truncation(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores cut sums off: what all channels lose alike H gathers in one of them, sqrt(D) times as large."""
+    monkeypatch.setattr(paged_attention, "load", lambda *what: EmulatedKernel(*what, truncates=True))
+    fmt, n, D = KVFormat.parse(text), 8192, 128
+    pages, table = KVPages.new(fmt, n // 16, 1, D, HALF, "cpu"), torch.arange(n // 16).int()[None]
+    kv.append(random(n, 1, D), random(n, 1, D, seed=1), pages, table, [0])
+    q = random(1, 4, D, seed=2)
+    for splits in (1, 40):
+        config = replace(paged_attention.tile_config(fmt, 1, 32, 8, D, n), splits=splits)
+        y = paged_attention.attend(q, pages, table, ints(n), config=config, dtype=HALF)
+        want = attended(q[0], pages, table[0], n)
+        assert (y[0].double() - want).abs().max() <= 6e-4 * want.abs().max()
+
+
+def test_splits_beyond_the_tokens_count_for_nothing() -> None:
+    fmt = KVFormat(4)
+    pages, table = KVPages.new(fmt, 8, 1, 64, HALF, "cpu"), torch.arange(8).int()[None]
+    kv.append(random(100, 1, 64), random(100, 1, 64, seed=1), pages, table, [0])
+    q = random(1, 2, 64, seed=2)
+    config = replace(paged_attention.tile_config(fmt, 1, 2, 1, 64, 128), splits=paged_attention.MOST_SPLITS)
+    y = [paged_attention.attend(q, pages, table, ints(100), config=config, dtype=HALF) for _ in range(2)]
+    want = attended(q[0], pages, table[0], 100)
+    assert torch.equal(*y)
+    assert (y[0][0].double() - want).abs().max() <= 2e-3 * want.abs().max()

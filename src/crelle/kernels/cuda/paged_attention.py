@@ -26,6 +26,10 @@ from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.weight_layout import CudaWeight
 
 _TOKENS = 16  # that a tensor instruction takes
+MOST_SPLITS = 128  # in paged_attention.cu
+_LONG = (
+    4096  # tokens of sequences that are split until the device is full, and no further: a second wave would be short
+)
 _HEADS = 8  # query heads that share a read, at most
 _APPEND_THREADS = 256
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
@@ -92,6 +96,9 @@ def tile_config(
     occupancy = (
         16 if fmt.bits == 4 and group <= 4 and group * fmt.key.groups(head_size) <= 16 and head_size <= 128 else 12
     )
+    if blocks < devices:  # few sequences: as many blocks as fit at one time, each warp with two pieces or more
+        most = min(occupancy // warps * devices // blocks, longest // (2 * piece), MOST_SPLITS)
+        splits = most if longest >= _LONG else max(splits, most)
     return PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
 
 

@@ -20,7 +20,8 @@ inline std::vector<Copies> copies(Emulator::MOST);
 inline void copy_16(uint32 to, const void *from) { copies[emulator.current].open.push_back({to, from}); }
 template <int SIZE>
 inline void copy_padded(uint32 to, const char *from, int bytes = SIZE) {
-  if (to % SIZE || (bytes && reinterpret_cast<uintptr_t>(from) % SIZE)) fprintf(stderr, "a copy is not aligned\n"), abort();
+  if (to % SIZE || (bytes && reinterpret_cast<uintptr_t>(from) % SIZE))
+    fprintf(stderr, "a copy is not aligned\n"), abort();
   copies[emulator.current].open.push_back({to, from, SIZE, bytes});
 }
 inline void copy_run(char *to, const char *from, int bytes, int lane) {

@@ -47,7 +47,8 @@ struct KVLoader {
     } else {
 #pragma unroll
       for (int j = 0; j < WORDS / 32; j++)
-        copy_padded<16>(to + 2 * P::CODES + 16 * (lane + 32 * j), words + (size_t)row * (2 * C) + words_at(lane + 32 * j));
+        copy_padded<16>(to + 2 * P::CODES + 16 * (lane + 32 * j),
+                        words + (size_t)row * (2 * C) + words_at(lane + 32 * j));
     }
   }
   // Ask for a tile of which only `count` tokens are there; seldom.
@@ -63,8 +64,8 @@ struct KVLoader {
 #pragma unroll 1
       for (int piece = lane; piece < WORDS; piece += 32)
         copy_padded<16>(to + 2 * P::CODES + 16 * piece,
-                 words + (size_t)row * (2 * C) + words_at(piece) - (WORDS <= 32 ? words_at(lane) : 0),
-                 min(16, max(0, (count * C - piece % (2 * C) * 8) * 2)));
+                        words + (size_t)row * (2 * C) + words_at(piece) - (WORDS <= 32 ? words_at(lane) : 0),
+                        min(16, max(0, (count * C - piece % (2 * C) * 8) * 2)));
     }
   }
   static __device__ __forceinline__ int place_of_half(int piece) {

@@ -31,13 +31,19 @@
 
 namespace crelle {
 
-constexpr float RAISED = 2;  // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
+constexpr int MOST_SPLITS = 128;  // thread blocks that share a sequence
+constexpr float RAISED = 2;       // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
 
 __device__ __forceinline__ float largest_of_warp(float v) {
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
   return v;
 }
+
+template <bool YES>
+struct Flag {
+  static constexpr bool value = YES;
+};
 
 // WORDS words of 4 bytes in one load.
 template <int WORDS>
@@ -48,7 +54,7 @@ struct __align__(4 * WORDS) Vector {
 // q [B, heads, D], rotated where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
 // lengths [B]: tokens of each sequence, this one among them; 0: padding, out is 0. A token sees the last `window`. out
 // [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
-// even. parts [sets, splits, G, D + 2], semaphores [sets] (zeros): where there are splits, at most 32 of them. Grid
+// even. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
 // (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY: warps for
 // which the registers of a multiprocessor shall suffice.
 template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int OCCUPANCY, bool ROTATE, typename E,
@@ -62,6 +68,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   constexpr int STEPS = P::STEPS, TILES = Shape::TILES, PACK = Shape::PACK, EACH = PACK == 1 ? 2 : 1;
   constexpr int STAGE = U * P::TILE, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U, PITCH = D + 4;
   static_assert(Shape::fits() && D % 16 == 0 && G <= 8);
+  static_assert(BITS != 4 || U % 2 == 0, "tiles with offsets of either sign come in pairs");
   static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
   extern __shared__ __align__(128) char shared[];
   __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
@@ -277,8 +284,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       }
     }
 
-#pragma unroll
-    for (int u = 0; u < U; u++) {
+    const auto add_values = [&](int u, auto negative) {
+      constexpr bool NEGATIVE = decltype(negative)::value;
       const char *tile = stage + u * P::TILE;
       uint32 share_of[TILES][2];  // P as the right side: tokens 2t, 2t + 1 (and 8 more) of column g
 #pragma unroll
@@ -288,7 +295,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
           for (int n = 0; n < TILES; n++) {
             uint32 scales, zeros;
-            P::open(words_of(tile + 2 * P::CODES + P::WORDS, n, g + 8 * r), scales, zeros);
+            P::template open<NEGATIVE>(words_of(tile + 2 * P::CODES + P::WORDS, n, g + 8 * r), scales, zeros);
             const half2 scaled = __hmul2(*reinterpret_cast<const half2 *>(&plain), *reinterpret_cast<half2 *>(&scales));
             const uint32 bits = *reinterpret_cast<const uint32 *>(&scaled);
             const float2 by = both(bits), zero = both(zeros);
@@ -308,9 +315,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
           if (unit + k >= P::UNITS) break;
           if constexpr (BITS == 16)
-            P::values(a, r[0], r[1], r[2], r[3]);
+            P::template values<NEGATIVE>(a, r[0], r[1], r[2], r[3]);
           else
-            P::values(a, r[2 * k], r[2 * k + 1], 0, 0);
+            P::template values<NEGATIVE>(a, r[2 * k], r[2 * k + 1], 0, 0);
 #pragma unroll
           for (int m = 0; m < MADE; m++) {
             const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
@@ -319,19 +326,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           }
         }
       }
-    }
-    if constexpr (BITS == 4) {  // the tensor cores truncate sums: take the offset out before it outgrows what is meant
-      if (i % 8 == 7) {
+    };
 #pragma unroll
-        for (int n = 0; n < TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-          const int n = Shape::tile_of_channel(P::channel_of_step(step));
-          o[step][0] -= z[n][0], o[step][1] -= z[n][1], o[step][2] -= z[n][0], o[step][3] -= z[n][1];
-        }
-#pragma unroll
-        for (int n = 0; n < TILES; n++) z[n][0] = z[n][1] = 0;
-      }
+    for (int u = 0; u < U; u += 2) {
+      add_values(u, Flag<false>());
+      if (u + 1 < U) add_values(u + 1, Flag<true>());
     }
     __syncwarp();
     issue_load(i + STAGES, at);
@@ -361,10 +360,12 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   __syncthreads();
 
   // --- the block's part: its warps' parts, added in order; then the same with the blocks'
-  constexpr int EVERY = (G * D + WARPS * 32 - 1) / (WARPS * 32);
+  constexpr int EVERY = (G * D + WARPS * 32 - 1) / (WARPS * 32), QUADS = (EVERY + 3) / 4;
+  static_assert(G * MOST_SPLITS * 4 <= WARPS * OWN);
   float found[EVERY];
   const int set = b * gridDim.y + blockIdx.y;
-  float *part = parts + ((size_t)set * gridDim.x + blockIdx.x) * G * (D + 2);
+  float *part = parts + (size_t)set * gridDim.x * (G * D);  // of the set
+  float *stats = parts + (size_t)gridDim.z * gridDim.y * gridDim.x * (G * D) + (size_t)set * gridDim.x * (G * 2);
   if (threadIdx.x < G * WARPS) {  // what the part of each warp counts
     const int h = threadIdx.x / WARPS, mine = threadIdx.x % WARPS;
     float most = MASKED, total = 0;
@@ -376,7 +377,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     if (gridDim.x == 1)
       counts[mine][h] = total == 0 ? 0 : by / total;
     else
-      counts[mine][h] = by, part[h * (D + 2) + D] = most, part[h * (D + 2) + D + 1] = total;
+      counts[mine][h] = by, stats[(blockIdx.x * G + h) * 2] = most, stats[(blockIdx.x * G + h) * 2 + 1] = total;
   }
   __syncthreads();
 #pragma unroll
@@ -387,7 +388,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
       found[k] = fmaf(counts[w][h], reinterpret_cast<const float *>(shared + w * OWN)[h * PITCH + d], found[k]);
-    if (gridDim.x > 1) part[h * (D + 2) + d] = found[k];
+    if (gridDim.x > 1) part[blockIdx.x * (G * D) + j] = found[k];
   }
   if (gridDim.x > 1) {
     __shared__ bool last;
@@ -400,34 +401,59 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     __syncthreads();
     if (!last) return;
     __threadfence();
-    part -= (size_t)blockIdx.x * G * (D + 2);
-    float *weights = reinterpret_cast<float *>(shared);  // [G, 32]: what the part of each block counts
+    float *weights = reinterpret_cast<float *>(shared);  // [G, MOST_SPLITS]: what the part of each block counts
     for (int h = warp; h < G; h += WARPS) {
-      const float *its = part + ((size_t)lane * G + h) * (D + 2) + D;
-      const float most = lane < gridDim.x ? __ldcg(its) : MASKED, total = lane < gridDim.x ? __ldcg(its + 1) : 0;
-      const float by = exp2_approx(most - largest_of_warp(most)), all = warp_sum(by * total);
-      weights[h * 32 + lane] = all == 0 ? 0 : by / all;
+      float most[MOST_SPLITS / 32], by[MOST_SPLITS / 32], top_of_all = MASKED, total = 0;
+#pragma unroll
+      for (int k = 0; k < MOST_SPLITS / 32; k++) {
+        const int split = lane + 32 * k;
+        most[k] = split < gridDim.x ? __ldcg(stats + (split * G + h) * 2) : MASKED;
+        by[k] = split < gridDim.x ? __ldcg(stats + (split * G + h) * 2 + 1) : 0;
+        top_of_all = fmaxf(top_of_all, most[k]);
+      }
+      top_of_all = largest_of_warp(top_of_all);
+#pragma unroll
+      for (int k = 0; k < MOST_SPLITS / 32; k++) {
+        most[k] = exp2_approx(most[k] - top_of_all), total = fmaf(most[k], by[k], total);
+      }
+      total = warp_sum(total);
+#pragma unroll
+      for (int k = 0; k < MOST_SPLITS / 32; k++)
+        weights[h * MOST_SPLITS + lane + 32 * k] = total == 0 ? 0 : most[k] / total;
     }
     __syncthreads();
+    // Four channels a thread, many splits under way: it is the latency of these loads that a long context waits for.
+    float4 sum_of[QUADS];
 #pragma unroll
-    for (int k = 0; k < EVERY; k++) {
-      const int j = threadIdx.x + k * WARPS * 32, h = j / D;
+    for (int k = 0; k < QUADS; k++) {
+      const int j = (threadIdx.x + k * WARPS * 32) * 4;
+      sum_of[k] = make_float4(0, 0, 0, 0);
       if (j >= G * D) break;
-      const float *its = part + h * (D + 2) + j % D;
-      found[k] = 0;
-#pragma unroll 8
-      for (int s = 0; s < gridDim.x; s++)
-        found[k] = fmaf(weights[h * 32 + s], __ldcg(its + (size_t)s * G * (D + 2)), found[k]);
+      const float *its = part + j, *weight = weights + j / D * MOST_SPLITS;
+#pragma unroll 16
+      for (int split = 0; split < gridDim.x; split++) {
+        const float4 v = __ldcg(reinterpret_cast<const float4 *>(its + (size_t)split * (G * D)));
+        sum_of[k].x = fmaf(weight[split], v.x, sum_of[k].x), sum_of[k].y = fmaf(weight[split], v.y, sum_of[k].y);
+        sum_of[k].z = fmaf(weight[split], v.z, sum_of[k].z), sum_of[k].w = fmaf(weight[split], v.w, sum_of[k].w);
+      }
+    }
+    __syncthreads();  // all have read the weights
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+      const int j = (threadIdx.x + k * WARPS * 32) * 4;
+      if (j < G * D) *reinterpret_cast<float4 *>(reinterpret_cast<float *>(shared) + j) = sum_of[k];
     }
   }
 
   // --- rotated back, a head to a warp
   float *all = reinterpret_cast<float *>(shared);
-  __syncthreads();  // all have read the warps' parts
+  if (gridDim.x == 1) {
+    __syncthreads();  // all have read the warps' parts
 #pragma unroll
-  for (int k = 0; k < EVERY; k++) {
-    const int j = threadIdx.x + k * WARPS * 32;
-    if (j < G * D) all[j] = found[k];
+    for (int k = 0; k < EVERY; k++) {
+      const int j = threadIdx.x + k * WARPS * 32;
+      if (j < G * D) all[j] = found[k];
+    }
   }
   __syncthreads();
   for (int h = warp; h < count; h += WARPS) {
