@@ -53,6 +53,14 @@ CASES = [
     ("kv4", 64, 4),
     ("kv4", 128, 1),
     ("kv4:group=16,rotate=false", 80, 2),
+    ("kv2", 64, 4),
+    ("kv2", 128, 1),
+    ("kv3", 64, 2),
+    ("kv3", 128, 4),
+    ("k4v2", 128, 4),
+    ("k8v4", 128, 4),
+    ("k2v3:group=16", 64, 2),
+    ("k3v8:rotate=false", 128, 2),
 ]
 
 
@@ -78,7 +86,7 @@ def test_append_stores_the_bits_of_the_reference_and_attention_reads_them(text: 
             assert (y[b].double() - want).abs().max() <= 2e-3 * want.abs().max()
 
 
-@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4"])
+@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4", "kv3", "kv2", "k4v2", "k8v3"])
 def test_read_gives_what_the_pages_hold(text: str) -> None:
     fmt = KVFormat.parse(text)
     table = torch.randperm(10, generator=torch.Generator().manual_seed(1)).int().view(2, 5)
@@ -91,7 +99,7 @@ def test_read_gives_what_the_pages_hold(text: str) -> None:
         assert torch.equal(found[:, begin:end], want)
 
 
-@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4"])
+@pytest.mark.parametrize("text", ["kv16", "kv8", "kv4", "kv3", "k4v2"])
 def test_sums_of_a_long_context_lose_nothing_to_truncation(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor cores cut sums off: what all channels lose alike H gathers in one of them, sqrt(D) times as large."""
     monkeypatch.setattr(paged_attention, "load", lambda *what: EmulatedKernel(*what, truncates=True))

@@ -1,4 +1,4 @@
-// Attention of one token per sequence over pages of 16, 8 or 4 bits (formats/kv.py), read as they are.
+// Attention of one token per sequence over pages of 16, 8, 4, 3 or 2 bits (formats/kv.py), read as they are.
 //
 // As in decode_attention.cu, tokens and channels go along the tensor instruction's 16 rows and query heads along its 8
 // columns. Codes enter the products as they are (kv_fragments.cuh); scale and zero of a token and group of channels do
@@ -45,6 +45,11 @@ struct Flag {
   static constexpr bool value = YES;
 };
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
 // WORDS words of 4 bytes in one load.
 template <int WORDS>
 struct __align__(4 * WORDS) Vector {
@@ -57,18 +62,22 @@ struct __align__(4 * WORDS) Vector {
 // even. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
 // (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY: warps for
 // which the registers of a multiprocessor shall suffice.
-template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int OCCUPANCY, bool ROTATE, typename E,
-          typename T>
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
+          bool ROTATE, typename E, typename T>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
                  float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
                  int padded, bool stride16, float scale) {
-  using P = Pages<D, BITS, C>;
-  using Shape = Columns<D, BITS, C, G>;
-  constexpr int STEPS = P::STEPS, TILES = Shape::TILES, PACK = Shape::PACK, EACH = PACK == 1 ? 2 : 1;
-  constexpr int STAGE = U * P::TILE, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U, PITCH = D + 4;
-  static_assert(Shape::fits() && D % 16 == 0 && G <= 8);
-  static_assert(BITS != 4 || U % 2 == 0, "tiles with offsets of either sign come in pairs");
+  using Tile = TileOfPages<D, K_BITS, K_C, V_BITS, V_C>;
+  using K = typename Tile::Keys;
+  using V = typename Tile::Values;
+  using KeyColumns = Columns<D, K_BITS, K_C, G>;
+  using ValueColumns = Columns<D, V_BITS, V_C, G>;
+  constexpr int K_TILES = KeyColumns::TILES, V_TILES = ValueColumns::TILES, PACK = KeyColumns::PACK;
+  constexpr int EACH = PACK == 1 ? 2 : 1, STAGE = U * Tile::BYTES, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U;
+  constexpr int PITCH = D + 4;
+  static_assert(KeyColumns::fits() && ValueColumns::fits() && D % 16 == 0 && G <= 8 && K::CODED == V::CODED);
+  static_assert(V_BITS >= 8 || U % 2 == 0, "tiles with offsets of either sign come in pairs");
   static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
   extern __shared__ __align__(128) char shared[];
   __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
@@ -80,7 +89,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   launch_dependents();
 
   // --- what this warp reads: pieces warp, warp + WARPS … of the block's share
-  const KVLoader<D, BITS, C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv, lane);
+  const KVLoader<D, K_BITS, K_C, V_BITS, V_C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv,
+                                                     lane);
   const bool plain = gridDim.x == 1 && window >= max_pages * page;  // then the table need not wait for the length
   const int guessed = (warp + lane / U * WARPS) * U + lane % U;
   const int length = __ldcg(lengths + b);
@@ -105,11 +115,12 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       const int left = end - tile_of(i) * 16;
       if (left >= 16 * U) {
 #pragma unroll
-        for (int u = 0; u < U; u++) source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u));
+        for (int u = 0; u < U; u++)
+          source.issue_load(to + u * Tile::BYTES, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u));
       } else {
 #pragma unroll 1
         for (int u = 0; u < U; u++)
-          source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u), left - 16 * u);
+          source.issue_load(to + u * Tile::BYTES, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u), left - 16 * u);
       }
     }
     commit_copies();
@@ -122,48 +133,47 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   if (early) grid_dependency_wait();
 
   // --- q as the right side of the products: column g is head g / PACK and one of PACK groups
-  uint32 query[STEPS][2];
-  float start[TILES][2], minus[TILES][2];  // of columns 2t and 2t + 1: what S starts with; - sum of q
+  uint32 query[K::STEPS][2];
+  float start[K_TILES][2], minus[K_TILES][2];  // of columns 2t and 2t + 1: what S starts with; - sum of q
   {
-    constexpr int RUN = P::RUN;  // a lane's channels of 16 bytes of codes follow each other
+    constexpr int RUN = K::RUN;  // a lane's channels of 16 bytes of codes follow each other
     const E *from = q + ((size_t)b * heads + head + g / PACK) * D + RUN * t;
-    float sums_of[TILES][2] = {};  // of q as it enters: with factor 1, and with the other
+    float entering[K_TILES] = {}, meant[K_TILES] = {};  // sums of q as it enters, and without the factors
 #pragma unroll
-    for (int unit = 0; unit < P::UNITS; unit++) {
-      const int n = Shape::tile_of_channel(unit * P::WIDE), channel = unit * P::WIDE + RUN * t;
+    for (int unit = 0; unit < K::LOW; unit++) {
+      const int n = KeyColumns::tile_of_channel(unit * K::WIDE), channel = unit * K::WIDE + RUN * t;
       union {
         Vector<RUN / 2> words;
         E values[RUN];
       } run = {};
       if (g / PACK < count && channel < D)
-        run.words = *reinterpret_cast<const Vector<RUN / 2> *>(from + unit * P::WIDE);
+        run.words = *reinterpret_cast<const Vector<RUN / 2> *>(from + unit * K::WIDE);
 #pragma unroll
       for (int k = 0; k < RUN / 2; k++) {  // two at a time make a register
         float v[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int j = P::key_place(k, i);
-          const bool in = !P::CODED || (channel + j) / Shape::GROUP == n * PACK + g % PACK;
-          v[i] = to_float(from_float<E>((in ? to_float(run.values[j]) : 0.f) * P::key_factor(k)));
-          sums_of[n][P::key_factor(k) != 1] += v[i];
+          const int j = K::key_place(k, i);
+          const bool in = !K::CODED || (channel + j) / KeyColumns::GROUP == n * PACK + g % PACK;
+          v[i] = to_float(from_float<E>((in ? to_float(run.values[j]) : 0.f) * K::key_factor(k)));
+          entering[n] += v[i], meant[n] += v[i] / K::key_factor(k);
         }
-        if (BITS == 16)
+        if (K_BITS == 16)
           query[unit / 2][unit % 2] = pair<E>(v[0], v[1]);
         else
           query[unit * (RUN / 4) + k / 2][k % 2] = pair<E>(v[0], v[1]);
       }
     }
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      float plain = sums_of[n][0] + sums_of[n][1] / P::key_factor(1);
-      float extra = P::OFFSET * plain - P::KEY_OFFSET * (sums_of[n][0] + sums_of[n][1]);
+    for (int n = 0; n < K_TILES; n++) {
+      float plain = meant[n], extra = K::OFFSET * plain - K::KEY_OFFSET * entering[n];
 #pragma unroll
       for (int i = 1; i < 4; i *= 2) {
         plain += __shfl_xor_sync(~0u, plain, i), extra += __shfl_xor_sync(~0u, extra, i);
       }
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        start[n][c] = P::CODED ? __shfl_sync(~0u, extra, 8 * t + 4 * c) : 0;
+        start[n][c] = K::CODED ? __shfl_sync(~0u, extra, 8 * t + 4 * c) : 0;
         minus[n][c] = -__shfl_sync(~0u, plain, 8 * t + 4 * c);
       }
     }
@@ -171,7 +181,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
 
   // Packed scales of columns 2t and 2t + 1 (of head 2t / PACK) for a token.
-  const auto words_of = [&](const char *at, int n, int token) -> uint32 {
+  const auto words_of = [&](auto groups, const char *at, int n, int token) -> uint32 {
+    constexpr int C = decltype(groups)::value;
     const unsigned short *w = reinterpret_cast<const unsigned short *>(at) + token * C;
     if constexpr (PACK == 1) return w[n] * 0x10001u;
     const int c = n * PACK + 2 * t % PACK;
@@ -180,13 +191,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     return w[c] | (c + 1 < C ? (uint32)w[c + 1] << 16 : 0u);
   };
 
-  float top[EACH], sum[EACH], o[STEPS][4], z[TILES][2];
+  float top[EACH], sum[EACH], o[V::STEPS][4], z[V_TILES][2];
 #pragma unroll
   for (int e = 0; e < EACH; e++) top[e] = MASKED, sum[e] = 0;
 #pragma unroll
-  for (int n = 0; n < TILES; n++) z[n][0] = z[n][1] = 0;
+  for (int n = 0; n < V_TILES; n++) z[n][0] = z[n][1] = 0;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) o[step][0] = o[step][1] = o[step][2] = o[step][3] = 0;
+  for (int step = 0; step < V::STEPS; step++) o[step][0] = o[step][1] = o[step][2] = o[step][3] = 0;
 
 #pragma unroll 1
   for (int i = 0, at = 0; i < mine; i++, at = at + 1 == STAGES ? 0 : at + 1) {
@@ -197,39 +208,39 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     float p[U][2][EACH];  // scores, then exp of them: of tokens g and g + 8
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      const char *tile = stage + u * P::TILE;
-      float s[TILES][4];
+      const char *tile = stage + u * Tile::BYTES;
+      float s[K_TILES][4];
 #pragma unroll
-      for (int n = 0; n < TILES; n++) s[n][0] = s[n][2] = start[n][0], s[n][1] = s[n][3] = start[n][1];
+      for (int n = 0; n < K_TILES; n++) s[n][0] = s[n][2] = start[n][0], s[n][1] = s[n][3] = start[n][1];
 #pragma unroll
-      for (int unit = 0; unit < P::UNITS; unit += 2) {
-        uint32 r[4], a[2][4];
-        matrices(r, P::rows(tile, unit, lane));
-        constexpr int MADE = BITS == 4 ? 2 : 1;
+      for (int unit = 0; unit < K::LOW; unit += 2) {
+        uint32 r[4], a[K::FRAGMENTS][4];
+        matrices(r, K::rows(tile, unit, lane));
 #pragma unroll
-        for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
-          if (unit + k >= P::UNITS) break;
-          if constexpr (BITS == 16)
-            P::keys(a, r[0], r[1], r[2], r[3]);
+        for (int k = 0; k < (K_BITS == 16 ? 1 : 2); k++) {
+          if (unit + k >= K::LOW) break;
+          if constexpr (K_BITS == 16)
+            K::keys(a, r[0], r[1], r[2], r[3]);
           else
-            P::keys(a, r[2 * k], r[2 * k + 1], 0, 0);
+            K::keys(a, r[2 * k], r[2 * k + 1], K::third_of_keys(tile, unit + k, g, t),
+                    K::third_of_keys(tile, unit + k, g + 8, t));
 #pragma unroll
-          for (int m = 0; m < MADE; m++) {
-            const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
-            const int n = Shape::tile_of_channel(P::channel_of_step(step));
+          for (int m = 0; m < K::MADE; m++) {
+            const int step = K_BITS == 16 ? unit / 2 : (unit + k) * K::MADE + m;
+            const int n = KeyColumns::tile_of_channel(K::channel_of_step(step));
             multiply<E>(s[n], a[m][0], a[m][1], a[m][2], a[m][3], query[step][0], query[step][1]);
           }
         }
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if constexpr (P::CODED) {
+        if constexpr (K::CODED) {
 #pragma unroll
           for (int e = 0; e < EACH; e++) p[u][r][e] = 0;
 #pragma unroll
-          for (int n = 0; n < TILES; n++) {
+          for (int n = 0; n < K_TILES; n++) {
             uint32 scales, zeros;
-            P::open(words_of(tile + 2 * P::CODES, n, g + 8 * r), scales, zeros);
+            K::open(words_of(Number<K_C>(), tile + Tile::WORDS, n, g + 8 * r), scales, zeros);
             const float2 by = both(scales), zero = both(zeros);
             p[u][r][0] = fmaf(by.x, fmaf(zero.x, minus[n][0], s[n][2 * r]), p[u][r][0]);
             p[u][r][EACH - 1] = fmaf(by.y, fmaf(zero.y, minus[n][1], s[n][2 * r + 1]), p[u][r][EACH - 1]);
@@ -276,9 +287,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     }
     if (!__all_sync(~0u, same)) {
 #pragma unroll
-      for (int n = 0; n < TILES; n++) z[n][0] *= factor[0], z[n][1] *= factor[EACH - 1];
+      for (int n = 0; n < V_TILES; n++) z[n][0] *= factor[0], z[n][1] *= factor[EACH - 1];
 #pragma unroll
-      for (int step = 0; step < STEPS; step++) {
+      for (int step = 0; step < V::STEPS; step++) {
         o[step][0] *= factor[0], o[step][2] *= factor[0];
         o[step][1] *= factor[EACH - 1], o[step][3] *= factor[EACH - 1];
       }
@@ -286,16 +297,16 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 
     const auto add_values = [&](int u, auto negative) {
       constexpr bool NEGATIVE = decltype(negative)::value;
-      const char *tile = stage + u * P::TILE;
-      uint32 share_of[TILES][2];  // P as the right side: tokens 2t, 2t + 1 (and 8 more) of column g
+      const char *tile = stage + u * Tile::BYTES;
+      uint32 share_of[V_TILES][2];  // P as the right side: tokens 2t, 2t + 1 (and 8 more) of column g
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const uint32 plain = pair<E>(p[u][r][0], p[u][r][EACH - 1]);
-        if constexpr (P::CODED) {
+        if constexpr (V::CODED) {
 #pragma unroll
-          for (int n = 0; n < TILES; n++) {
+          for (int n = 0; n < V_TILES; n++) {
             uint32 scales, zeros;
-            P::template open<NEGATIVE>(words_of(tile + 2 * P::CODES + P::WORDS, n, g + 8 * r), scales, zeros);
+            V::template open<NEGATIVE>(words_of(Number<V_C>(), tile + Tile::VALUE_WORDS, n, g + 8 * r), scales, zeros);
             const half2 scaled = __hmul2(*reinterpret_cast<const half2 *>(&plain), *reinterpret_cast<half2 *>(&scales));
             const uint32 bits = *reinterpret_cast<const uint32 *>(&scaled);
             const float2 by = both(bits), zero = both(zeros);
@@ -307,21 +318,22 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         }
       }
 #pragma unroll
-      for (int unit = 0; unit < P::UNITS; unit += 2) {
-        uint32 r[4], a[2][4];
-        transposed(r, P::rows(tile + P::CODES, unit, lane));
-        constexpr int MADE = BITS == 4 ? 2 : 1;
+      for (int unit = 0; unit < V::LOW; unit += 2) {
+        uint32 r[4], a[V::FRAGMENTS][4];
+        transposed(r, V::rows(tile + Tile::VALUES, unit, lane));
 #pragma unroll
-        for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
-          if (unit + k >= P::UNITS) break;
-          if constexpr (BITS == 16)
-            P::template values<NEGATIVE>(a, r[0], r[1], r[2], r[3]);
+        for (int k = 0; k < (V_BITS == 16 ? 1 : 2); k++) {
+          if (unit + k >= V::LOW) break;
+          if constexpr (V_BITS == 16)
+            V::template values<NEGATIVE>(a, r[0], r[1], r[2], r[3]);
           else
-            P::template values<NEGATIVE>(a, r[2 * k], r[2 * k + 1], 0, 0);
+            V::template values<NEGATIVE>(a, r[2 * k], r[2 * k + 1],
+                                         V::third_of_values(tile + Tile::VALUES, unit + k, 2 * t, g),
+                                         V::third_of_values(tile + Tile::VALUES, unit + k, 2 * t + 8, g));
 #pragma unroll
-          for (int m = 0; m < MADE; m++) {
-            const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
-            const int n = Shape::tile_of_channel(P::channel_of_step(step));
+          for (int m = 0; m < V::MADE; m++) {
+            const int step = V_BITS == 16 ? unit / 2 : (unit + k) * V::MADE + m;
+            const int n = ValueColumns::tile_of_channel(V::channel_of_step(step));
             multiply<E>(o[step], a[m][0], a[m][1], a[m][2], a[m][3], share_of[n][0], share_of[n][1]);
           }
         }
@@ -346,15 +358,15 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     if (g == 0 && (PACK == 1 || 2 * t % PACK == 0)) tops[warp][h] = top[e], sums[warp][h] = all;
   }
 #pragma unroll
-  for (int n = 0; n < TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
+  for (int n = 0; n < V_TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    const int n = Shape::tile_of_channel(P::channel_of_step(step));
+  for (int step = 0; step < V::STEPS; step++) {
+    const int n = ValueColumns::tile_of_channel(V::channel_of_step(step));
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int c = j % 2, h = PACK == 1 ? 2 * t + c : 2 * t / PACK, channel = P::channel(step, g, j / 2);
-      const bool its = PACK == 1 || n * PACK + 2 * t % PACK + c == channel / Shape::GROUP;
-      if (h < G && channel < D && its) result[h * PITCH + channel] = o[step][j] - (P::CODED ? z[n][c] : 0);
+      const int c = j % 2, h = PACK == 1 ? 2 * t + c : 2 * t / PACK, channel = V::channel(step, g, j / 2);
+      const bool its = PACK == 1 || n * PACK + 2 * t % PACK + c == channel / ValueColumns::GROUP;
+      if (h < G && channel < D && its) result[h * PITCH + channel] = o[step][j] - (V::CODED ? z[n][c] : 0);
     }
   }
   __syncthreads();
