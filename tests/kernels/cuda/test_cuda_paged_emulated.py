@@ -124,3 +124,18 @@ def test_splits_beyond_the_tokens_count_for_nothing() -> None:
     want = attended(q[0], pages, table[0], 100)
     assert torch.equal(*y)
     assert (y[0][0].double() - want).abs().max() <= 2e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize("text", ["kv4", "kv3", "k4v2"])
+def test_windows_and_padding(text: str) -> None:
+    fmt, lengths = KVFormat.parse(text), [100, 0, 40]
+    pages, table = poisoned(fmt, 24, 2, 64), torch.randperm(24, generator=torch.Generator().manual_seed(0)).int()
+    table = table.view(3, 8)
+    kv.append(random(140, 2, 64), random(140, 2, 64, seed=1), pages, table, [0, 0, 0], starts=[0, 100, 100, 140])
+    q = random(3, 4, 64, seed=2)
+    for window in (20, 64):
+        y = paged_attention.attend(q, pages, table, ints(*lengths), window=window, dtype=HALF)
+        assert not y[1].any()
+        for b in (0, 2):
+            want = kv.attend(q[b : b + 1].float(), pages, table[b : b + 1], [lengths[b]], window=window)[0]
+            assert (y[b].float() - want).abs().max() <= 2e-3 * want.abs().max()
