@@ -104,6 +104,7 @@ inline unsigned short __half_as_ushort(__half v) { return v.bits; }
 inline __half2 __float2half2_rn(float v) { return {__half(v), __half(v)}; }
 inline __half2 __hsub2(__half2 a, __half2 b) { return {__half(a.x - (float)b.x), __half(a.y - (float)b.y)}; }
 inline __half2 __hmul2(__half2 a, __half2 b) { return {__half(a.x * (float)b.x), __half(a.y * (float)b.y)}; }
+inline __half2 __hneg2(__half2 a) { return {__half(-(float)a.x), __half(-(float)a.y)}; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 template <typename T>
 inline T __ldcg(const T *p) {

@@ -19,7 +19,7 @@
 // cores cut sums off instead of rounding them: an offset that adds up makes every channel too small by the same amount,
 // and H, which is undone at the end, gathers that in channel 0, sqrt(D) times as large (seen on an H200: 2.5e-3 of the
 // largest result over 32768 tokens). So values have the small offset, 3 shifts and 4 masks, and every other tile has it
-// negative, -64 - (15 - code), with the complement of the code: offsets and what is cut off cancel. Those of 8 bits
+// negative: -P times 64 + (15 - code), the complement of the code. Offsets and what is cut off cancel. Those of 8 bits
 // become code - 128. What is left of the offsets leaves with the zeros.
 #pragma once
 #include "tensorcore.cuh"
@@ -121,7 +121,7 @@ struct Pages {
   static constexpr int PIECE = ROW % 16 ? 8 : 16;                        // bytes of a copy
   static constexpr int CODES = UNITS * 256, WORDS = CODED ? 32 * C : 0;  // bytes of 16 tokens in shared memory
   static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 2 ? 4 : BITS == 3 ? 8 : BITS == 4 ? 64 : -128;
-  static constexpr float TURN = 2 * OFFSET + (1 << BITS) - 1;  // from OFFSET to that of tiles with negative offsets
+  static constexpr float TURN = 2 * OFFSET + (1 << BITS) - 1;  // OFFSET + zero and its complement's add up to this
 
   static __device__ __forceinline__ constexpr int swapped(int line) {
     constexpr int EVEN = UNITS & -UNITS;  // tokens 8 / EVEN apart would meet
@@ -217,14 +217,14 @@ struct Pages {
       a[0][0] = r0, a[0][1] = r1, a[0][2] = r2, a[0][3] = r3;
     }
   }
-  // The same of values, [16 channels, 16 tokens]. 4 bits: with OFFSET, or NEGATIVE: OFFSET - TURN.
+  // The same of values, [16 channels, 16 tokens]. Below 8 bits: OFFSET + code, or of its complement where P is
+  // NEGATIVE.
   template <bool NEGATIVE>
   static __device__ __forceinline__ void values(uint32 (&a)[FRAGMENTS][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
     if constexpr (BITS < 4) {  // 2 bits: 4 + code; 3: 8 + code
       const uint32 r[2] = {r0, r1}, third[2] = {r2, r3};
       constexpr int AT = 10 - BITS;  // of the code among the bits of a value
-      constexpr uint32 LOW_MASK = 0x00030003u << AT,
-                       EXPONENT = (BITS == 2 ? 0x44004400u : 0x48004800u) | NEGATIVE * 0x80008000u;
+      constexpr uint32 LOW_MASK = 0x00030003u << AT, EXPONENT = BITS == 2 ? 0x44004400u : 0x48004800u;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -242,7 +242,7 @@ struct Pages {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const auto offset = [](uint32 v) {
-          return NEGATIVE ? masked_not(v, 0x00f000f0, 0xd400d400) : masked(v, 0x00f000f0, 0x54005400);
+          return NEGATIVE ? masked_not(v, 0x00f000f0, 0x54005400) : masked(v, 0x00f000f0, 0x54005400);
         };
         a[0][2 * i] = offset(r[i] << 4), a[0][2 * i + 1] = offset(r[i]);
         a[1][2 * i] = offset(r[i] >> 4), a[1][2 * i + 1] = offset(r[i] >> 8);
@@ -255,7 +255,7 @@ struct Pages {
     }
   }
 
-  // Two packed scales: their scales, and OFFSET + zero of each, without TURN where values are NEGATIVE.
+  // Two packed scales: their scales, and OFFSET + zero of each, or of its complement where P is NEGATIVE.
   template <bool NEGATIVE = false>
   static __device__ __forceinline__ void open(uint32 words, uint32 &scales, uint32 &zeros) {
     scales = words >> 1 & (BITS < 8 ? 0x7fe07fe0 : 0x7f807f80);
@@ -266,7 +266,7 @@ struct Pages {
     else
       zeros = centred(masked(words, 0x00ff00ff, 0x64006400));
     if constexpr (NEGATIVE && BITS < 8) {
-      const half2 turned = __hsub2(*reinterpret_cast<half2 *>(&zeros), __float2half2_rn(TURN));
+      const half2 turned = __hsub2(__float2half2_rn(TURN), *reinterpret_cast<half2 *>(&zeros));
       zeros = *reinterpret_cast<const uint32 *>(&turned);
     }
   }

@@ -307,7 +307,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           for (int n = 0; n < V_TILES; n++) {
             uint32 scales, zeros;
             V::template open<NEGATIVE>(words_of(Number<V_C>(), tile + Tile::VALUE_WORDS, n, g + 8 * r), scales, zeros);
-            const half2 scaled = __hmul2(*reinterpret_cast<const half2 *>(&plain), *reinterpret_cast<half2 *>(&scales));
+            const half2 by_scale = *reinterpret_cast<half2 *>(&scales);
+            const half2 scaled =
+                __hmul2(*reinterpret_cast<const half2 *>(&plain), NEGATIVE ? __hneg2(by_scale) : by_scale);
             const uint32 bits = *reinterpret_cast<const uint32 *>(&scaled);
             const float2 by = both(bits), zero = both(zeros);
             z[n][0] = fmaf(by.x, zero.x, z[n][0]), z[n][1] = fmaf(by.y, zero.y, z[n][1]);
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
     for (int u = 0; u < U; u += 2) {
       add_values(u, Flag<false>());
-      if (u + 1 < U) add_values(u + 1, Flag<true>());
+      if (u + 1 < U) add_values(u + 1, Flag<(V_BITS < 8)>());
     }
     __syncwarp();
     issue_load(i + STAGES, at);
