@@ -81,11 +81,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
   extern __shared__ __align__(128) char shared[];
   __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
+  __shared__ int kept_head, kept_count;  // for the end: the loop has no register to spare
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
   const int b = blockIdx.z, group = heads / kv_heads, chunks = (group + G - 1) / G;
   const int kv = blockIdx.y / chunks, head = kv * group + blockIdx.y % chunks * G;
   const int count = min(G, kv * group + group - head);
+  if (threadIdx.x == 0) kept_head = head, kept_count = count;
   launch_dependents();
 
   // --- what this warp reads: pieces warp, warp + WARPS … of the block's share
@@ -470,7 +472,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     }
   }
   __syncthreads();
-  for (int h = warp; h < count; h += WARPS) {
+  for (int h = warp; h < kept_count; h += WARPS) {
     float v[Head<D>::SIZE];
     Head<D>::load(v, all + h * D, lane);
     if (ROTATE) Head<D>::hadamard(v, lane);
@@ -482,13 +484,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           T unit[8];
 #pragma unroll
           for (int p = 0; p < 8; p++) unit[p] = from_float<T>(all[h * D + input_at(lane, p, stride16)]);
-          const size_t line = ((size_t)(head + h) * 2 + lane / 8) * padded + b;
+          const size_t line = ((size_t)(kept_head + h) * 2 + lane / 8) * padded + b;
           reinterpret_cast<uint4 *>(out)[line * 8 + (lane ^ b) % 8] = *reinterpret_cast<const uint4 *>(unit);
         }
         continue;
       }
     }
-    Head<D>::store(v, out + ((size_t)b * heads + head + h) * D, lane);
+    Head<D>::store(v, out + ((size_t)b * heads + kept_head + h) * D, lane);
   }
 }
 
