@@ -57,7 +57,7 @@ def test_sizes_are_shown_for_people() -> None:
     assert {size: show_bytes(size) for size in shown} == shown
 
 
-@pytest.mark.parametrize("kv", ["16", "8", "4", "4:group=8,page=5"])
+@pytest.mark.parametrize("kv", ["16", "8", "4", "4:group=8,page=5", "k4v2", "3,layers.0=k8v16"])
 def test_an_engine_stays_within_its_budget_and_uses_it(tiny_model: Path, kv: str) -> None:
     llm, memory = LLM.load(tiny_model, device="cpu"), 3_000_000
     engine = Engine(llm, kv=kv, memory=memory, max_batch=4, budget=16)

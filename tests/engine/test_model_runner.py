@@ -21,9 +21,9 @@ from crelle.kernels import cpu
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.kernels.executor import Chunk
+from crelle.models.cache import key_centers_of
 from crelle.models.decoder import DecoderModel
 from crelle.models.eager_executor import EagerExecutor, invariant_elementwise, invariant_product
-from crelle.models.executors import key_centers
 from crelle.models.linear import QuantLinear
 
 # The largest difference of a logit, of size about 1, to the model's own forward: sums in another order; the C++ kernels
@@ -87,9 +87,10 @@ class Pages:
     def __init__(self, model: DecoderModel, kv: str, sequences: int, length: int, core: bool, exact: bool) -> None:
         fmt = KVFormat.parse(kv)
         each = -(-length // fmt.page)
-        spec, centers = model.spec, key_centers(model, fmt)
+        spec = model.spec
         sizes = (each * sequences, spec.kv_heads, spec.head_size, torch.float32, "cpu")
-        self.layers = [KVPages.new(fmt, *sizes) for _ in spec.layers]
+        self.layers = [KVPages.new(own, *sizes) for own in fmt.layers(len(spec.layers))]
+        centers = key_centers_of(model.key_centers if fmt.centered else None, self.layers)
         order = torch.randperm(each * sequences, generator=torch.Generator().manual_seed(0))
         self.pages, self.lengths = order.view(sequences, each).tolist(), [0] * sequences
         decoder: Any = model.decoder

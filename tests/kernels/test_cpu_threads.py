@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class Guarded:
         layers = []
         for _ in c.layers:
             like = KVPages.new(fmt, count, c.kv_heads, c.head_size, torch.float16, "cpu")
-            layers.append(KVPages(fmt, c.head_size, *(self.new(tuple(t.shape), t.dtype) for t in like.tensors())))
+            parts = dict(zip(("codes", "words"), like.tensors(), strict=False))
+            layers.append(replace(like, **{n: self.new(tuple(t.shape), t.dtype) for n, t in parts.items()}))
         table = torch.arange(count, dtype=torch.int32).flip(0).repeat(2, 1).contiguous()  # of two rows that are one
         return Paged(layers, table)
 

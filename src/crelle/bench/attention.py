@@ -210,7 +210,8 @@ def _check(
     for b in sorted({0, B - 1, *torch.randperm(B, generator=some)[:CHECKED].tolist()}):
         n = int(lengths[b])
         stored = pages.read(table[b, : -(-n // pages.format.page)].long())[:, :, :n].double()  # [2, Hkv, n, D]
-        wanted = hadamard(_attended(hadamard(q[b], pages.format).double(), *stored).float(), pages.format).double()
+        fmt = pages.format
+        wanted = hadamard(_attended(hadamard(q[b], fmt.key).double(), *stored).float(), fmt.value).double()
         given = _attended(q[b].double(), k[b, :, :n].double(), v[b, :, :n].double())
         for i, want in enumerate((wanted, given)):
             error = float((y[b].double() - want).abs().max() / want.abs().max())

@@ -175,9 +175,11 @@ def fill(layers: list[KVPages]) -> None:
     """Give pages something to read: random values of a usual size."""
     for i, pages in enumerate(layers):
         random = torch.Generator(pages.codes.device).manual_seed(i)
-        if pages.words is None:
-            pages.codes.normal_(generator=random)
-            continue
-        pages.codes.random_(0, 256, generator=random)
         some = torch.linspace(-2, 2, pages.head_size)[None]
-        pages.words.fill_(int(quantize(some, pages.format.bits, 1)[1]))
+        for kind in (0, 1):
+            codes, bits = pages.codes_of(kind), pages.format.code(kind).bits
+            if bits == 16:
+                codes.normal_(generator=random)
+                continue
+            codes.random_(0, 256, generator=random)
+            pages.words_of(kind).fill_(int(quantize(some, bits, 1)[1]))

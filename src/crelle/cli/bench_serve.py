@@ -50,7 +50,9 @@ def run(
         list[str] | None, typer.Option("--scheme", help="With --shape: how its matrices are stored; repeatable.")
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="With --shape: only the first so many layers.")] = None,
-    kv: Annotated[list[str] | None, typer.Option("--kv", help="Bits of the cache, 16, 8 or 4; repeatable.")] = None,
+    kv: Annotated[
+        list[str] | None, typer.Option("--kv", help="Bits of the cache, e.g. 16, 4 or k4v2; repeatable.")
+    ] = None,
     memory: Annotated[
         list[str] | None,
         typer.Option(

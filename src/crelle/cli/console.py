@@ -20,6 +20,9 @@ Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; def
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
 ]
+KV = Annotated[
+    str, typer.Option("--kv", help="KV cache: 16, 8, 4, 3, 2, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md).")
+]
 Bits = Annotated[
     int | None,
     typer.Option("--bits", help="Precision of a nested checkpoint (scheme bcq-nested); default: the finest."),

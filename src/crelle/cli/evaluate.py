@@ -1,12 +1,18 @@
-"""crelle eval: perplexity."""
+"""crelle eval: perplexity, and what a quantized cache changes."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from crelle.cli.console import Json, Model, err, out, print_json, tracking, use_threads
 from crelle.cli.option_groups import ModelOptions, model_options
+from crelle.errors import SchemeError
+
+if TYPE_CHECKING:
+    from crelle.engine.llm import LLM
 
 NAME = "eval"
 
@@ -20,9 +26,12 @@ def run(
     bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
     *,
     options: ModelOptions,
-    kv: Annotated[
-        str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4, or e.g. kv4:group=64 (docs/notes/kv.md).")
-    ] = "16",
+    kl: Annotated[
+        bool, typer.Option("--kl", help="KL divergence of the next token's distribution from that of a 16-bit cache.")
+    ] = False,
+    kl_limit: Annotated[
+        float | None, typer.Option("--kl-limit", help="With --kl: end with status 1 where its mean is above this.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure perplexity: lower is better, and the ratio to the unquantized model tells what quantizing cost.
@@ -31,17 +40,27 @@ def run(
     is measured is the very object that generates. `--kv 8` and `--kv 4` quantize the cache as well, and all tokens read
     it so (`crelle explain MODEL --kv 4` tells which path that takes).
 
+    `--kl` runs every window twice, with a 16-bit cache and with the one of `--kv`, and tells mean and 99th percentile
+    of the divergence in nats; `--kl-limit` makes a gate of it.
+
     **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
+
+    **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --kv k4v2 --kl --kl-limit 0.05`
     """
     from crelle.eval.perplexity import perplexity
     from crelle.eval.text import read_text
     from crelle.models.cache import why_not_fused
 
+    if kl_limit is not None and not kl_limit >= 0:
+        raise SchemeError(f"--kl-limit is a divergence in nats, at least 0, not {kl_limit:g}")
     use_threads(options.threads)
     corpus = read_text(text)
-    llm = options.load(model, kv)
+    llm = options.load(model)
     if reason := why_not_fused(llm.kv, llm.model.device.type):
         err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
+    if kl or kl_limit is not None:
+        _divergence(llm, corpus, context, tokens, bos, kl_limit, json)
+        return
     with tracking("perplexity") as track:
         result = perplexity(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)
     if json:
@@ -50,3 +69,27 @@ def run(
         windows = f"{result.windows} windows of {result.context}" + (" with BOS" if result.bos else "")
         cache = f", cache {result.kv}" if llm.kv.coded else ""
         out.print(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens, {windows}{cache}", highlight=False)
+
+
+def _divergence(
+    llm: "LLM", corpus: str, context: int, tokens: int | None, bos: bool, limit: float | None, json: bool
+) -> None:
+    """Print what the cache changes, then refuse it where that is above the limit."""
+    from crelle.eval.kv_divergence import above_limit, kv_divergence
+
+    with tracking("KL divergence") as track:
+        found = kv_divergence(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)
+    if json:
+        print_json(asdict(found) | {"kl_limit": limit})
+    else:
+        table = Table("cache", "bits per value", "perplexity", "ratio", "KL mean", "KL 99%", "KL most")
+        table.add_row("kv16", "16", f"{found.perplexity_16:.4f}", "1", "0", "0", "0")
+        shown = f"{found.perplexity:.4f}", f"{found.ratio:.4f}"
+        nats = (f"{x:.3g}" for x in (found.kl_mean, found.kl_p99, found.kl_max))
+        table.add_row(found.kv, f"{found.bits_per_value:.4g}", *shown, *nats)
+        out.print(table)
+        windows = f"{found.windows} windows of {found.context}" + (" with BOS" if found.bos else "")
+        out.print(f"{found.tokens} tokens, {windows}; KL in nats", highlight=False)
+    if limit is not None and (sentence := above_limit(found, limit)):
+        err.print(sentence, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)

@@ -1,12 +1,11 @@
 """crelle explain: which kernel multiplies by which matrix, which executor runs the layers, and why not the others."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.table import Table
 
-from crelle.cli.console import Device, Json, Model, out, print_json
+from crelle.cli.console import KV, Device, Json, Model, out, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -30,7 +29,7 @@ _TOLD = {
 def run(
     model: Model,
     device: Device = "auto",
-    kv: Annotated[str, typer.Option("--kv", help="Bits of the KV cache it is to run with: 16, 8 or 4.")] = "16",
+    kv: KV = "16",
     json: Json = False,
 ) -> None:
     """Print layer → kernel → why not the others, and which executor runs the layers.

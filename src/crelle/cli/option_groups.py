@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.cli.console import Bits, Device, KernelName, Threads
+from crelle.cli.console import KV, Bits, Device, KernelName, Threads
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
@@ -45,15 +45,22 @@ class ModelOptions:
     device: str
     threads: int | None
     kernel: str | None
+    kv: str = "16"
 
-    def load(self, model: Path, kv: str = "16") -> "LLM":
+    def load(self, model: Path) -> "LLM":
         from crelle.engine.llm import LLM
 
-        return LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=kv)
+        return LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
 
 
 model_options = option_group(
     "options",
-    {"bits": (Bits, None), "device": (Device, "auto"), "threads": (Threads, None), "kernel": (KernelName, None)},
+    {
+        "bits": (Bits, None),
+        "device": (Device, "auto"),
+        "threads": (Threads, None),
+        "kernel": (KernelName, None),
+        "kv": (KV, "16"),
+    },
     ModelOptions,
 )

@@ -19,7 +19,6 @@ def run(
     model: Model,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0: one that is free.")] = 8000,
-    kv: Annotated[str, typer.Option("--kv", help="Bits of the KV cache: 16, 8 or 4.")] = "16",
     memory: Annotated[
         str | None, typer.Option("--memory", help="For weights and cache together, like 24GB; default: see the banner.")
     ] = None,
@@ -106,7 +105,7 @@ def run(
     use_threads(options.threads)
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     with err.status(f"loading {model}"):
-        llm = options.load(model, kv)
+        llm = options.load(model)
         engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, batch_invariant=exact)
     logs.set_up()
 

@@ -61,7 +61,7 @@ class LLM(LoadedModel):
 
         device: cpu, cuda or auto.  threads: on the CPU.  kernel: insist on one (see `crelle explain`).
         bits: of a nested checkpoint, the precision for calls that ask for none; default: the finest.
-        kv: bits of the cache, 16, 8 or 4, or a string with settings: see crelle.formats.kv.
+        kv: bits of the cache, 16, 8, 4, 3 or 2, or a string: k4v2, kv4:group=64, 4,layers.0=8 (KVFormat).
         """
         stored = KVFormat.parse(kv)
         if threads is not None:

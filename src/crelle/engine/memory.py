@@ -120,7 +120,8 @@ def kv_heads(model: Model) -> int:
 
 def page_bytes(model: Model, kv: KVFormat) -> int:
     """Return the bytes of one page, all layers together."""
-    return len(model.spec.layers) * kv.page_bytes(kv_heads(model), model.spec.head_size, page_dtype(model).itemsize)
+    each = kv_heads(model), model.spec.head_size, page_dtype(model).itemsize
+    return sum(own.page_bytes(*each) for own in kv.layers(len(model.spec.layers)))
 
 
 def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:

@@ -37,7 +37,7 @@ class ModelRunner:
         sizes = (pages, kv_heads(model), c.head_size, page_dtype(model), model.device)
         self.llm, self.kv = llm, kv
         self.batch_invariant = model.device.type == "cpu" if batch_invariant is None else batch_invariant
-        self.layers = [KVPages.new(kv, *sizes) for _ in c.layers]
+        self.layers = [KVPages.new(own, *sizes) for own in kv.layers(len(c.layers))]
         self._executors: dict[int | None, Executor] = {}
         self._rows: dict[Sequence, int] = {}  # of the tokens sampled last
 

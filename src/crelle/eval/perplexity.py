@@ -7,7 +7,7 @@ window too: with a 4-bit cache every token sees what decoding would see.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from crelle.engine.llm import LLM
 from crelle.errors import CapacityError, NumericsError, SchemeError
+from crelle.formats.kv import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +46,79 @@ def perplexity(
     `stepwise` reads a window token by token, as decoding does, instead of at once, as a prompt.
     `progress` is called after each window with (windows done, of how many, the perplexity so far as text).
     """
-    limit = llm.model.spec.context
-    if context > limit:
-        raise CapacityError(
-            f"a window of {context} tokens does not fit the model's context of {limit}; lower --context"
-        )
-    start = [llm.tokenizer.bos_id] if bos and llm.tokenizer.bos_id is not None else []
-    body = context - len(start)
-    if body < 1 or context < 2:
-        raise SchemeError(f"context must be at least 2, got {context}")
-    if tokens is not None and tokens < 1:
-        raise SchemeError(f"tokens must be at least 1, got {tokens}")
-    ids = llm.tokenizer.encode(text, bos=False)[:tokens]
-    count = len(ids) // body
-    if count == 0:
-        raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower --context")
+    cut = Windows.of(llm, text, context=context, tokens=tokens, bos=bos)
     total, predicted = 0.0, 0
-    for i in range(count):
-        window = torch.tensor([start + ids[i * body : (i + 1) * body]], device=llm.model.device)
-        logits = _logits(llm, window, 1 if stepwise else context)
-        loss = F.cross_entropy(logits[0, :-1].float(), window[0, 1:], reduction="sum")
-        total += loss.item()
-        if not math.isfinite(total):
-            raise NumericsError(
-                f"the model's logits are not finite in window {i + 1} of {count} (a loss of {loss.item()}): the "
-                "checkpoint or a kernel is broken; try another kernel (`crelle explain MODEL` lists them), and "
-                "quantize or download the checkpoint again if that does not help"
-            )
+    for i, window in enumerate(cut):
+        logits = window_logits(llm, window, llm.kv, 1 if stepwise else context)
+        loss = F.cross_entropy(logits[0, :-1].float(), window[0, 1:], reduction="sum").item()
+        total += loss
+        check_finite(total, loss, i, cut.count)
         predicted += window.shape[1] - 1
         if progress:
-            progress(i + 1, count, f"{_exp(total / predicted):.2f}")
-    return Perplexity(_exp(total / predicted), count * body, count, context, bool(start), str(llm.kv))
+            progress(i + 1, cut.count, f"{exp_of_loss(total / predicted):.2f}")
+    return Perplexity(exp_of_loss(total / predicted), cut.tokens, cut.count, context, bool(cut.start), str(llm.kv))
 
 
-def _logits(llm: LLM, window: Tensor, chunk: int) -> Tensor:
-    """Return the logits [1, T, V] of a window [1, T], read in chunks."""
-    cache, T = llm.model.new_cache(kv=llm.kv), window.shape[1]
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of a text, token ids [1, T] each."""
+
+    ids: list[int]
+    start: list[int]  # BOS, or nothing
+    body: int  # tokens of the text in a window
+    device: torch.device
+
+    @classmethod
+    def of(cls, llm: LLM, text: str, *, context: int, tokens: int | None, bos: bool) -> "Windows":
+        """Cut a text into windows, or say why that cannot be."""
+        limit = llm.model.spec.context
+        if context > limit:
+            raise CapacityError(
+                f"a window of {context} tokens does not fit the model's context of {limit}; lower --context"
+            )
+        start = [llm.tokenizer.bos_id] if bos and llm.tokenizer.bos_id is not None else []
+        body = context - len(start)
+        if body < 1 or context < 2:
+            raise SchemeError(f"context must be at least 2, got {context}")
+        if tokens is not None and tokens < 1:
+            raise SchemeError(f"tokens must be at least 1, got {tokens}")
+        ids = llm.tokenizer.encode(text, bos=False)[:tokens]
+        count = len(ids) // body
+        if count == 0:
+            raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower --context")
+        return cls(ids[: count * body], start, body, llm.model.device)
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) // self.body
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text in all windows."""
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for at in range(0, len(self.ids), self.body):
+            yield torch.tensor([self.start + self.ids[at : at + self.body]], device=self.device)
+
+
+def check_finite(total: float, loss: float, window: int, count: int) -> None:
+    """Refuse to go on with losses that are no numbers."""
+    if not math.isfinite(total):
+        raise NumericsError(
+            f"the model's logits are not finite in window {window + 1} of {count} (a loss of {loss}): the "
+            "checkpoint or a kernel is broken; try another kernel (`crelle explain MODEL` lists them), and "
+            "quantize or download the checkpoint again if that does not help"
+        )
+
+
+def window_logits(llm: LLM, window: Tensor, kv: KVFormat, chunk: int) -> Tensor:
+    """Return the logits [1, T, V] of a window [1, T], read in chunks through a cache of that format."""
+    cache, T = llm.model.new_cache(kv=kv), window.shape[1]
     with llm.lock:
         return torch.cat([llm.model(window[:, t : t + chunk], cache) for t in range(0, T, chunk)], dim=1)
 
 
-def _exp(loss: float) -> float:
+def exp_of_loss(loss: float) -> float:
     """Exponential that stays finite: a broken model has a perplexity of 1e304, not an exception."""
     return math.exp(min(700.0, loss))

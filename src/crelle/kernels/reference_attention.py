@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVPages, hadamard, quantize
+from crelle.formats.kv import KVPages, hadamard
 
 SLAB = 256  # tokens that `attend` dequantizes at one time
 
@@ -43,7 +43,7 @@ def append(
     wanted = (k.shape[0], pages.heads, pages.head_size)
     if k.shape != wanted or v.shape != wanted:
         raise SchemeError(f"keys and values must be {list(wanted)}, got {list(k.shape)} and {list(v.shape)}")
-    if center is not None and (not fmt.coded or tuple(center.shape) != wanted[1:]):
+    if center is not None and (not fmt.key.coded or tuple(center.shape) != wanted[1:]):
         raise SchemeError(f"a centre [{pages.heads}, {pages.head_size}] is for coded pages, not for {fmt}")
     at, page = [], []
     for row, before, (begin, end) in zip(table, _ints(position), _spans(k.shape[0], table, starts), strict=True):
@@ -51,15 +51,10 @@ def append(
         found = _pages(pages, row, before, before + end - begin).repeat_interleave(fmt.page)
         page.append(found[before % fmt.page :][: end - begin])
     which, place = (torch.cat(x).to(pages.codes.device) for x in (page, [t % fmt.page for t in at]))  # [N]
+    k = k if center is None else k.float() - center
     for kind, x in enumerate((k, v)):
-        if not fmt.coded:
-            pages.codes[which, kind, :, place] = x.to(pages.codes.dtype)
-            continue
-        assert pages.words is not None
-        x = x.float() - center if kind == 0 and center is not None else x
-        codes, words = quantize(hadamard(x, fmt), fmt.bits, fmt.groups(pages.head_size))
-        pages.codes[which, kind, :, place] = codes
-        pages.words[which, kind, :, place] = words
+        code = fmt.code(kind)
+        pages.write(kind, which, place, hadamard(x, code) if code.rotate else x)
 
 
 def attend(
@@ -83,13 +78,13 @@ def attend(
     if pages.head_size != D or H % pages.heads:
         raise SchemeError(f"{H} heads of {D} cannot read pages of {pages.heads} heads of {pages.head_size}")
     scale = D**-0.5 if scale is None else scale
-    rotated = (hadamard(q, pages.format) * scale).view(N, pages.heads, H // pages.heads, D)
+    rotated = (hadamard(q, pages.format.key) * scale).view(N, pages.heads, H // pages.heads, D)
     parts, reader = [], _Reader(pages)
     for b, ((begin, end), length) in enumerate(zip(_spans(N, table, starts), _ints(lengths), strict=True)):
         if length < end - begin:
             raise SchemeError(f"sequence {b} has {length} tokens in all, but asks for {end - begin} new ones")
         parts.append(_attend_one(rotated[begin:end], reader, table[b], length, window, softcap))
-    y = hadamard(torch.cat(parts).flatten(1, 2), pages.format)  # [N, H, D]
+    y = hadamard(torch.cat(parts).flatten(1, 2), pages.format.value)  # [N, H, D]
     return y.to(q.dtype)
 
 

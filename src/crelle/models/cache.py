@@ -1,9 +1,10 @@
-"""Keys and values of the tokens so far: as floats in one block per layer, or in pages of 8 or 4 bits.
+"""Keys and values of the tokens so far: as floats in one block per layer, or in pages of 8 to 2 bits.
 
 A forward pass first grows the cache, then attends layer by layer, then advances it. `attend` stores the new keys and
 values and lets the new tokens look at all that is stored; a model need not know the format.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,12 +84,11 @@ class PagedCache:
 
     def __init__(self, fmt: KVFormat, sizes: CacheSizes, centers: list[Tensor] | None = None) -> None:
         """Begin empty; centers: of each layer's keys, f32 [Hkv, D], where the format has them."""
-        assert (centers is not None) == fmt.center, "centers and the format that asks for them go together"
         self.format, self.batch, self.length, self.context = fmt, sizes.batch, 0, sizes.context
         each = sizes.heads, sizes.head_size, sizes.dtype, sizes.device
-        self.layers = [KVPages.new(fmt, 0, *each) for _ in range(sizes.layers)]
+        self.layers = [KVPages.new(own, 0, *each) for own in fmt.layers(sizes.layers)]
         self.table = torch.empty(sizes.batch, 0, dtype=torch.int32)
-        self.centers: list[Tensor] | list[None] = centers or [None] * sizes.layers
+        self.centers = key_centers_of(centers, self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,7 @@ class PagedCache:
 
     def stored(self) -> Paged:
         """Return all layers, as the C++ step takes them."""
-        return Paged(self.layers, self.table, [c for c in self.centers if c is not None])
+        return Paged(self.layers, self.table, self.centers)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
@@ -121,6 +121,14 @@ class PagedCache:
 
 
 Cache = KVCache | PagedCache
+
+
+def key_centers_of(centers: Sequence[Tensor] | None, layers: Sequence[KVPages]) -> list[Tensor | None]:
+    """Return what each layer's keys are stored relative to: its centre where its format asks for one."""
+    if centers is None:
+        assert not any(pages.format.center for pages in layers), "a format with centres needs those of the model"
+        return [None] * len(layers)
+    return [c if pages.format.center else None for c, pages in zip(centers, layers, strict=True)]
 
 
 def _room(have: int, need: int, context: int) -> int | None:
@@ -192,7 +200,7 @@ def key_centers(model: "DecoderModel") -> list[Tensor]:
         if not k.isfinite().all():
             raise FormatError(
                 f"{model.build.weights.path}: the keys of layer {i} are not finite, so that they have no centre for a "
-                "cache of 8 or 4 bits; the checkpoint is damaged, or its activations overflow"
+                "cache of 8 bits or fewer; the checkpoint is damaged, or its activations overflow"
             )
     return [_center(k, a.rope, spec.context) for k, a in zip(keys, spec.attentions, strict=True)]
 

@@ -306,12 +306,12 @@ class DecoderModel(nn.Module):
     def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int) -> Cache: ...
 
     def new_cache(self, batch: int = 1, *, kv: KVFormat | str | int = 16) -> Cache:
-        """Return an empty cache for so many sequences; kv: 16 (the model's dtype), or pages of 8 or 4 bits."""
+        """Return an empty cache for so many sequences; kv: 16 (the model's dtype), or pages of 8 to 2 bits."""
         s, fmt = self.spec, KVFormat.parse(kv)
         sizes = CacheSizes(len(s.layers), batch, s.kv_heads, s.head_size, s.context, self.dtype, self.device)
         if not fmt.coded:
             return KVCache(sizes)
-        return PagedCache(fmt, sizes, self.key_centers if fmt.center else None)
+        return PagedCache(fmt, sizes, self.key_centers if fmt.centered else None)
 
     @cached_property
     def key_centers(self) -> list[Tensor]:

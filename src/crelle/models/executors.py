@@ -8,13 +8,13 @@ EagerExecutor   any device: layer by layer in torch (crelle.models.eager_executo
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.executor import supports as cpu_supports
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.kernels.executor import Executor
+from crelle.models.cache import key_centers_of
 from crelle.models.decoder import DecoderModel
 from crelle.models.eager_executor import EagerExecutor
 
@@ -27,14 +27,9 @@ def page_dtype(model: DecoderModel) -> torch.dtype:
     return torch.float16 if isinstance(model.decoder, FusedDecoder) else model.dtype
 
 
-def key_centers(model: DecoderModel, kv: KVFormat) -> list[Tensor] | list[None]:
-    """Return what each layer's keys are stored relative to."""
-    return model.key_centers if kv.center else [None] * len(model.spec.layers)
-
-
 def make_executor(model: DecoderModel, layers: Sequence[KVPages], kv: KVFormat, *, batch_invariant: bool) -> Executor:
     """Return the fastest executor that can run a model over these pages."""
-    centers = key_centers(model, kv)
+    centers = key_centers_of(model.key_centers if kv.centered else None, layers)
     if model.device.type == "cuda":
         from crelle.kernels.cuda.executor import CudaExecutor, why_not
 

@@ -38,8 +38,9 @@ extern "C" void run(int gx, int gy, int gz, int threads, int bytes{parameters}) 
 class EmulatedKernel:
     """What crelle.kernels.cuda.launch.load returns, on the CPU."""
 
-    def __init__(self, file: str, expression: str) -> None:
-        self.file, self.expression = file, expression
+    def __init__(self, file: str, expression: str, truncates: bool = False) -> None:
+        """Truncates: tensor instructions cut their sums off, as those of an H200 do."""
+        self.file, self.expression, self.truncates = file, expression, truncates
 
     def __call__(self, grid: tuple[int, int, int], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:
         kinds, values = "", list[Any]()
@@ -53,11 +54,11 @@ class EmulatedKernel:
             else:
                 kinds += "f" if isinstance(a, float) else "i"
                 values.append(ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a))
-        _built(self.file, self.expression, kinds).run(*grid, block, shared, *values)
+        _built(self.file, self.expression, kinds, self.truncates).run(*grid, block, shared, *values)
 
 
 @cache
-def _built(file: str, expression: str, kinds: str) -> ctypes.CDLL:
+def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CDLL:
     names = {"p": "Pointer", "b": "Struct", "i": "int", "f": "float"}
     arguments = ", ".join(f"a{i}" for i in range(len(kinds)))
     parameters = "".join(f", {names[k]} a{i}" for i, k in enumerate(kinds))
@@ -68,7 +69,7 @@ def _built(file: str, expression: str, kinds: str) -> ctypes.CDLL:
     sources = {p.name: p.read_text() for p in EMULATOR.iterdir()}
     for name in jit._sources(file):
         sources.setdefault(name, (jit.CSRC / name).read_text().replace("extern __shared__", "extern"))
-    sources["main.cpp"] = anything + main
+    sources["main.cpp"] = f"#define TRUNCATES {str(truncates).lower()}\n" + anything + main
     key = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:24]
     library = cache_directory() / "emulated" / f"{key}.so"
     if not library.exists():
@@ -77,7 +78,7 @@ def _built(file: str, expression: str, kinds: str) -> ctypes.CDLL:
         for name, text in sources.items():
             (folder / name).write_text(text)
         made = folder / "kernel.so"
-        options = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+        options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
         subprocess.run([str(COMPILER), *options, "-o", str(made), str(folder / "main.cpp")], check=True)
         made.rename(library)
         shutil.rmtree(folder)

@@ -44,7 +44,7 @@ class CpuExecutor:
         """Take a model and the pages of its layers; centers: of each layer's keys, where the format has them."""
         self.decoder = model if isinstance(model, FusedDecoder) else FusedDecoder(model)
         self.layers = layers
-        self.centers = [c for c in centers if c is not None]
+        self.centers = list(centers)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:

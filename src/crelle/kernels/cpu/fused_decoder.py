@@ -21,7 +21,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DENSE_DTYPES, DenseTensor
-from crelle.formats.kv import KVPages, hadamard_block_size
+from crelle.formats.kv import KVPages
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.ops import Prepared
@@ -146,7 +146,7 @@ class Paged:
 
     layers: Sequence[KVPages]
     table: Tensor  # int32 [rows, pages of a row], contiguous
-    centers: Sequence[Tensor] = ()  # per layer f32 [Hkv, D], where the format centres keys
+    centers: Sequence[Tensor | None] = ()  # per layer f32 [Hkv, D], where its format centres keys; empty: none
 
 
 Cache = Sequence[Tensor] | Paged
@@ -246,11 +246,9 @@ class FusedDecoder:
         ):
             return bound
         if isinstance(kv, Paged):
-            fmt, size = kv.layers[0].format, kv.layers[0].head_size
-            hadamard_block = hadamard_block_size(size) if fmt.rotate else 0
-            words = [p.words.numpy() for p in kv.layers if p.words is not None]
-            centers = [c.numpy() for c in kv.centers]
-            bound = self._core.pages([p.codes for p in kv.layers], words, fmt.bits, hadamard_block, centers)
+            centers = kv.centers or [None] * len(kv.layers)
+            layers = [_pages(p, c) for p, c in zip(kv.layers, centers, strict=True)]
+            bound = self._core.pages(layers, kv.layers[0].format.page, torch.empty(0, dtype=kv.layers[0].dtype))
         else:
             bound = self._core.blocks(tensors)
         self._latest = tensors, bound
@@ -260,7 +258,20 @@ class FusedDecoder:
 def _tensors(kv: Cache) -> list[Tensor]:
     if not isinstance(kv, Paged):
         return list(kv)
-    return [*kv.centers, *(t for p in kv.layers for t in p.tensors())]
+    return [*(c for c in kv.centers if c is not None), *(t for p in kv.layers for t in p.tensors())]
+
+
+def _pages(p: KVPages, center: Tensor | None) -> SimpleNamespace:
+    """Return what C++ reads of a layer's pages."""
+    kinds = p.format.key, p.format.value
+    return SimpleNamespace(
+        codes=p.codes,
+        words=p.words,
+        center=_numpy(center),
+        bits=tuple(k.bits for k in kinds),
+        groups=tuple(k.groups(p.head_size) for k in kinds),
+        rotate=tuple(k.rotate for k in kinds),
+    )
 
 
 def _table(kv: Cache) -> Any:

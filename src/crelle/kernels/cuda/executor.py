@@ -204,11 +204,11 @@ class CudaExecutor:
             **options,
         )
 
-    def tile_config(self, rows: int) -> "PagedTileConfig":
-        """How attention shares out the work for so many sequences; if batch-invariant, the same for any number."""
+    def tile_config(self, rows: int, layer: int) -> "PagedTileConfig":
+        """How a layer's attention shares out the work for so many sequences; if batch-invariant, for any number."""
         from crelle.kernels.cuda import paged_attention
 
-        c, pages = self.model.spec, self.pages[0]
+        c, pages = self.model.spec, self.pages[layer]
         longest, most = self._width * pages.format.page, BUCKETS[-1] if self.batch_invariant else rows
         found = paged_attention.tile_config(pages.format, most, c.heads, pages.heads, c.head_size, longest)
         return replace(found, splits=max(1, min(8, longest // 4096))) if self.batch_invariant else found
@@ -236,7 +236,7 @@ class CudaExecutor:
         def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
             q = self.append(i, layer, qkv, where)
             if self.batch_invariant:
-                seen = self.attend(i, q, rows, lengths, layer.window, self.tile_config(len(ids)), pdl=False)
+                seen = self.attend(i, q, rows, lengths, layer.window, self.tile_config(len(ids), i), pdl=False)
                 return seen.view(len(ids), -1)
             each = [self._attend_prompts(i, q, where.table, some, layer.window) for some in calls]
             return self._unrotated(i, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
@@ -304,8 +304,8 @@ class _Graph:
         self.bucket, self._inputs = bucket, inputs
         self._owner = weakref.ref(batch)  # no cycle: who drops the executor drops its graphs, here and now
         self.where = _Where(inputs.table[:bucket], inputs.at[0, :bucket])
-        self._config = batch.tile_config(bucket)
-        sets = bucket * batch.pages[0].heads * self._config.chunks
+        self._configs = [batch.tile_config(bucket, i) for i in range(len(batch.pages))]
+        sets = bucket * batch.pages[0].heads * max(config.chunks for config in self._configs)
         self._semaphores, self._flags = torch.zeros(2, max(sets, 4096), dtype=torch.int32, device=batch.model.device)
         inputs.fill([], bucket)  # all padding
         self._graph, self.logits = capture(self._run, pool=pool)
@@ -343,5 +343,5 @@ class _Graph:
         fits = a.head_size == 128
         packed_for = takes_packed(layer.o, self.bucket, a.heads * a.head_size, batch.batch_invariant) if fits else None
         options = {"semaphores": self._semaphores, "packed_for": packed_for}
-        y = batch.attend(i, q, self.where.table, lengths, layer.window, self._config, **options)
+        y = batch.attend(i, q, self.where.table, lengths, layer.window, self._configs[i], **options)
         return y.view(self.bucket, -1) if packed_for is None else PackedX(self.bucket, y.dtype, y, self._flags)

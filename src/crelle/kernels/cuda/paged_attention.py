@@ -20,12 +20,16 @@ import torch
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv import KVCode, KVFormat, KVPages
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.weight_layout import CudaWeight
 
 _TOKENS = 16  # that a tensor instruction takes
+MOST_SPLITS = 128  # in paged_attention.cu
+_LONG = (
+    4096  # tokens of sequences that are split until the device is full, and no further: a second wave would be short
+)
 _HEADS = 8  # query heads that share a read, at most
 _APPEND_THREADS = 256
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
@@ -47,10 +51,20 @@ class PagedTileConfig:
 
 def supports(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype | None = None) -> str | None:
     """Return None, or why these kernels cannot do it; `values`: the type of 16-bit pages, where it is not `dtype`."""
+    rest = head_size, dtype, values
     if dtype not in _SIZES or (not fmt.coded and (values or dtype) not in _SIZES):
         return f"attends in float16 and bfloat16, not in {dtype if dtype not in _SIZES else values}"
+    if fmt.overrides:
+        every = [own for _, own in fmt.overrides] + [fmt.layers(fmt.overrides[-1][0] + 2)[-1]]
+        return next((reason for own in every if (reason := supports(own, *rest))), None)
+    if fmt.key.coded != fmt.value.coded:
+        return f"takes keys and values that are both codes or both of 16 bits, not {fmt}"
     if head_size % 16 or not 16 <= head_size <= 256:
         return f"takes heads of 16, 32, … 256 channels, not of {head_size}"
+    if min(fmt.bits, fmt.v_bits) < 4 and head_size % 64:
+        return f"takes codes of 3 and 2 bits in heads of 64, 128, … channels, not of {head_size}"
+    if fmt.bits != fmt.v_bits and fmt.page != _TOKENS:
+        return f"takes keys and values that differ in bits in pages of {_TOKENS} tokens, not of {fmt.page}"
     if fmt.page % _TOKENS:
         return f"takes pages of a multiple of {_TOKENS} tokens, not of {fmt.page}"
     if not most_heads(fmt, head_size):
@@ -62,7 +76,11 @@ def most_heads(fmt: KVFormat, head_size: int) -> int:
     """Return how many query heads may share a read: 8, 4, 2, 1, or 0 where none can (`Columns` in kv_fragments.cuh)."""
     if not fmt.coded:
         return _HEADS
-    wide, group = 128 // fmt.bits, head_size // fmt.groups(head_size)
+    return min(_most_heads(code, head_size) for code in (fmt.key, fmt.value))
+
+
+def _most_heads(code: KVCode, head_size: int) -> int:
+    wide, group = 64 if code.bits == 3 else 128 // code.bits, head_size // code.groups(head_size)
     for heads in (8, 4, 2, 1):
         together = group * _HEADS // heads  # channels whose columns lie together
         ends = ((u, min(u + wide, head_size) - 1) for u in range(0, head_size, wide))
@@ -78,23 +96,33 @@ def tile_config(
     chunks = -(-heads // kv_heads // most_heads(fmt, head_size))
     group = -(-heads // kv_heads // chunks)
     blocks, devices = batch * kv_heads * chunks, processors or multiprocessors()
-    few = fmt.bits == 4 and blocks >= 7 * devices  # there are blocks enough: fewer parts to add
+    few = min(fmt.bits, fmt.v_bits) <= 4 and blocks >= 7 * devices  # there are blocks enough: fewer parts to add
     tiles, warps = (2 if fmt.coded else 1), (2 if few or head_size > 128 else 4)
-    stages = 3 if fmt.bits == 4 and group == 1 else 2 if fmt.coded or head_size > 64 else 4
+    stages = 3 if min(fmt.bits, fmt.v_bits) <= 4 and group == 1 else 2 if fmt.coded or head_size > 64 else 4
     piece, splits = warps * tiles * _TOKENS, 1
     while splits < 8 and 2 * splits * piece <= longest:
         # until each multiprocessor has two thread blocks, or eight of those that have thousands of tokens each
         if splits * blocks > devices and (splits * blocks > 4 * devices or longest < 8192 * splits):
             break
         splits *= 2
-    occupancy = 16 if fmt.bits == 4 and group <= 4 and group * fmt.groups(head_size) <= 16 and head_size <= 128 else 12
+    occupancy = (
+        16
+        if min(fmt.bits, fmt.v_bits) <= 4
+        and group <= 4
+        and group * fmt.key.groups(head_size) <= 16
+        and head_size <= 128
+        else 12
+    )
+    if blocks < devices:  # few sequences: as many blocks as fit at one time, each warp with two pieces or more
+        most = min(occupancy // warps * devices // blocks, longest // (2 * piece), MOST_SPLITS)
+        splits = most if longest >= _LONG else max(splits, most)
     return PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
 
 
 def shared_bytes(p: PagedTileConfig, fmt: KVFormat, head_size: int) -> int:
-    """Return what a thread block of `attend` needs (`Pages::TILE` in kv_fragments.cuh)."""
-    units = -(-head_size * fmt.bits // 128)
-    tile = 2 * (256 * units + 32 * fmt.groups(head_size))
+    """Return what a thread block of `attend` needs (`TileOfPages::BYTES` in kv_fragments.cuh)."""
+    codes = fmt.key, fmt.value
+    tile = sum(256 * -(-code.row_bytes(head_size) // 16) + 32 * code.groups(head_size) for code in codes)
     return p.warps * p.stages * p.tiles * -(-tile // 128) * 128
 
 
@@ -102,29 +130,35 @@ def attend_variant(
     p: PagedTileConfig, fmt: KVFormat, head_size: int, values: torch.dtype, dtype: torch.dtype
 ) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result."""
-    arguments = (
-        f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
-    )
+    arguments = f"{_form(fmt, head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
     types = f"{str(fmt.rotate).lower()}, {C_TYPES[values]}, {C_TYPES[dtype]}"
     return "paged_attention.cu", f"crelle::paged_attend<{arguments}, {types}>"
 
 
 def append_variant(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype) -> tuple[str, str]:
     """`dtype`: that of q, k and v; `values`: the type of 16-bit pages, f16 for codes."""
-    arguments = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}, {str(fmt.rotate).lower()}"
-    name = "paged_append_8lane" if _lanes(fmt, head_size) == 8 else "paged_append"
+    alike = _lanes(fmt, head_size) == 8
+    form = f"{head_size}, {fmt.bits}, {fmt.key.groups(head_size)}" if alike else _form(fmt, head_size)
+    name, arguments = f"paged_append{'_8lane' if alike else ''}", f"{form}, {str(fmt.rotate).lower()}"
     return "paged_append.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
 
 
 def _lanes(fmt: KVFormat, head_size: int) -> int:
     """Return how many lanes have a head in `append`: 8 where it is a power of two and groups are whole lanes'."""
-    return 8 if head_size >= 64 and head_size & (head_size - 1) == 0 and fmt.groups(head_size) <= 16 else 32
+    alike = fmt.bits == fmt.v_bits >= 4
+    power = head_size >= 64 and head_size & (head_size - 1) == 0
+    return 8 if alike and power and fmt.key.groups(head_size) <= 16 else 32
+
+
+def _form(fmt: KVFormat, head_size: int) -> str:
+    """Return the template arguments that say how keys and values are stored."""
+    k, v = fmt.key, fmt.value
+    return f"{head_size}, {k.bits}, {k.groups(head_size)}, {v.bits}, {v.groups(head_size)}"
 
 
 def read_variant(fmt: KVFormat, head_size: int, values: torch.dtype) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; also that of the result."""
-    arguments = f"{head_size}, {fmt.bits}, {fmt.groups(head_size)}"
-    return "paged_append.cu", f"crelle::paged_read<{arguments}, {C_TYPES[values]}>"
+    return "paged_append.cu", f"crelle::paged_read<{_form(fmt, head_size)}, {C_TYPES[values]}>"
 
 
 def variants() -> Iterator[tuple[str, str]]:
@@ -139,6 +173,12 @@ def variants() -> Iterator[tuple[str, str]]:
             yield read_variant(fmt, size, values)
             for heads in (1, 2, 4, 7) if size == 128 and j < 3 else ((1, 3, 2, 8)[(i + j) % 4],):
                 yield attend_variant(tile_config(fmt, 16, heads, 1, size, 1024, 132), fmt, size, values, dtype)
+    for i, size in enumerate((64, 128)):
+        for j, fmt in enumerate(map(KVFormat.parse, ("kv3", "kv2", "k4v2", "k8v4", "k3v2:group=64", "k8v3"))):
+            dtype, heads = (half, brain)[(i + j) % 2], (1, 2, 4, 8)[(i + j) % 4]
+            yield append_variant(fmt, size, dtype, half)
+            yield read_variant(fmt, size, half)
+            yield attend_variant(tile_config(fmt, 16, heads, 1, size, 1024, 132), fmt, size, half, dtype)
 
 
 def append(

@@ -9,6 +9,7 @@ struct Copies {
   struct Copy {
     uint32 to;
     const void *from;
+    int size = 16, bytes = 16;  // what is written, what of it is read
   };
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;
@@ -17,6 +18,12 @@ struct Copies {
 inline std::vector<Copies> copies(Emulator::MOST);
 
 inline void copy_16(uint32 to, const void *from) { copies[emulator.current].open.push_back({to, from}); }
+template <int SIZE>
+inline void copy_padded(uint32 to, const char *from, int bytes = SIZE) {
+  if (to % SIZE || (bytes && reinterpret_cast<uintptr_t>(from) % SIZE))
+    fprintf(stderr, "a copy is not aligned\n"), abort();
+  copies[emulator.current].open.push_back({to, from, SIZE, bytes});
+}
 inline void copy_run(char *to, const char *from, int bytes, int lane) {
   for (int i = lane * 16; i < bytes; i += 512) copy_16(shared_address(to) + i, from + i);
 }
@@ -28,7 +35,10 @@ template <int LEFT>
 inline void wait_for_copies() {
   Copies &mine = copies[emulator.current];
   for (; mine.landed + LEFT < mine.groups.size(); mine.landed++)
-    for (const Copies::Copy &c : mine.groups[mine.landed]) memcpy(shared + c.to, c.from, 16);
+    for (const Copies::Copy &c : mine.groups[mine.landed]) {
+      memset(shared + c.to, 0, c.size);
+      if (c.bytes) memcpy(shared + c.to, c.from, c.bytes);
+    }
 }
 template <int THREADS>
 inline void team_sync(int id) {

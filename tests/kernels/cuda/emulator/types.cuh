@@ -100,6 +100,20 @@ inline __half __ushort_as_half(unsigned v) {
   return h;
 }
 
+inline __half __float2half_rn(float v) { return __half(v); }
+inline unsigned short __half_as_ushort(__half v) { return v.bits; }
+inline __half2 __float2half2_rn(float v) { return {__half(v), __half(v)}; }
+inline __half2 __hsub2(__half2 a, __half2 b) { return {__half(a.x - (float)b.x), __half(a.y - (float)b.y)}; }
+inline __half2 __hmul2(__half2 a, __half2 b) { return {__half(a.x * (float)b.x), __half(a.y * (float)b.y)}; }
+inline __half2 __hneg2(__half2 a) { return {__half(-(float)a.x), __half(-(float)a.y)}; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+template <typename T>
+inline T __ldcg(const T *p) {
+  return *p;
+}
+inline int atomicAdd(int *at, int by) { return *at += by, *at - by; }
+inline void __threadfence() {}
+
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = (uint64_t)b << 32 | a;
   unsigned to = 0;
@@ -187,9 +201,10 @@ template <typename T, typename F>
 inline T shuffled(T v, F source) {
   const int me = emulator.current;
   memcpy(emulator.in[me], &v, sizeof v);
-  with_warp([&](int first) {
+  emulator.in[me][1] = source(me % 32);
+  with_warp([](int first) {
     for (int i = 0; i < 32; i++) {
-      const int from = source(i);
+      const int from = static_cast<int>(emulator.in[first + i][1]);
       emulator.out[first + i][0] = emulator.in[first + (from < 0 || from > 31 ? i : from)][0];
     }
   });
@@ -206,6 +221,12 @@ inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
   });
   return emulator.out[me][0];
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  const unsigned bit = (unsigned)mine << emulator.current % 32;
+  return __reduce_or_sync(~0u, bit);
+}
+inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) != 0; }
+inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T v, int mask) {
   return shuffled(v, [=](int i) { return i ^ mask; });
@@ -226,6 +247,7 @@ inline T __shfl_sync(unsigned, T v, int from) {
 namespace crelle {
 
 using half = __half;
+using half2 = __half2;
 using bfloat16 = __nv_bfloat16;
 using uint32 = unsigned int;
 inline __attribute__((aligned(128))) char shared[256 * 1024];  // dynamic shared memory
@@ -249,6 +271,10 @@ inline float gelu_of(float v) {
 }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float v) { return 1 / v; }
 inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 inline uint32 kept(uint32 v) { return v; }

@@ -1,5 +1,6 @@
 // The decoder for Python: plain arrays and objects with attributes in, the GIL released.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -152,50 +153,64 @@ BoundCache blocks(const Owned &self, std::vector<AnyCache> layers) {
   return made;
 }
 
-using PackedScales = Out<int16_t, 5>;
+using AnyPages = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
-// Pages instead: codes (or values) and packed scales of every layer.
-BoundCache pages(const Owned &self, std::vector<AnyCache> layers, std::vector<PackedScales> words, int bits,
-                 int hadamard_block, std::vector<In<float, 2>> center) {
+// Pages instead. Each layer: codes (bytes, or values of 16 bits), words, center (both or one may be None), and for keys
+// and values bits, groups and whether they are rotated; `values`: the dtype of 16 bits, as an array of it.
+BoundCache pages(const Owned &self, nb::sequence layers, int page, AnyPages values) {
   const Model &m = self.decoder->model();
-  require(layers.size() == m.layers.size() && (bits == 16 ? words.empty() : words.size() == layers.size()),
-          "pages must have one array of codes per layer, and one of packed scales where they are coded");
-  require(bits == 16 || bits == 8 || bits == 4, "pages have 16, 8 or 4 bits");
-  require(m.head_size <= 512 && (hadamard_block == 0 ||
-                                 (m.head_size % hadamard_block == 0 && (hadamard_block & (hadamard_block - 1)) == 0)),
-          "channels are rotated together in powers of two that divide the head");
-  require(center.empty() || center.size() == layers.size(), "one centre per layer");
+  require(nb::len(layers) == m.layers.size(), "pages must have one array of codes per layer");
+  require(page >= 1, "a page holds at least one token");
+  require(m.head_size <= 512, "pages hold heads of at most 512 channels");
   BoundCache made;
   Cache &c = made.cache;
-  c.bits = bits, c.hadamard_block = hadamard_block;
-  c.type = bits == 16 ? dtype_of(layers[0].dtype()) : DType::F32;
+  c.type = dtype_of(values.dtype()), c.page = page;
+  c.hadamard_block = m.head_size & -m.head_size;
   c.heads = m.kv_heads, c.head_size = m.head_size;
-  c.page = int(layers[0].shape(3));
-  require(c.page >= 1, "a page holds at least one token");
-  const size_t count = layers[0].shape(0), row = bits == 16 ? m.head_size : size_t(m.head_size) * bits / 8;
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const AnyCache &a = layers[i];
-    require(a.shape(0) == count && a.shape(1) == 2 && int(a.shape(2)) == m.kv_heads && int(a.shape(3)) == c.page &&
-                a.shape(4) == row && (bits == 16 ? dtype_of(a.dtype()) == c.type : a.dtype() == nb::dtype<uint8_t>()),
-            "pages must be [pages, 2, kv_heads, page, values or bytes of a head], alike in all layers");
-    c.layers.push_back(static_cast<uint8_t *>(a.data()));
-    made.arrays.emplace_back(nb::ndarray<>(a.handle()));
-    if (bits == 16) continue;
-    const PackedScales &w = words[i];
-    c.groups = int(words[0].shape(4));
-    require(w.shape(0) == count && w.shape(1) == 2 && int(w.shape(2)) == m.kv_heads && int(w.shape(3)) == c.page &&
-                int(w.shape(4)) == c.groups && c.groups >= 1 && c.groups <= 64 && m.head_size % c.groups == 0 &&
-                m.head_size / c.groups % 2 == 0,
-            "words must be [pages, 2, kv_heads, page, groups], groups of an even number of channels");
-    c.words.push_back(w.data());
-    made.arrays.emplace_back(nb::ndarray<>(w.handle()));
+  for (nb::handle h : layers) {
+    LayerPages l;
+    const auto bits = nb::cast<std::pair<int, int>>(h.attr("bits")),
+               groups = nb::cast<std::pair<int, int>>(h.attr("groups"));
+    const auto rotate = nb::cast<std::pair<bool, bool>>(h.attr("rotate"));
+    l.kind[0].bits = bits.first, l.kind[0].groups = groups.first, l.kind[0].rotate = rotate.first;
+    l.kind[1].bits = bits.second, l.kind[1].groups = groups.second, l.kind[1].rotate = rotate.second;
+    for (const KindOfPages &k : l.kind) {
+      require(k.bits == 16 || k.bits == 8 || k.bits == 4 || k.bits == 3 || k.bits == 2,
+              "pages have 16, 8, 4, 3 or 2 bits");
+      require(k.coded()
+                  ? k.groups >= 1 && k.groups <= 64 && m.head_size % k.groups == 0 && m.head_size / k.groups % 2 == 0
+                  : k.groups == 0 && !k.rotate,
+              "codes have groups of an even number of channels, values of 16 bits none");
+    }
+    l.lay_out(m.kv_heads, page, m.head_size, size_of(c.type));
+    const auto codes = nb::cast<AnyPages>(h.attr("codes"));
+    const bool floats = !l.kind[0].coded() && !l.kind[1].coded();
+    require(codes.ndim() >= 1 && (floats ? dtype_of(codes.dtype()) == c.type : codes.dtype() == nb::dtype<uint8_t>()) &&
+                codes.nbytes() == codes.shape(0) * l.page_bytes,
+            "pages must be [pages, 2, kv_heads, page, values or bytes of a head], or [pages, bytes]");
+    require(made.arrays.empty() || int(codes.shape(0)) == c.pages, "all layers must have the same number of pages");
+    c.pages = int(codes.shape(0));
+    l.codes = static_cast<uint8_t *>(codes.data());
+    made.arrays.emplace_back(nb::ndarray<>(codes.handle()));
+    c.layers.push_back(l.codes);
+    require(floats == h.attr("words").is_none(), "codes, and only those, come with packed scales");
+    if (!floats) {
+      const auto words = nb::cast<AnyPages>(h.attr("words"));
+      require(words.dtype() == nb::dtype<int16_t>() && words.ndim() >= 1 && words.shape(0) == codes.shape(0) &&
+                  words.size() == words.shape(0) * l.page_words,
+              "words must be [pages, 2, kv_heads, page, groups], or [pages, words]");
+      l.words = static_cast<int16_t *>(words.data());
+      made.arrays.emplace_back(nb::ndarray<>(words.handle()));
+    }
+    if (!h.attr("center").is_none()) {
+      const auto v = nb::cast<In<float, 2>>(h.attr("center"));
+      require(l.kind[0].coded() && int(v.shape(0)) == m.kv_heads && int(v.shape(1)) == m.head_size,
+              "a centre must be [kv_heads, head_size], of keys that are coded");
+      l.center = v.data();
+      made.arrays.emplace_back(nb::ndarray<>(v.handle()));
+    }
+    c.paged_layers.push_back(l);
   }
-  for (const auto &v : center) {
-    require(int(v.shape(0)) == m.kv_heads && int(v.shape(1)) == m.head_size, "a centre must be [kv_heads, head_size]");
-    c.center.push_back(v.data());
-    made.arrays.emplace_back(nb::ndarray<>(v.handle()));
-  }
-  c.pages = int(count);
   return made;
 }
 
@@ -372,7 +387,7 @@ void bind_decoder(nb::module_ &m) {
   nb::class_<Owned>(m, "Decoder", "One decode step of a whole model; see crelle.kernels.cpu.fused_decoder.")
       .def("__init__", &build, "parts"_a, "precision"_a)
       .def("blocks", &blocks, "layers"_a)
-      .def("pages", &pages, "layers"_a, "words"_a, "bits"_a, "hadamard_block"_a, "center"_a)
+      .def("pages", &pages, "layers"_a, "page"_a, "values"_a)
       .def("step", &step, "cache"_a, "token"_a.noconvert(), "position"_a.noconvert(), "row"_a.none().noconvert(),
            "table"_a.none().noconvert(), "logits"_a.noconvert(), "want"_a.none().noconvert() = none)
       .def("prefill", &prefill, "cache"_a, "token"_a.noconvert(), "count"_a.noconvert(), "position"_a.noconvert(),

@@ -63,7 +63,7 @@ struct Decoder::Work {
       attention(l, int(i));
       sync(Attention);
       prefetch_rows(l.o, share[3][t]);
-      combine_heads(l);
+      combine_heads(l, int(i));
       encode({&l.o}, input, ld_in, in0, in1);
       add_to_stream(l.o, share[3], l.post_attention_norm, input, ld_in);
       sync(Output);
@@ -247,7 +247,7 @@ struct Decoder::Work {
         where.write(ops, 0, at, key, true, nullptr);
         where.write(ops, 1, at, value, true, nullptr);
         for (int head = kv * (H / Hkv); head < (kv + 1) * (H / Hkv); ++head)
-          query(l, b, row_qkv + head * D, row_qkv + head * D);
+          query(l, layer, b, row_qkv + head * D, row_qkv + head * D);
       } else {
         const size_t row_bytes = D * size_of(c.type), plane = size_t(c.capacity) * row_bytes;
         uint8_t *k = c.layers[layer] + (size_t(row[b]) * Hkv + kv) * plane + at * row_bytes;
@@ -258,9 +258,9 @@ struct Decoder::Work {
   }
 
   // A query as attention takes it.
-  void query(const LayerWeights &l, int b, const float *from, float *out) {
+  void query(const LayerWeights &l, int layer, int b, const float *from, float *out) {
     place(l, b, from, l.q_norm, out);
-    if (cache.hadamard_block) hadamard(out, D, cache.hadamard_block);
+    if (cache.rotates(layer, 0)) hadamard(out, D, cache.hadamard_block);
     ops.scale(out, l.scale, D);
   }
 
@@ -272,7 +272,7 @@ struct Decoder::Work {
       if (ahead && cache.paged())
         std::copy_n(row_qkv + (head + h) * D, D, q + h * padded(D));
       else
-        query(l, b, row_qkv + (head + h) * D, q + h * padded(D));
+        query(l, layer, b, row_qkv + (head + h) * D, q + h * padded(D));
       std::fill(q + h * padded(D) + D, q + (h + 1) * padded(D), 0.0f);
     }
     if (cache.paged()) return attend_pages(l, layer, b, kv, head, heads, from, to, run);
@@ -334,7 +334,7 @@ struct Decoder::Work {
     float *q = head_scratch, *key = q + kHeads * padded(D), *own_k = key + padded(D), *own_v = own_k + padded(D);
     const bool newest = to == position[b];
     const int count = to - from + 1 - newest, now[4] = {layer, int(row[b]), kv, from};
-    const bool as_they_lie = !c.coded() && c.page % 16 == 0 && from % 16 == 0;
+    const bool as_they_lie = !where.own().coded() && c.page % 16 == 0 && from % 16 == 0;
     const uint8_t *k16[kRun / 16], *v16[kRun / 16];
     for (int i = 0; as_they_lie && i < count; i += 16)
       k16[i / 16] = where.at(0, from + i), v16[i / 16] = where.at(1, from + i);
@@ -369,14 +369,14 @@ struct Decoder::Work {
     attend(a, b, head, run);
   }
 
-  void combine_heads(const LayerWeights &l) {
+  void combine_heads(const LayerWeights &l, int layer) {
     for (int b = in0; b < in1; ++b) {
       const int runs = int(position[b]) / kRun - first_key(l, b) / kRun + 1;
       for (int h = 0; h < H; ++h) {
         const size_t at = (size_t(b) * H + h) * d.runs_;
         ops.combine(reinterpret_cast<const AttentionPartial *>(d.parts_.data()) + at,
                     floats_of(d.sums_) + at * padded(D), padded(D), runs, D, input + b * ld_in + h * D);
-        if (cache.hadamard_block) hadamard(input + b * ld_in + h * D, D, cache.hadamard_block);
+        if (cache.rotates(layer, 1)) hadamard(input + b * ld_in + h * D, D, cache.hadamard_block);
       }
     }
   }

@@ -262,7 +262,7 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
     for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
   };
   for (int h = 0; h < H; ++h) norm_rope(q + h * head, l.q_norm, l.scale);
-  if (cache_->hadamard_block) hadamard_tile(q, H, count);
+  if (cache_->rotates(layer, 0)) hadamard_tile(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
     norm_rope(k + h * head, l.k_norm, 1.0f);
     if (cache_->paged()) {
@@ -314,7 +314,7 @@ void Prefill::attend(const LayerWeights &l, int layer, int tile, int tiles, int 
     a.v = a.k + size_t(cache_->rows) * Hkv * plane;
   }
   ops_.attend_block(a, floats_of(scratch));
-  if (cache_->hadamard_block)
+  if (cache_->rotates(layer, 1))
     for (int t = tile; t < tile + tiles; ++t) hadamard_tile(attended_.tile(t) + head, G, tiles_[t].count);
 }
 

@@ -8,6 +8,14 @@ namespace crelle {
 __device__ __forceinline__ void copy_16(uint32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// SIZE (8 or 16) bytes, of which only the first `bytes` are read; the rest becomes zeros.
+template <int SIZE>
+__device__ __forceinline__ void copy_padded(uint32 to, const char *from, int bytes = SIZE) {
+  if constexpr (SIZE == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 // A multiple of 16 bytes, by the lanes of a warp.
 __device__ __forceinline__ void copy_run(char *to, const char *from, int bytes, int lane) {
   const uint32 at = shared_address(to);

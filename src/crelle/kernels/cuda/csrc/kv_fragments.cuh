@@ -15,9 +15,12 @@
 //
 // Codes become f16 without arithmetic: bits put below the exponent of 1024 are 1024 + code, above 4 zeros below that
 // of 64 they are 64 + code. Keys take the fewest instructions: a word of 8 codes is 1 shift and 4 masks, with 16 times
-// the code in every other pair, whose q is divided by 16. Values are added up over thousands of tokens and so have the
-// small offset: 3 shifts and 4 masks; those of 8 bits become code - 128, or sums would lose digits. The offsets leave
-// with the zeros.
+// the code in every other pair, whose q is divided by 16. Values are added up over thousands of tokens, and the tensor
+// cores cut sums off instead of rounding them: an offset that adds up makes every channel too small by the same amount,
+// and H, which is undone at the end, gathers that in channel 0, sqrt(D) times as large (seen on an H200: 2.5e-3 of the
+// largest result over 32768 tokens). So values have the small offset, 3 shifts and 4 masks, and every other tile has it
+// negative: -P times 64 + (15 - code), the complement of the code. Offsets and what is cut off cancel. Those of 8 bits
+// become code - 128. What is left of the offsets leaves with the zeros.
 #pragma once
 #include "tensorcore.cuh"
 #include "warp.cuh"
@@ -88,7 +91,7 @@ struct Head {
 template <int D, int BITS, int C, int G>
 struct Columns {
   static constexpr bool CODED = BITS < 16;
-  static constexpr int WIDE = 128 / BITS;                                       // channels in 16 bytes
+  static constexpr int WIDE = BITS == 3 ? 64 : 128 / BITS;                      // channels in 16 bytes
   static constexpr int PACK = !CODED || G > 4 ? 1 : G > 2 ? 2 : G > 1 ? 4 : 8;  // groups of a head in 8 columns
   static constexpr int TILES = CODED ? (C + PACK - 1) / PACK : 1;               // of 8 columns
   static constexpr int GROUP = CODED ? D / C : D;
@@ -106,14 +109,19 @@ struct Columns {
 template <int D, int BITS, int C>
 struct Pages {
   static constexpr bool CODED = BITS < 16;
-  static constexpr int ROW = D * BITS / 8;                      // bytes of a token
-  static constexpr int UNITS = (ROW + 15) / 16;                 // columns of 16 bytes
-  static constexpr int STEPS = (UNITS * 128 / BITS + 15) / 16;  // products of 16 channels
-  static constexpr int WIDE = 128 / BITS, RUN = WIDE / 4;       // channels in 16 bytes; those of a lane, of keys
-  static constexpr int PIECE = ROW % 16 ? 8 : 16;               // bytes of a copy
+  static constexpr int ROW = BITS == 3 ? D / 4 + D / 8 : D * BITS / 8;  // bytes of a token
+  static constexpr int UNITS = (ROW + 15) / 16;                         // columns of 16 bytes
+  static constexpr int WIDE = BITS == 3 ? 64 : 128 / BITS;              // channels in 16 bytes
+  static constexpr int LOW = BITS == 3 ? D / 64 : UNITS;                // columns of codes; 3 bits: of their low two
+  static constexpr int STEPS = (LOW * WIDE + 15) / 16;                  // products of 16 channels
+  static constexpr int RUN = WIDE / 4,
+                       MADE = WIDE < 16 ? 1 : WIDE / 16;  // a lane's channels of keys; steps of a column
+  static constexpr int FRAGMENTS = MADE > 2 ? MADE : 2;
+  static_assert(BITS > 3 || D % 64 == 0);
+  static constexpr int PIECE = ROW % 16 ? 8 : 16;                        // bytes of a copy
   static constexpr int CODES = UNITS * 256, WORDS = CODED ? 32 * C : 0;  // bytes of 16 tokens in shared memory
-  static constexpr int TILE = (2 * (CODES + WORDS) + 127) / 128 * 128;   // codes of keys, values; words of keys, values
-  static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 4 ? 64 : -128;
+  static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 2 ? 4 : BITS == 3 ? 8 : BITS == 4 ? 64 : -128;
+  static constexpr float TURN = 2 * OFFSET + (1 << BITS) - 1;  // OFFSET + zero and its complement's add up to this
 
   static __device__ __forceinline__ constexpr int swapped(int line) {
     constexpr int EVEN = UNITS & -UNITS;  // tokens 8 / EVEN apart would meet
@@ -129,17 +137,21 @@ struct Pages {
   }
 
   // Which of a lane's RUN channels of keys make register k, low and high half, and what their q is multiplied with.
-  static __device__ constexpr int key_place(int k, int half) { return BITS == 4 ? k + 4 * half : 2 * k + half; }
-  static __device__ constexpr float key_factor(int k) { return BITS == 4 && k % 2 ? 0.0625f : 1; }
+  static __device__ constexpr int key_place(int k, int half) { return BITS < 8 ? k + RUN / 2 * half : 2 * k + half; }
+  static __device__ constexpr float key_factor(int k) {
+    if (BITS == 4) return k % 2 ? 0.0625f : 1;
+    return BITS > 4 ? 1 : k % 4 == 0 ? 1 : k % 4 == 1 ? 0.25f : k % 4 == 2 ? 0.0625f : 0.015625f;
+  }
 
   // The channel of rows g (half 0) and g + 8 (half 1) of a step's result.
   static __device__ __forceinline__ int channel(int step, int g, int half) {
+    if (BITS < 4) return step / 4 * 64 + 8 * g + step % 4 * 2 + half;
     if (BITS == 4) return step / 2 * 32 + 4 * g + step % 2 * 2 + half;
     if (BITS == 8) return step * 16 + 2 * g + half;
     return step * 16 + g + 8 * half;
   }
   static __device__ constexpr int channel_of_step(int step) {
-    return BITS == 4 ? step / 2 * 32 : step * 16;
+    return BITS < 4 ? step / 4 * 64 : BITS == 4 ? step / 2 * 32 : step * 16;
   }  // the first
 
   // Columns `unit` and `unit + 1` (where there is one): tokens 0-7 and 8-15 of the first, then of the second.
@@ -150,22 +162,47 @@ struct Pages {
     return codes + place(UNITS % 2 && second >= UNITS ? UNITS - 1 : second, lane % 16);
   }
 
-  static __device__ __forceinline__ uint32 masked(uint32 v, uint32 mask, uint32 exponent) {
-    uint32 to;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(v), "r"(mask), "r"(exponent));  // v & mask | exponent
-    return to;
-  }
-
   // 1024 + code to code - 128, for two.
   static __device__ __forceinline__ uint32 centred(uint32 v) {
     const half2 to = __hsub2(*reinterpret_cast<half2 *>(&v), __float2half2_rn(1152));
     return *reinterpret_cast<const uint32 *>(&to);
   }
 
+  // 3 bits: where the third bits of a column's 64 channels lie for a token, 8 bytes.
+  static __device__ __forceinline__ const unsigned char *third(const char *codes, int unit, int token) {
+    const int at = D / 4 + unit * 8;
+    return reinterpret_cast<const unsigned char *>(codes) + place(at / 16, token) + at % 16;
+  }
+  // Those of a lane's 16 channels of keys, the first 8 in the low half; of its 8 channels of values, a token in each
+  // half.
+  static __device__ __forceinline__ uint32 third_of_keys(const char *codes, int unit, int token, int t) {
+    if constexpr (BITS != 3) return 0;
+    return __byte_perm(*reinterpret_cast<const unsigned short *>(third(codes, unit, token) + 2 * t), 0, 0x4140);
+  }
+  static __device__ __forceinline__ uint32 third_of_values(const char *codes, int unit, int token, int g) {
+    if constexpr (BITS != 3) return 0;
+    return third(codes, unit, token)[g] | (uint32)third(codes, unit, token + 1)[g] << 16;
+  }
+  static __device__ __forceinline__ constexpr uint32 moved(uint32 v, int left) {
+    return left < 0 ? v >> -left : v << left;
+  }
+
   // The fragments [16 tokens, 16 channels] of keys that a column (8 bits: one, 4: two) or two columns (16: one) hold.
   // r: what tokens 0-7, 8-15 have in it, then in the next one.
-  static __device__ __forceinline__ void keys(uint32 (&a)[2][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
-    if constexpr (BITS == 4) {
+  static __device__ __forceinline__ void keys(uint32 (&a)[FRAGMENTS][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
+    if constexpr (BITS < 4) {  // r2, r3: the third bits
+      const uint32 r[2] = {r0, r1}, third[2] = {r2, r3};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          const uint32 mask = 0x00030003u << 2 * (k % 4);
+          uint32 code = masked(k < 4 ? r[i] : r[i] >> 8, mask, 0x64006400);
+          if (BITS == 3) code = masked(moved(third[i], 2 * (k % 4) + 2 - k), 0x00040004u << 2 * (k % 4), code);
+          a[k / 2][i + k % 2 * 2] = code;
+        }
+      }
+    } else if constexpr (BITS == 4) {
       const uint32 r[2] = {r0, r1};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -180,16 +217,35 @@ struct Pages {
       a[0][0] = r0, a[0][1] = r1, a[0][2] = r2, a[0][3] = r3;
     }
   }
-  // The same of values, [16 channels, 16 tokens].
-  static __device__ __forceinline__ void values(uint32 (&a)[2][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
-    if constexpr (BITS == 4) {
+  // The same of values, [16 channels, 16 tokens]. Below 8 bits: OFFSET + code, or of its complement where P is
+  // NEGATIVE.
+  template <bool NEGATIVE>
+  static __device__ __forceinline__ void values(uint32 (&a)[FRAGMENTS][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
+    if constexpr (BITS < 4) {  // 2 bits: 4 + code; 3: 8 + code
+      const uint32 r[2] = {r0, r1}, third[2] = {r2, r3};
+      constexpr int AT = 10 - BITS;  // of the code among the bits of a value
+      constexpr uint32 LOW_MASK = 0x00030003u << AT, EXPONENT = BITS == 2 ? 0x44004400u : 0x48004800u;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const auto add = [](uint32 v, uint32 mask, uint32 to) {
+            return NEGATIVE ? masked_not(v, mask, to) : masked(v, mask, to);
+          };
+          uint32 code = add(moved(r[i], AT - 2 * j), LOW_MASK, EXPONENT);
+          if (BITS == 3) code = add(moved(third[i], 9 - j), 0x02000200, code);
+          a[j / 2][2 * i + j % 2] = code;
+        }
+      }
+    } else if constexpr (BITS == 4) {
       const uint32 r[2] = {r0, r1};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        a[0][2 * i] = masked(r[i] << 4, 0x00f000f0, 0x54005400);
-        a[0][2 * i + 1] = masked(r[i], 0x00f000f0, 0x54005400);
-        a[1][2 * i] = masked(r[i] >> 4, 0x00f000f0, 0x54005400);
-        a[1][2 * i + 1] = masked(r[i] >> 8, 0x00f000f0, 0x54005400);
+        const auto offset = [](uint32 v) {
+          return NEGATIVE ? masked_not(v, 0x00f000f0, 0x54005400) : masked(v, 0x00f000f0, 0x54005400);
+        };
+        a[0][2 * i] = offset(r[i] << 4), a[0][2 * i + 1] = offset(r[i]);
+        a[1][2 * i] = offset(r[i] >> 4), a[1][2 * i + 1] = offset(r[i] >> 8);
       }
     } else if constexpr (BITS == 8) {
       a[0][0] = centred(__byte_perm(r0, 0x64646464, 0x4240)), a[0][1] = centred(__byte_perm(r0, 0x64646464, 0x4341));
@@ -199,10 +255,47 @@ struct Pages {
     }
   }
 
-  // Two packed scales: their scales, and OFFSET + zero of each.
+  // Two packed scales: their scales, and OFFSET + zero of each, or of its complement where P is NEGATIVE.
+  template <bool NEGATIVE = false>
   static __device__ __forceinline__ void open(uint32 words, uint32 &scales, uint32 &zeros) {
-    scales = words >> 1 & (BITS == 4 ? 0x7fe07fe0 : 0x7f807f80);
-    zeros = BITS == 4 ? masked(words << 2, 0x00fc00fc, 0x54005400) : centred(masked(words, 0x00ff00ff, 0x64006400));
+    scales = words >> 1 & (BITS < 8 ? 0x7fe07fe0 : 0x7f807f80);
+    if constexpr (BITS < 4)
+      zeros = masked(words << 4, 0x03f003f0, BITS == 2 ? 0x44004400 : 0x48004800);
+    else if constexpr (BITS == 4)
+      zeros = masked(words << 2, 0x00fc00fc, 0x54005400);
+    else
+      zeros = centred(masked(words, 0x00ff00ff, 0x64006400));
+    if constexpr (NEGATIVE && BITS < 8) {
+      const half2 turned = __hsub2(__float2half2_rn(TURN), *reinterpret_cast<half2 *>(&zeros));
+      zeros = *reinterpret_cast<const uint32 *>(&turned);
+    }
+  }
+};
+
+// A tile of 16 tokens in shared memory: codes of keys, of values; packed scales of keys, of values.
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C>
+struct TileOfPages {
+  using Keys = Pages<D, K_BITS, K_C>;
+  using Values = Pages<D, V_BITS, V_C>;
+  static constexpr bool APART = K_BITS != V_BITS || K_C != V_C;
+  static constexpr int VALUES = Keys::CODES, WORDS = VALUES + Values::CODES, VALUE_WORDS = WORDS + Keys::WORDS;
+  static constexpr int BYTES = (VALUE_WORDS + Values::WORDS + 127) / 128 * 128;
+};
+
+// Where keys (0) or values (1) of token-head `index` of a page lie, in bytes of codes and in packed scales.
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C>
+struct PagePlaces {
+  static constexpr int K_ROW = Pages<D, K_BITS, K_C>::ROW, V_ROW = Pages<D, V_BITS, V_C>::ROW;
+  static __device__ __forceinline__ size_t rounded(size_t bytes) {
+    return K_BITS == V_BITS ? bytes : (bytes + 15) / 16 * 16;
+  }
+  static __device__ __forceinline__ size_t codes(int page, int kind, int tokens, int index) {
+    const size_t values = rounded((size_t)tokens * K_ROW), all = rounded(values + (size_t)tokens * V_ROW);
+    return page * all + (kind ? values + (size_t)index * V_ROW : (size_t)index * K_ROW);
+  }
+  static __device__ __forceinline__ size_t words(int page, int kind, int tokens, int index) {
+    return (size_t)page * tokens * (K_C + V_C) +
+           (kind ? (size_t)tokens * K_C + (size_t)index * V_C : (size_t)index * K_C);
   }
 };
 
@@ -211,8 +304,11 @@ __device__ __forceinline__ float2 both(uint32 halves) { return __half22float2(*r
 // One group's range becomes its word; `safe` and `shift` take a value to its code.
 template <int BITS>
 __device__ __forceinline__ int word_of(float low, float high, bool broken, float &safe, float &shift) {
-  constexpr int ZERO_BITS = BITS == 4 ? 6 : 8, KEPT = ZERO_BITS - 1, STEPS = (1 << BITS) - 1;
+  constexpr int ZERO_BITS = BITS == 8 ? 8 : 6, KEPT = ZERO_BITS - 1, STEPS = (1 << BITS) - 1;
   constexpr float FINE = 1 << (ZERO_BITS - BITS);
+  if (BITS < 4) {  // the outermost values are clipped
+    low = __fmul_rn(low, BITS == 2 ? 0.75f : 0.90625f), high = __fmul_rn(high, BITS == 2 ? 0.75f : 0.90625f);
+  }
   int half_bits = __half_as_ushort(__float2half_rn(__fdiv_rn(__fsub_rn(high, low), STEPS)));
   half_bits = min((half_bits + (1 << KEPT) - 1) >> KEPT << KEPT, 0x7fff & -(1 << KEPT));
   if (broken) half_bits = 0x7e00;  // NaN

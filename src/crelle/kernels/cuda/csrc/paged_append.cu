@@ -116,6 +116,43 @@ __device__ __forceinline__ void ranges(const float (&v)[Head<D>::SIZE], float (&
   }
 }
 
+// Quantize a head that a warp holds; all lanes must come.
+template <int D, int BITS, int C>
+__device__ __forceinline__ void store_codes(const float (&x)[Head<D>::SIZE], unsigned char *codes,
+                                            unsigned short *words, int lane) {
+  using H = Head<D>;
+  constexpr int GROUP = D / C;
+  float low[H::PAIRS], high[H::PAIRS];
+  bool broken[H::PAIRS];
+  ranges<D, GROUP>(x, low, high, broken, lane);
+#pragma unroll
+  for (int p = 0; p < H::PAIRS; p++) {
+    const int first = H::channel(p, lane);
+    float safe, shift;
+    const int word = word_of<BITS>(low[p], high[p], broken[p], safe, shift);
+    int code[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float found = rintf(__fadd_rn(__fdiv_rn(x[2 * p + j], safe), shift));
+      code[j] = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // NaN: 0
+    }
+    if constexpr (BITS < 4) {  // a byte is of two lanes, of the third bits of four
+      uint32 two = ((code[0] & 3) | (code[1] & 3) << 2) << lane % 2 * 4;
+      two |= __shfl_xor_sync(~0u, two, 1);
+      uint32 third = (code[0] >> 2 | code[1] >> 2 << 1) << lane % 4 * 2;
+      if (BITS == 3) third |= __shfl_xor_sync(~0u, third, 1), third |= __shfl_xor_sync(~0u, third, 2);
+      if (H::has(p, lane) && lane % 2 == 0) codes[first / 4] = static_cast<unsigned char>(two);
+      if (BITS == 3 && H::has(p, lane) && lane % 4 == 0) codes[D / 4 + first / 8] = static_cast<unsigned char>(third);
+    }
+    if (!H::has(p, lane)) continue;
+    if (first % GROUP == 0) words[first / GROUP] = static_cast<unsigned short>(word);
+    if constexpr (BITS == 4)
+      codes[first / 2] = static_cast<unsigned char>(code[0] | code[1] << 4);
+    else if constexpr (BITS == 8)
+      *reinterpret_cast<unsigned short *>(codes + first) = static_cast<unsigned short>(code[0] | code[1] << 8);
+  }
+}
+
 // Whose token n is, and where it stands; a whole warp must come.
 struct Token {
   int b = 0, at = 0, before;
@@ -139,14 +176,14 @@ struct Token {
 // cos, sin f32 [context, D/2], the norms' weights [D] and the keys' centre f32 [kv_heads, D] may be null;
 // rotated [N, heads, D]: q as paged_attention.cu wants it. codes, words: the layer's pages; E: the type of 16-bit
 // pages. Grid (N, heads + 2 stored over 8), 8 warps; stored: kv_heads, or 0 where only q is to be rotated.
-template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C, bool ROTATE, typename T, typename E>
 __global__ void __launch_bounds__(256)
     paged_append(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
                  const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
                  const T *k_norm, const float *center, E *rotated, unsigned char *codes, unsigned short *words, int B,
                  int max_pages, int pages, int page, int context, int heads, int kv_heads, int stored, float eps) {
-  constexpr bool CODED = BITS < 16;
-  constexpr int GROUP = CODED ? D / C : D, ROW = D * BITS / 8;
+  constexpr bool CODED = K_BITS < 16;
+  using At = PagePlaces<D, K_BITS, K_C, V_BITS, V_C>;
   using H = Head<D>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = blockIdx.x, r = blockIdx.y * 8 + warp;
   launch_dependents();
@@ -169,14 +206,15 @@ __global__ void __launch_bounds__(256)
   const int kind = r - heads >= stored, head = r - heads - kind * stored;
   const int found = at / page < max_pages ? __ldcg(table + (size_t)b * max_pages + at / page) : -1;
   if (found < 0 || found >= pages) return;
-  const size_t row = (((size_t)found * 2 + kind) * kv_heads + head) * page + at % page;
+  const int index = head * page + at % page;
+  codes += At::codes(found, kind, kv_heads * page, index);
   if (kind == 0)
     prepared<D, T>(x, k + (size_t)n * k_apart + head * D, k_norm, eps, c, s, lane);
   else
     prepared<D, T>(x, v + (size_t)n * v_apart + head * D, static_cast<const T *>(nullptr), eps, nullptr, nullptr, lane);
 
   if constexpr (!CODED) {
-    H::store(x, reinterpret_cast<E *>(codes) + row * D, lane);
+    H::store(x, reinterpret_cast<E *>(codes), lane);
   } else {
     if (kind == 0 && center) {
 #pragma unroll
@@ -184,28 +222,11 @@ __global__ void __launch_bounds__(256)
         if (H::has(i / 2, lane)) x[i] = __fsub_rn(x[i], __ldg(center + head * D + H::channel(i / 2, lane) + i % 2));
     }
     if (ROTATE) H::hadamard(x, lane);
-    float low[H::PAIRS], high[H::PAIRS];
-    bool broken[H::PAIRS];
-    ranges<D, GROUP>(x, low, high, broken, lane);
-#pragma unroll
-    for (int p = 0; p < H::PAIRS; p++) {
-      if (!H::has(p, lane)) continue;
-      const int first = H::channel(p, lane);
-      float safe, shift;
-      const int word = word_of<BITS>(low[p], high[p], broken[p], safe, shift);
-      if (first % GROUP == 0) words[row * C + first / GROUP] = static_cast<unsigned short>(word);
-      int code[2];
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float found = rintf(__fadd_rn(__fdiv_rn(x[2 * p + j], safe), shift));
-        code[j] = static_cast<int>(fminf(fmaxf(found, 0.f), (1 << BITS) - 1));  // NaN: 0
-      }
-      unsigned char *to = codes + row * ROW + first * BITS / 8;
-      if constexpr (BITS == 4)
-        *to = static_cast<unsigned char>(code[0] | code[1] << 4);
-      else
-        *reinterpret_cast<unsigned short *>(to) = static_cast<unsigned short>(code[0] | code[1] << 8);
-    }
+    words += At::words(found, kind, kv_heads * page, index);
+    if (kind == 0)
+      store_codes<D, K_BITS, K_C>(x, codes, words, lane);
+    else
+      store_codes<D, V_BITS, V_C>(x, codes, words, lane);
   }
 }
 
@@ -256,14 +277,37 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// Eight channels from `first` on, a multiple of eight.
+template <int D, int BITS, int C>
+__device__ __forceinline__ void read_codes(float (&v)[8], const unsigned char *codes, const unsigned short *words,
+                                           int first) {
+  constexpr int GROUP = D / C, ZERO_BITS = BITS == 8 ? 8 : 6, EACH = BITS == 3 ? 2 : BITS;
+  uint32 packed[2] = {}, third = 0;
+  if constexpr (BITS < 4)
+    packed[0] = __ldcg(reinterpret_cast<const unsigned short *>(codes + first / 4));
+  else
+    packed[0] = __ldcg(reinterpret_cast<const uint32 *>(codes + first * BITS / 8));
+  if constexpr (BITS == 8) packed[1] = __ldcg(reinterpret_cast<const uint32 *>(codes + first) + 1);
+  if constexpr (BITS == 3) third = __ldcg(codes + D / 4 + first / 8);
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    const int word = __ldcg(words + (first + j) / GROUP);
+    const float scale = __half2float(__ushort_as_half(word >> ZERO_BITS << (ZERO_BITS - 1)));
+    const float zero = (word & (1 << ZERO_BITS) - 1) / static_cast<float>(1 << (ZERO_BITS - BITS));
+    const int code = (packed[j * EACH / 32] >> j * EACH % 32 & (1 << EACH) - 1) | (third >> j & 1) << 2;
+    v[j] = __fmul_rn(__fsub_rn(code, zero), scale);
+  }
+}
+
 // The values of the first tokens of B sequences, rotated and centred as they are stored, those of sequence b at
 // starts[b] … starts[b + 1]: out [2, starts[B], kv_heads, D]. For prompts, whose tokens share them. table [B,
 // max_pages]. Grid (8 values a thread, kv_heads, 2).
-template <int D, int BITS, int C, typename E>
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C, typename E>
 __global__ void __launch_bounds__(256)
     paged_read(const unsigned char *codes, const unsigned short *words, const int *table, const int *starts, E *out,
                int B, int max_pages, int page, int kv_heads, int total) {
-  constexpr int RUNS = D / 8, GROUP = BITS < 16 ? D / C : D, ZERO_BITS = BITS == 4 ? 6 : 8;
+  constexpr int RUNS = D / 8;
+  using At = PagePlaces<D, K_BITS, K_C, V_BITS, V_C>;
   const int i = blockIdx.x * 256 + threadIdx.x, n = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
   launch_dependents();
   grid_dependency_wait();
@@ -274,22 +318,18 @@ __global__ void __launch_bounds__(256)
     __ldcg(starts + middle) <= n ? b = middle : end = middle;
   }
   const int token = n - __ldcg(starts + b), place = __ldcg(table + (size_t)b * max_pages + token / page);
-  const size_t row = (((size_t)place * 2 + blockIdx.z) * kv_heads + head) * page + token % page;
-  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)blockIdx.z * total + n) * kv_heads + head) * D + first);
-  if constexpr (BITS == 16) {
-    *to = __ldcg(reinterpret_cast<const uint4 *>(reinterpret_cast<const E *>(codes) + row * D + first));
+  const int kind = blockIdx.z, index = head * page + token % page;
+  codes += At::codes(place, kind, kv_heads * page, index);
+  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)kind * total + n) * kv_heads + head) * D + first);
+  if constexpr (K_BITS == 16) {
+    *to = __ldcg(reinterpret_cast<const uint4 *>(reinterpret_cast<const E *>(codes) + first));
   } else {
-    const uint32 *from = reinterpret_cast<const uint32 *>(codes + row * (D * BITS / 8) + first * BITS / 8);
-    const uint32 packed[2] = {__ldcg(from), BITS == 8 ? __ldcg(from + 1) : 0};
+    words += At::words(place, kind, kv_heads * page, index);
     float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const int word = __ldcg(words + row * C + (first + j) / GROUP);
-      const float scale = __half2float(__ushort_as_half(word >> ZERO_BITS << (ZERO_BITS - 1)));
-      const float zero = (word & (1 << ZERO_BITS) - 1) / static_cast<float>(1 << (ZERO_BITS - BITS));
-      const int code = packed[j * BITS / 32] >> j * BITS % 32 & (1 << BITS) - 1;
-      v[j] = __fmul_rn(__fsub_rn(code, zero), scale);
-    }
+    if (kind == 0)
+      read_codes<D, K_BITS, K_C>(v, codes, words, first);
+    else
+      read_codes<D, V_BITS, V_C>(v, codes, words, first);
     *to = closed<E>(v);
   }
 }

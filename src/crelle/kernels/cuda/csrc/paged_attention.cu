@@ -1,4 +1,4 @@
-// Attention of one token per sequence over pages of 16, 8 or 4 bits (formats/kv.py), read as they are.
+// Attention of one token per sequence over pages of 16, 8, 4, 3 or 2 bits (formats/kv.py), read as they are.
 //
 // As in decode_attention.cu, tokens and channels go along the tensor instruction's 16 rows and query heads along its 8
 // columns. Codes enter the products as they are (kv_fragments.cuh); scale and zero of a token and group of channels do
@@ -31,13 +31,24 @@
 
 namespace crelle {
 
-constexpr float RAISED = 2;  // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
+constexpr int MOST_SPLITS = 128;  // thread blocks that share a sequence
+constexpr float RAISED = 2;       // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
 
 __device__ __forceinline__ float largest_of_warp(float v) {
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, i));
   return v;
 }
+
+template <bool YES>
+struct Flag {
+  static constexpr bool value = YES;
+};
+
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
 
 // WORDS words of 4 bytes in one load.
 template <int WORDS>
@@ -48,32 +59,40 @@ struct __align__(4 * WORDS) Vector {
 // q [B, heads, D], rotated where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
 // lengths [B]: tokens of each sequence, this one among them; 0: padding, out is 0. A token sees the last `window`. out
 // [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
-// even. parts [sets, splits, G, D + 2], semaphores [sets] (zeros): where there are splits, at most 32 of them. Grid
+// even. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
 // (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY: warps for
 // which the registers of a multiprocessor shall suffice.
-template <int D, int BITS, int C, int G, int U, int STAGES, int WARPS, int OCCUPANCY, bool ROTATE, typename E,
-          typename T>
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
+          bool ROTATE, typename E, typename T>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
                  float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
                  int padded, bool stride16, float scale) {
-  using P = Pages<D, BITS, C>;
-  using Shape = Columns<D, BITS, C, G>;
-  constexpr int STEPS = P::STEPS, TILES = Shape::TILES, PACK = Shape::PACK, EACH = PACK == 1 ? 2 : 1;
-  constexpr int STAGE = U * P::TILE, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U, PITCH = D + 4;
-  static_assert(Shape::fits() && D % 16 == 0 && G <= 8);
+  using Tile = TileOfPages<D, K_BITS, K_C, V_BITS, V_C>;
+  using K = typename Tile::Keys;
+  using V = typename Tile::Values;
+  using KeyColumns = Columns<D, K_BITS, K_C, G>;
+  using ValueColumns = Columns<D, V_BITS, V_C, G>;
+  constexpr int K_TILES = KeyColumns::TILES, V_TILES = ValueColumns::TILES, PACK = KeyColumns::PACK;
+  constexpr int EACH = PACK == 1 ? 2 : 1, STAGE = U * Tile::BYTES, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U;
+  constexpr int PITCH = D + 4;
+  static_assert(KeyColumns::fits() && ValueColumns::fits() && D % 16 == 0 && G <= 8 && K::CODED == V::CODED);
+  static_assert(V_BITS >= 8 || U % 2 == 0, "tiles with offsets of either sign come in pairs");
   static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
   extern __shared__ __align__(128) char shared[];
   __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
+  __shared__ int kept_head, kept_count;  // for the end: the loop has no register to spare
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
   const int b = blockIdx.z, group = heads / kv_heads, chunks = (group + G - 1) / G;
   const int kv = blockIdx.y / chunks, head = kv * group + blockIdx.y % chunks * G;
   const int count = min(G, kv * group + group - head);
+  if (threadIdx.x == 0) kept_head = head, kept_count = count;
   launch_dependents();
 
   // --- what this warp reads: pieces warp, warp + WARPS … of the block's share
-  const KVLoader<D, BITS, C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv, lane);
+  const KVLoader<D, K_BITS, K_C, V_BITS, V_C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv,
+                                                     lane);
   const bool plain = gridDim.x == 1 && window >= max_pages * page;  // then the table need not wait for the length
   const int guessed = (warp + lane / U * WARPS) * U + lane % U;
   const int length = __ldcg(lengths + b);
@@ -83,7 +102,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   const int share = (pieces + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
   const int mine = (max(min(share, pieces - begin) - warp, 0) + WARPS - 1) / WARPS;
   char *queue = shared + warp * OWN;
-  const uint32 queue_at = static_cast<uint32>(__cvta_generic_to_shared(queue));
+  const uint32 queue_at = shared_address(queue);
 
   const auto tile_of = [&](int i) { return base + (begin + warp + WARPS * i) * U; };
   const auto rows_of = [&](int i) {  // lane l has tile l % U of piece i + l / U
@@ -98,14 +117,15 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       const int left = end - tile_of(i) * 16;
       if (left >= 16 * U) {
 #pragma unroll
-        for (int u = 0; u < U; u++) source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u));
+        for (int u = 0; u < U; u++)
+          source.issue_load(to + u * Tile::BYTES, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u));
       } else {
 #pragma unroll 1
         for (int u = 0; u < U; u++)
-          source.issue_load(to + u * P::TILE, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u), left - 16 * u);
+          source.issue_load(to + u * Tile::BYTES, __shfl_sync(~0u, rows, i % ROWS_AHEAD * U + u), left - 16 * u);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   };
   // The last token was stored by the kernel before; all others, table and lengths were there when that one began.
   const bool early = mine > STAGES && (tile_of(STAGES - 1) + U) * 16 < end;
@@ -115,48 +135,47 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   if (early) grid_dependency_wait();
 
   // --- q as the right side of the products: column g is head g / PACK and one of PACK groups
-  uint32 query[STEPS][2];
-  float start[TILES][2], minus[TILES][2];  // of columns 2t and 2t + 1: what S starts with; - sum of q
+  uint32 query[K::STEPS][2];
+  float start[K_TILES][2], minus[K_TILES][2];  // of columns 2t and 2t + 1: what S starts with; - sum of q
   {
-    constexpr int RUN = P::RUN;  // a lane's channels of 16 bytes of codes follow each other
+    constexpr int RUN = K::RUN;  // a lane's channels of 16 bytes of codes follow each other
     const E *from = q + ((size_t)b * heads + head + g / PACK) * D + RUN * t;
-    float sums_of[TILES][2] = {};  // of q as it enters: with factor 1, and with the other
+    float entering[K_TILES] = {}, meant[K_TILES] = {};  // sums of q as it enters, and without the factors
 #pragma unroll
-    for (int unit = 0; unit < P::UNITS; unit++) {
-      const int n = Shape::tile_of_channel(unit * P::WIDE), channel = unit * P::WIDE + RUN * t;
+    for (int unit = 0; unit < K::LOW; unit++) {
+      const int n = KeyColumns::tile_of_channel(unit * K::WIDE), channel = unit * K::WIDE + RUN * t;
       union {
         Vector<RUN / 2> words;
         E values[RUN];
       } run = {};
       if (g / PACK < count && channel < D)
-        run.words = *reinterpret_cast<const Vector<RUN / 2> *>(from + unit * P::WIDE);
+        run.words = *reinterpret_cast<const Vector<RUN / 2> *>(from + unit * K::WIDE);
 #pragma unroll
       for (int k = 0; k < RUN / 2; k++) {  // two at a time make a register
         float v[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int j = P::key_place(k, i);
-          const bool in = !P::CODED || (channel + j) / Shape::GROUP == n * PACK + g % PACK;
-          v[i] = to_float(from_float<E>((in ? to_float(run.values[j]) : 0.f) * P::key_factor(k)));
-          sums_of[n][P::key_factor(k) != 1] += v[i];
+          const int j = K::key_place(k, i);
+          const bool in = !K::CODED || (channel + j) / KeyColumns::GROUP == n * PACK + g % PACK;
+          v[i] = to_float(from_float<E>((in ? to_float(run.values[j]) : 0.f) * K::key_factor(k)));
+          entering[n] += v[i], meant[n] += v[i] / K::key_factor(k);
         }
-        if (BITS == 16)
+        if (K_BITS == 16)
           query[unit / 2][unit % 2] = pair<E>(v[0], v[1]);
         else
           query[unit * (RUN / 4) + k / 2][k % 2] = pair<E>(v[0], v[1]);
       }
     }
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      float plain = sums_of[n][0] + sums_of[n][1] / P::key_factor(1);
-      float extra = P::OFFSET * plain - P::KEY_OFFSET * (sums_of[n][0] + sums_of[n][1]);
+    for (int n = 0; n < K_TILES; n++) {
+      float plain = meant[n], extra = K::OFFSET * plain - K::KEY_OFFSET * entering[n];
 #pragma unroll
       for (int i = 1; i < 4; i *= 2) {
         plain += __shfl_xor_sync(~0u, plain, i), extra += __shfl_xor_sync(~0u, extra, i);
       }
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        start[n][c] = P::CODED ? __shfl_sync(~0u, extra, 8 * t + 4 * c) : 0;
+        start[n][c] = K::CODED ? __shfl_sync(~0u, extra, 8 * t + 4 * c) : 0;
         minus[n][c] = -__shfl_sync(~0u, plain, 8 * t + 4 * c);
       }
     }
@@ -164,7 +183,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
 
   // Packed scales of columns 2t and 2t + 1 (of head 2t / PACK) for a token.
-  const auto words_of = [&](const char *at, int n, int token) -> uint32 {
+  const auto words_of = [&](auto groups, const char *at, int n, int token) -> uint32 {
+    constexpr int C = decltype(groups)::value;
     const unsigned short *w = reinterpret_cast<const unsigned short *>(at) + token * C;
     if constexpr (PACK == 1) return w[n] * 0x10001u;
     const int c = n * PACK + 2 * t % PACK;
@@ -173,56 +193,56 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     return w[c] | (c + 1 < C ? (uint32)w[c + 1] << 16 : 0u);
   };
 
-  float top[EACH], sum[EACH], o[STEPS][4], z[TILES][2];
+  float top[EACH], sum[EACH], o[V::STEPS][4], z[V_TILES][2];
 #pragma unroll
   for (int e = 0; e < EACH; e++) top[e] = MASKED, sum[e] = 0;
 #pragma unroll
-  for (int n = 0; n < TILES; n++) z[n][0] = z[n][1] = 0;
+  for (int n = 0; n < V_TILES; n++) z[n][0] = z[n][1] = 0;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) o[step][0] = o[step][1] = o[step][2] = o[step][3] = 0;
+  for (int step = 0; step < V::STEPS; step++) o[step][0] = o[step][1] = o[step][2] = o[step][3] = 0;
 
 #pragma unroll 1
   for (int i = 0, at = 0; i < mine; i++, at = at + 1 == STAGES ? 0 : at + 1) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    wait_for_copies<STAGES - 1>();
     __syncwarp();
     const char *stage = queue + at * STAGE;
 
     float p[U][2][EACH];  // scores, then exp of them: of tokens g and g + 8
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      const char *tile = stage + u * P::TILE;
-      float s[TILES][4];
+      const char *tile = stage + u * Tile::BYTES;
+      float s[K_TILES][4];
 #pragma unroll
-      for (int n = 0; n < TILES; n++) s[n][0] = s[n][2] = start[n][0], s[n][1] = s[n][3] = start[n][1];
+      for (int n = 0; n < K_TILES; n++) s[n][0] = s[n][2] = start[n][0], s[n][1] = s[n][3] = start[n][1];
 #pragma unroll
-      for (int unit = 0; unit < P::UNITS; unit += 2) {
-        uint32 r[4], a[2][4];
-        matrices(r, P::rows(tile, unit, lane));
-        constexpr int MADE = BITS == 4 ? 2 : 1;
+      for (int unit = 0; unit < K::LOW; unit += 2) {
+        uint32 r[4], a[K::FRAGMENTS][4];
+        matrices(r, K::rows(tile, unit, lane));
 #pragma unroll
-        for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
-          if (unit + k >= P::UNITS) break;
-          if constexpr (BITS == 16)
-            P::keys(a, r[0], r[1], r[2], r[3]);
+        for (int k = 0; k < (K_BITS == 16 ? 1 : 2); k++) {
+          if (unit + k >= K::LOW) break;
+          if constexpr (K_BITS == 16)
+            K::keys(a, r[0], r[1], r[2], r[3]);
           else
-            P::keys(a, r[2 * k], r[2 * k + 1], 0, 0);
+            K::keys(a, r[2 * k], r[2 * k + 1], K::third_of_keys(tile, unit + k, g, t),
+                    K::third_of_keys(tile, unit + k, g + 8, t));
 #pragma unroll
-          for (int m = 0; m < MADE; m++) {
-            const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
-            const int n = Shape::tile_of_channel(P::channel_of_step(step));
+          for (int m = 0; m < K::MADE; m++) {
+            const int step = K_BITS == 16 ? unit / 2 : (unit + k) * K::MADE + m;
+            const int n = KeyColumns::tile_of_channel(K::channel_of_step(step));
             multiply<E>(s[n], a[m][0], a[m][1], a[m][2], a[m][3], query[step][0], query[step][1]);
           }
         }
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if constexpr (P::CODED) {
+        if constexpr (K::CODED) {
 #pragma unroll
           for (int e = 0; e < EACH; e++) p[u][r][e] = 0;
 #pragma unroll
-          for (int n = 0; n < TILES; n++) {
+          for (int n = 0; n < K_TILES; n++) {
             uint32 scales, zeros;
-            P::open(words_of(tile + 2 * P::CODES, n, g + 8 * r), scales, zeros);
+            K::open(words_of(Number<K_C>(), tile + Tile::WORDS, n, g + 8 * r), scales, zeros);
             const float2 by = both(scales), zero = both(zeros);
             p[u][r][0] = fmaf(by.x, fmaf(zero.x, minus[n][0], s[n][2 * r]), p[u][r][0]);
             p[u][r][EACH - 1] = fmaf(by.y, fmaf(zero.y, minus[n][1], s[n][2 * r + 1]), p[u][r][EACH - 1]);
@@ -269,27 +289,29 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     }
     if (!__all_sync(~0u, same)) {
 #pragma unroll
-      for (int n = 0; n < TILES; n++) z[n][0] *= factor[0], z[n][1] *= factor[EACH - 1];
+      for (int n = 0; n < V_TILES; n++) z[n][0] *= factor[0], z[n][1] *= factor[EACH - 1];
 #pragma unroll
-      for (int step = 0; step < STEPS; step++) {
+      for (int step = 0; step < V::STEPS; step++) {
         o[step][0] *= factor[0], o[step][2] *= factor[0];
         o[step][1] *= factor[EACH - 1], o[step][3] *= factor[EACH - 1];
       }
     }
 
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      const char *tile = stage + u * P::TILE;
-      uint32 share_of[TILES][2];  // P as the right side: tokens 2t, 2t + 1 (and 8 more) of column g
+    const auto add_values = [&](int u, auto negative) {
+      constexpr bool NEGATIVE = decltype(negative)::value;
+      const char *tile = stage + u * Tile::BYTES;
+      uint32 share_of[V_TILES][2];  // P as the right side: tokens 2t, 2t + 1 (and 8 more) of column g
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const uint32 plain = pair<E>(p[u][r][0], p[u][r][EACH - 1]);
-        if constexpr (P::CODED) {
+        if constexpr (V::CODED) {
 #pragma unroll
-          for (int n = 0; n < TILES; n++) {
+          for (int n = 0; n < V_TILES; n++) {
             uint32 scales, zeros;
-            P::open(words_of(tile + 2 * P::CODES + P::WORDS, n, g + 8 * r), scales, zeros);
-            const half2 scaled = __hmul2(*reinterpret_cast<const half2 *>(&plain), *reinterpret_cast<half2 *>(&scales));
+            V::template open<NEGATIVE>(words_of(Number<V_C>(), tile + Tile::VALUE_WORDS, n, g + 8 * r), scales, zeros);
+            const half2 by_scale = *reinterpret_cast<half2 *>(&scales);
+            const half2 scaled =
+                __hmul2(*reinterpret_cast<const half2 *>(&plain), NEGATIVE ? __hneg2(by_scale) : by_scale);
             const uint32 bits = *reinterpret_cast<const uint32 *>(&scaled);
             const float2 by = both(bits), zero = both(zeros);
             z[n][0] = fmaf(by.x, zero.x, z[n][0]), z[n][1] = fmaf(by.y, zero.y, z[n][1]);
@@ -300,38 +322,31 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         }
       }
 #pragma unroll
-      for (int unit = 0; unit < P::UNITS; unit += 2) {
-        uint32 r[4], a[2][4];
-        transposed(r, P::rows(tile + P::CODES, unit, lane));
-        constexpr int MADE = BITS == 4 ? 2 : 1;
+      for (int unit = 0; unit < V::LOW; unit += 2) {
+        uint32 r[4], a[V::FRAGMENTS][4];
+        transposed(r, V::rows(tile + Tile::VALUES, unit, lane));
 #pragma unroll
-        for (int k = 0; k < (BITS == 16 ? 1 : 2); k++) {
-          if (unit + k >= P::UNITS) break;
-          if constexpr (BITS == 16)
-            P::values(a, r[0], r[1], r[2], r[3]);
+        for (int k = 0; k < (V_BITS == 16 ? 1 : 2); k++) {
+          if (unit + k >= V::LOW) break;
+          if constexpr (V_BITS == 16)
+            V::template values<NEGATIVE>(a, r[0], r[1], r[2], r[3]);
           else
-            P::values(a, r[2 * k], r[2 * k + 1], 0, 0);
+            V::template values<NEGATIVE>(a, r[2 * k], r[2 * k + 1],
+                                         V::third_of_values(tile + Tile::VALUES, unit + k, 2 * t, g),
+                                         V::third_of_values(tile + Tile::VALUES, unit + k, 2 * t + 8, g));
 #pragma unroll
-          for (int m = 0; m < MADE; m++) {
-            const int step = BITS == 16 ? unit / 2 : (unit + k) * MADE + m;
-            const int n = Shape::tile_of_channel(P::channel_of_step(step));
+          for (int m = 0; m < V::MADE; m++) {
+            const int step = V_BITS == 16 ? unit / 2 : (unit + k) * V::MADE + m;
+            const int n = ValueColumns::tile_of_channel(V::channel_of_step(step));
             multiply<E>(o[step], a[m][0], a[m][1], a[m][2], a[m][3], share_of[n][0], share_of[n][1]);
           }
         }
       }
-    }
-    if constexpr (BITS == 4) {  // the tensor cores truncate sums: take the offset out before it outgrows what is meant
-      if (i % 8 == 7) {
+    };
 #pragma unroll
-        for (int n = 0; n < TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-          const int n = Shape::tile_of_channel(P::channel_of_step(step));
-          o[step][0] -= z[n][0], o[step][1] -= z[n][1], o[step][2] -= z[n][0], o[step][3] -= z[n][1];
-        }
-#pragma unroll
-        for (int n = 0; n < TILES; n++) z[n][0] = z[n][1] = 0;
-      }
+    for (int u = 0; u < U; u += 2) {
+      add_values(u, Flag<false>());
+      if (u + 1 < U) add_values(u + 1, Flag<(V_BITS < 8)>());
     }
     __syncwarp();
     issue_load(i + STAGES, at);
@@ -347,24 +362,26 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     if (g == 0 && (PACK == 1 || 2 * t % PACK == 0)) tops[warp][h] = top[e], sums[warp][h] = all;
   }
 #pragma unroll
-  for (int n = 0; n < TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
+  for (int n = 0; n < V_TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    const int n = Shape::tile_of_channel(P::channel_of_step(step));
+  for (int step = 0; step < V::STEPS; step++) {
+    const int n = ValueColumns::tile_of_channel(V::channel_of_step(step));
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int c = j % 2, h = PACK == 1 ? 2 * t + c : 2 * t / PACK, channel = P::channel(step, g, j / 2);
-      const bool its = PACK == 1 || n * PACK + 2 * t % PACK + c == channel / Shape::GROUP;
-      if (h < G && channel < D && its) result[h * PITCH + channel] = o[step][j] - (P::CODED ? z[n][c] : 0);
+      const int c = j % 2, h = PACK == 1 ? 2 * t + c : 2 * t / PACK, channel = V::channel(step, g, j / 2);
+      const bool its = PACK == 1 || n * PACK + 2 * t % PACK + c == channel / ValueColumns::GROUP;
+      if (h < G && channel < D && its) result[h * PITCH + channel] = o[step][j] - (V::CODED ? z[n][c] : 0);
     }
   }
   __syncthreads();
 
   // --- the block's part: its warps' parts, added in order; then the same with the blocks'
-  constexpr int EVERY = (G * D + WARPS * 32 - 1) / (WARPS * 32);
+  constexpr int EVERY = (G * D + WARPS * 32 - 1) / (WARPS * 32), QUADS = (EVERY + 3) / 4;
+  static_assert(G * MOST_SPLITS * 4 <= WARPS * OWN);
   float found[EVERY];
   const int set = b * gridDim.y + blockIdx.y;
-  float *part = parts + ((size_t)set * gridDim.x + blockIdx.x) * G * (D + 2);
+  float *part = parts + (size_t)set * gridDim.x * (G * D);  // of the set
+  float *stats = parts + (size_t)gridDim.z * gridDim.y * gridDim.x * (G * D) + (size_t)set * gridDim.x * (G * 2);
   if (threadIdx.x < G * WARPS) {  // what the part of each warp counts
     const int h = threadIdx.x / WARPS, mine = threadIdx.x % WARPS;
     float most = MASKED, total = 0;
@@ -376,7 +393,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     if (gridDim.x == 1)
       counts[mine][h] = total == 0 ? 0 : by / total;
     else
-      counts[mine][h] = by, part[h * (D + 2) + D] = most, part[h * (D + 2) + D + 1] = total;
+      counts[mine][h] = by, stats[(blockIdx.x * G + h) * 2] = most, stats[(blockIdx.x * G + h) * 2 + 1] = total;
   }
   __syncthreads();
 #pragma unroll
@@ -387,7 +404,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
       found[k] = fmaf(counts[w][h], reinterpret_cast<const float *>(shared + w * OWN)[h * PITCH + d], found[k]);
-    if (gridDim.x > 1) part[h * (D + 2) + d] = found[k];
+    if (gridDim.x > 1) part[blockIdx.x * (G * D) + j] = found[k];
   }
   if (gridDim.x > 1) {
     __shared__ bool last;
@@ -400,37 +417,62 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     __syncthreads();
     if (!last) return;
     __threadfence();
-    part -= (size_t)blockIdx.x * G * (D + 2);
-    float *weights = reinterpret_cast<float *>(shared);  // [G, 32]: what the part of each block counts
+    float *weights = reinterpret_cast<float *>(shared);  // [G, MOST_SPLITS]: what the part of each block counts
     for (int h = warp; h < G; h += WARPS) {
-      const float *its = part + ((size_t)lane * G + h) * (D + 2) + D;
-      const float most = lane < gridDim.x ? __ldcg(its) : MASKED, total = lane < gridDim.x ? __ldcg(its + 1) : 0;
-      const float by = exp2_approx(most - largest_of_warp(most)), all = warp_sum(by * total);
-      weights[h * 32 + lane] = all == 0 ? 0 : by / all;
+      float most[MOST_SPLITS / 32], by[MOST_SPLITS / 32], top_of_all = MASKED, total = 0;
+#pragma unroll
+      for (int k = 0; k < MOST_SPLITS / 32; k++) {
+        const int split = lane + 32 * k;
+        most[k] = split < gridDim.x ? __ldcg(stats + (split * G + h) * 2) : MASKED;
+        by[k] = split < gridDim.x ? __ldcg(stats + (split * G + h) * 2 + 1) : 0;
+        top_of_all = fmaxf(top_of_all, most[k]);
+      }
+      top_of_all = largest_of_warp(top_of_all);
+#pragma unroll
+      for (int k = 0; k < MOST_SPLITS / 32; k++) {
+        most[k] = exp2_approx(most[k] - top_of_all), total = fmaf(most[k], by[k], total);
+      }
+      total = warp_sum(total);
+#pragma unroll
+      for (int k = 0; k < MOST_SPLITS / 32; k++)
+        weights[h * MOST_SPLITS + lane + 32 * k] = total == 0 ? 0 : most[k] / total;
     }
     __syncthreads();
+    // Four channels a thread, many splits under way: it is the latency of these loads that a long context waits for.
+    float4 sum_of[QUADS];
 #pragma unroll
-    for (int k = 0; k < EVERY; k++) {
-      const int j = threadIdx.x + k * WARPS * 32, h = j / D;
+    for (int k = 0; k < QUADS; k++) {
+      const int j = (threadIdx.x + k * WARPS * 32) * 4;
+      sum_of[k] = make_float4(0, 0, 0, 0);
       if (j >= G * D) break;
-      const float *its = part + h * (D + 2) + j % D;
-      found[k] = 0;
-#pragma unroll 8
-      for (int s = 0; s < gridDim.x; s++)
-        found[k] = fmaf(weights[h * 32 + s], __ldcg(its + (size_t)s * G * (D + 2)), found[k]);
+      const float *its = part + j, *weight = weights + j / D * MOST_SPLITS;
+#pragma unroll 16
+      for (int split = 0; split < gridDim.x; split++) {
+        const float4 v = __ldcg(reinterpret_cast<const float4 *>(its + (size_t)split * (G * D)));
+        sum_of[k].x = fmaf(weight[split], v.x, sum_of[k].x), sum_of[k].y = fmaf(weight[split], v.y, sum_of[k].y);
+        sum_of[k].z = fmaf(weight[split], v.z, sum_of[k].z), sum_of[k].w = fmaf(weight[split], v.w, sum_of[k].w);
+      }
+    }
+    __syncthreads();  // all have read the weights
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+      const int j = (threadIdx.x + k * WARPS * 32) * 4;
+      if (j < G * D) *reinterpret_cast<float4 *>(reinterpret_cast<float *>(shared) + j) = sum_of[k];
     }
   }
 
   // --- rotated back, a head to a warp
   float *all = reinterpret_cast<float *>(shared);
-  __syncthreads();  // all have read the warps' parts
+  if (gridDim.x == 1) {
+    __syncthreads();  // all have read the warps' parts
 #pragma unroll
-  for (int k = 0; k < EVERY; k++) {
-    const int j = threadIdx.x + k * WARPS * 32;
-    if (j < G * D) all[j] = found[k];
+    for (int k = 0; k < EVERY; k++) {
+      const int j = threadIdx.x + k * WARPS * 32;
+      if (j < G * D) all[j] = found[k];
+    }
   }
   __syncthreads();
-  for (int h = warp; h < count; h += WARPS) {
+  for (int h = warp; h < kept_count; h += WARPS) {
     float v[Head<D>::SIZE];
     Head<D>::load(v, all + h * D, lane);
     if (ROTATE) Head<D>::hadamard(v, lane);
@@ -442,13 +484,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           T unit[8];
 #pragma unroll
           for (int p = 0; p < 8; p++) unit[p] = from_float<T>(all[h * D + input_at(lane, p, stride16)]);
-          const size_t line = ((size_t)(head + h) * 2 + lane / 8) * padded + b;
+          const size_t line = ((size_t)(kept_head + h) * 2 + lane / 8) * padded + b;
           reinterpret_cast<uint4 *>(out)[line * 8 + (lane ^ b) % 8] = *reinterpret_cast<const uint4 *>(unit);
         }
         continue;
       }
     }
-    Head<D>::store(v, out + ((size_t)b * heads + head + h) * D, lane);
+    Head<D>::store(v, out + ((size_t)b * heads + kept_head + h) * D, lane);
   }
 }
 

@@ -12,6 +12,20 @@ __device__ __forceinline__ uint32 pair(float first, float second) {
   return *reinterpret_cast<const uint32 *>(v);
 }
 
+// v & mask | exponent, in one instruction.
+__device__ __forceinline__ uint32 masked(uint32 v, uint32 mask, uint32 exponent) {
+  uint32 to;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(v), "r"(mask), "r"(exponent));
+  return to;
+}
+
+// ~v & mask | exponent.
+__device__ __forceinline__ uint32 masked_not(uint32 v, uint32 mask, uint32 exponent) {
+  uint32 to;
+  asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(to) : "r"(v), "r"(mask), "r"(exponent));
+  return to;
+}
+
 // 8 values in 16 bytes.
 template <typename T>
 __device__ __forceinline__ void open(float (&v)[8], uint4 from) {
