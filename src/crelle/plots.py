@@ -39,6 +39,29 @@ def plot_bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[f
     plt.close(figure)
 
 
+def plot_lines(
+    path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: str, along: str, unit: str
+) -> None:
+    """Draw curves over counts that double, by panel and name; 1 is marked."""
+    plt = pyplot()
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(1 + 4.5 * len(panels), 4.5), layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, (panel, curves) in zip(all_axes[0], panels.items(), strict=True):
+        for name, points in curves.items():
+            places = sorted(points)
+            axes.plot(places, [points[p] for p in places], marker="o", markersize=3, label=name)
+        axes.axhline(1.0, color=COLOURS[1], linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set(title=panel, xlabel=along)
+        axes.grid(alpha=0.3)
+    all_axes[0][0].set_ylabel(unit)
+    all_axes[0][-1].legend(fontsize=7)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_training(path: Path, losses: Sequence[float], blocks: Mapping[str, Sequence[float | None]]) -> None:
     """Draw the loss of end-to-end steps with its running mean, and each layer's loss before and after its own steps."""
     plt = pyplot()

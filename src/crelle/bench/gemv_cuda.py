@@ -19,6 +19,8 @@ from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.formats.dense import DenseTensor
+from crelle.formats.grouped import GroupedTensor
+from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels import ops
 from crelle.models.nested import at_precision
 from crelle.quantizers.scheme import parse
@@ -185,8 +187,10 @@ def check(
 
 
 def exact(x: Tensor, w: QuantTensor) -> Tensor:
-    """Return x @ W.T in f64, some rows of W at a time."""
+    """Return x @ W.T in f64, some rows of W at a time; x as the format rounds it, where it does."""
     N, K = w.shape
+    if isinstance(w, GroupedTensor | TwoLevelTensor):
+        x = w.round_input(x.float())
     step = max(1, _SLAB // K)
     rows = (w.rows(slice(n, n + step)).dequantize(torch.float64) for n in range(0, N, step))
     return torch.cat([x.double() @ slab.T for slab in rows], dim=-1)
@@ -220,6 +224,16 @@ def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | N
         def product(w: Any, out: Tensor | None = None) -> Tensor:
             return mixed_gemv.product(xs, w, x.dtype, out=out, asynchronous=asynchronous)
 
+    elif weights[0].kernel.name == "cuda-integer":
+        kernel = weights[0].kernel
+        integers = kernel.encode(x, first)
+
+        def encode() -> Tensor:
+            return _first_tensor(kernel.encode(x, first).data)
+
+        def product(w: Any, out: Tensor | None = None) -> Tensor:
+            return kernel.run(integers, w)
+
     else:
         return None, None
     out = torch.full((x.shape[0], first.N), torch.nan, dtype=x.dtype, device=x.device)
@@ -229,3 +243,8 @@ def _apart(x: Tensor, weights: list[ops.Prepared], what: str) -> tuple[float | N
     alone = Replay([lambda w=p.data: product(w) for p in weights])  # type: ignore[misc]
     alone.check(y, what)
     return alone.microseconds(), Replay([encode] * _ENCODES).microseconds()
+
+
+def _first_tensor(encoded: Any) -> Tensor:
+    """Return a tensor of what an encoder made: a graph keeps the others alive with it."""
+    return encoded if isinstance(encoded, Tensor) else _first_tensor(encoded[0])

@@ -6,6 +6,7 @@ from crelle.cli import (
     bench_accuracy,
     bench_attention,
     bench_decode,
+    bench_gemm,
     bench_gemv,
     bench_plot,
     bench_serve,
@@ -17,5 +18,16 @@ app = typer.Typer(
     no_args_is_help=True, help="Measure speed: check first, then time, beside a baseline of the same run."
 )
 
-for command in (bench_gemv, bench_attention, bench_decode, bench_serve, bench_accuracy, bench_startup, bench_plot):
+COMMANDS = (
+    bench_gemv,
+    bench_gemm,
+    bench_attention,
+    bench_decode,
+    bench_serve,
+    bench_accuracy,
+    bench_startup,
+    bench_plot,
+)
+
+for command in COMMANDS:
     app.command(name=command.NAME)(command.run)

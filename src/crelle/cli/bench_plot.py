@@ -17,7 +17,7 @@ def run(
     to: Annotated[Path | None, typer.Option("--out", help="The plot to write; default: FILE with .png.")] = None,
     json: Json = False,
 ) -> None:
-    """Plot a result file that gemv, decode, serve or attention wrote, on any machine.
+    """Plot a result file that gemv, gemm, decode, serve or attention wrote, on any machine.
 
     **Example**: `crelle bench plot bench/results/h200-gemv.json`
     """
@@ -66,6 +66,10 @@ def draw(path: Path, rows: list[Row]) -> None:
         bars = {"GB/s": _column(rows, "gb_per_s"), "roofline": _column(rows, "roofline_gb_per_s")}
         N, K = first["shape"]
         plot_bars(path, labels, bars, f"{N} x {K}, batch {first['batch']}, {first['isa']}", "GB/s")
+    elif "tflops" in first:
+        from crelle.bench.gemm_cuda import plot_gemm
+
+        plot_gemm(path, rows)
     elif "baseline_microseconds" in first:  # gemv on a GPU
         labels = [f"{_size(r)}{r['scheme']}" for r in rows]
         bars = {"from x to y": _column(rows, "speedup"), "digits of x given": _column(rows, "product_speedup")}
