@@ -11,7 +11,9 @@ import torch
 from conftest import write_tiny_model
 
 from crelle import LLM, Sampling, quantize
+from crelle.engine.calibration_data import CalibrationData
 from crelle.errors import CapacityError, SchemeError
+from crelle.formats.kv import KVFormat
 from crelle.kernels.threads import set_threads
 
 CONTEXT = 96
@@ -257,3 +259,12 @@ def test_threads_are_set_or_refused(tiny_model: Path) -> None:
 def test_stories15m_continues_with_the_space_between_the_words(data: Path) -> None:
     stories = LLM.load(data / "stories15M", device="cpu")
     assert stories.generate("Once upon a time, there was a", Sampling(max_tokens=3)).text == " little girl named"
+
+
+def test_a_checkpoint_made_for_a_cache_is_loaded_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    text = CalibrationData(text="Once upon a time there was a cache of four bits. " * 20, rows=2, length=16)
+    quantize(tiny_model, made, "atom:a=8,kv=4,group=12,outliers=4", text=text, device="cpu")
+    assert LLM.load(made, device="cpu").kv == KVFormat.parse(4)
+    assert LLM.load(made, device="cpu", kv=16).kv == KVFormat.parse(16)
+    assert LLM.load(tiny_model, device="cpu").kv == KVFormat.parse(16)

@@ -21,7 +21,12 @@ KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
 ]
 KV = Annotated[
-    str, typer.Option("--kv", help="KV cache: 16, 8, 4, 3, 2, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md).")
+    str | None,
+    typer.Option(
+        "--kv",
+        help="KV cache: 16, 8, 4, 3, 2, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md); "
+        "default: what the checkpoint was made for (scheme atom:kv=4), else 16.",
+    ),
 ]
 Bits = Annotated[
     int | None,

@@ -29,7 +29,7 @@ _TOLD = {
 def run(
     model: Model,
     device: Device = "auto",
-    kv: KV = "16",
+    kv: KV = None,
     json: Json = False,
 ) -> None:
     """Print layer → kernel → why not the others, and which executor runs the layers.
@@ -41,13 +41,15 @@ def run(
     import torch
 
     from crelle.formats.kv import KVFormat
+    from crelle.formats.kv_format import kv_of_checkpoint
     from crelle.formats.open import open_weights
     from crelle.models.loader import read_spec
 
-    cache, where = KVFormat.parse(kv), _device(device)
+    given, where = None if kv is None else KVFormat.parse(kv), _device(device)
     rows = decisions(model, device)
     kernels, permuted = {row["kernel"] for row in rows}, any(row["problem"]["permuted"] for row in rows)
-    spec = read_spec(open_weights(model, verify=False))
+    weights = open_weights(model, verify=False)
+    spec, cache = read_spec(weights), given or kv_of_checkpoint(weights.config)
     chosen = executors(spec, cache, where, kernels, permuted)
     unseen = where == "cuda" and not torch.cuda.is_available()
     if json:

@@ -45,7 +45,7 @@ class ModelOptions:
     device: str
     threads: int | None
     kernel: str | None
-    kv: str = "16"
+    kv: str | None = None
 
     def load(self, model: Path) -> "LLM":
         from crelle.engine.llm import LLM
@@ -60,7 +60,7 @@ model_options = option_group(
         "device": (Device, "auto"),
         "threads": (Threads, None),
         "kernel": (KernelName, None),
-        "kv": (KV, "16"),
+        "kv": (KV, None),
     },
     ModelOptions,
 )

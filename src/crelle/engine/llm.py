@@ -23,6 +23,7 @@ from crelle.engine.sampler import Sampling
 from crelle.engine.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.kv import KVFormat
+from crelle.formats.kv_format import kv_of_checkpoint
 from crelle.formats.open import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models.loader import Model, build, choose_device
@@ -55,22 +56,23 @@ class LLM(LoadedModel):
         threads: int | None = None,
         kernel: str | None = None,
         bits: int | None = None,
-        kv: KVFormat | str | int = 16,
+        kv: KVFormat | str | int | None = None,
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
         device: cpu, cuda or auto.  threads: on the CPU.  kernel: insist on one (see `crelle explain`).
         bits: of a nested checkpoint, the precision for calls that ask for none; default: the finest.
-        kv: bits of the cache, 16, 8, 4, 3 or 2, or a string: k4v2, kv4:group=64, 4,layers.0=8 (KVFormat).
+        kv: bits of the cache, 16, 8, 4, 3 or 2, or a string: k4v2, kv4:group=64, 4,layers.0=8 (KVFormat); default: what
+            the checkpoint was made for (`atom:kv=4`), else 16.
         """
-        stored = KVFormat.parse(kv)
+        given = None if kv is None else KVFormat.parse(kv)
         if threads is not None:
             set_threads(threads)
         weights = open_weights(path)
         with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
             tokenizer = beside.submit(Tokenizer.of, weights)
             model = build(weights, choose_device(device), kernel=kernel, bits=bits)
-            return cls(model, tokenizer.result(), weights, stored)
+            return cls(model, tokenizer.result(), weights, given or kv_of_checkpoint(weights.config))
 
     @overload
     def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Completion: ...

@@ -1,7 +1,9 @@
 """KVFormat: the bits of keys and values, by layer; crelle.formats.kv defines what they mean."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from crelle.errors import SchemeError
 from crelle.formats.kv_codes import row_bytes
@@ -232,3 +234,11 @@ class PageLayout:
             values_at = -(-values_at // 16) * 16
             end = -(-(values_at + tokens * v) // 16) * 16
         return cls((k, v), groups, values_at, end, tokens * sum(groups))
+
+
+def kv_of_checkpoint(config: Mapping[str, Any]) -> KVFormat:
+    """Return the cache that a checkpoint's scheme was made for (`atom:…,kv=4`); 16 bits where it says nothing."""
+    stored = config.get("quantization_config")
+    scheme = stored.get("scheme") if isinstance(stored, Mapping) and stored.get("quant_method") == "crelle" else None
+    settings = dict(item.partition("=")[::2] for item in str(scheme or "").partition(":")[2].split(","))
+    return KVFormat.parse(settings.get("kv", "16"))
