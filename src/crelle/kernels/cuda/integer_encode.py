@@ -33,6 +33,7 @@ ROWS = 8  # so are rows
 _GROUPS = (32, 64, 128)  # whose maxima are found by shuffles; others through shared memory
 _WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 2048 places of it
 _MOST = 8 * 256 * _WARPS[True]  # places of a row
+MOST_PERMUTED = 2**15 - 8
 _ROOM = 96 * 1024  # bytes of shared memory
 
 
@@ -43,7 +44,7 @@ class EncodeForm:
     K: int
     outliers: int  # of the weight: channels that have a padded block of their own
     activation: ActivationSpec
-    perm: Tensor | None  # int16 [places]: which input stands where, -1 for padding; None: as they come
+    perm: Tensor | None  # int16 [places]: which input stands where, K rounded up to 8 for padding; None: as they come
     order: bytes  # a digest of it, to compare on the host
 
     @property
@@ -86,9 +87,9 @@ def form_of(w: GroupedTensor | TwoLevelTensor) -> EncodeForm:
     form = EncodeForm(s.K, s.outliers, act, None, b"")
     if w.perm is None:
         return form
-    if s.K > 2**15 - 1:
-        raise UnsupportedError(f"kernel 'cuda-integer' permutes rows of up to {2**15 - 1} inputs, not of {s.K}")
-    perm = torch.full((form.places,), -1, dtype=torch.int16, device=w.perm.device)
+    if s.K > MOST_PERMUTED:
+        raise UnsupportedError(f"kernel 'cuda-integer' permutes rows of up to {MOST_PERMUTED} inputs, not of {s.K}")
+    perm = torch.full((form.places,), -(-s.K // 8) * 8, dtype=torch.int16, device=w.perm.device)
     perm[: s.normal] = w.perm[: s.normal].to(torch.int16)
     perm[form.places - -(-s.outliers // BLOCK) * BLOCK :][: s.outliers] = w.perm[s.normal :].to(torch.int16)
     digest = hashlib.blake2b(w.perm.cpu().numpy().tobytes(), digest_size=16).digest()
@@ -100,7 +101,7 @@ def supports(K: int, outliers: int, groups: int) -> str | None:
     places = -(-(K - outliers) // BLOCK) * BLOCK + -(-outliers // BLOCK) * BLOCK
     if places > _MOST:
         return f"takes rows of up to {_MOST} inputs, not of {K}"
-    if 2 * K + 16 + 4 * groups > _ROOM:
+    if 2 * K + 32 + 4 * groups > _ROOM:
         return f"takes rows of {K} inputs in larger groups than these"
     return None
 
@@ -224,7 +225,7 @@ def _launch(
     weight, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     group, whole, part, _ = _shape(form, op)
     least, top = least_and_top(act.bits)
-    held = -(-2 * K // 16) * 16 if perms is not None else 0
+    held = 16 * (-(-K // 8) + 1) if perms is not None else 0
     load(*variant(form, op, x.dtype))(
         (M, -(-form.places // part), orders),
         32 * _WARPS[whole],

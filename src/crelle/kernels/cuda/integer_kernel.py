@@ -71,6 +71,6 @@ def _lacks(problem: Problem) -> str | None:
         if size not in (32, 64) and (size == 0 or size % 128) and size < most:
             return f"takes groups of 32, 64 or a multiple of 128, not of {size}"
     groups = -(-(problem.K - apart) // group) + -(-apart // group)
-    if problem.K >= 2**15:
-        return f"takes rows of up to {2**15 - 1} inputs, not of {problem.K}"
+    if problem.K > integer_encode.MOST_PERMUTED:
+        return f"takes rows of up to {integer_encode.MOST_PERMUTED} inputs, not of {problem.K}"
     return integer_encode.supports(problem.K, problem.outliers, groups)

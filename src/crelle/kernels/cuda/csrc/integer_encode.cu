@@ -39,17 +39,18 @@ __device__ __forceinline__ float code_of(float v, float inverse, float least, fl
 
 // x [M, K] (gated: [M, 2K], gate then up); addend [M, K] and sum may be null; norm, shift [K] may be null. The row's
 // places are its first `normal` channels, padded to a multiple of 128, then the others, padded too: Kp in all. perm
-// [orders, Kp]: which input stands where, -1 for none (PERMUTED). codes [orders, rows, Kp], scales [orders, groups,
-// rows]. Groups of `group` channels: of those before `split`, then of those behind, which have 8 bits; split is normal
-// or K. GROUP: 32, 64 or 128 as `group` (then split is normal, or there are no outliers), or 0 for any. A thread block
-// takes `part` places, all of them where f is a norm, PERMUTED or GROUP is 0; at most 256 WARPS V. ALIGNED: K and
-// normal are multiples of 8. Grid (M, ceil(Kp / part), orders). Shared: PERMUTED: K values, padded to 16 bytes; then
-// GROUP 0: a word for each group.
+// [orders, Kp]: which input stands where, K rounded up to 8 for none (PERMUTED). codes [orders, rows, Kp], scales
+// [orders, groups, rows]. Groups of `group` channels: of those before `split`, then of those behind, which have 8 bits;
+// split is normal or K. GROUP: 32, 64 or 128 as `group` (then split is normal, or there are no outliers), or 0 for any.
+// A thread block takes `part` places, all of them where f is a norm, PERMUTED or GROUP is 0; at most 256 WARPS V.
+// ALIGNED: K and normal are multiples of 8. Grid (M, ceil(Kp / part), orders). Shared: PERMUTED: K values, rounded up
+// to 8, and 8 more; then GROUP 0: a word for each group.
 template <Prologue OP, int GROUP, bool PERMUTED, bool ALIGNED, int WARPS, int V, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     integer_encode(const T *x, const T *addend, const T *__restrict__ norm, const T *__restrict__ shift,
-                   const short *__restrict__ perm, T *sum, char *codes, float *scales, int K, int normal, int split,
-                   int rows, int groups, int group, int part, float factor, float least, float top, float eps) {
+                   const unsigned short *__restrict__ perm, T *sum, char *codes, float *scales, int K, int normal,
+                   int split, int rows, int groups, int group, int part, float factor, float least, float top,
+                   float eps) {
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM, SHIFT = OP == LAYER_NORM;
   constexpr int THREADS = WARPS * 32;
   extern __shared__ __align__(128) char shared[];
@@ -78,9 +79,10 @@ __global__ void __launch_bounds__(WARPS * 32)
     }
   }
   uint4 order[PERMUTED && EARLY ? V : 1];
+  const uint32 zero = (K + 7) / 8 * 8, none = zero << 16 | zero;
   const auto order_of = [&](int i) {
     const size_t at = (size_t)blockIdx.z * places + place(i);
-    return place(i) < end ? *reinterpret_cast<const uint4 *>(perm + at) : make_uint4(~0u, ~0u, ~0u, ~0u);
+    return place(i) < end ? *reinterpret_cast<const uint4 *>(perm + at) : make_uint4(none, none, none, none);
   };
   if constexpr (PERMUTED && EARLY) {
 #pragma unroll
@@ -153,6 +155,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
     for (int i = 0; i < V; i++)
       if (from(i) < K) *reinterpret_cast<uint4 *>(row + from(i)) = v[i];
+    if (threadIdx.x == 0) row[zero] = from_float<T>(0);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < V; i++) {
@@ -160,10 +163,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       const uint32 pairs[4] = {inputs.x, inputs.y, inputs.z, inputs.w};
       T found[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        const int k = (short)(pairs[e / 2] >> 16 * (e % 2));
-        found[e] = k < 0 ? from_float<T>(0) : row[max(k, 0)];
-      }
+      for (int e = 0; e < 8; e++) found[e] = row[pairs[e / 2] >> 16 * (e % 2) & 0xffff];
       v[i] = *reinterpret_cast<const uint4 *>(found);
     }
   }
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       if (p % GROUP == 0 && k < last(p)) scales[(size_t)c * rows] = scale;
     }
   } else {
-    uint32 *const most_of = reinterpret_cast<uint32 *>(shared + (PERMUTED ? (K * 2 + 15) / 16 * 16 : 0));
+    uint32 *const most_of = reinterpret_cast<uint32 *>(shared + (PERMUTED ? (zero + 8) * 2 : 0));
     float *const inverses = reinterpret_cast<float *>(most_of);
     const auto group_of = [&](int k) { return k < split ? k / group : plain_groups + (k - split) / group; };
     const auto record = [&](int c, float most) {  // |v| of floats is ordered as its bits are, NaN above all
