@@ -1,4 +1,4 @@
-"""Quantized activations as the integer GEMM takes them (integer_encode.cu makes them, integer_gemm.cu reads them)."""
+"""Quantized activations as the integer GEMM reads them (integer_gemm.cu)."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,13 @@ from torch import Tensor
 
 
 class IntegerX(NamedTuple):
-    """x [M, K] as integers of the weight's stored order, a scale for each token and group."""
+    """x [M, K] as integers, in the weight's order of channels (crelle.formats.activations).
 
-    codes: Tensor  # int8 [Mp, Kp]; Mp: M rounded up to 8; Kp: normal channels and outliers, each rounded up to 128; 0s
-    scales: Tensor  # f32 [C, Mp]: groups of normal channels, then of outliers
-    tokens: int  # M: rows behind it are not read into results and may hold anything
+    Mp is M rounded up to a multiple of 8; what lies in rows past M does not matter. Kp are the normal channels rounded
+    up to a multiple of 128, then the outliers rounded up to a multiple of 128; padding is 0.
+    """
+
+    codes: Tensor  # int8 [Mp, Kp], contiguous
+    scales: Tensor  # f32 [C, Mp]: normal groups, then those of outliers
+    tokens: int  # M
     dtype: torch.dtype  # of x, and of the product
