@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # normal channels and outliers are padded to a multiple of this
 ROWS = 8  # so are rows
 _GROUPS = (32, 64, 128)  # whose maxima are found by shuffles; others through shared memory
+_ROW, _ANY = -1, 0  # one scale for a row and one for its outliers; other groups
 _WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 2048 places of it
 _MOST = 8 * 256 * _WARPS[True]  # places of a row
 MOST_PERMUTED = 2**15 - 8
@@ -119,9 +120,11 @@ def variant(form: EncodeForm, op: Prologue, dtype: torch.dtype) -> tuple[str, st
 
 def _shape(form: EncodeForm, op: Prologue) -> tuple[int, bool, int, int]:
     """Return GROUP, whether a thread block has a whole row, the places that it has and how many times 8 a thread."""
-    alike = form.outliers == form.activation.outliers
-    group = form.activation.group if alike and form.activation.group in _GROUPS else 0
-    whole = group == 0 or form.perm is not None or "NORM" in op
+    alike, act = form.outliers == form.activation.outliers, form.activation
+    group = act.group if alike and act.group in _GROUPS else _ANY
+    if group == _ANY and act.group >= max(form.split, act.outliers):
+        group = _ROW
+    whole = group in (_ANY, _ROW) or form.perm is not None or "NORM" in op
     full = 256 * _WARPS[whole]
     times = -(-form.places // full) if whole else 1
     return group, whole, form.places if whole else full, max(times, 1)
@@ -232,7 +235,7 @@ def _launch(
         *(x, addend, weight, shift, perms, None if addend is None else total, *made),
         *(K, form.normal, form.split, rows, form.groups, form.group, part),
         *(act.clip / top, float(least), float(top), float(eps)),
-        shared=held + (4 * form.groups if group == 0 else 0),
+        shared=held + (4 * form.groups if group == _ANY else 0),
         pdl=True,
     )
     return each, total
@@ -256,7 +259,7 @@ def variants() -> Iterator[tuple[str, str]]:
     cases = [_Case(4096, 128), _Case(11008, 128, permuted=False), _Case(4096, 4096, 0, ops=few)]
     cases += [_Case(11008, 11008, 128, False, few), _Case(8192, 64, 64, ops=norms), _Case(4096, 128, 0, False, norms)]
     cases += [_Case(16384, 128, ops=norms), _Case(28672, 128, ops=norms), _Case(28672, 28672, ops=few)]
-    cases += [_Case(333, 32, 20, ops=few), _Case(333, 48, 20, False, few)]
+    cases += [_Case(333, 32, 20, ops=few), _Case(333, 48, 20, False, few), _Case(28672, 256, ops=few)]
     for i, case in enumerate(cases):
         act = ActivationSpec((4, 8, 3)[i % 3], case.group, case.outliers)
         perm = torch.empty(0, dtype=torch.int16) if case.permuted else None

@@ -14,6 +14,8 @@
 
 namespace crelle {
 
+constexpr int WHOLE_ROW = -1, ANY_GROUP = 0;  // values of GROUP
+
 // Bytes 0 of four words.
 __device__ __forceinline__ uint32 low_bytes(float a, float b, float c, float d) {
   return __byte_perm(__byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040),
@@ -41,10 +43,10 @@ __device__ __forceinline__ float code_of(float v, float inverse, float least, fl
 // places are its first `normal` channels, padded to a multiple of 128, then the others, padded too: Kp in all. perm
 // [orders, Kp]: which input stands where, K rounded up to 8 for none (PERMUTED). codes [orders, rows, Kp], scales
 // [orders, groups, rows]. Groups of `group` channels: of those before `split`, then of those behind, which have 8 bits;
-// split is normal or K. GROUP: 32, 64 or 128 as `group` (then split is normal, or there are no outliers), or 0 for any.
-// A thread block takes `part` places, all of them where f is a norm, PERMUTED or GROUP is 0; at most 256 WARPS V.
-// ALIGNED: K and normal are multiples of 8. Grid (M, ceil(Kp / part), orders). Shared: PERMUTED: K values, rounded up
-// to 8, and 8 more; then GROUP 0: a word for each group.
+// split is normal or K. GROUP: 32, 64 or 128 as `group` (then split is normal, or there are no outliers), WHOLE_ROW:
+// one group of each kind, ANY_GROUP. A thread block takes `part` places, all of them where f is a norm, PERMUTED or
+// GROUP is none of those numbers; at most 256 WARPS V. ALIGNED: K and normal are multiples of 8. Grid (M, ceil(Kp /
+// part), orders). Shared: PERMUTED: K values, rounded up to 8, and 8 more; then ANY_GROUP: a word for each group.
 template <Prologue OP, int GROUP, bool PERMUTED, bool ALIGNED, int WARPS, int V, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     integer_encode(const T *x, const T *addend, const T *__restrict__ norm, const T *__restrict__ shift,
@@ -193,6 +195,43 @@ __global__ void __launch_bounds__(WARPS * 32)
           make_uint2(low_bytes(f[0], f[1], f[2], f[3]), low_bytes(f[4], f[5], f[6], f[7]));
       const int c = outlier ? plain_groups + (p - padded) / GROUP : p / GROUP;
       if (p % GROUP == 0 && k < last(p)) scales[(size_t)c * rows] = scale;
+    }
+  } else if constexpr (GROUP == WHOLE_ROW) {
+    __shared__ float2 maxima[WARPS];
+    float most[2] = {};
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float f[8], mine = 0;
+      open<T>(f, v[i]);
+#pragma unroll
+      for (int e = 0; e < 8; e++) mine = max_nan(mine, fabsf(f[e]));
+      const bool outlier = channel(place(i)) >= split;
+      most[0] = outlier ? most[0] : max_nan(most[0], mine), most[1] = outlier ? max_nan(most[1], mine) : most[1];
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2)
+#pragma unroll
+      for (int j = 0; j < 2; j++) most[j] = max_nan(most[j], __shfl_xor_sync(~0u, most[j], lanes));
+    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = make_float2(most[0], most[1]);
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) most[0] = max_nan(most[0], maxima[w].x), most[1] = max_nan(most[1], maxima[w].y);
+    const float scale[2] = {scale_of(most[0], factor), scale_of(most[1], OUTLIERS)};
+    const float inverse[2] = {inverse_of(scale[0]), inverse_of(scale[1])};
+    if (threadIdx.x == 0 && split > 0) scales[0] = scale[0];
+    if (threadIdx.x == 0 && split < K) scales[(size_t)plain_groups * rows] = scale[1];
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int p = place(i);
+      if (p >= end) break;
+      const bool outlier = channel(p) >= split;
+      float f[8];
+      open<T>(f, v[i]);
+#pragma unroll
+      for (int e = 0; e < 8; e++)
+        f[e] = code_of(f[e], outlier ? inverse[1] : inverse[0], outlier ? -127 : least, outlier ? 127 : top);
+      *reinterpret_cast<uint2 *>(codes + p) =
+          make_uint2(low_bytes(f[0], f[1], f[2], f[3]), low_bytes(f[4], f[5], f[6], f[7]));
     }
   } else {
     uint32 *const most_of = reinterpret_cast<uint32 *>(shared + (PERMUTED ? (zero + 8) * 2 : 0));
