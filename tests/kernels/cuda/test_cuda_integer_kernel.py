@@ -170,7 +170,12 @@ def test_activation_residual_and_sandwich_norm() -> None:
     assert y is not None
     assert relative(y, wanted) < 1e-2
     assert relative(down(inner, "SILU_MUL", residual=x), wanted + x.float()) < 1e-2
+    assert torch.equal(linear(down, inner, "SILU_MUL", residual=x), down(inner, "SILU_MUL", residual=x))
     norm = Norm(torch.rand(N).half(), None, 1e-5)
+    stored, seen = down.normed(inner, norm, down, "SILU_MUL", residual=x)  # no epilogue encodes for it
+    assert stored is seen
+    assert torch.equal(stored, down(inner, "SILU_MUL", residual=x))
+    assert isinstance(down.activated(inner[:, :K].contiguous(), "SILU_MUL", down), Tensor)
     sandwich = linear_norm(down, inner, norm, "SILU_MUL")
     assert relative(sandwich, normed(y, norm)) < 2e-3
 

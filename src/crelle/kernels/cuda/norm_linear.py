@@ -100,11 +100,14 @@ def linear(
 ) -> Tensor:
     """Return op(x) @ W.T + bias + residual for any number of rows."""
     rows = x.shape[0]
+    if product.takes_integers:
+        y, _ = product.integer_product(x, op, norm, None, residual, batch_invariant)
+        return y.to(dtype or product.dtype)
     if not batch_invariant and _uses_gemv(product, rows):
         size = rows if isinstance(product.weights[0], MixedWeight) else dispatch.GEMV_ROWS
         chunks = [slice(at, at + size) for at in range(0, rows, size)]
-        y = [product(x[s], op, norm, None if residual is None else residual[s], dtype) for s in chunks]
-        return y[0] if len(y) == 1 else torch.cat(y)
+        each = [product(x[s], op, norm, None if residual is None else residual[s], dtype) for s in chunks]
+        return each[0] if len(each) == 1 else torch.cat(each)
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     h = x if op == "PLAIN" else dense.apply(x, op, scale, shift, eps)
     pairs = zip(product.weights, _biases(product), strict=True)
