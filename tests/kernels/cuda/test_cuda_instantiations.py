@@ -59,8 +59,6 @@ def spills_allowed(file: str, expression: str, arch: str) -> int:
         return 80 if int(planes[1]) > 4 else few if arch == "sm_90a" else 40
     if expression.startswith(("crelle::mixed_gemv<2, 8,", "crelle::mixed_decode<true, 2,")):
         return 8  # groups of 8, 8 tokens; other prologues than Llama's
-    if expression.startswith("crelle::integer_encode<") and ", 16, 7," in expression:
-        return 16  # rows of 28672 inputs with an order and one scale
     if file == "mixed_gemm.cu":
         return 48  # three warpgroups: 128 registers a thread
     return 24 if file in ("dense.cu", "lut.cu", "gemm.cu") else 0
