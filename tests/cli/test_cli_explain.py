@@ -7,7 +7,7 @@ import torch
 from conftest import write_tiny_model
 from in_process import succeed
 
-from crelle import quantize
+from crelle import CalibrationData, quantize
 from crelle.cli import console
 from crelle.kernels import cpu
 
@@ -69,3 +69,15 @@ def test_what_the_step_lacks_is_said_for_each_device(tmp_path: Path) -> None:
     here = "cpu-fused" if cpu.available() is None else "torch"
     assert on_cpu["engine"]["executor"] == on_cpu["step"]["executor"] == here
     assert "on a GPU, not on cpu" in on_cpu["engine"]["others"]["cuda-graphs"]
+
+
+def test_quantized_activations_have_a_kernel_and_the_step_on_cuda(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", hidden_size=64, head_dim=16)
+    text = CalibrationData(text="The quick brown fox jumps over the lazy dog. " * 60, rows=4, length=48)
+    for scheme, wanted in (("atom:group=32,outliers=32", "cuda-integer"), ("atom:group=24", "integer-reference")):
+        quantize(path, tmp_path / "q", scheme, text=text, device="cpu", overwrite=True)
+        seen = succeed("explain", tmp_path / "q", "--device", "cuda", "--json").json
+        coded = [layer for layer in seen["layers"] if layer["problem"]["format"] != "dense"]
+        assert {layer["kernel"] for layer in coded} == {wanted}
+        assert seen["fused"] == (wanted == "cuda-integer")
+    assert "groups of 32, 64 or a multiple of 128, not of 24" in coded[0]["others"]["cuda-integer"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_graphed import GEMMA3, GPT2, LLAMA, MISTRAL, OPT, make
+from test_graphed import ATOM, GEMMA3, GPT2, LLAMA, MISTRAL, OPT, make, reference_logits
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
@@ -92,6 +92,28 @@ def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: st
 
 
 @gpu
+@pytest.mark.parametrize("scheme", ATOM)
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])
+def test_quantized_activations_give_the_logits_of_the_integer_reference(name: str, scheme: str) -> None:
+    """One layer: a code of few bits that rounds the other way moves others, and more so in every layer."""
+    config = {**CONFIGS[name], "num_hidden_layers": 1}
+    model = make(config, scheme, "cuda")
+    assert why_not(model, KVFormat.parse("kv16")) is None
+    assert {linear.kernel for linear in model.linears()} == {"cuda-integer", "dense"}
+    ids = {b: random_ids(40, seed=b) for b in range(12)}
+    wanted = {b: reference_logits(model, torch.tensor([i]))[0] for b, i in ids.items()}
+    sequences = Sequences(model, "kv16", 12, 48)
+    rows = list(zip(sequences.run({b: i[:20] for b, i in ids.items()}), (wanted[b][19] for b in ids), strict=True))
+    for some in (range(3), range(2, 10), range(12), range(1)):
+        for _ in range(3):
+            found = sequences.run({b: [ids[b][sequences.lengths[b]]] for b in some})
+            rows += [(row, wanted[b][sequences.lengths[b] - 1]) for row, b in zip(found, some, strict=True)]
+    found, expected = (torch.stack(each) for each in zip(*((a.cpu(), b) for a, b in rows), strict=True))
+    assert error(found, expected) < ATOM[scheme]
+    assert sequences.untouched()
+
+
+@gpu
 def test_prompts_that_attend_in_several_calls_are_as_those_in_one() -> None:
     """A context of 64 holds three of them."""
     short = make({**LLAMA, "max_position_embeddings": 64}, "fp16", "cuda")
@@ -106,7 +128,15 @@ def test_prompts_that_attend_in_several_calls_are_as_those_in_one() -> None:
 @gpu
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])
 @pytest.mark.parametrize(
-    "scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "mixed:four=0.25,outliers=0.002", "fp16"]
+    "scheme",
+    [
+        "bcq:bits=3,group=128",
+        "rtn:bits=4,group=64",
+        "mixed:four=0.25,outliers=0.002",
+        "atom:w=4,a=4,group=128,outliers=128",
+        "atom:w=4,a=8,levels=2,group=128,outliers=128",
+        "fp16",
+    ],
 )
 def test_exact_batches_are_bit_for_bit_the_single_ones(scheme: str, kv: str) -> None:
     model = make(LLAMA, scheme, "cuda")

@@ -13,6 +13,7 @@ from crelle.models.loader import Model, build
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
 CONFIGS = {"llama": LLAMA, "wide": WIDE, "opt": {**OPT, "tie_word_embeddings": False}}
 SCHEMES = ["bcq:bits=3,group=128", "rtn:bits=4,group=64", "mixed:four=0.25,outliers=0.002", "fp16"]
+SCHEMES += ["atom:w=4,a=4,group=128,outliers=128", "atom:w=4,a=8,levels=2,group=128,outliers=128"]
 # what `key_centers` runs over: the model must load with a coded cache
 SAMPLE = torch.randint(1000, (256,), generator=torch.Generator().manual_seed(0)).tolist()
 BROKEN = min(set(range(100, 1000)) - set(SAMPLE))  # the token

@@ -12,6 +12,7 @@ inputs, so that activations neither grow nor fade from layer to layer.
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import Tensor
 from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, bits_per_weight
+from crelle.formats.grouped import GroupedTensor
+from crelle.formats.two_level import TwoLevelTensor
 from crelle.models.loader import architecture
 from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.base import Cast
@@ -192,8 +195,14 @@ class RandomWeights:
         shape = self.shape(name)
         if len(shape) != 2:
             raise FormatError(f"{self.path}: '{name}' is no matrix")
-        scheme = self.scheme if _LAYER.search(name) else _PLAIN
-        return random_matrix(scheme, *shape, self._random(name))
+        layer = _LAYER.search(name)
+        w = random_matrix(self.scheme if layer else _PLAIN, *shape, self._random(name))
+        if layer is None or not isinstance(w, GroupedTensor | TwoLevelTensor) or w.perm is None:
+            return w
+        # A quantizer orders channels by the input: matrices that read the same one have the same order.
+        random = self._random(f"{name[: layer.end()]}order.{shape[1]}")
+        perm = torch.randperm(shape[1], generator=random, device=self.device, dtype=torch.int32)
+        return replace(w, perm=perm)
 
     def transposed(self, name: str) -> bool:
         return False

@@ -11,6 +11,7 @@ from functools import cache
 from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.kernel import Cpu
+from crelle.kernels.cuda.integer_kernel import CudaInteger
 from crelle.kernels.cuda.kernel import Cuda, CudaLut
 from crelle.kernels.cuda.mixed_kernel import CudaMixed
 from crelle.kernels.integer_reference import IntegerReference
@@ -27,6 +28,7 @@ def kernels() -> tuple[Kernel, ...]:
         CudaLut(),
         CudaMixed(),
         CudaMixed(asynchronous=True),
+        CudaInteger(),
         Cpu("exact"),
         Cpu("int8"),
         IntegerReference(),

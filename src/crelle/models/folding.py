@@ -3,7 +3,8 @@
 A matrix with quantized activations stores its columns in an order of its own (`perm`, crelle.formats.grouped). Between
 up (and gate) and down only elementwise operations stand, so their rows in down's order give down its input as stored.
 A checkpoint keeps every matrix in the model's order; this happens when a model is built. Not free, and so not done:
-q, k, v, gate and up read the residual stream, whose order all layers share; o reads heads.
+q, k, v, gate and up read the residual stream, whose order all layers share; o reads heads, and its order mixes
+channels of different ones, while rows of v can only move within a head (docs/notes/cuda-kernels.md).
 """
 
 from collections.abc import Mapping

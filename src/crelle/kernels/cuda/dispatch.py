@@ -1,5 +1,8 @@
 """Which kernel multiplies how many rows of x: one table, for bit-plane weights, mixed 2/4-bit ones and dense ones.
 
+(Weights with quantized activations, grouped and two-level, take integer_gemm.cu for any number of rows; x is encoded
+by integer_encode.cu.)
+
     rows        Hopper and newer        before Hopper            dense weights          mixed 2/4-bit weights
     1 … 4       gemv                    gemv                     gemv (dense.cu)        gemv (mixed_gemv.cu)
     5 … 8       skinny_gemm             gemv, twice              torch                  gemv
@@ -13,7 +16,7 @@
 
 Batch-invariant products (batch_invariant.py, mixed_gemm.py) ignore the table: a row's bits must not depend on the
 number of rows, so all of them take `gemm` with a fixed split-K; dense weights take torch in chunks of a fixed number
-of rows.
+of rows, and integer ones integer_gemm.cu.
 """
 
 from typing import Literal
@@ -26,6 +29,7 @@ MIXED_GEMV_ROWS = 8  # of one launch
 MIXED_GEMM_ROWS = 2048  # beyond, dequantizing once for torch should cost less: extrapolated from 512 rows
 INVARIANT_ROWS = 256  # of one batch-invariant launch
 INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
+INVARIANT_INTEGER_ROWS = 64  # of one chunk for the integer GEMM, padded
 
 Route = Literal["gemv", "skinny_gemm", "gemm", "torch"]
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.base import Prepared
-from crelle.kernels.cuda import dense, mixed_decode, mixed_gemv, mixed_layout
+from crelle.kernels.cuda import dense, integer_linear, mixed_decode, mixed_gemv, mixed_layout
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import BitSerialX, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.integer_encode import EncodePlan
+from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
 from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import CudaWeight, join
 
-STEPPED = {"cuda", "cuda-mixed", "dense"}  # kernels whose weights a step can multiply by
+STEPPED = {"cuda", "cuda-mixed", "cuda-integer", "dense"}  # kernels whose weights a step can multiply by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,12 +60,34 @@ class FusedLinear:
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
         self._folded: tuple[Norm, Tensor, Tensor] | None = None
         self._perms = _orders(self.weights)
+        integer = [w for w in self.weights if isinstance(w, CudaIntegerWeight)]
+        self._integer = integer if len(integer) == len(self.weights) else []
+        self._plan = EncodePlan([w.form for w in self._integer])
 
     @property
     def takes_bitserial(self) -> bool:
         """Whether all is one bit-plane weight, which can take x as another kernel's epilogue encoded it."""
         w = self.weights[0]
         return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.perm is None and parts(w) == 1
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether all weights want quantized activations: `integer_product` is all there is to do."""
+        return bool(self._integer)
+
+    def integer_product(
+        self,
+        x: Tensor,
+        op: Prologue = "PLAIN",
+        norm: Norm | None = None,
+        addend: Tensor | None = None,
+        residual: Tensor | None = None,
+        batch_invariant: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return op(x + addend) @ W.T + bias + residual, and x + addend, for any number of rows."""
+        biases = [self.bias] if len(self._integer) == 1 else self._biases
+        settings = op, norm, addend, biases, residual, batch_invariant
+        return integer_linear.multiply(self._integer, self._plan, x, *settings)
 
     def __call__(
         self,
@@ -75,6 +99,8 @@ class FusedLinear:
     ) -> Tensor:
         """Return op(x) @ W.T + bias + residual as [tokens, N of all]; all but tensors have been through op already."""
         x, op = _opened(x, op)
+        if self.takes_integers and isinstance(x, Tensor):
+            return self.integer_product(x, op, norm, residual=residual)[0].to(dtype or self.dtype)
         if (y := self._decode(x, op, norm, residual, dtype or self.dtype)) is not None:
             return y
         if len(self.weights) == 1:
@@ -167,7 +193,7 @@ class FusedLinear:
     def _multiply(
         self,
         x: Tensor | BitSerialX,
-        w: CudaWeight | MixedWeight | Tensor,
+        w: CudaWeight | MixedWeight | CudaIntegerWeight | Tensor,
         op: Prologue,
         norm: Norm | None,
         bias: Tensor | None,
@@ -178,6 +204,9 @@ class FusedLinear:
             digits, bias, fold = self._digits(x, w, op, norm, bias)
             return product(digits, w, dtype, bias, residual, in_graph=True, fold=fold)
         assert isinstance(x, Tensor), "digits are for planes"
+        if isinstance(w, CudaIntegerWeight):
+            plan = EncodePlan([w.form])
+            return integer_linear.multiply([w], plan, x, op, norm, None, [bias], residual)[0].to(dtype)
         scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
         if isinstance(w, MixedWeight):
             encoded = mixed_gemv.encode(x, w, op, scale, shift, eps)
@@ -212,7 +241,7 @@ def _orders(weights: Sequence[Any]) -> Tensor | None:
     return torch.stack([w.perm for w in weights])
 
 
-def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | MixedWeight | Tensor]:
+def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | MixedWeight | CudaIntegerWeight | Tensor]:
     """Return the matrices as one where their layouts allow it, and let the linears point into it."""
     data = [linear.prepared.data for linear in linears]
     if len(data) == 1:
@@ -230,6 +259,8 @@ def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
         return join(data)
     if all(isinstance(w, MixedWeight) for w in data):
         return mixed_layout.join(data)
+    if all(isinstance(w, CudaIntegerWeight) for w in data):
+        return integer_linear.join(data)
     if all(isinstance(w, Tensor) for w in data):
         whole = torch.cat(data)
         return whole, torch.split(whole, [w.shape[0] for w in data])

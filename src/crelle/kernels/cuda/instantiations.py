@@ -20,6 +20,7 @@ from crelle.kernels.cuda import (
     dense,
     embed_argmax,
     gemm,
+    integer_encode,
     lut,
     mixed_config,
     mixed_decode,
@@ -56,6 +57,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
+            *integer_encode.variants(),
         }
     )
 

@@ -7,6 +7,7 @@
     gemv                       fused into its prologue
     skinny_gemm                one launch before it: residual add, norm or activation (residual_norm_pack.cu)
     gemm                       the same launch, which also packs x
+    integer_gemm               one launch before it, which also quantizes x (integer_encode.cu)
 
 With `batch_invariant` a row's bits do not depend on the number of rows: the products are those of batch_invariant.py.
 """
@@ -18,10 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels.cuda import batch_invariant as invariant
-from crelle.kernels.cuda import dense, dispatch, gemm, mixed_gemm, mixed_gemv, residual_norm_pack, skinny_gemm
+from crelle.kernels.cuda import (
+    dense,
+    dispatch,
+    gemm,
+    integer_linear,
+    mixed_gemm,
+    mixed_gemv,
+    residual_norm_pack,
+    skinny_gemm,
+)
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.gemm import PackedX
+from crelle.kernels.cuda.integer_encode import EncodePlan
+from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
 from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import BLOCK, CudaWeight
 
@@ -36,6 +48,9 @@ def norm_linear(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return norm(x + addend) @ W.T + bias, and x + addend."""
+    if product.takes_integers:
+        y, x = product.integer_product(x, op, norm, addend, batch_invariant=batch_invariant)
+        return y.to(dtype or product.dtype), x
     if _packs(product, x, op, batch_invariant):
         return _packed(product, x, addend, op, norm, batch_invariant)
     x = x if addend is None else x + addend
@@ -48,6 +63,8 @@ def linear_residual(
     """Return x and what is to be added to it: op(h) @ W.T + bias, or x with it added and None."""
     if not isinstance(h, Tensor):
         return x, _gemm(h, product, batch_invariant)
+    if product.takes_integers:
+        return x, product.integer_product(h, op, batch_invariant=batch_invariant)[0]
     if _packs(product, h, op, batch_invariant):
         return x, _packed(product, h, None, op, None, batch_invariant)[0]
     return linear(product, h, op, residual=x, batch_invariant=batch_invariant), None
@@ -63,6 +80,8 @@ def linear_norm(
     """Return norm(op(h) @ W.T + bias), an RMS norm: what a sandwich norm leaves to be added to x."""
     if not isinstance(h, Tensor):
         y = _gemm(h, product, batch_invariant)
+    elif product.takes_integers:
+        y, _ = product.integer_product(h, op, batch_invariant=batch_invariant)
     elif _packs(product, h, op, batch_invariant):
         y = _packed(product, h, None, op, None, batch_invariant)[0]
     else:
@@ -81,11 +100,14 @@ def linear(
 ) -> Tensor:
     """Return op(x) @ W.T + bias + residual for any number of rows."""
     rows = x.shape[0]
+    if product.takes_integers:
+        y, _ = product.integer_product(x, op, norm, None, residual, batch_invariant)
+        return y.to(dtype or product.dtype)
     if not batch_invariant and _uses_gemv(product, rows):
         size = rows if isinstance(product.weights[0], MixedWeight) else dispatch.GEMV_ROWS
         chunks = [slice(at, at + size) for at in range(0, rows, size)]
-        y = [product(x[s], op, norm, None if residual is None else residual[s], dtype) for s in chunks]
-        return y[0] if len(y) == 1 else torch.cat(y)
+        each = [product(x[s], op, norm, None if residual is None else residual[s], dtype) for s in chunks]
+        return each[0] if len(each) == 1 else torch.cat(each)
     scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     h = x if op == "PLAIN" else dense.apply(x, op, scale, shift, eps)
     pairs = zip(product.weights, _biases(product), strict=True)
@@ -98,9 +120,18 @@ def _biases(product: FusedLinear) -> Sequence[Tensor | None]:
 
 
 def _linear(
-    h: Tensor, w: CudaWeight | MixedWeight | Tensor, bias: Tensor | None, residual: Tensor | None, batch_invariant: bool
+    h: Tensor,
+    w: CudaWeight | MixedWeight | CudaIntegerWeight | Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    batch_invariant: bool,
 ) -> Tensor:
     """Return h @ W.T + bias + residual."""
+    if isinstance(w, CudaIntegerWeight):
+        plan = EncodePlan([w.form])
+        return integer_linear.multiply([w], plan, h, biases=[bias], residual=residual, batch_invariant=batch_invariant)[
+            0
+        ]
     if isinstance(w, MixedWeight):
         y = mixed_gemv.matmul(h, w, bias, batch_invariant)
     elif batch_invariant:

@@ -112,6 +112,7 @@ inline T __ldcg(const T *p) {
   return *p;
 }
 inline int atomicAdd(int *at, int by) { return *at += by, *at - by; }
+inline unsigned atomicMax(unsigned *at, unsigned v) { return *at = v > *at ? v : *at, v; }
 inline void __threadfence() {}
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
