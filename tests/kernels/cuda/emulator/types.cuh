@@ -20,7 +20,8 @@
 #define __shared__ static
 #define __restrict__
 #define __grid_constant__
-#define __CUDA_ARCH__ 800
+#define __cluster_dims__(...)
+#define __CUDA_ARCH__ ARCH
 
 struct uint2 {
   unsigned x, y;
@@ -110,6 +111,10 @@ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 template <typename T>
 inline T __ldcg(const T *p) {
   return *p;
+}
+template <typename T>
+inline void __stcg(T *p, T v) {
+  *p = v;
 }
 inline int atomicAdd(int *at, int by) { return *at += by, *at - by; }
 inline void __threadfence() {}
