@@ -8,6 +8,7 @@ Launches on the current stream, allocates only through torch, and can be capture
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ _SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor of Hopper for thread bl
 _STAGES = 12  # more are of no use
 
 
+Overlap = Literal["WARPGROUPS", "BLOCKS", "HALVES"]
+
+
 @dataclass(frozen=True, slots=True)
 class IntegerTileConfig:
     """Tile config of integer_sm90.cuh; its template parameters."""
@@ -29,7 +33,7 @@ class IntegerTileConfig:
     tokens: int  # of a tile: one of SIZES
     warpgroups: int  # of 64 rows
     stages: int  # times 128 inputs
-    sets: int = 1  # of accumulators, where scales change from group to group: 2: one is scaled, one multiplied into
+    overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
     occupancy: int = 1  # thread blocks that a multiprocessor holds
     split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
 
@@ -47,13 +51,14 @@ class IntegerSm80TileConfig:
 
 def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype: torch.dtype) -> tuple[str, str]:
     scheme = "TWO_LEVEL" if w.two_level else "SIGNED"
-    form = [f"crelle::{scheme}", w.subs, w.segments, w.narrow < w.blocks]
+    form: list[str | int] = [f"crelle::{scheme}", w.subs, w.segments, w.narrow < w.blocks]
+    pieces: list[str | int]
     if isinstance(s, IntegerSm80TileConfig):
         name = "integer_gemm_sm80"
         pieces = [uses_s4(w), s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
     else:
         name = "integer_gemm_sm90"
-        pieces = [s.tokens, s.warpgroups, s.stages, s.sets, s.occupancy, s.split_k]
+        pieces = [s.tokens, s.warpgroups, s.stages, f"crelle::{s.overlap}", s.occupancy, s.split_k]
     arguments = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in (*form, *pieces))
     return "integer_gemm.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}>"
 
@@ -79,8 +84,8 @@ def product(
     assert x.scales.shape == (w.x_groups, len(x.codes)), (x.scales.shape, w.x_groups)
     s = config or choose(w, x.tokens)
     kernel = load(*variant(w, s, x.dtype))
-    sizes = (w.N, x.tokens, w.blocks, w.narrow, w.normal, w.x_groups, w.x_subs, w.x_span, w.x_outlier, w.split)
-    shape = struct.pack("10i", *sizes)
+    sizes = (w.N, x.tokens, w.blocks, w.narrow, w.normal, w.x_groups, w.x_subs, w.x_span, w.x_outlier)
+    shape = struct.pack("9i", *sizes)
     if isinstance(s, IntegerSm80TileConfig):
         kernel(
             (-(-w.N // (16 * s.tiles * s.warps_n)), -(-x.tokens // s.tokens), 1),
@@ -179,27 +184,40 @@ def _tiles(w: IntegerTiles, tokens: int, s: IntegerTileConfig) -> int:
 def choose(
     w: IntegerTiles, tokens: int, processors: int | None = None, capability: tuple[int, int] | None = None
 ) -> IntegerTileConfig | IntegerSm80TileConfig:
-    """Return a tile config for so many tokens. (Derived, not measured: no GPU has run these yet.)"""
+    """Return the tile config that should be fastest by `estimate`. (No GPU has measured it yet.)"""
     if (capability or torch.cuda.get_device_capability()) != (9, 0):
         return _choose_sm80(w, tokens)
     processors = processors or multiprocessors()
-    most = 256 if w.segments else 128  # two kinds of sums in registers
-    counts = -(-tokens // most)
-    size = next(t for t in SIZES if t >= -(-tokens // counts) or t == most)
-    two_sets = not w.segments and w.subs == 1
-    if size <= 64:
-        s = IntegerTileConfig(size, 2, _STAGES, 2 if two_sets else 1)
-        tiles = _tiles(w, tokens, s)
-        split = next((n for n in (8, 4, 2) if tiles * n <= processors and w.blocks >= 2 * n), 1)
-        # a cluster adds up in shared memory, which is faster than through semaphores where it fills the chip
-        if split > 1 and tiles * split >= 0.75 * processors:
-            s = replace(s, split_k=split)
-        return fitted(w, s)
-    s = IntegerTileConfig(size, 2, _STAGES, 2 if two_sets and size <= 112 else 1)
+    most = 256 if w.segments == 1 else 160  # registers for one or two kinds of sums
+    counts = range(-(-tokens // most), -(-tokens // min(tokens, 64)) + 1)
+    sizes = {next(t for t in SIZES if t >= -(-tokens // n)) for n in counts}
+    each = [
+        tile_config(w, size, split) for size in sorted(sizes) for split in (1, 2, 4, 8) if split <= w.blocks // 2 + 1
+    ]
+    return min(each, key=lambda s: estimate(w, tokens, s, processors))
+
+
+def tile_config(w: IntegerTiles, size: int, split_k: int = 1) -> IntegerTileConfig:
+    """Return the config of tiles of 128 rows and so many tokens."""
+    overlap: Overlap = "WARPGROUPS"
+    if w.segments == 0 and w.subs == 1:
+        overlap = "HALVES" if size >= 64 and size // 2 in SIZES else "BLOCKS" if size <= 96 else "WARPGROUPS"
+    return fitted(w, IntegerTileConfig(size, 2, _STAGES, overlap, 1, split_k))
+
+
+def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int) -> float:
+    """Return how many cycles a product should take, from instruction counts and bandwidths; latencies are guessed."""
     tiles = _tiles(w, tokens, s)
-    if 0.75 * processors <= 2 * tiles <= processors and w.blocks > 3:
-        s = replace(s, split_k=2)
-    return fitted(w, s)
+    grid, whole = schedule(w, tokens, s, processors)
+    multiply = 2 * s.warpgroups * s.tokens  # of the tensor cores, for a block of 128 inputs
+    issue = s.warpgroups * (110 if w.segments else 110 + 1.75 * w.subs * s.tokens)
+    load = s.warpgroups * (4096 + 128 * w.subs) / 19  # a processor's share of the memory's bandwidth
+    block, sums = max(multiply, issue, load), s.warpgroups * s.tokens
+    if s.split_k > 1:
+        return -(-grid // processors) * (-(-w.blocks // s.split_k) * block + 12 * sums) + 1000
+    if whole == tiles:
+        return -(-tiles // grid) * (w.blocks * block + 6 * sums)
+    return tiles * w.blocks / grid * block + 30 * sums + 2500
 
 
 def fitted(w: IntegerTiles, s: IntegerTileConfig) -> IntegerTileConfig:

@@ -39,7 +39,7 @@ class IntegerTiles:
     K: int
     two_level: bool
     subs: int  # groups of a block: 1, 2, 4
-    segments: bool  # one scale of a row and a token for all normal inputs: sums are scaled at the end of K
+    segments: int  # parts of K with one scale of a row and a token (2: outliers have their own); 0: scales of groups
     blocks: int
     narrow: int  # blocks of 4 bits, the first ones
     normal: int  # blocks before the outliers
@@ -47,7 +47,6 @@ class IntegerTiles:
     x_groups: int  # scales of a token
     x_span: int  # blocks with one scale of x
     x_outlier: int  # the scale of the first outliers
-    split: bool  # outliers have other scales
     pieces: Tensor  # uint8
     row_scale: Tensor | None  # f32 [N, padded]: of two levels
     semaphores: Tensor  # int32, 0 between products
@@ -106,12 +105,13 @@ def lay_out(w: QuantTensor) -> IntegerTiles:
     ]
     pieces = torch.cat([p.flatten(1) for p in parts], 1)
     x_normal = -(-(s.K - act.outliers) // act.group)
+    apart = s.outliers > 0 and (not two_level or act.outliers > 0)  # outliers have other scales
+    segments = (2 if apart else 1) if one_x and one_w else 0
     return IntegerTiles(
-        *(s.N, s.K, two_level, subs, one_x and one_w, blocks, narrow, normal, act),
+        *(s.N, s.K, two_level, subs, segments, blocks, narrow, normal, act),
         x_groups=x_normal + -(-act.outliers // act.group),
         x_span=_WHOLE if one_x else max(1, act.group // BLOCK),
         x_outlier=x_normal if act.outliers else 0,
-        split=s.outliers > 0 and (not two_level or act.outliers > 0),
         pieces=pieces,
         row_scale=pad(w.scale.float(), (0, tiles * ROWS - s.N)) if two_level else None,
         semaphores=torch.zeros(_SEMAPHORES, dtype=torch.int32, device=w.device),

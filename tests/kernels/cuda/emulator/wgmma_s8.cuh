@@ -5,17 +5,17 @@
 
 namespace crelle {
 
-inline unsigned long long swizzled_rows(uint32 address) { return address >> 4; }
+inline uint32 swizzled_rows(uint32 address) { return address >> 4; }
 
 template <int N>
 struct WgmmaS8 {
-  static void multiply(uint32 (&d)[N / 2], const uint32 (&a)[4], unsigned long long b, int add) {
+  static void multiply(uint32 (&d)[N / 2], const uint32 (&a)[4], uint32 b, int add) {
     struct Operands {
       uint32 *d;
       const uint32 *a;
       uint32 b;
       bool add;
-    } mine = {d, a, static_cast<uint32>(b << 4), add != 0};
+    } mine = {d, a, b << 4, add != 0};
     memcpy(emulator.in[emulator.current], &mine, sizeof mine);
     with_warp([](int first) {
       static int rows[16][32];

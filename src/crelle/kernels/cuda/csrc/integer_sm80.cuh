@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32 joined_halves(uint32 a, uint32 b) {
 // x int8 [padded, 128 blocks]; x_scales f32 [groups, padded]; the others as of integer_sm90_tiles. Grid (ceil(N /
 // ROWS), ceil(M / NT)), ROWS = 16 TILES WARPS_N, a multiple of 64. Shared: WARPS_K times STAGES stages; sums take their
 // place.
-template <IntegerScheme SCHEME, int SUBS, bool SEGMENTS, bool HAS_WIDE, bool S4, int NT, int TILES, int WARPS_N,
+template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, bool S4, int NT, int TILES, int WARPS_N,
           int WARPS_K, int STAGES, typename X>
 __device__ __forceinline__ void integer_sm80_tiles(const char *__restrict__ x, const char *__restrict__ pieces,
                                                    const float *__restrict__ x_scales,
@@ -129,7 +129,7 @@ __device__ __forceinline__ void integer_sm80_tiles(const char *__restrict__ x, c
             }
           }
       }
-      if (SEGMENTS && i + 1 < mine && !shape.ends_segment(block)) continue;
+      if (SEGMENTS > 0 && i + 1 < mine && (SEGMENTS == 1 || block + 1 != shape.normal)) continue;
       const float *const xs =
           reinterpret_cast<const float *>(stage + X_BYTES + PIECES * SLOT) + (SEGMENTS ? 0 : g * NT) + lane % 4 * 2;
       const float unit = narrow && !S4 ? 1.0f / 16 : 1.0f;

@@ -19,6 +19,8 @@
 
 namespace crelle {
 
+enum Overlap { WARPGROUPS, BLOCKS, HALVES };
+
 // Large tiles need more registers than every thread could have: then the warp that loads is a warpgroup that gives its
 // own away.
 __host__ __device__ constexpr bool integer_gives_registers(int nt, int wg, int occupancy) {
@@ -31,20 +33,22 @@ __host__ __device__ constexpr int integer_sm90_threads(int nt, int wg, int occup
 #if __CUDA_ARCH__ == 900
 // x [padded, 128 blocks] by x_map, whose box has NT rows; row_scale f32 [N rounded up to 64] with two levels; the
 // others as of gemm_sm90_tiles.
-template <IntegerScheme SCHEME, int SUBS, bool SEGMENTS, bool HAS_WIDE, int NT, int WG, int STAGES, int SETS,
+template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, int NT, int WG, int STAGES, Overlap OVERLAP,
           int OCCUPANCY, int SPLIT_K, typename X>
 __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const char *__restrict__ pieces,
                                                    const float *__restrict__ x_scales,
                                                    const float *__restrict__ row_scale, const X *__restrict__ bias,
                                                    const X *residual, X *y, float4 *partial, int *semaphores,
                                                    const IntegerShape &shape, int whole, int stride) {
-  static_assert(SETS == 1 || (SUBS == 1 && !SEGMENTS), "two sets alternate from block to block");
+  static_assert(OVERLAP == WARPGROUPS || (SUBS == 1 && SEGMENTS == 0), "sums are scaled once for each block");
+  // sets of accumulators, and tokens in each
+  constexpr int SETS = OVERLAP == WARPGROUPS ? 1 : 2, SET_TOKENS = OVERLAP == HALVES ? NT / 2 : NT;
   constexpr int ROWS = 64 * WG, WARPS = 4 * WG, X_BYTES = NT * 128,
                 SLOT = HAS_WIDE ? Piece<SUBS>::WIDE : Piece<SUBS>::NARROW;
   constexpr int X_SCALES = SUBS * NT * 4;
   constexpr bool GIVES = integer_gives_registers(NT, WG, OCCUPANCY);
   extern __shared__ __align__(128) char shared[];
-  char *const base = shared + (-shared_address(shared) & 1023);  // stages of x, of weights, of scales of x
+  char *const base = shared + kept(-shared_address(shared) & 1023);  // stages of x, of weights, of scales of x
   char *const w_base = base + STAGES * X_BYTES, *const s_base = w_base + STAGES * WG * SLOT;
   __shared__ __align__(8) unsigned long long barriers[2][STAGES];
   const uint32 x_at = shared_address(base), full = shared_address(barriers[0]), empty = full + 8 * STAGES;
@@ -105,10 +109,11 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
     if constexpr (GIVES) take_registers<WG == 2 ? 240 : WG == 3 ? 160 : 112>();
     const int group = warp / 4, part = warp % 4;
     float f[NT / 2];
-    uint32 acc[SETS][NT / 2];
+    uint32 acc[SETS][SET_TOKENS / 2];
     uint32 a[2][4][4];
     uint32 scales[2][SUBS];
     float unit[2];  // of sums of the block's codes
+    const uint32 x_matrix = kept(swizzled_rows(x_at));
     int s = 0, phase = 0;
 
     const auto release = [&](int stage) {
@@ -133,31 +138,35 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
         load_bytes(a[p], piece, part, lane);
       }
     };
-    // Steps from `first` on of the block in this stage; `add`: to what is in the accumulators.
-    const auto multiply = [&](uint32(&to)[NT / 2], int p, int first, int steps, bool add) {
+    // Steps from `first` on of the block in this stage, for tokens from `token` on; `add`: to what is in the
+    // accumulators.
+    const auto multiply = [&](uint32(&to)[SET_TOKENS / 2], int p, int token, int first, int steps, bool add) {
       fence_products();
-      const unsigned long long matrix = swizzled_rows(x_at + s * X_BYTES);
+      const uint32 matrix = x_matrix + s * (X_BYTES / 16) + token * 8;
 #pragma unroll
-      for (int k = first; k < first + steps; k++) WgmmaS8<NT>::multiply(to, a[p][k], matrix + 2 * k, add || k > first);
+      for (int k = first; k < first + steps; k++)
+        WgmmaS8<SET_TOKENS>::multiply(to, a[p][k], matrix + 2 * k, add || k > first);
       commit_products();
     };
-    // The sums of a group, complete, by the scales of x in its stage.
-    const auto add_group = [&](uint32(&from)[NT / 2], int p, int j, int stage) {
+    // The sums of group j of a block for tokens from `token` on, by the scales of x in its stage.
+    const auto add_group = [&](uint32(&from)[SET_TOKENS / 2], int p, int token, int j, int stage) {
       hold(from);
       const float2 w = row_scales<SCHEME>(scales[p][j], unit[p]);
       const float less[2] = {-INT_VALUE * w.x, -INT_VALUE * w.y};
-      const float *const xs = reinterpret_cast<const float *>(s_base + stage * X_SCALES) + j * NT + lane % 4 * 2;
+      const float *const xs =
+          reinterpret_cast<const float *>(s_base + stage * X_SCALES) + j * NT + token + lane % 4 * 2;
 #pragma unroll
-      for (int c = 0; c < NT / 8; c++) {
+      for (int c = 0; c < SET_TOKENS / 8; c++) {
         const float2 x = *reinterpret_cast<const float2 *>(xs + c * 8);
-        f[4 * c] = add_scaled(from[4 * c], w.x, less[0], x.x, f[4 * c]);
-        f[4 * c + 1] = add_scaled(from[4 * c + 1], w.x, less[0], x.y, f[4 * c + 1]);
-        f[4 * c + 2] = add_scaled(from[4 * c + 2], w.y, less[1], x.x, f[4 * c + 2]);
-        f[4 * c + 3] = add_scaled(from[4 * c + 3], w.y, less[1], x.y, f[4 * c + 3]);
+        float *const to = f + token / 2 + 4 * c;
+        to[0] = add_scaled(from[4 * c], w.x, less[0], x.x, to[0]);
+        to[1] = add_scaled(from[4 * c + 1], w.x, less[0], x.y, to[1]);
+        to[2] = add_scaled(from[4 * c + 2], w.y, less[1], x.x, to[2]);
+        to[3] = add_scaled(from[4 * c + 3], w.y, less[1], x.y, to[3]);
       }
     };
     // The same for sums that may be larger: these are converted.
-    const auto add_segment = [&](uint32(&from)[NT / 2], int p, int stage) {
+    const auto add_segment = [&](uint32(&from)[SET_TOKENS / 2], int p, int stage, bool first) {
       hold(from);
       const float2 w = row_scales<SCHEME>(scales[p][0], unit[p]);
       const float *const xs = reinterpret_cast<const float *>(s_base + stage * X_SCALES) + lane % 4 * 2;
@@ -165,77 +174,98 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       for (int c = 0; c < NT / 8; c++) {
         const float2 x = *reinterpret_cast<const float2 *>(xs + c * 8);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          f[4 * c + i] = fmaf((float)(int)from[4 * c + i], (i < 2 ? w.x : w.y) * (i % 2 ? x.y : x.x), f[4 * c + i]);
+        for (int i = 0; i < 4; i++) {
+          const float v = (float)(int)from[4 * c + i], scale = (i < 2 ? w.x : w.y) * (i % 2 ? x.y : x.x);
+          f[4 * c + i] = first ? v * scale : fmaf(v, scale, f[4 * c + i]);
+        }
       }
     };
 
 #pragma unroll 1
     for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance()) {
+      if constexpr (SEGMENTS != 1) {
 #pragma unroll
-      for (int i = 0; i < NT / 2; i++) f[i] = 0;
+        for (int i = 0; i < NT / 2; i++) f[i] = 0;
+      }
       int before = -1;  // the stage that the instructions under way read, if any
       bool add = false;
-      // Block i; p = i % 2, a constant: all of it is unrolled twice.
-      const auto step = [&](int p, int i) {
+      // Block i; p = i % 2 and i = 0 are constants: all of it is unrolled. (Instructions under way at a branch would be
+      // waited for.)
+      const auto step = [&](int p, int i, bool first) {
         const int block = work.first + i;
         unpack(p, block);
-        if constexpr (SEGMENTS) {
-          multiply(acc[0], p, 0, 4, add);
-          if (i + 1 == work.count || shape.ends_segment(block)) {
+        if constexpr (SEGMENTS > 0) {
+          multiply(acc[0], p, 0, 0, 4, add);
+          add = true;
+          if (SEGMENTS > 1 && i + 1 < work.count && block + 1 == shape.normal) {
             wait_for_products<0>();
             if (before >= 0) release(before);
-            add_segment(acc[0], p, s);
+            add_segment(acc[0], p, s, true);
             release(s);
             before = -1, add = false;
           } else {
             wait_for_products<1>();
             if (before >= 0) release(before);
-            before = s, add = true;
+            before = s;
           }
           hold_operands(a[1 - p]);
         } else if constexpr (SUBS > 1) {
 #pragma unroll
           for (int j = 0; j < SUBS; j++) {
-            multiply(acc[0], p, 4 / SUBS * j, 4 / SUBS, false);
+            multiply(acc[0], p, 0, 4 / SUBS * j, 4 / SUBS, false);
             wait_for_products<0>();
-            add_group(acc[0], p, j, s);
+            add_group(acc[0], p, 0, j, s);
           }
           hold_operands(a[p]);
           release(s);
-        } else {
-          if constexpr (SETS == 2) multiply(acc[p], p, 0, 4, false);
-          if (before >= 0) {
-            wait_for_products<SETS - 1>();
+        } else if constexpr (OVERLAP == HALVES) {
+          multiply(acc[0], p, 0, 0, 4, false);
+          if (!first) {
+            wait_for_products<1>();
             hold_operands(a[1 - p]);
-            add_group(acc[SETS == 2 ? 1 - p : 0], 1 - p, 0, before);
+            add_group(acc[1], 1 - p, NT / 2, 0, before);
             release(before);
           }
-          if constexpr (SETS == 1) multiply(acc[0], p, 0, 4, false);
+          multiply(acc[1], p, NT / 2, 0, 4, false);
+          wait_for_products<1>();
+          add_group(acc[0], p, 0, 0, s);
+          before = s;
+        } else {
+          if constexpr (SETS == 2) multiply(acc[p], p, 0, 0, 4, false);
+          if (!first) {
+            wait_for_products<SETS - 1>();
+            hold_operands(a[1 - p]);
+            add_group(acc[(SETS - 1) * (1 - p)], 1 - p, 0, 0, before);
+            release(before);
+          }
+          if constexpr (SETS == 1) multiply(acc[0], p, 0, 0, 4, false);
           before = s;
         }
         if (++s == STAGES) s = 0, phase ^= 1;
       };
       const auto finish = [&](int p) {  // what is still under way; p: of the last block
-        if constexpr (!SEGMENTS && SUBS == 1) {
-          wait_for_products<0>();
-          hold_operands(a[p]);
-          add_group(acc[SETS == 2 ? p : 0], p, 0, before);
-          release(before);
-        }
+        if constexpr (SUBS > 1 && SEGMENTS == 0) return;
+        wait_for_products<0>();
+        hold_operands(a[p]);
+        if constexpr (SEGMENTS > 0)
+          add_segment(acc[0], p, before, SEGMENTS == 1);
+        else
+          add_group(acc[OVERLAP == HALVES ? 1 : (SETS - 1) * p], p, OVERLAP == HALVES ? NT / 2 : 0, 0, before);
+        release(before);
       };
+      step(0, 0, true);
 #pragma unroll 1
-      for (int i = 0;;) {
-        step(0, i);
-        if (++i == work.count) {
+      for (int i = 1;; i++) {
+        if (i == work.count) {
           finish(0);
           break;
         }
-        step(1, i);
+        step(1, i, false);
         if (++i == work.count) {
           finish(1);
           break;
         }
+        step(0, i, false);
       }
       if constexpr (SCHEME == TWO_LEVEL) {
         const int row = min((work.tile % across * WG + group) * 64, (shape.N - 1) / 64 * 64) + part * 16 + lane / 4;

@@ -16,7 +16,6 @@ enum IntegerScheme { SIGNED, TWO_LEVEL };
 // Scales of x [x_groups, padded]: x_subs per block, or one for x_span blocks; those of outliers from x_outlier on.
 struct IntegerShape {
   int N, M, blocks, narrow, normal, x_groups, x_subs, x_span, x_outlier;
-  int split;  // whether the sums of outliers are scaled apart from the others
 
   __host__ __device__ __forceinline__ int padded() const { return (M + 7) & ~7; }
   __host__ __device__ __forceinline__ int x_row(int block, int sub) const {
@@ -24,7 +23,6 @@ struct IntegerShape {
     const int row = (block >= normal ? x_outlier : 0) + behind / x_span * x_subs + (x_subs > 1 ? sub : 0);
     return min(row, x_groups - 1);
   }
-  __host__ __device__ __forceinline__ bool ends_segment(int block) const { return split && block + 1 == normal; }
 };
 
 template <int SUBS>

@@ -5,25 +5,23 @@
 
 namespace crelle {
 
-// The matrix in shared memory: rows of 128 bytes, swizzled, in groups of eight; in units of 16 bytes.
-__device__ __forceinline__ unsigned long long swizzled_rows(uint32 address) {
-  return 1ull << 62 | 64ull << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
-}
+// The low half of the descriptor of rows of 128 bytes, swizzled, in groups of eight: in units of 16 bytes.
+__device__ __forceinline__ uint32 swizzled_rows(uint32 address) { return 1u << 16 | address >> 4; }
 
 template <int N>
 struct WgmmaS8;
 
 // D, A0 ... A3, B, P: the operands' names (P: whether d is added to, or else overwritten); then the accumulators.
-#define CRELLE_WGMMA_S8(N, D, A0, A1, A2, A3, B, P, ...)                                                            \
-  template <>                                                                                                       \
-  struct WgmmaS8<N> {                                                                                               \
-    static __device__ __forceinline__ void multiply(uint32 (&d)[N / 2], const uint32 (&a)[4], unsigned long long b, \
-                                                    int add) {                                                      \
-      asm volatile("{ .reg .pred p;\n setp.ne.b32 p, %" #P ", 0;\n wgmma.mma_async.sync.aligned.m64n" #N            \
-                   "k32.s32.s8.s8 {" D "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p; }"                 \
-                   : __VA_ARGS__                                                                                    \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                 \
-    }                                                                                                               \
+#define CRELLE_WGMMA_S8(N, D, A0, A1, A2, A3, B, P, ...)                                                             \
+  template <>                                                                                                        \
+  struct WgmmaS8<N> {                                                                                                \
+    static __device__ __forceinline__ void multiply(uint32 (&d)[N / 2], const uint32 (&a)[4], uint32 b, int add) {   \
+      asm volatile("{ .reg .pred p;\n .reg .b64 b;\n setp.ne.b32 p, %" #P ", 0;\n mov.b64 b, {%" #B                  \
+                   ", 0x40000040};\n wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" D "}, {%" #A0 ", %" #A1 \
+                   ", %" #A2 ", %" #A3 "}, b, p; }"                                                                  \
+                   : __VA_ARGS__                                                                                     \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                                  \
+    }                                                                                                                \
   };
 #define CRELLE_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define CRELLE_I(i) CRELLE_I4(i), CRELLE_I4(i + 4)
