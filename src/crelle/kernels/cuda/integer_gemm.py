@@ -33,6 +33,7 @@ class IntegerTileConfig:
     tokens: int  # of a tile: one of SIZES
     warpgroups: int  # of 64 rows
     stages: int  # times 128 inputs
+    row_tiles: int = 1  # times 64 rows of a warpgroup; 2 only where sums stay integers (segments == 1)
     overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
     occupancy: int = 1  # thread blocks that a multiprocessor holds
     split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
@@ -58,7 +59,7 @@ def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype
         pieces = [uses_s4(w), s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
     else:
         name = "integer_gemm_sm90"
-        pieces = [s.tokens, s.warpgroups, s.stages, f"crelle::{s.overlap}", s.occupancy, s.split_k]
+        pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy, s.split_k]
     arguments = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in (*form, *pieces))
     return "integer_gemm.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}>"
 
@@ -97,7 +98,7 @@ def product(
         return y
     grid, whole = schedule(w, x.tokens, s, multiprocessors())
     parts = s.split_k == 1 and whole < _tiles(w, x.tokens, s)
-    sums = grid * s.tokens * 64 * s.warpgroups if parts else 0
+    sums = grid * s.tokens * _rows(s) if parts else 0
     partial = torch.empty(sums, dtype=torch.float32, device=y.device)
     kernel(
         (grid, 1, 1),
@@ -162,7 +163,7 @@ def schedule(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
 
 def shared_bytes(w: IntegerTiles, s: IntegerTileConfig) -> int:
     """Dynamic shared memory: stages, and with split_k the sums, which take their place; as in integer_sm90.cuh."""
-    stage = s.tokens * BLOCK + s.warpgroups * _slot(w) + w.subs * s.tokens * 4
+    stage = s.tokens * BLOCK + _rows(s) // ROWS * _slot(w) + w.subs * s.tokens * 4
     return 1024 + max(s.stages * stage, s.tokens * s.warpgroups * 256 if s.split_k > 1 else 0)
 
 
@@ -177,8 +178,12 @@ def _slot(w: IntegerTiles) -> int:
     return (8192 if w.narrow < w.blocks else 4096) + 128 * w.subs
 
 
+def _rows(s: IntegerTileConfig) -> int:
+    return ROWS * s.warpgroups * s.row_tiles
+
+
 def _tiles(w: IntegerTiles, tokens: int, s: IntegerTileConfig) -> int:
-    return -(-w.N // (64 * s.warpgroups)) * -(-tokens // s.tokens)
+    return -(-w.N // _rows(s)) * -(-tokens // s.tokens)
 
 
 def choose(
@@ -191,30 +196,34 @@ def choose(
     most = 256 if w.segments == 1 else 160  # registers for one or two kinds of sums
     counts = range(-(-tokens // most), -(-tokens // min(tokens, 64)) + 1)
     sizes = {next(t for t in SIZES if t >= -(-tokens // n)) for n in counts}
-    each = [
-        tile_config(w, size, split) for size in sorted(sizes) for split in (1, 2, 4, 8) if split <= w.blocks // 2 + 1
-    ]
-    return min(each, key=lambda s: estimate(w, tokens, s, processors))
+    splits = [n for n in (1, 2, 4, 8) if n <= w.blocks // 2 + 1]
+    each = [tile_config(w, size, split, rows) for size in sorted(sizes) for split in splits for rows in (1, 2)]
+    return min((s for s in each if s), key=lambda s: estimate(w, tokens, s, processors))
 
 
-def tile_config(w: IntegerTiles, size: int, split_k: int = 1) -> IntegerTileConfig:
-    """Return the config of tiles of 128 rows and so many tokens."""
+def tile_config(w: IntegerTiles, size: int, split_k: int = 1, row_tiles: int = 1) -> IntegerTileConfig | None:
+    """Return the config of tiles of 128 or 256 rows and so many tokens, if there is one."""
     overlap: Overlap = "WARPGROUPS"
+    if row_tiles > 1 and (w.segments != 1 or not 64 <= size <= 144):
+        return None
     if w.segments == 0 and w.subs == 1:
         overlap = "HALVES" if size >= 64 and size // 2 in SIZES else "BLOCKS" if size <= 96 else "WARPGROUPS"
-    return fitted(w, IntegerTileConfig(size, 2, _STAGES, overlap, 1, split_k))
+    return fitted(w, IntegerTileConfig(size, 2, _STAGES, row_tiles, overlap, 1, split_k))
 
 
 def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int) -> float:
     """Return how many cycles a product should take, from instruction counts and bandwidths; latencies are guessed."""
-    tiles = _tiles(w, tokens, s)
+    tiles, groups = _tiles(w, tokens, s), s.warpgroups * s.row_tiles
     grid, whole = schedule(w, tokens, s, processors)
-    multiply = 2 * s.warpgroups * s.tokens  # of the tensor cores, for a block of 128 inputs
-    issue = s.warpgroups * (110 if w.segments else 110 + 1.75 * w.subs * s.tokens)
-    load = s.warpgroups * (4096 + 128 * w.subs) / 19  # a processor's share of the memory's bandwidth
-    block, sums = max(multiply, issue, load), s.warpgroups * s.tokens
+    if s.split_k > 1 and grid > processors:
+        return float("inf")  # clusters one after the other: stream-K is no worse
+    codes = groups * (4096 + 128 * w.subs)  # of a block of 128 inputs
+    multiply = 2 * groups * s.tokens  # cycles of the tensor cores
+    issue = groups * (100 if w.segments else 110 + 1.75 * w.subs * s.tokens)
+    load = max(codes / 19, (codes + s.tokens * BLOCK) / 29)  # a processor's share of what memory and L2 give
+    block, sums = max(multiply, issue, load), groups * s.tokens
     if s.split_k > 1:
-        return -(-grid // processors) * (-(-w.blocks // s.split_k) * block + 12 * sums) + 1000
+        return -(-w.blocks // s.split_k) * block + 12 * sums + 1000
     if whole == tiles:
         return -(-tiles // grid) * (w.blocks * block + 6 * sums)
     return tiles * w.blocks / grid * block + 30 * sums + 2500

@@ -25,22 +25,23 @@ __device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left,
   return make_uint2(Pack2<X>::add(v.x, more.x), Pack2<X>::add(v.y, more.y));
 }
 
-// The tile of `work`, of which this warpgroup has 64 rows and NT tokens in d. shared: NT * 256 WG bytes that nobody
-// uses any more, where SPLIT_K > 1. The others as of gemm_sm90_tiles.
-template <int NT, int WG, int SPLIT_K, bool RESIDUAL, typename X>
-__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileScheduler &work, char *shared,
-                                            const X *__restrict__ bias, const X *residual, X *y, float4 *partial,
-                                            int *semaphores, int N, int M, int blocks, int tiles, int across, int whole,
-                                            int stride, int warp, int lane) {
-  constexpr int ROWS = 64 * WG;
+// The sums of a warpgroup's 64 rows and NT tokens of the tile of `work`, in d; `row`: the first of this warp, `token`:
+// of the tile. A thread block calls it PARTS times for a tile. shared: NT * 256 WG bytes that nobody uses any more,
+// where SPLIT_K > 1. The others as of gemm_sm90_tiles; partial and semaphores [grid, PARTS].
+template <int NT, int WG, int SPLIT_K, bool RESIDUAL, int PARTS = 1, typename X>
+__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileScheduler &work, int row, int token,
+                                            char *shared, const X *__restrict__ bias, const X *residual, X *y,
+                                            float4 *partial, int *semaphores, int N, int M, int blocks, int tiles,
+                                            int whole, int stride, int lane, int part = 0) {
+  constexpr int SUMS = NT / 8 * WG * 128;
   if constexpr (SPLIT_K == 1) {
     if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
-      float4 *const to = partial + (size_t)blockIdx.x * (NT / 8 * WG * 128) + threadIdx.x;
+      float4 *const to = partial + (size_t)(blockIdx.x * PARTS + part) * SUMS + threadIdx.x;
 #pragma unroll
       for (int c = 0; c < NT / 8; c++)
         __stcg(to + c * (WG * 128), make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
       team_sync<WG * 128>(1);
-      if (threadIdx.x == 0) raise_flag(semaphores + blockIdx.x);
+      if (threadIdx.x == 0) raise_flag(semaphores + blockIdx.x * PARTS + part);
       return;
     }
     const long long units = (long long)(tiles - whole) * blocks;
@@ -48,14 +49,14 @@ __device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedu
         work.count < blocks ? (int)(((work.tile + 1ll) * blocks * gridDim.x - 1) / units) - (int)blockIdx.x : 0;
     if (others > 0) {
       for (int i = threadIdx.x; i < others; i += WG * 128) {
-        int *const flag = semaphores + blockIdx.x + 1 + i;
+        int *const flag = semaphores + (blockIdx.x + 1 + i) * PARTS + part;
         wait_for_flag(flag);
         *flag = 0;  // as the next launch wants it
       }
       team_sync<WG * 128>(1);
-      const float4 *from = partial + (size_t)(blockIdx.x + 1) * (NT / 8 * WG * 128) + threadIdx.x;
+      const float4 *from = partial + (size_t)((blockIdx.x + 1) * PARTS + part) * SUMS + threadIdx.x;
 #pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
-      for (int i = 0; i < others; i++, from += NT / 8 * WG * 128) {
+      for (int i = 0; i < others; i++, from += PARTS * SUMS) {
 #pragma unroll
         for (int c = 0; c < NT / 8; c++) {
           const float4 v = __ldcg(from + c * (WG * 128));
@@ -65,7 +66,7 @@ __device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedu
     }
   }
   // A lane has rows g and g + 8, tokens 2t and 2t + 1 of eight; transposed it has token g and four rows in a piece.
-  const int row = work.tile % across * ROWS + warp * 16, token = work.tile / across * NT, g = lane / 4, t = lane % 4;
+  const int g = lane / 4, t = lane % 4;
   float add[2] = {0, 0};
   if (bias) {
     if (row + g < N) add[0] = to_float(bias[row + g]);

@@ -1,15 +1,17 @@
 // The integer GEMM on Hopper's warpgroups: weights become bytes in registers, the left operand of wgmma; x comes to
 // shared memory as it lies, swizzled by the copy engine, and is the right one.
 //
-// A tile is 64 WG rows for NT tokens. One thread loads all of it, blocks of 128 inputs at a time (codes and scales of
-// the weights, codes and scales of x), STAGES ahead; WG warpgroups multiply 64 rows each. Weights are asked for before
-// the kernel ahead in the stream has ended, x when it has. While four instructions (a block) are under way a warp
-// unpacks the next four operands.
+// A tile is 64 WG ROW_TILES rows for NT tokens. One thread loads all of it, blocks of 128 inputs at a time (codes and
+// scales of the weights, codes and scales of x), STAGES ahead; WG warpgroups multiply 64 rows at a time. Weights are
+// asked for before the kernel ahead in the stream has ended, x when it has. While four instructions (a block) are under
+// way a warp unpacks the next four operands.
 //
 // Sums are int32. Where scales change from group to group, each block's sums are multiplied by both and added to f32
 // ones: one integer and two float instructions a sum. With SETS == 2 that happens while the next block is multiplied
 // into the other set of accumulators; with one set, the other warpgroups multiply meanwhile. With SEGMENTS (one scale
 // of x for all inputs that are no outliers, one of w for a row) the sums stay integers to the end of K.
+//
+// There a warpgroup may have ROW_TILES times 64 rows, in turns: less of x is read for a row.
 //
 // Stream-K, split-K and what is written: gemm_sm90_epilogue.cuh.
 #pragma once
@@ -33,23 +35,24 @@ __host__ __device__ constexpr int integer_sm90_threads(int nt, int wg, int occup
 #if __CUDA_ARCH__ == 900
 // x [padded, 128 blocks] by x_map, whose box has NT rows; row_scale f32 [N rounded up to 64] with two levels; the
 // others as of gemm_sm90_tiles.
-template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, int NT, int WG, int STAGES, Overlap OVERLAP,
-          int OCCUPANCY, int SPLIT_K, typename X>
+template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, int NT, int WG, int ROW_TILES, int STAGES,
+          Overlap OVERLAP, int OCCUPANCY, int SPLIT_K, typename X>
 __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const char *__restrict__ pieces,
                                                    const float *__restrict__ x_scales,
                                                    const float *__restrict__ row_scale, const X *__restrict__ bias,
                                                    const X *residual, X *y, float4 *partial, int *semaphores,
                                                    const IntegerShape &shape, int whole, int stride) {
   static_assert(OVERLAP == WARPGROUPS || (SUBS == 1 && SEGMENTS == 0), "sums are scaled once for each block");
+  static_assert(ROW_TILES == 1 || SEGMENTS == 1, "there are no registers for other sums");
   // sets of accumulators, and tokens in each
-  constexpr int SETS = OVERLAP == WARPGROUPS ? 1 : 2, SET_TOKENS = OVERLAP == HALVES ? NT / 2 : NT;
-  constexpr int ROWS = 64 * WG, WARPS = 4 * WG, X_BYTES = NT * 128,
+  constexpr int SETS = OVERLAP == WARPGROUPS ? ROW_TILES : 2, SET_TOKENS = OVERLAP == HALVES ? NT / 2 : NT;
+  constexpr int PIECES = WG * ROW_TILES, ROWS = 64 * PIECES, WARPS = 4 * WG, X_BYTES = NT * 128,
                 SLOT = HAS_WIDE ? Piece<SUBS>::WIDE : Piece<SUBS>::NARROW;
   constexpr int X_SCALES = SUBS * NT * 4;
   constexpr bool GIVES = integer_gives_registers(NT, WG, OCCUPANCY);
   extern __shared__ __align__(128) char shared[];
   char *const base = shared + kept(-shared_address(shared) & 1023);  // stages of x, of weights, of scales of x
-  char *const w_base = base + STAGES * X_BYTES, *const s_base = w_base + STAGES * WG * SLOT;
+  char *const w_base = base + STAGES * X_BYTES, *const s_base = w_base + STAGES * PIECES * SLOT;
   __shared__ __align__(8) unsigned long long barriers[2][STAGES];
   const uint32 x_at = shared_address(base), full = shared_address(barriers[0]), empty = full + 8 * STAGES;
   const int lane = kept(threadIdx.x & 31), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -69,11 +72,12 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       const int padded = shape.padded(), last = (shape.N - 1) / 64;
       const auto load_w = [&](int s, int tile, int block) {
         const int bytes = Piece<SUBS>::bytes(shape, block), tokens = min(NT, padded - tile / across * NT);
-        arrive_expecting(full + 8 * s, WG * bytes + X_BYTES + SUBS * tokens * 4);
+        arrive_expecting(full + 8 * s, PIECES * bytes + X_BYTES + SUBS * tokens * 4);
 #pragma unroll
-        for (int i = 0; i < WG; i++)
-          copy_bulk(shared_address(w_base + (s * WG + i) * SLOT),
-                    pieces + Piece<SUBS>::start(shape, min(tile % across * WG + i, last), block), bytes, full + 8 * s);
+        for (int i = 0; i < PIECES; i++)
+          copy_bulk(shared_address(w_base + (s * PIECES + i) * SLOT),
+                    pieces + Piece<SUBS>::start(shape, min(tile % across * PIECES + i, last), block), bytes,
+                    full + 8 * s);
       };
       const auto load_x = [&](int s, int tile, int block) {
         const int token = tile / across * NT, tokens = min(NT, padded - token);
@@ -124,9 +128,8 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
 #pragma unroll
       for (int i = 0; i < 4; i++) hold(a[i]);
     };
-    const auto unpack = [&](int p, int block) {  // when it has come
-      wait_barrier(full + 8 * s, phase);
-      const char *const piece = w_base + (s * WG + group) * SLOT;
+    const auto unpack = [&](int p, int block, int tile) {
+      const char *const piece = w_base + (s * PIECES + tile * WG + group) * SLOT;
       const bool narrow = !HAS_WIDE || block < shape.narrow;
       load_scales(scales[p], piece, narrow, part, lane);
       unit[p] = narrow ? 1.0f / 16 : 1.0f;
@@ -193,7 +196,24 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       // waited for.)
       const auto step = [&](int p, int i, bool first) {
         const int block = work.first + i;
-        unpack(p, block);
+        wait_barrier(full + 8 * s, phase);
+        if constexpr (ROW_TILES == 2) {
+          unpack(0, block, 0);
+          multiply(acc[0], 0, 0, 0, 4, !first);
+          if (!first) {
+            wait_for_products<1>();
+            hold_operands(a[1]);
+            release(before);
+          }
+          unpack(1, block, 1);
+          multiply(acc[SETS - 1], 1, 0, 0, 4, !first);
+          wait_for_products<1>();
+          hold_operands(a[0]);
+          before = s;
+          if (++s == STAGES) s = 0, phase ^= 1;
+          return;
+        }
+        unpack(p, block, 0);
         if constexpr (SEGMENTS > 0) {
           multiply(acc[0], p, 0, 0, 4, add);
           add = true;
@@ -246,7 +266,8 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       const auto finish = [&](int p) {  // what is still under way; p: of the last block
         if constexpr (SUBS > 1 && SEGMENTS == 0) return;
         wait_for_products<0>();
-        hold_operands(a[p]);
+        hold_operands(a[ROW_TILES == 2 ? 1 : p]);
+        if constexpr (ROW_TILES == 2) return;
         if constexpr (SEGMENTS > 0)
           add_segment(acc[0], p, before, SEGMENTS == 1);
         else
@@ -267,14 +288,21 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
         }
         step(0, i, false);
       }
-      if constexpr (SCHEME == TWO_LEVEL) {
-        const int row = min((work.tile % across * WG + group) * 64, (shape.N - 1) / 64 * 64) + part * 16 + lane / 4;
-        const float w[2] = {row_scale[row], row_scale[row + 8]};
 #pragma unroll
-        for (int i = 0; i < NT / 2; i++) f[i] *= w[i / 2 % 2];
+      for (int r = 0; r < ROW_TILES; r++) {
+        const int row = (work.tile % across * PIECES + r * WG) * 64 + warp * 16;
+        if constexpr (ROW_TILES == 2) add_segment(acc[r], r, before, true);
+        if constexpr (SCHEME == TWO_LEVEL) {
+          const int here = min(row / 64, (shape.N - 1) / 64) * 64 + part * 16 + lane / 4;
+          const float w[2] = {row_scale[here], row_scale[here + 8]};
+#pragma unroll
+          for (int i = 0; i < NT / 2; i++) f[i] *= w[i / 2 % 2];
+        }
+        finish_tile<NT, WG, SPLIT_K, true, ROW_TILES>(f, work, row, work.tile / across * NT, base, bias, residual, y,
+                                                      partial, semaphores, shape.N, shape.M, shape.blocks, tiles, whole,
+                                                      stride, lane, r);
       }
-      finish_tile<NT, WG, SPLIT_K, true>(f, work, base, bias, residual, y, partial, semaphores, shape.N, shape.M,
-                                         shape.blocks, tiles, across, whole, stride, warp, lane);
+      if constexpr (ROW_TILES == 2) release(before);
     }
   }
 }
