@@ -103,6 +103,10 @@ def configs_near(w: IntegerTiles, rows: int) -> Iterator[IntegerTileConfig]:
                     for groups, occupancy in ((2, 1), (1, 2), (3, 1)) if row_tiles == 1 and size <= 64 else ((2, 1),):
                         kind = replace(s, overlap=overlap, warpgroups=groups, occupancy=occupancy, stages=12)
                         yield integer_gemm.fitted(w, kind)
+                    if split == 1 and size >= 64:
+                        yield replace(s, overlap=overlap, multicast=2)
+                        if size % 32 == 0:
+                            yield replace(s, overlap=overlap, multicast=4)
 
 
 def by_others(rows: int, N: int, K: int) -> dict[str, list[float]]:

@@ -40,14 +40,20 @@ SM90 = [
     IntegerTileConfig(16, 2, 4, 1, "BLOCKS"),
     IntegerTileConfig(32, 2, 3, 1, "HALVES"),
     IntegerTileConfig(16, 2, 3, 2),
+    IntegerTileConfig(16, 1, 3, 1, "BLOCKS", split_k=2),
+    IntegerTileConfig(32, 1, 3, 1, "HALVES", multicast=2),
+    IntegerTileConfig(16, 1, 3, 2, multicast=2),
     IntegerTileConfig(64, 2, 4, 1, "WARPGROUPS", 2),
     IntegerTileConfig(64, 2, 4, 1, "HALVES"),
     IntegerTileConfig(96, 2, 4, 1, "BLOCKS", split_k=2),
     IntegerTileConfig(128, 2, 4, 1, "HALVES"),
+    IntegerTileConfig(128, 2, 4, 1, "HALVES", multicast=2),
     IntegerTileConfig(128, 2, 4, 2, split_k=2),
+    IntegerTileConfig(128, 2, 4, 2, multicast=2),
     IntegerTileConfig(128, 3, 3),
     IntegerTileConfig(128, 2, 4, split_k=4),
 ]
+EMULATED = 7  # of these, the first
 Config = IntegerTileConfig | IntegerSm80TileConfig
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
@@ -103,11 +109,29 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_emulated_products_match_oracle(case: Case) -> None:
     i = CASES.index(case)
     for config, (M, N, K) in zip(
-        (SM80[i % 3], SM90[i % 4]),
+        (SM80[i % 3], SM90[i % EMULATED]),
         ((9, 100, 300), (33, 139, 700)) if i % 2 else ((1, 17, 515), (9, 70, 300)),
         strict=True,
     ):
         check(case, M, N, K, config, (HALF, BF16)[i % 2])
+
+
+@emulated
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (CASES[9], IntegerTileConfig(16, 2, 3, 2)),
+        (CASES[11], IntegerTileConfig(16, 1, 3, 2, multicast=2)),
+        (CASES[12], IntegerTileConfig(16, 1, 2, 2, split_k=2)),
+        (CASES[1], IntegerTileConfig(32, 1, 2, 1, "HALVES", multicast=2)),
+        (CASES[0], IntegerTileConfig(16, 1, 2, 1, "BLOCKS", split_k=2)),
+        (CASES[10], IntegerTileConfig(16, 1, 3, 1, split_k=4)),
+    ],
+    ids=str,
+)
+def test_emulated_clusters_and_row_tiles(case: Case, config: IntegerTileConfig) -> None:
+    check(case, 19, 330, 900, config, HALF)
 
 
 def extreme(case: Case, which: int, device: str = "cpu") -> tuple[Any, QuantizedX]:
@@ -143,7 +167,7 @@ def test_emulated_sums_of_extreme_codes_are_exact(case: Case) -> None:
     for which in (i % 4, (i + 1) % 4, (i + 2) % 4):
         w, q = extreme(case, which)
         laid = lay_out(w)
-        for config in (SM80[i % 3], usable(SM90[i % 4], laid)):
+        for config in (SM80[i % 3], usable(SM90[i % EMULATED], laid)):
             y = integer_gemm.product(integer_x(q, w, BF16), laid, config=config)
             assert torch.equal(y, oracle(q, w, BF16))
 
@@ -173,7 +197,7 @@ def check_adversarial(case: Case, config: Config | None, device: str = "cpu") ->
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated_adversarial_inputs(case: Case) -> None:
     i = CASES.index(case)
-    for config in (SM80[i % 3], SM90[i % 4]):
+    for config in (SM80[i % 3], SM90[i % EMULATED]):
         check_adversarial(case, config)
 
 
@@ -194,7 +218,8 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
         assert s.occupancy * (integer_gemm.shared_bytes(w, s) + 1024 + 256) <= 228 * 1024
         assert s.stages >= 2
         grid, whole = integer_gemm.schedule(w, tokens, s, 132)
-        assert grid * s.row_tiles <= w.semaphores.numel() or whole == grid // s.split_k
+        assert s.split_k > 1 or grid * s.row_tiles <= w.semaphores.numel()
+        assert whole <= integer_gemm._tiles(w, tokens, s)
         for room in (99 * 1024, 163 * 1024):
             assert integer_gemm.sm80_shared_bytes(w, integer_gemm._choose_sm80(w, tokens, room)) <= room
 
@@ -202,7 +227,7 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 def test_products_are_not_waited_for_one_by_one() -> None:
     """Where the assembler cannot follow which instructions are under way, it waits behind each of them."""
-    for case, config in ((CASES[1], SM90[1]), (CASES[1], SM90[7]), (CASES[12], SM90[8]), (CASES[10], SM90[10])):
+    for case, config in ((CASES[1], SM90[1]), (CASES[1], SM90[11]), (CASES[12], SM90[12]), (CASES[10], SM90[15])):
         laid = lay_out(random_integer_weight(case, 64, 512))
         built = jit.compile(*integer_gemm.variant(laid, usable(config, laid), HALF), "sm_90a")
         if (code := disassemble(built.cubin)) is None:

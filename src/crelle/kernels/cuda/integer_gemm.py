@@ -37,6 +37,7 @@ class IntegerTileConfig:
     overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
     occupancy: int = 1  # thread blocks that a multiprocessor holds
     split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
+    multicast: int = 1  # thread blocks of a cluster that share x, with rows of their own; then split_k is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype
         pieces = [uses_s4(w), s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
     else:
         name = "integer_gemm_sm90"
-        pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy, s.split_k]
+        pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy]
+        pieces += [s.multicast > 1, max(s.split_k, s.multicast)]
     arguments = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in (*form, *pieces))
     return "integer_gemm.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}>"
 
@@ -103,7 +105,17 @@ def product(
     kernel(
         (grid, 1, 1),
         threads(s),
-        *(tensor_map(x.codes, s.tokens), w.pieces, x.scales, w.row_scale, bias, residual, y, partial, w.semaphores),
+        *(
+            tensor_map(x.codes, s.tokens // s.multicast),
+            w.pieces,
+            x.scales,
+            w.row_scale,
+            bias,
+            residual,
+            y,
+            partial,
+            w.semaphores,
+        ),
         *(shape, whole, y.stride(0)),
         shared=shared_bytes(w, s),
         pdl=True,
@@ -154,17 +166,17 @@ def schedule(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
     tiles = _tiles(w, tokens, s)
     if s.split_k > 1:
         return tiles * s.split_k, tiles
-    grid = min(processors * s.occupancy, tiles * w.blocks)
+    grid = min(processors * s.occupancy // s.multicast, tiles * w.blocks)  # clusters
     rounds, left = divmod(tiles, grid)
     if left == 0 or (s.tokens >= 96 and left >= 0.85 * grid):
-        return min(grid, tiles), tiles
-    return grid, max(rounds - 1, 0) * grid
+        return min(grid, tiles) * s.multicast, tiles
+    return grid * s.multicast, max(rounds - 1, 0) * grid
 
 
 def shared_bytes(w: IntegerTiles, s: IntegerTileConfig) -> int:
     """Dynamic shared memory: stages, and with split_k the sums, which take their place; as in integer_sm90.cuh."""
     stage = s.tokens * BLOCK + _rows(s) // ROWS * _slot(w) + w.subs * s.tokens * 4
-    return 1024 + max(s.stages * stage, s.tokens * s.warpgroups * 256 if s.split_k > 1 else 0)
+    return 1024 + 256 + max(s.stages * stage, s.tokens * s.warpgroups * 256 if s.split_k > 1 else 0)
 
 
 def sm80_shared_bytes(w: IntegerTiles, s: IntegerSm80TileConfig) -> int:
@@ -183,7 +195,8 @@ def _rows(s: IntegerTileConfig) -> int:
 
 
 def _tiles(w: IntegerTiles, tokens: int, s: IntegerTileConfig) -> int:
-    return -(-w.N // _rows(s)) * -(-tokens // s.tokens)
+    """Of a thread block, or of those of a cluster that share x."""
+    return -(-w.N // (_rows(s) * s.multicast)) * -(-tokens // s.tokens)
 
 
 def choose(
@@ -215,12 +228,15 @@ def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
     """Return how many cycles a product should take, from instruction counts and bandwidths; latencies are guessed."""
     tiles, groups = _tiles(w, tokens, s), s.warpgroups * s.row_tiles
     grid, whole = schedule(w, tokens, s, processors)
+    grid //= s.multicast
     if s.split_k > 1 and grid > processors:
         return float("inf")  # clusters one after the other: stream-K is no worse
     codes = groups * (4096 + 128 * w.subs)  # of a block of 128 inputs
     multiply = 2 * groups * s.tokens  # cycles of the tensor cores
     issue = groups * (100 if w.segments else 110 + 1.75 * w.subs * s.tokens)
-    load = max(codes / 19, (codes + s.tokens * BLOCK) / 29)  # a processor's share of what memory and L2 give
+    load = max(
+        codes / 19, (codes + s.tokens * BLOCK / s.multicast) / 29
+    )  # a processor's share of what memory and L2 give
     block, sums = max(multiply, issue, load), groups * s.tokens
     if s.split_k > 1:
         return -(-w.blocks // s.split_k) * block + 12 * sums + 1000

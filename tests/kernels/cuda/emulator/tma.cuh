@@ -1,6 +1,7 @@
 // Mbarriers, bulk and tensor copies, and the order of wgmma groups, for tests on a CPU: what was issued lands only when
 // its barrier is waited for. Stands in for csrc/tma.cuh.
 #pragma once
+#include "dsmem.cuh"
 #include "pipeline.cuh"
 
 namespace crelle {
@@ -40,6 +41,7 @@ inline void arrive(uint32 barrier) {
   if (b.pending == 0) fprintf(stderr, "too many arrivals\n"), abort();
   b.pending--, complete(b);
 }
+inline void arrive_at(uint32 barrier, int rank) { arrive(cluster_address(barrier, rank)); }
 inline void arrive_expecting(uint32 barrier, int bytes) {
   state_of(barrier).bytes += bytes;
   arrive(barrier);
@@ -73,6 +75,10 @@ inline void copy_box(uint32 to, const TensorMap &map, int column, int row, uint3
              map.matrix + (size_t)(row + r) * map.columns + column + u * 16, 16);
   bulk_copies.push_back({to, bytes, barrier});
 }
+// The same for all `count` blocks of the cluster.
+inline void copy_box_to_all(uint32 to, const TensorMap &map, int column, int row, uint32 barrier, int count) {
+  for (int r = 0; r < count; r++) copy_box(cluster_address(to, r), map, column, row, cluster_address(barrier, r));
+}
 
 inline void fence_products() {}
 inline void commit_products() {}
@@ -84,6 +90,21 @@ template <int COUNT>
 inline void give_registers() {}
 template <int COUNT>
 inline void take_registers() {}
+
+inline void cluster_sync() {
+  static int arrived, generation;
+  const int before = generation;
+  if (++arrived >= emulator.alive)
+    arrived = 0, generation++;
+  else
+    while (generation == before && arrived < emulator.alive) yield();
+  if (generation == before) arrived = 0, generation++;
+}
+inline float4 dsmem_load(uint32 address, int rank) {
+  float4 v;
+  memcpy(&v, at_shared(cluster_address(address, rank)), sizeof v);
+  return v;
+}
 
 inline void raise_flag(int *flag) { *flag = 1; }
 inline void wait_for_flag(int *flag) {

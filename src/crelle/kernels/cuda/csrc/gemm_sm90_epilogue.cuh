@@ -28,10 +28,10 @@ __device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left,
 // The sums of a warpgroup's 64 rows and NT tokens of the tile of `work`, in d; `row`: the first of this warp, `token`:
 // of the tile. A thread block calls it PARTS times for a tile. shared: NT * 256 WG bytes that nobody uses any more,
 // where SPLIT_K > 1. The others as of gemm_sm90_tiles; partial and semaphores [grid, PARTS].
-template <int NT, int WG, int SPLIT_K, bool RESIDUAL, int PARTS = 1, typename X>
-__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileScheduler &work, int row, int token,
-                                            char *shared, const X *__restrict__ bias, const X *residual, X *y,
-                                            float4 *partial, int *semaphores, int N, int M, int blocks, int tiles,
+template <int NT, int WG, int SPLIT_K, bool RESIDUAL, int PARTS = 1, int TOGETHER, typename X>
+__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedulerOf<TOGETHER> &work, int row,
+                                            int token, char *shared, const X *__restrict__ bias, const X *residual,
+                                            X *y, float4 *partial, int *semaphores, int N, int M, int blocks, int tiles,
                                             int whole, int stride, int lane, int part = 0) {
   constexpr int SUMS = NT / 8 * WG * 128;
   if constexpr (SPLIT_K == 1) {
@@ -45,18 +45,19 @@ __device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedu
       return;
     }
     const long long units = (long long)(tiles - whole) * blocks;
-    const int others =
-        work.count < blocks ? (int)(((work.tile + 1ll) * blocks * gridDim.x - 1) / units) - (int)blockIdx.x : 0;
+    const int others = work.count < blocks ? (int)(((work.tile + 1ll) * blocks * (gridDim.x / TOGETHER) - 1) / units) -
+                                                 (int)(blockIdx.x / TOGETHER)
+                                           : 0;
     if (others > 0) {
       for (int i = threadIdx.x; i < others; i += WG * 128) {
-        int *const flag = semaphores + (blockIdx.x + 1 + i) * PARTS + part;
+        int *const flag = semaphores + (blockIdx.x + (1 + i) * TOGETHER) * PARTS + part;
         wait_for_flag(flag);
         *flag = 0;  // as the next launch wants it
       }
       team_sync<WG * 128>(1);
-      const float4 *from = partial + (size_t)((blockIdx.x + 1) * PARTS + part) * SUMS + threadIdx.x;
+      const float4 *from = partial + (size_t)((blockIdx.x + TOGETHER) * PARTS + part) * SUMS + threadIdx.x;
 #pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
-      for (int i = 0; i < others; i++, from += PARTS * SUMS) {
+      for (int i = 0; i < others; i++, from += TOGETHER * PARTS * SUMS) {
 #pragma unroll
         for (int c = 0; c < NT / 8; c++) {
           const float4 v = __ldcg(from + c * (WG * 128));

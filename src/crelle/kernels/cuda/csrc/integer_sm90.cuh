@@ -11,7 +11,8 @@
 // into the other set of accumulators; with one set, the other warpgroups multiply meanwhile. With SEGMENTS (one scale
 // of x for all inputs that are no outliers, one of w for a row) the sums stay integers to the end of K.
 //
-// There a warpgroup may have ROW_TILES times 64 rows, in turns: less of x is read for a row.
+// There a warpgroup may have ROW_TILES times 64 rows, in turns: less of x is read for a row. With MULTICAST the CLUSTER
+// thread blocks of neighbouring rows read x once for all: each a share of the tokens, which is copied to all of them.
 //
 // Stream-K, split-K and what is written: gemm_sm90_epilogue.cuh.
 #pragma once
@@ -33,10 +34,10 @@ __host__ __device__ constexpr int integer_sm90_threads(int nt, int wg, int occup
 }
 
 #if __CUDA_ARCH__ == 900
-// x [padded, 128 blocks] by x_map, whose box has NT rows; row_scale f32 [N rounded up to 64] with two levels; the
-// others as of gemm_sm90_tiles.
+// x [padded, 128 blocks] by x_map, whose box has NT rows (NT / CLUSTER with MULTICAST); row_scale f32 [N rounded up to
+// 64] with two levels; the others as of gemm_sm90_tiles.
 template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, int NT, int WG, int ROW_TILES, int STAGES,
-          Overlap OVERLAP, int OCCUPANCY, int SPLIT_K, typename X>
+          Overlap OVERLAP, int OCCUPANCY, bool MULTICAST, int CLUSTER, typename X>
 __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const char *__restrict__ pieces,
                                                    const float *__restrict__ x_scales,
                                                    const float *__restrict__ row_scale, const X *__restrict__ bias,
@@ -49,22 +50,30 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
   constexpr int PIECES = WG * ROW_TILES, ROWS = 64 * PIECES, WARPS = 4 * WG, X_BYTES = NT * 128,
                 SLOT = HAS_WIDE ? Piece<SUBS>::WIDE : Piece<SUBS>::NARROW;
   constexpr int X_SCALES = SUBS * NT * 4;
+  constexpr int SPLIT_K = MULTICAST ? 1 : CLUSTER, TOGETHER = MULTICAST ? CLUSTER : 1, X_SHARE = X_BYTES / TOGETHER;
+  static_assert(NT % (8 * TOGETHER) == 0, "shares of x are swizzled rows of eight");
+  using Scheduler = TileSchedulerOf<TOGETHER>;
   constexpr bool GIVES = integer_gives_registers(NT, WG, OCCUPANCY);
   extern __shared__ __align__(128) char shared[];
-  char *const base = shared + kept(-shared_address(shared) & 1023);  // stages of x, of weights, of scales of x
+  // barriers, then, behind whole KB, stages of x, of weights, of scales of x
+  char *const base = shared + kept(256 + (-(shared_address(shared) + 256) & 1023));
   char *const w_base = base + STAGES * X_BYTES, *const s_base = w_base + STAGES * PIECES * SLOT;
-  __shared__ __align__(8) unsigned long long barriers[2][STAGES];
-  const uint32 x_at = shared_address(base), full = shared_address(barriers[0]), empty = full + 8 * STAGES;
+  static_assert(STAGES <= 16, "there is room for as many barriers");
+  const uint32 x_at = shared_address(base), full = kept(shared_address(shared)), empty = full + 8 * STAGES;
   const int lane = kept(threadIdx.x & 31), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int across = (shape.N + ROWS - 1) / ROWS, tiles = across * ((shape.M + NT - 1) / NT);
+  const int rank = TOGETHER > 1 ? blockIdx.x % TOGETHER : 0;
+  const int across = (shape.N + ROWS * TOGETHER - 1) / (ROWS * TOGETHER), tiles = across * ((shape.M + NT - 1) / NT);
 
   launch_dependents();
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS);
+    for (int s = 0; s < STAGES; s++) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS * TOGETHER);
     fence_barriers();
   }
-  __syncthreads();
+  if constexpr (MULTICAST)
+    cluster_sync();  // nobody is written to before its barriers are there
+  else
+    __syncthreads();
 
   if (warp >= WARPS) {
     if constexpr (GIVES) give_registers<24>();
@@ -75,13 +84,18 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
         arrive_expecting(full + 8 * s, PIECES * bytes + X_BYTES + SUBS * tokens * 4);
 #pragma unroll
         for (int i = 0; i < PIECES; i++)
-          copy_bulk(shared_address(w_base + (s * PIECES + i) * SLOT),
-                    pieces + Piece<SUBS>::start(shape, min(tile % across * PIECES + i, last), block), bytes,
-                    full + 8 * s);
+          copy_bulk(
+              shared_address(w_base + (s * PIECES + i) * SLOT),
+              pieces + Piece<SUBS>::start(shape, min((tile % across * TOGETHER + rank) * PIECES + i, last), block),
+              bytes, full + 8 * s);
       };
       const auto load_x = [&](int s, int tile, int block) {
         const int token = tile / across * NT, tokens = min(NT, padded - token);
-        copy_box(x_at + s * X_BYTES, x_map, block * 128, token, full + 8 * s);
+        if constexpr (MULTICAST)
+          copy_box_to_all(x_at + s * X_BYTES + rank * X_SHARE, x_map, block * 128, token + rank * (NT / TOGETHER),
+                          full + 8 * s, TOGETHER);
+        else
+          copy_box(x_at + s * X_BYTES, x_map, block * 128, token, full + 8 * s);
 #pragma unroll
         for (int j = 0; j < SUBS; j++)
           copy_bulk(shared_address(s_base + s * X_SCALES + j * (NT * 4)),
@@ -89,14 +103,14 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       };
       int early = 0;  // blocks whose weights were asked for
 #pragma unroll 1
-      for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks);
+      for (Scheduler work = Scheduler::template of<SPLIT_K>(tiles, whole, shape.blocks);
            work.count > 0 && early < STAGES; work.advance())
 #pragma unroll 1
         for (int i = 0; i < work.count && early < STAGES; i++) load_w(early++, work.tile, work.first + i);
       grid_dependency_wait();
       int s = 0, phase = 1;
 #pragma unroll 1
-      for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance())
+      for (Scheduler work = Scheduler::template of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance())
 #pragma unroll 1
         for (int i = 0; i < work.count; i++) {
           if (early > 0) {
@@ -122,7 +136,14 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
 
     const auto release = [&](int stage) {
       __syncwarp();
-      if (elected()) arrive(empty + 8 * stage);
+      if (elected()) {
+        if constexpr (MULTICAST) {
+#pragma unroll
+          for (int r = 0; r < TOGETHER; r++) arrive_at(empty + 8 * stage, r);
+        } else {
+          arrive(empty + 8 * stage);
+        }
+      }
     };
     const auto hold_operands = [](uint32(&a)[4][4]) {
 #pragma unroll
@@ -185,7 +206,7 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
     };
 
 #pragma unroll 1
-    for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance()) {
+    for (Scheduler work = Scheduler::template of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance()) {
       if constexpr (SEGMENTS != 1) {
 #pragma unroll
         for (int i = 0; i < NT / 2; i++) f[i] = 0;
@@ -290,7 +311,7 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       }
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) {
-        const int row = (work.tile % across * PIECES + r * WG) * 64 + warp * 16;
+        const int row = ((work.tile % across * TOGETHER + rank) * PIECES + r * WG) * 64 + warp * 16;
         if constexpr (ROW_TILES == 2) add_segment(acc[r], r, before, true);
         if constexpr (SCHEME == TWO_LEVEL) {
           const int here = min(row / 64, (shape.N - 1) / 64) * 64 + part * 16 + lane / 4;
@@ -304,6 +325,7 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       }
       if constexpr (ROW_TILES == 2) release(before);
     }
+    if constexpr (MULTICAST) cluster_sync();  // others arrive at this block's barriers until they are done
   }
 }
 #endif

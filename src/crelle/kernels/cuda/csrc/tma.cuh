@@ -1,6 +1,8 @@
 // What Hopper's copy engine and warpgroup instructions need around them: mbarriers, bulk and tensor copies, the order
-// of wgmma groups, registers that warpgroups give each other. (tests/kernels/cuda/emulator has the same for a CPU.)
+// of wgmma groups, registers that warpgroups give each other, clusters. (tests/kernels/cuda/emulator has the same for a
+// CPU.)
 #pragma once
+#include "dsmem.cuh"
 #include "pipeline.cuh"
 
 namespace crelle {
@@ -18,6 +20,10 @@ __device__ __forceinline__ void init_barrier(uint32 barrier, int count) {
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// At the same barrier of a thread block of the cluster.
+__device__ __forceinline__ void arrive_at(uint32 barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
 }
 __device__ __forceinline__ void arrive_expecting(uint32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -44,6 +50,16 @@ __device__ __forceinline__ void copy_box(uint32 to, const TensorMap &map, int co
       : "memory");
 }
 
+// The same to this place, and for this barrier, in all `count` blocks of the cluster.
+__device__ __forceinline__ void copy_box_to_all(uint32 to, const TensorMap &map, int column, int row, uint32 barrier,
+                                                int count) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << count) - 1))
+      : "memory");
+}
+
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
@@ -63,6 +79,20 @@ __device__ __forceinline__ void give_registers() {
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Threads that have left count as there.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What a thread block of the cluster has at this place of its shared memory.
+__device__ __forceinline__ float4 dsmem_load(uint32 address, int rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cluster_address(address, rank))
+               : "memory");
+  return v;
 }
 
 // A flag in global memory that a thread block of the same grid waits for.
