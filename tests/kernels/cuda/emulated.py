@@ -2,10 +2,13 @@
 
 A thread block is as many fibers; blocks run one after the other, in shared memory full of NaN. What it checks is the
 arithmetic, the indices and the barriers, by the code path before Hopper; speed and races of the hardware it cannot.
+Kernels whose name says sm90 take Hopper's path, last cluster first: a stream-K block waits for later ones. Blocks of a
+cluster run side by side. What cp.async.bulk and wgmma do out of order it does not have.
 """
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -24,12 +27,15 @@ _MAIN = """
 #include "{file}"
 extern "C" void run(int gx, int gy, int gz, int threads, int bytes{parameters}) {{
   gridDim = {{(unsigned)gx, (unsigned)gy, (unsigned)gz}}, blockDim = {{(unsigned)threads, 1, 1}};
-  for (unsigned i = 0; i < (unsigned)(gx * gy * gz); i++) {{
+  for (unsigned n = gx * gy * gz, k = 0; k < n; k += {cluster}) {{
+    const unsigned i = {last_first} ? n - {cluster} - k : k;
     blockIdx = {{i % gx, i / gx % gy, i / gx / gy}};
-    memset(crelle::shared, 0xff, sizeof crelle::shared);
-    run_block(threads, [&] {{ {expression}({arguments}); }});
-    for (size_t k = bytes; k < sizeof crelle::shared; k++)
+    memset(crelle::shared, 0xff, {cluster} * crelle::SHARED);
+    run_block(threads, [&] {{ {expression}({arguments}); }}, {cluster});
+    for (size_t k = 0; k < {cluster} * crelle::SHARED; k++) {{
+      if (k % crelle::SHARED < (size_t)bytes) continue;
       if ((unsigned char)crelle::shared[k] != 0xff) fprintf(stderr, "shared memory was overrun\\n"), abort();
+    }}
   }}
 }}
 """
@@ -65,11 +71,27 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
     anything = "struct Pointer { void *p; template <typename T> operator T *() const { return (T *)p; } };\n"
     anything += "#include <cstring>\nstruct Struct { const void *p; template <typename T> operator T() const"
     anything += " { T v; memcpy(&v, p, sizeof v); return v; } };\n"
-    main = _MAIN.format(file=file, expression=expression, arguments=arguments, parameters=parameters)
+    hopper = "sm90" in expression
+    found = re.search(r"(\d+), [\w:]+>$", expression) if hopper else None  # the last number before the type
+    cluster, last_first = int(found[1]) if found else 1, str(hopper).lower()
+    main = _MAIN.format(
+        file=file,
+        expression=expression,
+        arguments=arguments,
+        parameters=parameters,
+        last_first=last_first,
+        cluster=cluster,
+    )
     sources = {p.name: p.read_text() for p in EMULATOR.iterdir()}
     for name in jit._sources(file):
-        sources.setdefault(name, (jit.CSRC / name).read_text().replace("extern __shared__", "extern"))
-    sources["main.cpp"] = f"#define TRUNCATES {str(truncates).lower()}\n" + anything + main
+        text = (jit.CSRC / name).read_text()
+        if hopper:
+            text = text.replace(
+                "extern __shared__ __align__(128) char shared[];", "char *const shared = block_shared();"
+            )
+        sources.setdefault(name, text.replace("extern __shared__", "extern"))
+    defined = f"#define TRUNCATES {str(truncates).lower()}\n#define ARCH {900 if hopper else 800}\n"
+    sources["main.cpp"] = defined + anything + main
     key = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:24]
     library = cache_directory() / "emulated" / f"{key}.so"
     if not library.exists():

@@ -13,7 +13,7 @@ from crelle.kernels.cuda.instantiations import instantiations
 
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 
-MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu", "mixed_decode.cu", "mixed_gemm.cu", "mixed_gemv.cu"}
+MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu", "integer_gemm.cu", "mixed_decode.cu", "mixed_gemm.cu", "mixed_gemv.cu"}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import get_args
 
 import torch
 
+from crelle.formats.activations import ActivationSpec
 from crelle.formats.affine import AffineTensor
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels.cuda import (
     bmma_gemv,
@@ -21,6 +22,8 @@ from crelle.kernels.cuda import (
     embed_argmax,
     gemm,
     integer_encode,
+    integer_gemm,
+    integer_layout,
     lut,
     mixed_config,
     mixed_decode,
@@ -54,6 +57,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_lut(),
             *_mixed(capability),
             *_mixed_gemm(capability),
+            *_integer_gemm(capability),
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
@@ -170,6 +174,34 @@ def _mixed_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
             old = capability != (9, 0)
             s = mixed_gemm._choose_sm80(count, 99 * 1024) if old else mixed_gemm.choose(w, count, 132, (9, 0))
             yield mixed_gemm.variant(subs, s, dtype)
+
+
+def _integer_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    forms = (  # format, bits, of x, group, of x, outliers, of x
+        ("grouped", 4, 4, 128, 128, 128, 128),
+        ("grouped", 4, 8, 128, 128, 0, 0),
+        ("grouped", 4, 4, 64, 64, 0, 0),
+        ("grouped", 4, 4, 32, 32, 32, 32),
+        ("grouped", 8, 8, 128, 128, 128, 128),
+        ("grouped", 8, 8, K, K, 0, 0),
+        ("two-level", 4, 8, 128, K, 0, 0),
+        ("two-level", 4, 8, 64, K, 128, 0),
+        ("two-level", 4, 8, 32, K, 128, 128),
+        ("two-level", 4, 4, 128, 128, 128, 128),
+    )
+    for i, (name, bits, bits_x, group, group_x, outliers, outliers_x) in enumerate(forms):
+        act = ActivationSpec(bits_x, group_x, outliers_x)
+        spec = {"format": name, "shape": [16, K], "bits": bits, "group": group, "outliers": outliers}
+        spec |= {"permuted": False, "activation": act.to_json()}
+        w = integer_layout.lay_out(format_of(spec).random(spec, torch.Generator().manual_seed(0)))
+        sizes = ((4096, 8), (11008, 16), (4096, 64), (8192, 128), (11008, 256), (4096, 512))
+        for j, (N, count) in enumerate(sizes[i % 2 :: 2]):
+            tall, dtype = replace(w, N=N), (HALF, BF16)[(i + j) % 2]
+            old = capability != (9, 0)
+            s = integer_gemm._choose_sm80(tall, count, 99 * 1024) if old else None
+            yield integer_gemm.variant(tall, s or integer_gemm.choose(tall, count, 132, (9, 0)), dtype)
+        if capability == (9, 0) and (shared := integer_gemm.tile_config(w, 128)) is not None and i % 3 == 0:
+            yield integer_gemm.variant(w, replace(shared, multicast=2), HALF)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

@@ -42,7 +42,8 @@ inline void wait_for_copies() {
 }
 template <int THREADS>
 inline void team_sync(int id) {
-  static int arrived[16], generation[16];
+  static int all_arrived[Emulator::CLUSTER][16], all_generations[Emulator::CLUSTER][16];
+  int *const arrived = all_arrived[block_rank()], *const generation = all_generations[block_rank()];
   const int before = generation[id];
   if (++arrived[id] == THREADS)
     arrived[id] = 0, generation[id]++;

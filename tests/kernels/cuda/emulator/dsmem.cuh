@@ -4,4 +4,5 @@
 
 namespace crelle {
 using Mbarrier = unsigned long long;
-}
+inline uint32 cluster_address(uint32 mine, int rank) { return mine % SHARED + rank * SHARED; }
+}  // namespace crelle

@@ -1,4 +1,5 @@
-// The warp's matrix instructions m16n8k16 and m16n8k32, for tests on a CPU. Stands in for csrc/tensorcore.cuh.
+// The warp's matrix instructions m16n8k16, m16n8k32 and m16n8k64, for tests on a CPU. Stands in for
+// csrc/tensorcore.cuh.
 #pragma once
 #include "types.cuh"
 
@@ -60,33 +61,50 @@ inline void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, 
   memcpy(d, emulator.out[me], sizeof d);
 }
 
-inline void multiply_u8(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+// a [16, K] b [K, 8] of integers: of 8 bits, K = 32, or of 4 bits, K = 64.
+template <int K, bool A_SIGNED>
+inline void multiply_integers(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
   const int me = emulator.current;
   const uint32 mine[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(emulator.in[me], mine, sizeof mine);
   memcpy(emulator.in[me] + 3, d, sizeof d);
   with_warp([](int first) {
-    static int a[16][32], b[32][8];
+    constexpr int BITS = 256 / K, EACH = 32 / BITS;  // values of a register
+    static int a[16][K], b[K][8];
+    const auto value = [](uint32 v, int i, bool is_signed) {
+      const int bits = static_cast<int>(v << (32 - BITS * (i + 1)));
+      return is_signed ? bits >> (32 - BITS) : static_cast<int>(static_cast<uint32>(bits) >> (32 - BITS));
+    };
     for (int lane = 0; lane < 32; lane++) {
       const int g = lane / 4, t = lane % 4;
-      unsigned char r[6][4];
+      uint32 r[6];
       memcpy(r, emulator.in[first + lane], sizeof r);
-      for (int i = 0; i < 4; i++) {
-        a[g][4 * t + i] = r[0][i], a[g + 8][4 * t + i] = r[1][i];
-        a[g][4 * t + 16 + i] = r[2][i], a[g + 8][4 * t + 16 + i] = r[3][i];
-        b[4 * t + i][g] = (signed char)r[4][i], b[4 * t + 16 + i][g] = (signed char)r[5][i];
-      }
+      for (int i = 0; i < EACH; i++)
+        for (int half = 0; half < 2; half++) {
+          const int k = EACH * t + half * (K / 2) + i;
+          a[g][k] = value(r[2 * half], i, A_SIGNED), a[g + 8][k] = value(r[2 * half + 1], i, A_SIGNED);
+          b[k][g] = value(r[4 + half], i, true);
+        }
     }
     for (int lane = 0; lane < 32; lane++) {
       const int g = lane / 4, t = lane % 4;
       int sums[4];
       memcpy(sums, emulator.in[first + lane] + 3, sizeof sums);
       for (int j = 0; j < 4; j++)
-        for (int k = 0; k < 32; k++) sums[j] += a[g + j / 2 * 8][k] * b[k][2 * t + j % 2];
+        for (int k = 0; k < K; k++) sums[j] += a[g + j / 2 * 8][k] * b[k][2 * t + j % 2];
       memcpy(emulator.out[first + lane], sums, sizeof sums);
     }
   });
   memcpy(d, emulator.out[me], sizeof d);
+}
+inline void multiply_u8(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+  multiply_integers<32, false>(d, a0, a1, a2, a3, b0, b1);
+}
+inline void multiply_s8(uint32 (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  multiply_integers<32, true>(d, a[0], a[1], a[2], a[3], b0, b1);
+}
+inline void multiply_s4(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+  multiply_integers<64, true>(d, a0, a1, a2, a3, b0, b1);
 }
 inline uint32 multiply_add(uint32 a, uint32 b, uint32 c) { return a * b + c; }
 // 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.

@@ -20,7 +20,8 @@
 #define __shared__ static
 #define __restrict__
 #define __grid_constant__
-#define __CUDA_ARCH__ 800
+#define __cluster_dims__(...)
+#define __CUDA_ARCH__ ARCH
 
 struct uint2 {
   unsigned x, y;
@@ -111,6 +112,10 @@ template <typename T>
 inline T __ldcg(const T *p) {
   return *p;
 }
+template <typename T>
+inline void __stcg(T *p, T v) {
+  *p = v;
+}
 inline int atomicAdd(int *at, int by) { return *at += by, *at - by; }
 inline unsigned atomicMax(unsigned *at, unsigned v) { return *at = v > *at ? v : *at, v; }
 inline void __threadfence() {}
@@ -135,11 +140,13 @@ struct Index {
 };
 inline Index threadIdx, blockIdx, gridDim, blockDim;
 
+// The same in all kernels: a process has one of it, however many libraries it has loaded.
 struct Emulator {
-  static constexpr int MOST = 512, STACK = 1 << 16;
+  static constexpr int MOST = 1024, STACK = 1 << 16, CLUSTER = 4;
   ucontext_t home, fiber[MOST];
   bool done[MOST];
-  int current, count, alive, arrived = 0, generation = 0;
+  int current, count, alive, cluster = 1;  // count: threads of a block
+  int arrived[CLUSTER] = {}, generation[CLUSTER] = {}, first_block;
   int warp_arrived[MOST / 32] = {}, warp_generation[MOST / 32] = {};
   uint64_t in[MOST][6], out[MOST][2];
   std::vector<char> stacks = std::vector<char>((size_t)MOST * STACK);
@@ -147,19 +154,28 @@ struct Emulator {
 };
 inline Emulator emulator;
 
+// Blocks of a cluster run side by side; this one is the how-manieth.
+inline int block_rank() { return emulator.current / emulator.count; }
+inline void set_indices(int fiber) {
+  emulator.current = fiber, threadIdx.x = fiber % emulator.count;
+  if (emulator.cluster > 1) blockIdx.x = emulator.first_block + fiber / emulator.count;
+}
+
 inline void yield() {
   const int me = emulator.current;
   swapcontext(&emulator.fiber[me], &emulator.home);
-  threadIdx.x = me;
+  set_indices(me);
 }
 inline void enter_fiber() {
   emulator.body();
   emulator.done[emulator.current] = true, emulator.alive--;
   swapcontext(&emulator.fiber[emulator.current], &emulator.home);
 }
-inline void run_block(int threads, std::function<void()> body) {
+inline void run_block(int block_threads, std::function<void()> body, int cluster = 1) {
   Emulator &e = emulator;
-  e.body = body, e.count = e.alive = threads, e.arrived = 0;
+  const int threads = block_threads * cluster;
+  e.body = body, e.count = block_threads, e.alive = threads, e.cluster = cluster, e.first_block = blockIdx.x;
+  for (int &n : e.arrived) n = 0;
   for (int i = 0; i < threads; i++) {
     getcontext(&e.fiber[i]);
     e.fiber[i].uc_stack.ss_sp = e.stacks.data() + (size_t)i * Emulator::STACK;
@@ -171,7 +187,7 @@ inline void run_block(int threads, std::function<void()> body) {
     if (turn > 10000000) fprintf(stderr, "threads wait for each other\n"), abort();
     for (int i = 0; i < threads; i++) {
       if (e.done[i]) continue;
-      e.current = i, threadIdx.x = i;
+      set_indices(i);
       swapcontext(&e.home, &e.fiber[i]);
     }
   }
@@ -191,11 +207,11 @@ inline void __syncwarp() {
   with_warp([](int) {});
 }
 inline void __syncthreads() {
-  const int generation = emulator.generation;
-  if (++emulator.arrived == emulator.count) {
-    emulator.arrived = 0, emulator.generation++;
+  const int b = block_rank(), generation = emulator.generation[b];
+  if (++emulator.arrived[b] == emulator.count) {
+    emulator.arrived[b] = 0, emulator.generation[b]++;
   } else {
-    while (emulator.generation == generation) yield();
+    while (emulator.generation[b] == generation) yield();
   }
 }
 template <typename T, typename F>
@@ -251,7 +267,9 @@ using half = __half;
 using half2 = __half2;
 using bfloat16 = __nv_bfloat16;
 using uint32 = unsigned int;
-inline __attribute__((aligned(128))) char shared[256 * 1024];  // dynamic shared memory
+constexpr int SHARED = 256 * 1024;
+inline __attribute__((aligned(128))) char shared[SHARED * Emulator::CLUSTER];  // dynamic shared memory
+inline char *block_shared() { return shared + block_rank() * SHARED; }
 
 enum Prologue { PLAIN, RMS_NORM, LAYER_NORM, SILU_MUL, RELU, GELU, GELU_TANH, GELU_MUL, GELU_TANH_MUL };
 constexpr bool is_gated(Prologue op) { return op == SILU_MUL || op == GELU_MUL || op == GELU_TANH_MUL; }

@@ -14,11 +14,8 @@
 // timing. With SPLIT_K > 1 a cluster of so many thread blocks has a tile instead, a split of K each, and they add up in
 // distributed shared memory.
 #pragma once
-#include "pipeline.cuh"
-#include "pack2.cuh"
-#include "tensorcore.cuh"
+#include "gemm_sm90_epilogue.cuh"
 #include "wgmma.cuh"
-#include "stream_k.cuh"
 
 namespace crelle {
 
@@ -30,37 +27,11 @@ __host__ __device__ constexpr int gemm_sm90_threads(int nt, int wg) {
 }
 
 #if __CUDA_ARCH__ == 900
-__device__ __forceinline__ void wait_barrier(uint32 barrier, int phase) {
-  asm volatile(
-      "{\n .reg .pred done;\n again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n @!done bra again;\n}" ::"r"(
-          barrier),
-      "r"(phase & 1)
-      : "memory");
-}
-template <int LEFT>
-__device__ __forceinline__ void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
 template <int BYTES>
 __device__ __forceinline__ void clear_scratch(char *scratch, int lane) {
   for (int i = lane * 16; i < BYTES; i += 512) *reinterpret_cast<uint4 *>(scratch + i) = make_uint4(0, 0, 0, 0);
   __syncwarp();
 }
-// Four values of a row plus those `from` there on, of which `left` exist; in one piece if `aligned`.
-template <typename X>
-__device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left, bool aligned) {
-  uint2 more;
-  if (aligned) {
-    more = *reinterpret_cast<const uint2 *>(from);
-  } else {
-    X each[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) each[j] = j < left ? from[j] : from_float<X>(0);
-    more = *reinterpret_cast<const uint2 *>(each);
-  }
-  return make_uint2(Pack2<X>::add(v.x, more.x), Pack2<X>::add(v.y, more.y));
-}
-
 // The tiles of a thread block. xs as pack_x makes it; bias [N] may be null; y [M, stride], stride at least N; residual,
 // where the source has one, like y, or null, or y; partial f32 [grid, NT * 64 WG]; semaphores [grid], zero before and
 // after.
@@ -198,96 +169,9 @@ __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__res
       keep(a[1]);
       release(x_before);
 
-      if constexpr (SPLIT_K == 1) {
-        if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
-          float4 *const to = partial + (size_t)blockIdx.x * (NT / 8 * WG * 128) + threadIdx.x;
-#pragma unroll
-          for (int c = 0; c < NT / 8; c++)
-            __stcg(to + c * (WG * 128), make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
-          asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
-          if (threadIdx.x == 0) {
-            __threadfence();
-            asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(semaphores + blockIdx.x) : "memory");
-          }
-          continue;
-        }
-        const long long units = (long long)(tiles - whole) * blocks;
-        const int others =
-            work.count < blocks ? (int)(((work.tile + 1ll) * blocks * gridDim.x - 1) / units) - (int)blockIdx.x : 0;
-        if (others > 0) {
-          for (int i = threadIdx.x; i < others; i += WG * 128) {
-            int *const flag = semaphores + blockIdx.x + 1 + i;
-            int there;
-            do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
-            while (!there);
-            *flag = 0;  // as the next launch wants it
-          }
-          asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");
-          const float4 *from = partial + (size_t)(blockIdx.x + 1) * (NT / 8 * WG * 128) + threadIdx.x;
-#pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
-          for (int i = 0; i < others; i++, from += NT / 8 * WG * 128) {
-#pragma unroll
-            for (int c = 0; c < NT / 8; c++) {
-              const float4 v = __ldcg(from + c * (WG * 128));
-              d[4 * c] += v.x, d[4 * c + 1] += v.y, d[4 * c + 2] += v.z, d[4 * c + 3] += v.w;
-            }
-          }
-        }
-      }
-      // A lane has rows g and g + 8, tokens 2t and 2t + 1 of eight; transposed it has token g and four rows in a piece.
-      const int row = work.tile % across * ROWS + warp * 16, token = work.tile / across * NT, g = lane / 4,
-                t = lane % 4;
-      float add[2] = {0, 0};
-      if (bias) {
-        if (row + g < N) add[0] = to_float(bias[row + g]);
-        if (row + g + 8 < N) add[1] = to_float(bias[row + g + 8]);
-      }
-      const int n = row + (t & 1) * 8 + (t & 2) * 2;
-      X *to = y + (size_t)(token + g) * stride + n;
-      const bool whole_pieces = (N | stride) % 4 == 0;
-      const auto put = [&](int c, float4 v) {
-        const uint32 a = transposed(Pack2<X>::of(v.x + add[0], v.y + add[0])),
-                     b = transposed(Pack2<X>::of(v.z + add[1], v.w + add[1]));
-        const uint32 other = __shfl_xor_sync(~0u, t & 1 ? a : b, 1);
-        uint2 out = t & 1 ? make_uint2(other, b) : make_uint2(a, other);
-        if (token + 8 * c + g >= M || n >= N) return;
-        X *const here = to + (size_t)c * 8 * stride;
-        if constexpr (Source::RESIDUAL)
-          if (residual) out = plus_residual<X>(out, residual + (here - y), N - n, whole_pieces);
-        if (whole_pieces) {
-          *reinterpret_cast<uint2 *>(here) = out;
-        } else {
-          const X *each = reinterpret_cast<const X *>(&out);
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            if (n + j < N) here[j] = each[j];
-        }
-      };
-      if constexpr (SPLIT_K > 1) {  // all blocks' sums in shared memory; each block adds and writes some tokens
-        float4 *const sums = reinterpret_cast<float4 *>(shared);
-        asm volatile("bar.sync 1, %0;" ::"n"(WG * 128) : "memory");  // no warp multiplies by x any more
-#pragma unroll
-        for (int c = 0; c < NT / 8; c++)
-          sums[c * (WG * 128) + threadIdx.x] = make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]);
-        cluster_sync();
-        const int rank = blockIdx.x % SPLIT_K;
-#pragma unroll
-        for (int i = 0; i < (NT / 8 + SPLIT_K - 1) / SPLIT_K; i++) {
-          const int c = i * SPLIT_K + rank;
-          if (NT / 8 % SPLIT_K && c >= NT / 8) break;
-          float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-          for (int r = 0; r < SPLIT_K; r++) {
-            const float4 v = dsmem_load(shared_address(sums + c * (WG * 128) + threadIdx.x), r);
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-          }
-          put(c, sum);
-        }
-        cluster_sync();  // no block exits while others read
-      } else {
-#pragma unroll
-        for (int c = 0; c < NT / 8; c++) put(c, make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
-      }
+      finish_tile<NT, WG, SPLIT_K, Source::RESIDUAL>(d, work, work.tile % across * ROWS + warp * 16,
+                                                     work.tile / across * NT, shared, bias, residual, y, partial,
+                                                     semaphores, N, M, blocks, tiles, whole, stride, lane);
     }
   }
 }

@@ -1,4 +1,4 @@
-// The tensor core instructions of a warp: 16-bit floats, m16n8k16, and bytes, m16n8k32.
+// The tensor core instructions of a warp: 16-bit floats, m16n8k16, bytes, m16n8k32, and half bytes, m16n8k64.
 #pragma once
 #include "types.cuh"
 
@@ -35,6 +35,20 @@ __device__ __forceinline__ void multiply_u8(uint32 (&d)[4], uint32 a0, uint32 a1
       "%13};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3]));
+}
+
+// The same of s8 by s8, and of s4 by s4, where a lane's four bytes are eight values, a [16, 64]: columns or rows 8t and
+// 8t + 32 on, the lower half of a byte first. (Hopper makes the latter of other instructions, slowly.)
+__device__ __forceinline__ void multiply_s8(uint32 (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_s4(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
+                                            uint32 b1) {
+  asm("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // a b + c on the units that multiply, which the compiler would turn into a shift on the busier ones.

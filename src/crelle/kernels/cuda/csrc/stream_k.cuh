@@ -1,37 +1,38 @@
-// The stream-K tile scheduler of gemm_sm90.cuh, and loads from other thread blocks of a cluster.
+// The stream-K tile scheduler of gemm_sm90.cuh and integer_sm90.cuh.
 #pragma once
-#include "dsmem.cuh"
-#include "pipeline.cuh"
+#include "types.cuh"
 
 namespace crelle {
 
 #if __CUDA_ARCH__ == 900
 // The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
-// or all) are data-parallel, the others stream-K.
-struct TileScheduler {
+// or all) are data-parallel, the others stream-K. TOGETHER neighbouring thread blocks have the same work (of tiles of
+// their own), and count as one.
+template <int TOGETHER>
+struct TileSchedulerOf {
   int tile, first, count;  // the current piece: `count` blocks from `first` on
   int at, end, next, tiles, blocks;
 
   __device__ __forceinline__ static int share(int index, int rest, int blocks) {
-    return (long long)rest * blocks * index / gridDim.x;
+    return (long long)rest * blocks * index / (gridDim.x / TOGETHER);
   }
-  __device__ __forceinline__ TileScheduler(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
-    const int rest = tiles - whole;
-    at = share(blockIdx.x, rest, blocks), end = share(blockIdx.x + 1, rest, blocks), next = rest + blockIdx.x;
+  __device__ __forceinline__ TileSchedulerOf(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
+    const int rest = tiles - whole, index = blockIdx.x / TOGETHER;
+    at = share(index, rest, blocks), end = share(index + 1, rest, blocks), next = rest + index;
     advance();
   }
   // One of `shares` of a tile: neighbouring thread blocks have the same one.
-  __device__ __forceinline__ TileScheduler(int split_k, int blocks) : tiles(0), blocks(blocks), next(0) {
+  __device__ __forceinline__ TileSchedulerOf(int split_k, int blocks) : tiles(0), blocks(blocks), next(0) {
     const int tile = blockIdx.x / split_k, share = blockIdx.x % split_k;
     at = tile * blocks + share * blocks / split_k, end = tile * blocks + (share + 1) * blocks / split_k;
     advance();
   }
   template <int SPLIT_K>
-  __device__ __forceinline__ static TileScheduler of(int tiles, int whole, int blocks) {
+  __device__ __forceinline__ static TileSchedulerOf of(int tiles, int whole, int blocks) {
     if constexpr (SPLIT_K > 1)
-      return TileScheduler(SPLIT_K, blocks);
+      return TileSchedulerOf(SPLIT_K, blocks);
     else
-      return TileScheduler(tiles, whole, blocks);
+      return TileSchedulerOf(tiles, whole, blocks);
   }
   __device__ __forceinline__ void advance() {
     if (at < end) {
@@ -39,25 +40,11 @@ struct TileScheduler {
       at += count;
     } else {
       tile = next, first = 0, count = next < tiles ? blocks : 0;
-      next += gridDim.x;
+      next += gridDim.x / TOGETHER;
     }
   }
 };
-
-// Threads that have left count as there.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// What a thread block of the cluster has at this place of its shared memory.
-__device__ __forceinline__ float4 dsmem_load(uint32 address, int rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(cluster_address(address, rank))
-               : "memory");
-  return v;
-}
-
+using TileScheduler = TileSchedulerOf<1>;
 #endif
 
 }  // namespace crelle

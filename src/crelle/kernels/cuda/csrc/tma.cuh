@@ -1,0 +1,110 @@
+// What Hopper's copy engine and warpgroup instructions need around them: mbarriers, bulk and tensor copies, the order
+// of wgmma groups, registers that warpgroups give each other, clusters. (tests/kernels/cuda/emulator has the same for a
+// CPU.)
+#pragma once
+#include "dsmem.cuh"
+#include "pipeline.cuh"
+
+namespace crelle {
+
+// A CUtensorMap, a parameter by value: what the copy engine knows of a matrix.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+#if __CUDA_ARCH__ == 900
+__device__ __forceinline__ void init_barrier(uint32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+// Behind those that were initialized, in the thread that did it.
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void arrive(uint32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// At the same barrier of a thread block of the cluster.
+__device__ __forceinline__ void arrive_at(uint32 barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(uint32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_barrier(uint32 barrier, int phase) {
+  asm volatile(
+      "{\n .reg .pred done;\n again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n @!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(phase & 1)
+      : "memory");
+}
+// A multiple of 16 bytes, counted by the barrier when they are there.
+__device__ __forceinline__ void copy_bulk(uint32 to, const void *from, int bytes, uint32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// The map's box from (row, column) on; rows that do not exist become zeros, and count.
+__device__ __forceinline__ void copy_box(uint32 to, const TensorMap &map, int column, int row, uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same to this place, and for this barrier, in all `count` blocks of the cluster.
+__device__ __forceinline__ void copy_box_to_all(uint32 to, const TensorMap &map, int column, int row, uint32 barrier,
+                                                int count) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << count) - 1))
+      : "memory");
+}
+
+__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// These registers belong to instructions under way until here.
+template <int COUNT>
+__device__ __forceinline__ void hold(uint32 (&r)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(r[i])::"memory");
+}
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Threads that have left count as there.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What a thread block of the cluster has at this place of its shared memory.
+__device__ __forceinline__ float4 dsmem_load(uint32 address, int rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cluster_address(address, rank))
+               : "memory");
+  return v;
+}
+
+// A flag in global memory that a thread block of the same grid waits for.
+__device__ __forceinline__ void raise_flag(int *flag) {
+  __threadfence();
+  asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+}
+__device__ __forceinline__ void wait_for_flag(int *flag) {
+  int there;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+  while (!there);
+}
+#endif
+
+}  // namespace crelle

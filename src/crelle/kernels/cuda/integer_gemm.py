@@ -1,0 +1,267 @@
+"""Launches integer_gemm.cu: products of integer activations (integer_x.py) and integer weights (integer_layout.py).
+
+    y = product(x, w, bias, residual)
+
+Launches on the current stream, allocates only through torch, and can be captured in a graph.
+"""
+
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.bmma_gemv import C_TYPES
+from crelle.kernels.cuda.integer_layout import BLOCK, ROWS, IntegerTiles
+from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.launch import load, multiprocessors
+
+SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)  # tokens of a tile
+_SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor of Hopper for thread blocks, less the barriers
+_STAGES = 12  # more are of no use
+
+
+Overlap = Literal["WARPGROUPS", "BLOCKS", "HALVES"]
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerTileConfig:
+    """Tile config of integer_sm90.cuh; its template parameters."""
+
+    tokens: int  # of a tile: one of SIZES
+    warpgroups: int  # of 64 rows
+    stages: int  # times 128 inputs
+    row_tiles: int = 1  # times 64 rows of a warpgroup; 2 only where sums stay integers (segments == 1)
+    overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
+    occupancy: int = 1  # thread blocks that a multiprocessor holds
+    split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
+    multicast: int = 1  # thread blocks of a cluster that share x, with rows of their own; then split_k is 1
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerSm80TileConfig:
+    """The same for integer_sm80.cuh."""
+
+    tokens: int  # of a tile: 8, 16, 32, 64, 128
+    tiles: int  # of 16 rows that a warp has
+    warps_n: int  # warps along N; times tiles a multiple of 4
+    warps_k: int  # groups of warps that split K
+    stages: int  # times 128 inputs
+
+
+def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype: torch.dtype) -> tuple[str, str]:
+    scheme = "TWO_LEVEL" if w.two_level else "SIGNED"
+    form: list[str | int] = [f"crelle::{scheme}", w.subs, w.segments, w.narrow < w.blocks]
+    pieces: list[str | int]
+    if isinstance(s, IntegerSm80TileConfig):
+        name = "integer_gemm_sm80"
+        pieces = [uses_s4(w), s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
+    else:
+        name = "integer_gemm_sm90"
+        pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy]
+        pieces += [s.multicast > 1, max(s.split_k, s.multicast)]
+    arguments = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in (*form, *pieces))
+    return "integer_gemm.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}>"
+
+
+def uses_s4(w: IntegerTiles) -> bool:
+    """Return whether chips that have it multiply half bytes: both sides have at most 4 bits."""
+    return not w.two_level and w.narrow > 0 and w.activation.bits <= 4 and w.subs <= 2
+
+
+def product(
+    x: IntegerX,
+    w: IntegerTiles,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    config: IntegerTileConfig | IntegerSm80TileConfig | None = None,
+) -> Tensor:
+    """Return x @ W.T (+ bias) (+ residual) as [M, N]; out, a slice of columns or not, and residual lie alike."""
+    y = torch.empty(x.tokens, w.N, dtype=x.dtype, device=x.codes.device) if out is None else out
+    if x.tokens == 0 or w.N == 0:
+        return y
+    assert x.codes.shape == (-(-x.tokens // 8) * 8, w.columns), (x.codes.shape, w.columns)
+    assert x.scales.shape == (w.x_groups, len(x.codes)), (x.scales.shape, w.x_groups)
+    s = config or choose(w, x.tokens)
+    kernel = load(*variant(w, s, x.dtype))
+    sizes = (w.N, x.tokens, w.blocks, w.narrow, w.normal, w.x_groups, w.x_subs, w.x_span, w.x_outlier)
+    shape = struct.pack("9i", *sizes)
+    if isinstance(s, IntegerSm80TileConfig):
+        kernel(
+            (-(-w.N // (16 * s.tiles * s.warps_n)), -(-x.tokens // s.tokens), 1),
+            32 * s.warps_n * s.warps_k,
+            *(x.codes, w.pieces, x.scales, w.row_scale, bias, residual, y, shape, y.stride(0)),
+            shared=sm80_shared_bytes(w, s),
+            pdl=True,
+        )
+        return y
+    grid, whole = schedule(w, x.tokens, s, multiprocessors())
+    parts = s.split_k == 1 and whole < _tiles(w, x.tokens, s)
+    sums = grid * s.tokens * _rows(s) if parts else 0
+    partial = torch.empty(sums, dtype=torch.float32, device=y.device)
+    kernel(
+        (grid, 1, 1),
+        threads(s),
+        *(
+            tensor_map(x.codes, s.tokens // s.multicast),
+            w.pieces,
+            x.scales,
+            w.row_scale,
+            bias,
+            residual,
+            y,
+            partial,
+            w.semaphores,
+        ),
+        *(shape, whole, y.stride(0)),
+        shared=shared_bytes(w, s),
+        pdl=True,
+    )
+    return y
+
+
+def threads(s: IntegerTileConfig) -> int:
+    """Return the threads of a block: as integer_sm90_threads."""
+    gives = s.tokens >= 96 and s.warpgroups > 1 and s.occupancy == 1
+    return s.warpgroups * 128 + (128 if gives else 32)
+
+
+def tensor_map(codes: Tensor, tokens: int) -> bytes:
+    """Return the CUtensorMap by which boxes of so many tokens and 128 channels are copied, swizzled."""
+    return _tensor_map(codes.data_ptr(), *codes.shape, tokens)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, columns: int, tokens: int) -> bytes:
+    from cuda.bindings import driver
+
+    large, small = driver.cuuint64_t, driver.cuuint32_t
+    status, made = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2,
+        address,
+        [large(columns), large(rows)],
+        [large(columns)],
+        [small(BLOCK), small(tokens)],
+        [small(1), small(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status):
+        raise RuntimeError(f"cuTensorMapEncodeTiled: {status.name} for {rows} x {columns} bytes at {address:#x}")
+    return struct.pack("16Q", *(int(word) for word in made.opaque))
+
+
+def schedule(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int) -> tuple[int, int]:
+    """Return (grid, data-parallel tiles); the remaining tiles are stream-K.
+
+    Where tiles do not come out even, those of the last round, and a round before it, are shared by all, unless the last
+    round is nearly full.
+    """
+    tiles = _tiles(w, tokens, s)
+    if s.split_k > 1:
+        return tiles * s.split_k, tiles
+    grid = min(processors * s.occupancy // s.multicast, tiles * w.blocks)  # clusters
+    rounds, left = divmod(tiles, grid)
+    if left == 0 or (s.tokens >= 96 and left >= 0.85 * grid):
+        return min(grid, tiles) * s.multicast, tiles
+    return grid * s.multicast, max(rounds - 1, 0) * grid
+
+
+def shared_bytes(w: IntegerTiles, s: IntegerTileConfig) -> int:
+    """Dynamic shared memory: stages, and with split_k the sums, which take their place; as in integer_sm90.cuh."""
+    stage = s.tokens * BLOCK + _rows(s) // ROWS * _slot(w) + w.subs * s.tokens * 4
+    return 1024 + 256 + max(s.stages * stage, s.tokens * s.warpgroups * 256 if s.split_k > 1 else 0)
+
+
+def sm80_shared_bytes(w: IntegerTiles, s: IntegerSm80TileConfig) -> int:
+    """The same for integer_sm80.cuh."""
+    rows = s.warps_n * s.tiles * 16
+    stage = s.tokens * BLOCK + rows // ROWS * _slot(w) + w.subs * s.tokens * 4
+    return max(s.warps_k * s.stages * stage, s.warps_k * s.tokens * (rows + 4) * 4)
+
+
+def _slot(w: IntegerTiles) -> int:
+    return (8192 if w.narrow < w.blocks else 4096) + 128 * w.subs
+
+
+def _rows(s: IntegerTileConfig) -> int:
+    return ROWS * s.warpgroups * s.row_tiles
+
+
+def _tiles(w: IntegerTiles, tokens: int, s: IntegerTileConfig) -> int:
+    """Of a thread block, or of those of a cluster that share x."""
+    return -(-w.N // (_rows(s) * s.multicast)) * -(-tokens // s.tokens)
+
+
+def choose(
+    w: IntegerTiles, tokens: int, processors: int | None = None, capability: tuple[int, int] | None = None
+) -> IntegerTileConfig | IntegerSm80TileConfig:
+    """Return the tile config that should be fastest by `estimate`. (No GPU has measured it yet.)"""
+    if (capability or torch.cuda.get_device_capability()) != (9, 0):
+        return _choose_sm80(w, tokens)
+    processors = processors or multiprocessors()
+    most = 256 if w.segments == 1 else 160  # registers for one or two kinds of sums
+    counts = range(-(-tokens // most), -(-tokens // min(tokens, 64)) + 1)
+    sizes = {next(t for t in SIZES if t >= -(-tokens // n)) for n in counts}
+    splits = [n for n in (1, 2, 4, 8) if n <= w.blocks // 2 + 1]
+    each = [tile_config(w, size, split, rows) for size in sorted(sizes) for split in splits for rows in (1, 2)]
+    return min((s for s in each if s), key=lambda s: estimate(w, tokens, s, processors))
+
+
+def tile_config(w: IntegerTiles, size: int, split_k: int = 1, row_tiles: int = 1) -> IntegerTileConfig | None:
+    """Return the config of tiles of 128 or 256 rows and so many tokens, if there is one."""
+    overlap: Overlap = "WARPGROUPS"
+    if row_tiles > 1 and (w.segments != 1 or not 64 <= size <= 144):
+        return None
+    if w.segments == 0 and w.subs == 1:
+        overlap = "HALVES" if size >= 64 and size // 2 in SIZES else "BLOCKS" if size <= 96 else "WARPGROUPS"
+    return fitted(w, IntegerTileConfig(size, 2, _STAGES, row_tiles, overlap, 1, split_k))
+
+
+def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int) -> float:
+    """Return how many cycles a product should take, from instruction counts and bandwidths; latencies are guessed."""
+    tiles, groups = _tiles(w, tokens, s), s.warpgroups * s.row_tiles
+    grid, whole = schedule(w, tokens, s, processors)
+    grid //= s.multicast
+    if s.split_k > 1 and grid > processors:
+        return float("inf")  # clusters one after the other: stream-K is no worse
+    codes = groups * (4096 + 128 * w.subs)  # of a block of 128 inputs
+    multiply = 2 * groups * s.tokens  # cycles of the tensor cores
+    issue = groups * (100 if w.segments else 110 + 1.75 * w.subs * s.tokens)
+    load = max(
+        codes / 19, (codes + s.tokens * BLOCK / s.multicast) / 29
+    )  # a processor's share of what memory and L2 give
+    block, sums = max(multiply, issue, load), groups * s.tokens
+    if s.split_k > 1:
+        return -(-w.blocks // s.split_k) * block + 12 * sums + 1000
+    if whole == tiles:
+        return -(-tiles // grid) * (w.blocks * block + 6 * sums)
+    return tiles * w.blocks / grid * block + 30 * sums + 2500
+
+
+def fitted(w: IntegerTiles, s: IntegerTileConfig) -> IntegerTileConfig:
+    """Return the config with as many stages as there is room for."""
+    while shared_bytes(w, s) > _SHARED // s.occupancy and s.stages > 2:
+        s = replace(s, stages=s.stages - 1)
+    return s
+
+
+def _choose_sm80(w: IntegerTiles, tokens: int, room: int | None = None) -> IntegerSm80TileConfig:
+    if room is None:
+        room = int(getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 99 * 1024))
+    shapes = (
+        IntegerSm80TileConfig(64, 1, 8, 1, 3),
+        IntegerSm80TileConfig(64, 1, 4, 1, 3),
+        IntegerSm80TileConfig(32, 1, 4, 2, 3),
+        IntegerSm80TileConfig(16, 1, 4, 2, 3),
+        IntegerSm80TileConfig(8, 1, 4, 2, 3),
+        IntegerSm80TileConfig(8, 1, 4, 1, 2),
+    )
+    useful = [s for s in shapes if s.tokens < 2 * tokens or s.tokens == 8]
+    return next(s for s in useful if sm80_shared_bytes(w, s) <= room)
