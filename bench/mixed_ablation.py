@@ -42,15 +42,17 @@ def cases(layers: int) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    from crelle.plots import plot_bars
+    from crelle.plots import plot_runs
 
-    rows = sorted(result["rows"], key=lambda row: row["name"])
-    plot_bars(
+    rows = sorted(result["rows"], key=lambda row: (row["bits_per_weight"], row["ratio"]))
+    plot_runs(
         path,
-        [f"{row['name']} ({row['bits_per_weight']:.2f} bits)" for row in rows],
-        {"perplexity over fp32": [row["ratio"] for row in rows]},
-        f"{result['model']}: which groups have 4 bits, which weights are outliers",
-        "perplexity, times that of fp32 (less is better)",
+        {
+            f"{row['name']} ({row['bits_per_weight']:.2f} bits)": [p / result["fp32"] for p in row["perplexities"]]
+            for row in rows
+        },
+        f"{result['model']}: 4-bit groups and outliers",
+        "perplexity, times that of fp32 (less is better); dots: runs, line: their mean",
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from crelle.bench.cuda_timer import Replay, clone, copies, gpu
+from crelle.bench.environment import environment
 from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.kernels.cuda import dispatch, jit, mixed_gemm, mixed_gemv
 from crelle.kernels.cuda.gemm import GemmTileConfig
@@ -52,7 +53,9 @@ def weights_of(first: Any, rows: int) -> list[Any]:
 
 def timed(multiply: Callable[[Any], Tensor], weights: list[Any], oracle: Tensor) -> list[float]:
     """Return two measurements of a product that was checked."""
-    torch.full((oracle.shape[0], weights[0].shape[0] if isinstance(weights[0], Tensor) else weights[0].N), torch.nan)
+    N = weights[0].shape[0] if isinstance(weights[0], Tensor) else weights[0].N
+    poison = torch.full((oracle.shape[0], N), torch.nan, dtype=HALF, device="cuda")
+    del poison  # y is likely to get its memory
     y = multiply(weights[0])
     error = float((y[:, : oracle.shape[1]].double() - oracle).norm() / oracle.norm())
     assert error <= TOLERANCE, error
@@ -125,7 +128,9 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, configs: str = "") -
         jit.compile_all(sorted({mixed_gemm.variant(1, s, HALF) for s in chosen}))
         dense = torch.randn(N, K, device="cuda").mul_(K**-0.5).half()
         results += [measure(laid, dense, slab, r, bool(configs)) for r in counts]
-        out.write_text(json.dumps({"gpu": gpu(), "scheme": SCHEME, "results": results}, indent=1))
+        command = {"command": f"python bench/mixed_gemm.py OUT.json {shapes} {rows} {configs}".strip()}
+        found = {**environment(), **command, "gpu": gpu(), "scheme": SCHEME, "results": results}
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,22 @@ def plot_lines(
     plt.close(figure)
 
 
+def plot_runs(path: Path, runs: Mapping[str, Sequence[float]], title: str, unit: str) -> None:
+    """Draw repeated measurements of each label as dots on a line, with their mean."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.32 * len(runs)), layout="constrained")
+    for row, values in enumerate(runs.values()):
+        mean = sum(values) / len(values)
+        axes.plot(values, [row] * len(values), "o", markersize=4, color=COLOURS[0])
+        axes.plot([mean, mean], [row - 0.35, row + 0.35], color=COLOURS[1], linewidth=2)
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set(title=title, xlabel=unit)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_training(path: Path, losses: Sequence[float], blocks: Mapping[str, Sequence[float | None]]) -> None:
     """Draw the loss of end-to-end steps with its running mean, and each layer's loss before and after its own steps."""
     plt = pyplot()

@@ -84,9 +84,10 @@ def loads_in_flight(code: str) -> int:
             most = max(most, len(waiting))
         elif target := re.search(r"BRA.*`\((\.L_\w+)\)", line):
             opposite = predicate.replace("@", "@!").replace("!!", "")
-            taken = {r: p for r, p in waiting.items() if not predicate or p != opposite}
+            taken = {r: made for r, made in waiting.items() if not predicate or made[1] != opposite}
             jumps[target[1]] = jumps.get(target[1], {}) | taken
-            waiting = {r: p for r, p in waiting.items() if predicate and p != predicate} if kind == "BRA" else waiting
+            if kind == "BRA":
+                waiting = {r: made for r, made in waiting.items() if predicate and made[1] != predicate}
         else:
             wide = 4 if "MMA" in kind else 1
             came_back({r + i for r in registers for i in range(wide)})
