@@ -169,9 +169,9 @@ __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__res
       keep(a[1]);
       release(x_before);
 
-      finish_tile<NT, WG, SPLIT_K, Source::RESIDUAL>(d, work, work.tile % across * ROWS + warp * 16,
-                                                     work.tile / across * NT, shared, bias, residual, y, partial,
-                                                     semaphores, N, M, blocks, tiles, whole, stride, lane);
+      const auto place = [&] { return make_int2(work.tile % across * ROWS + warp * 16, work.tile / across * NT); };
+      finish_tile<NT, WG, SPLIT_K, Source::RESIDUAL>(d, work, place, shared, bias, residual, y, partial, semaphores, N,
+                                                     M, blocks, tiles, whole, stride, lane);
     }
   }
 }

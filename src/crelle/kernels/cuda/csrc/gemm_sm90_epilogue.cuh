@@ -25,14 +25,15 @@ __device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left,
   return make_uint2(Pack2<X>::add(v.x, more.x), Pack2<X>::add(v.y, more.y));
 }
 
-// The sums of a warpgroup's 64 rows and NT tokens of the tile of `work`, in d; `row`: the first of this warp, `token`:
-// of the tile. A thread block calls it PARTS times for a tile. shared: NT * 256 WG bytes that nobody uses any more,
-// where SPLIT_K > 1. The others as of gemm_sm90_tiles; partial and semaphores [grid, PARTS].
-template <int NT, int WG, int SPLIT_K, bool RESIDUAL, int PARTS = 1, int TOGETHER, typename X>
-__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedulerOf<TOGETHER> &work, int row,
-                                            int token, char *shared, const X *__restrict__ bias, const X *residual,
-                                            X *y, float4 *partial, int *semaphores, int N, int M, int blocks, int tiles,
-                                            int whole, int stride, int lane, int part = 0) {
+// The sums of a warpgroup's 64 rows and NT tokens of the tile of `work`, in d; place(): the first row of this warp and
+// the first token (asked for late, for the registers' sake). A thread block calls it PARTS times for a tile. shared: NT
+// * 256 WG bytes that nobody uses any more, where SPLIT_K > 1. The others as of gemm_sm90_tiles; partial and semaphores
+// [grid, PARTS].
+template <int NT, int WG, int SPLIT_K, bool RESIDUAL, int PARTS = 1, int TOGETHER, typename Place, typename X>
+__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedulerOf<TOGETHER> &work,
+                                            const Place &place, char *shared, const X *__restrict__ bias,
+                                            const X *residual, X *y, float4 *partial, int *semaphores, int N, int M,
+                                            int blocks, int tiles, int whole, int stride, int lane, int part = 0) {
   constexpr int SUMS = NT / 8 * WG * 128;
   if constexpr (SPLIT_K == 1) {
     if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
@@ -67,7 +68,8 @@ __device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedu
     }
   }
   // A lane has rows g and g + 8, tokens 2t and 2t + 1 of eight; transposed it has token g and four rows in a piece.
-  const int g = lane / 4, t = lane % 4;
+  const int2 at = place();
+  const int row = at.x, token = at.y, g = lane / 4, t = lane % 4;
   float add[2] = {0, 0};
   if (bias) {
     if (row + g < N) add[0] = to_float(bias[row + g]);

@@ -319,9 +319,9 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
 #pragma unroll
           for (int i = 0; i < NT / 2; i++) f[i] *= w[i / 2 % 2];
         }
-        finish_tile<NT, WG, SPLIT_K, true, ROW_TILES>(f, work, row, work.tile / across * NT, base, bias, residual, y,
-                                                      partial, semaphores, shape.N, shape.M, shape.blocks, tiles, whole,
-                                                      stride, lane, r);
+        const auto place = [&] { return make_int2(row, work.tile / across * NT); };
+        finish_tile<NT, WG, SPLIT_K, true, ROW_TILES>(f, work, place, base, bias, residual, y, partial, semaphores,
+                                                      shape.N, shape.M, shape.blocks, tiles, whole, stride, lane, r);
       }
       if constexpr (ROW_TILES == 2) release(before);
     }
