@@ -1,4 +1,4 @@
-"""Integer weights and integer activations in C++: the reference's integers, exact sums, any shape and instruction set."""
+"""Integer weights and activations in C++: the reference's integers, exact sums, any shape and instruction set."""
 
 import math
 from typing import Any
