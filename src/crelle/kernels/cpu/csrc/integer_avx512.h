@@ -25,7 +25,6 @@ struct IntegerV {
 #if defined(__AVX512VNNI__)
   static constexpr int kTokens = 8, kByteOffset = 128;
   static constexpr bool kNarrow = false;
-  static CRELLE_INLINE Ints sums(Acc a) { return a; }
   template <int I>
   static CRELLE_INLINE Acc dot(Acc acc, Bytes codes, Digits x) {
     return _mm512_dpbusd_epi32(acc, codes, four<I>(x));

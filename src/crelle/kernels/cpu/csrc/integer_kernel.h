@@ -9,7 +9,7 @@
 //   Bytes, Ints, Floats; Digits, 16 integers of x; Acc, sums of products of nibbles
 //   load, digits, low_nibbles, high_nibbles
 //   no_sums(), dot<i>(acc, codes, x)     acc + the products of the codes' bytes and integers 4 i ... 4 i + 3 of x
-//   sums(acc)                            as int32. kNarrow: Acc is of 16 bits and holds 8 dots
+//   sums(acc)                            kNarrow: as int32; Acc is of 16 bits and holds 8 dots. Otherwise Acc is Ints
 //   dot_bytes<i>(ints, codes, x)         the same for codes of 8 bits; they count as codes + kByteOffset
 //   ints(v), add, mul, expand(p)         int32; bytes, widened
 //   floats(v), to_float, mul_floats, fma, load_floats, load_halves, store
@@ -22,17 +22,24 @@ template <class V, int N, int M>
 CRELLE_INLINE void nibble_sums(const uint8_t *codes, int words, const uint8_t *const (&x)[M],
                                typename V::Ints (&t)[N][M]) {
   constexpr int kBytes = 4 * V::kLanes, kWords = 2, kRoom = V::kRegisters / 2 / (N * M);
-  constexpr int kChains = kRoom >= 4 && !V::kNarrow ? 4 : kRoom >= 2 ? 2 : 1;  // sums that do not wait for one another
+  constexpr int kChains = V::kNarrow || kRoom < 2 ? 1 : kRoom < 4 ? 2 : 4;  // sums that do not wait for one another
   typename V::Acc acc[N][M][kChains];
-  const auto clear = [&]() __attribute__((always_inline)) {
-    for (auto &v : acc)
-      for (auto &m : v)
-        for (auto &c : m) c = V::no_sums();
+  const auto begin = [&]() __attribute__((always_inline)) {
+    for (int i = 0; i < N; ++i)
+      for (int m = 0; m < M; ++m) {
+        for (auto &c : acc[i][m]) c = V::no_sums();
+        if constexpr (!V::kNarrow) acc[i][m][0] = t[i][m];
+      }
   };
   const auto finish = [&]() __attribute__((always_inline)) {
     for (int i = 0; i < N; ++i)
       for (int m = 0; m < M; ++m)
-        for (int c = 0; c < kChains; ++c) t[i][m] = V::add(t[i][m], V::sums(acc[i][m][c]));
+        if constexpr (V::kNarrow) {
+          t[i][m] = V::add(t[i][m], V::sums(acc[i][m][0]));
+        } else {
+          t[i][m] = acc[i][m][0];
+          for (int c = 1; c < kChains; ++c) t[i][m] = V::add(t[i][m], acc[i][m][c]);
+        }
   };
   const auto word = [&](int k) __attribute__((always_inline)) {
     typename V::Digits d[M];
@@ -61,12 +68,12 @@ CRELLE_INLINE void nibble_sums(const uint8_t *codes, int words, const uint8_t *c
   };
   if constexpr (V::kNarrow) {
     for (int k0 = 0; k0 < words; k0 += kWords) {
-      clear();
+      begin();
       for (int k = k0; k < words && k < k0 + kWords; ++k) word(k);
       finish();
     }
   } else {
-    clear();
+    begin();
     for (int k = 0; k < words; ++k) word(k);
     finish();
   }
@@ -99,7 +106,7 @@ CRELLE_INLINE void byte_sums(const uint8_t *codes, int words, const uint8_t *con
 // Block b for rows [m0, m0 + M) of x.
 template <class V, bool Two, int M>
 void integer_block(const Weight &w, const Activations &a, int m0, int b, float *y, size_t ldy) {
-  constexpr int kVectors = kIntegerRows / V::kLanes, kMost = V::kRegisters / 2 / M;
+  constexpr int kVectors = kIntegerRows / V::kLanes, kMost = V::kRegisters / (V::kNarrow ? 4 : 2) / M;
   constexpr int N = kMost >= kVectors ? kVectors : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
   const IntegerLayout &l = *w.integer;
   const uint8_t *const block = w.block(b), *row[M];

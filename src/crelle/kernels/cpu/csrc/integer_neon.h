@@ -13,7 +13,6 @@ struct IntegerV {
   using Acc = int32x4_t;
   static constexpr bool kNarrow = false;
   static CRELLE_INLINE Acc no_sums() { return vdupq_n_s32(0); }
-  static CRELLE_INLINE Ints sums(Acc a) { return a; }
   template <int I>
   static CRELLE_INLINE Acc dot(Acc acc, Bytes codes, Digits x) {
     return vdotq_laneq_s32(acc, vreinterpretq_s8_u8(codes), x, I);
