@@ -25,6 +25,7 @@ PORTABLE = (
     "matmul",
     "weight",
     "mixed_weight",
+    "integer_weight",
     "pool",
     "decoder",
     "prefill",
