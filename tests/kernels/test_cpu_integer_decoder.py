@@ -7,6 +7,7 @@ import torch
 
 from crelle.kernels.cpu import available
 from crelle.models.decoder import DecoderModel
+from crelle.models.fused import fuse
 
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
@@ -53,6 +54,10 @@ def test_prefill_matches_layers(scheme: str, tmp_path: Path, isa: str) -> None:
     model.decoder = "not in this test"
     wanted = model(tokens, model.new_cache(1))[0]
     assert error(got, wanted) < TOLERANCE[SCHEMES[scheme]]
+
+
+def test_a_loaded_model_is_fused(tmp_path: Path) -> None:
+    assert isinstance(fuse(atom(tmp_path, "atom:w=4,a=8,group=16,outliers=8")), FusedDecoder)
 
 
 def test_rows_have_the_same_bits_in_any_batch_and_on_any_number_of_threads(tmp_path: Path, isa: str) -> None:
