@@ -14,7 +14,7 @@ from crelle.cache import cache_directory
 
 COMPILER = "aarch64-linux-gnu-g++"
 CSRC = Path(__file__).parents[2] / "src" / "crelle" / "kernels" / "cpu" / "csrc"
-FLAGS = {"mixed_dotprod": ["-march=armv8.2-a+dotprod"]}  # as in CMakeLists.txt
+FLAGS = {"isa_dotprod": ["-march=armv8.2-a+dotprod"]}  # as in CMakeLists.txt
 PORTABLE = (
     *FLAGS,
     "isa_neon",
@@ -25,6 +25,7 @@ PORTABLE = (
     "matmul",
     "weight",
     "mixed_weight",
+    "integer_weight",
     "pool",
     "decoder",
     "prefill",

@@ -10,10 +10,12 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import QuantTensor, format_of
-from crelle.kernels import ops
+from crelle.kernels import cpu, ops
 from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.registry import explain
+
+NAME = "integer-reference"
 
 # format, weight bits, activation bits, group, outliers, bits of outliers; group 0: activations have one scale
 CASES = [
@@ -64,8 +66,9 @@ def test_products_are_those_of_the_formula(case: tuple[str, int, int, int, int, 
         w, x = weight(case, N, K, permuted=permuted), inputs(M, K)
         problem = Problem.of(w, torch.float32)
         assert (problem.outliers, problem.code_bits) == (min(case[4], K), case[1])
-        assert [n for n, why in explain(Problem.of(w, torch.float32)) if why is None] == ["integer-reference"]
-        prepared = ops.prepare(w, torch.float32)
+        able = [n for n, why in explain(problem) if why is None]
+        assert able == ([] if case[5] == 16 or cpu.available() else ["cpu-integer"]) + [NAME]
+        prepared = ops.prepare(w, torch.float32, NAME)
         y = ops.matmul(x, prepared)
         wanted = by_integers(x, w)
         torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()) if M else 0)
@@ -87,14 +90,14 @@ def test_sums_of_extreme_codes_are_exact() -> None:
     w = type(w).from_codes(codes, 8, torch.ones(3, 1).half(), 1 << 20, activation=act)
     q = act.quantize(x)
     wanted = (q.codes.long() @ codes.long().T).double() * q.scales.double()
-    torch.testing.assert_close(ops.matmul(x, ops.prepare(w, torch.float32)).double(), wanted, rtol=1e-7, atol=0)
+    torch.testing.assert_close(ops.matmul(x, ops.prepare(w, torch.float32, NAME)).double(), wanted, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_not_finite_values_spoil_their_row_and_no_other(case: tuple[str, int, int, int, int, int], bad: float) -> None:
     w, x = weight(case, 9, 300), inputs(4, 300)
-    prepared = ops.prepare(w, torch.float32)
+    prepared = ops.prepare(w, torch.float32, NAME)
     clean = ops.matmul(x, prepared)
     for k in (0, 299):
         hurt = x.clone()
@@ -107,7 +110,7 @@ def test_not_finite_values_spoil_their_row_and_no_other(case: tuple[str, int, in
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_adversarial_inputs(case: tuple[str, int, int, int, int, int]) -> None:
     w = weight(case, 11, 300)
-    prepared = ops.prepare(w, torch.float32)
+    prepared = ops.prepare(w, torch.float32, NAME)
     x = torch.zeros(4, 300)
     x[1, 17] = 6e37  # one huge value
     x[2] = 1e-41  # denormals
@@ -122,13 +125,13 @@ def test_inputs_are_shared_in_the_same_order_and_format_only() -> None:
     a, b = weight(CASES[0], 8, 256, 0), weight(CASES[0], 12, 256, 1)
     b = type(b).from_parts(b.spec(), {**b.tensors(), "perm": a.perm.clone()})
     x = inputs(3, 256)
-    first, second = (ops.prepare(w, torch.float32) for w in (a, b))
+    first, second = (ops.prepare(w, torch.float32, NAME) for w in (a, b))
     assert ops.shares(first, second)
     assert torch.equal(ops.matmul(ops.encode(x, first), second), ops.matmul(x, second))
     clip = type(b).from_parts(b.spec() | {"activation": ActivationSpec(4, 128, 128, clip=0.8).to_json()}, b.tensors())
     for other in (weight(CASES[0], 8, 256, 1), clip):
         with pytest.raises(UnsupportedError, match="encode it again"):
-            ops.matmul(ops.encode(x, first), ops.prepare(other, torch.float32))
+            ops.matmul(ops.encode(x, first), ops.prepare(other, torch.float32, NAME))
 
 
 def test_float_activations_run_through_the_other_kernels() -> None:

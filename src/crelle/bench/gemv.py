@@ -18,7 +18,7 @@ from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.kernels import cpu
 from crelle.kernels.base import Problem
-from crelle.kernels.cpu.check import instruction_set, max_relative_error
+from crelle.kernels.cpu.check import instruction_set, kernel_for, max_relative_error
 from crelle.kernels.registry import select
 from crelle.kernels.threads import set_threads
 from crelle.quantizers.scheme import parse
@@ -80,7 +80,7 @@ def _measure(
         raise SchemeError(f"the precision is exact or int8, not '{precision}'")
     random = random_generator(0, "cpu")
     w = random_matrix(parse(scheme), N, K, random)
-    kernel = select(Problem.of(w, torch.float32), "cpu" if precision == "exact" else f"cpu-{precision}")
+    kernel = select(Problem.of(w, torch.float32), kernel_for(w, precision))
     set_threads(threads)
     x = torch.randn(batch, K, generator=random)
     error = check(x, w, precision)

@@ -10,6 +10,7 @@ from functools import cache
 
 from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
+from crelle.kernels.cpu.integer_kernel import CpuInteger
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.cuda.integer_kernel import CudaInteger
 from crelle.kernels.cuda.kernel import Cuda, CudaLut
@@ -31,6 +32,7 @@ def kernels() -> tuple[Kernel, ...]:
         CudaInteger(),
         Cpu("exact"),
         Cpu("int8"),
+        CpuInteger(),
         IntegerReference(),
         Dequantized(),
         Reference(),

@@ -140,7 +140,7 @@ def invariant_product(linear: QuantLinear, x: Tensor) -> Tensor:
     if linear.kernel == "dense" and isinstance(data, Tensor) and _in_core(x, data):
         cpu.core().dense_matmul(x.contiguous().numpy(), data, y.numpy())  # row by row at heart
         return y if linear.bias is None else y + linear.bias
-    whole = linear.kernel in ("cpu", "cpu-int8")  # any number of rows up to ROWS takes the same path
+    whole = linear.kernel in ("cpu", "cpu-int8", "cpu-integer")  # any number of rows up to ROWS takes the same path
     for at in range(0, len(x), ROWS):
         rows = x[at : at + ROWS]
         missing = 0 if whole else ROWS - len(rows)

@@ -28,7 +28,7 @@ from crelle.models.linear import QuantEmbedding, QuantLinear
 if TYPE_CHECKING:
     from crelle.models.decoder import DecoderModel
 
-_FUSABLE = {"cpu", "cpu-int8", "dense"}  # kernels whose products the fused step computes the same way
+_FUSABLE = {"cpu", "cpu-int8", "cpu-integer", "dense"}  # kernels whose products the fused step computes the same way
 
 
 def why_not(spec: DecoderSpec, device: str, kernels: Iterable[str], permuted: bool = False) -> str | None:

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
+from crelle.formats.grouped import GroupedTensor
+from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels import cpu, ops
+from crelle.kernels.base import Problem
+from crelle.kernels.cpu.integer_kernel import CpuInteger
 from crelle.kernels.reference import matmul_fp64
 
 
@@ -32,10 +36,20 @@ def instruction_set(name: str | None) -> Iterator[None]:
         core.set_isa(before)
 
 
+def kernel_for(w: QuantTensor, precision: str) -> str:
+    """Return the C++ kernel for w; the precision is that of float activations, integer ones have their own."""
+    if Problem.of(w, torch.float32).activation != "float":
+        return CpuInteger.name
+    return "cpu" if precision == "exact" else f"cpu-{precision}"
+
+
 def max_relative_error(x: Tensor, w: QuantTensor, precision: str) -> float:
-    """Return the largest error of x @ W.T against fp64, relative to the largest output; the output is poisoned."""
-    prepared: Any = ops.prepare(w, torch.float32, "cpu").data.data
+    """Return the largest error of x @ W.T against fp64, relative to the largest output; the output is poisoned.
+
+    Where activations are integers, x is first rounded to what they stand for.
+    """
+    prepared: Any = ops.prepare(w, torch.float32, kernel_for(w, "exact")).data.data
     y = torch.full((x.shape[0], w.shape[0]), torch.nan)
     cpu.core().matmul(x.numpy(), prepared, y.numpy(), precision)
-    oracle = matmul_fp64(x, w)
+    oracle = matmul_fp64(w.round_input(x) if isinstance(w, GroupedTensor | TwoLevelTensor) else x, w)
     return ((y - oracle).abs().max() / oracle.abs().max()).item()

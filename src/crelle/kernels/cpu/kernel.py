@@ -53,13 +53,13 @@ class Cpu(FloatInput):
             w = w.to_bcq()
         if isinstance(w, MixedTensor):
             return CpuWeight(_mixed(w), self.precision)
-        planes = _numpy(getattr(w, "planes", torch.empty(0)))
+        planes = numpy_of(getattr(w, "planes", torch.empty(0)))
         if isinstance(w, BCQTensor):
-            z = None if w.z is None else _numpy(w.z.float())
-            data = core().prepare_bcq(planes, w.K, w.group, _numpy(w.alpha.float()), z)
+            z = None if w.z is None else numpy_of(w.z.float())
+            data = core().prepare_bcq(planes, w.K, w.group, numpy_of(w.alpha.float()), z)
         elif isinstance(w, UniformTensor):
-            zero = None if w.zero is None else _numpy(w.zeros())
-            data = core().prepare_uniform(planes, w.K, w.group, _numpy(w.scale.float()), zero)
+            zero = None if w.zero is None else numpy_of(w.zeros())
+            data = core().prepare_uniform(planes, w.K, w.group, numpy_of(w.scale.float()), zero)
         else:
             raise UnsupportedError(f"kernel 'cpu' cannot lay out the format '{w.format}'")
         return CpuWeight(data, self.precision)
@@ -67,20 +67,21 @@ class Cpu(FloatInput):
     def run(self, x: Tensor | Encoded, prepared: CpuWeight) -> Tensor:
         x = floats(x)
         y = torch.empty(x.shape[0], prepared.data.shape[0], dtype=torch.float32)  # [M, N]
-        core().matmul(_numpy(x.detach().float()), prepared.data, y.numpy(), prepared.precision)
+        core().matmul(numpy_of(x.detach().float()), prepared.data, y.numpy(), prepared.precision)
         return y.to(x.dtype)
 
 
 def _mixed(w: MixedTensor) -> Any:
     codes, row, outliers = w.codes(), None, None
     if w.row_scale is not None and w.row_zero is not None:
-        row = _numpy(w.row_scale.float()), _numpy(w.row_zero)
+        row = numpy_of(w.row_scale.float()), numpy_of(w.row_zero)
     if w.outlier_values is not None and w.outlier_rows is not None:
         columns = w.outlier_places()[1].int()
-        outliers = _numpy(w.outlier_values.float()), _numpy(columns), _numpy(w.outlier_rows)
-    second = _numpy(w.second_scale.float())
-    return core().prepare_mixed(w.K, w.block, _numpy(w.four), *map(_numpy, codes), second, row, outliers)
+        outliers = numpy_of(w.outlier_values.float()), numpy_of(columns), numpy_of(w.outlier_rows)
+    second = numpy_of(w.second_scale.float())
+    return core().prepare_mixed(w.K, w.block, numpy_of(w.four), *map(numpy_of, codes), second, row, outliers)
 
 
-def _numpy(t: Tensor) -> Any:
+def numpy_of(t: Tensor) -> Any:
+    """Return a tensor as a contiguous array, as the core takes it."""
     return t.contiguous().numpy()

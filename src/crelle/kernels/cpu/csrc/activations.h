@@ -36,6 +36,7 @@ struct Activations {
   Buffer sum_buffer;                         // float [M][groups]
   Buffer factor_buffer;                      // float [M]
   std::shared_ptr<const MixedLayout> mixed;  // Stream::Mixed: of the weight that x was encoded for; codes: MixedInputs
+  std::shared_ptr<const IntegerLayout> integer;  // Stream::Integer: likewise; codes: see integer_weight.h
 
   int digits() const { return static_cast<int>(precision); }
   const uint8_t *row(int m) const { return codes.data() + size_t(m) * row_bytes; }
@@ -55,10 +56,14 @@ struct Activations {
 
   // Whether these integers are the ones that w multiplies.
   bool fits(const Weight &w) const {
-    return same_shape(w) && (stream != Stream::Mixed || mixed->same_inputs(*w.mixed));
+    return same_shape(w) && (stream != Stream::Mixed || mixed->same_inputs(*w.mixed)) &&
+           (stream != Stream::Integer || integer->same_inputs(*w.integer));
   }
   // Whether they lie in memory as those that w multiplies.
-  bool same_shape(const Weight &w) const { return isa == w.isa && stream == w.stream && partition == w.partition; }
+  bool same_shape(const Weight &w) const {
+    return isa == w.isa && stream == w.stream && partition == w.partition &&
+           (stream != Stream::Integer || row_bytes == w.integer->row_bytes);
+  }
 
   // Get the buffers ready for M rows of what w takes; no allocation when they are large enough already.
   void shape(const Weight &w, int M, Precision precision);

@@ -71,24 +71,39 @@ std::string Model::problem() const {
 
 Decoder::Decoder(Model model) : model_(std::move(model)) {
   for (LayerWeights &l : model_.layers) {
-    int i = 0;
-    for (Matrix *m : {&l.q, &l.k, &l.v}) m->kind = kind_of(*m, i++);
-    i = 0;
-    for (Matrix *m : {&l.gate, &l.up}) m->kind = kind_of(*m, i++);
-    for (Matrix *m : {&l.o, &l.down}) m->kind = kind_of(*m, 0);
+    find_kinds({&l.q, &l.k, &l.v});
+    find_kinds({&l.gate, &l.up});
+    find_kinds({&l.o});
+    find_kinds({&l.down});
   }
-  model_.head.kind = kind_of(model_.head, 0);
+  find_kinds({&model_.head});
   ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front().first->isa);
 }
 
-// Mixed matrices that read one input gather it in orders of their own: the i-th of them has the i-th encoding.
+// Mixed and integer matrices that read one input may gather it in orders of their own: the i-th of them has the i-th
+// encoding, or that of an integer matrix before it with the same integers.
+void Decoder::find_kinds(std::initializer_list<Matrix *> group) {
+  for (auto m = group.begin(); m != group.end(); ++m) {
+    const Weight *w = (*m)->coded;
+    int i = 0;
+    if (w && w->stream == Stream::Mixed) i = int(m - group.begin());
+    if (w && w->stream == Stream::Integer)
+      i = int(std::find_if(group.begin(), m,
+                           [&](const Matrix *o) {
+                             return o->coded && o->coded->stream == Stream::Integer && o->coded->isa == w->isa &&
+                                    o->coded->partition == w->partition && o->coded->integer->same_inputs(*w->integer);
+                           }) -
+              group.begin());
+    (*m)->kind = kind_of(**m, i);
+  }
+}
+
 int Decoder::kind_of(const Matrix &m, int i) {
   if (!m.coded) return -1;
-  if (m.coded->stream != Stream::Mixed) i = 0;
   const auto same = [&](const std::pair<const Weight *, int> &kind) {
     const Weight *w = kind.first;
     return w->isa == m.coded->isa && w->stream == m.coded->stream && w->partition == m.coded->partition &&
-           kind.second == i;
+           kind.second == i && (w->stream != Stream::Integer || w->integer->row_bytes == m.coded->integer->row_bytes);
   };
   const auto found = std::find_if(kinds_.begin(), kinds_.end(), same);
   const int kind = static_cast<int>(found - kinds_.begin());

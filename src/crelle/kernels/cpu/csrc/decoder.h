@@ -135,6 +135,7 @@ private:
   struct Work;  // what one thread does in one step
 
   void arrange(int threads, int B, int runs);
+  void find_kinds(std::initializer_list<Matrix *> group);  // of matrices that read one input
   int kind_of(const Matrix &m, int i);
 
   Model model_;

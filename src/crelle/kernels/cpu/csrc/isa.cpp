@@ -48,6 +48,7 @@ Isa with_tiles(const char *name, const Gemm &gemm) {
   isa.name = name;
   isa.gemm = &gemm;
   isa.matmul = matmul_digits;
+  isa.integer = &kIntegerAmx;
   return isa;
 }
 
@@ -64,11 +65,12 @@ bool has_dotprod() {
 #endif
 }
 
-// The streams of NEON; mixed matrices by dot products of bytes.
+// The streams of NEON; mixed and integer matrices by dot products of bytes.
 Isa with_dotprod() {
   Isa isa = kNeon;
   isa.name = "dotprod";
   isa.mixed = &kMixedDotprod;
+  isa.integer = &kIntegerDotprod;
   return isa;
 }
 

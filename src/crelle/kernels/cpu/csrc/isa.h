@@ -20,6 +20,13 @@ struct MixedKernel {
   void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
 };
 
+// Stream::Integer, which is laid out alike for all.
+struct IntegerKernel {
+  void (*encode)(const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1);
+  void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
+  int rows;  // of x that are multiplied at a time
+};
+
 struct Isa {
   const char *name;
   int rows;                            // R, rows of a block
@@ -29,19 +36,24 @@ struct Isa {
   // y[m, n] for all rows of `a` and the outputs of blocks [b0, b1); row stride ldy.
   void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
   uint64_t (*read)(const uint8_t *data, size_t bytes);  // touch every line (64-byte aligned): for the roofline
-  const MixedKernel *mixed;    // the same two for Stream::Mixed, which is laid out alike for all
+  const MixedKernel *mixed;  // the same two for Stream::Mixed, which is laid out alike for all
+  const IntegerKernel *integer;
   const Gemm *gemm = nullptr;  // another way for many rows of x, or none
 };
 
 // How many rows of x are multiplied by w as tiles; null: they are not.
-inline const Gemm *gemm_of(const Weight &w) { return w.stream == Stream::Mixed ? nullptr : w.isa->gemm; }
+inline const Gemm *gemm_of(const Weight &w) {
+  return w.stream == Stream::Mixed || w.stream == Stream::Integer ? nullptr : w.isa->gemm;
+}
 
 extern const Isa kGeneric;
 #if defined(__x86_64__)
 extern const Isa kAvx2, kAvx512, kVbmi;
+extern const IntegerKernel kIntegerAmx;
 #elif defined(__aarch64__)
 extern const Isa kNeon;
 extern const MixedKernel kMixedDotprod;
+extern const IntegerKernel kIntegerDotprod;
 #endif
 
 const std::vector<const Isa *> &isas();  // those this machine can run, the best first

@@ -2,7 +2,8 @@
 //
 //   bf16_tiles.h   any weight: its values as bf16, f32 accumulation. Precision::Exact splits both sides in two.
 //   int8_tiles.h   Precision::Int8, uniform grids: codes and rounded x as int8, int32 sums scaled segment by segment.
-//   amx_codes.h  4 and 8 bits, few rows: what vnni_codes.h computes, as tiles.
+//   integer_amx.h  integer matrices and integer activations.
+//   amx_codes.h    4 and 8 bits, few rows: what vnni_codes.h computes, as tiles.
 //
 // A tile of weights is 16 outputs, of x 16 rows; a result has outputs down and rows of x across. Four results (2 x 2
 // tiles: 32 outputs, 32 rows of x) give four multiplications for four tile loads. A way W of doing it has
@@ -110,6 +111,7 @@ CRELLE_INLINE void transpose(__m512i (&v)[16]) {
 #include "bf16_tiles.h"
 #include "int8_tiles.h"
 #include "amx_codes.h"
+#include "integer_amx.h"
 
 Tiles tiles(const Weight &w, Precision p) {
   const int least = w.isa->gemm->int8_group;
@@ -208,6 +210,11 @@ void run_tiles(const Weight &w, const uint8_t *packed, int tiles, Precision p, f
 
 }  // namespace amx
 }  // namespace
+
+const IntegerKernel kIntegerAmx{[](const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1) {
+                                  kVbmi.integer->encode(w, a, x, ldx, m0, m1);
+                                },
+                                amx::integer_matmul, 1024};
 
 void matmul_digits(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   amx::matmul(w, a, y, ldy, b0, b1);

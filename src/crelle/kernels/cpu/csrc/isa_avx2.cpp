@@ -1,5 +1,6 @@
 // AVX2 + FMA + F16C: byte planes, 32 rows to a block.
 #include <immintrin.h>
+#include <utility>
 
 #include "isa.h"
 #include "prefetch.h"
@@ -15,6 +16,9 @@ namespace avx2 {
 #include "mixed_encode.h"
 #include "mixed_kernel.h"
 #include "mixed_avx2.h"
+#include "integer_encode.h"
+#include "integer_kernel.h"
+#include "integer_avx2.h"
 #include "read_bandwidth.h"
 
 struct V {
@@ -68,11 +72,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
 }
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 
 }  // namespace avx2
 }  // namespace
 
-const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::stream, avx2::encode, avx2::byte_matmul<avx2::V>,
-                avx2::read_all, &avx2::kMixed};
+const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::stream,   avx2::encode, avx2::byte_matmul<avx2::V>,
+                avx2::read_all, &avx2::kMixed,  &avx2::kInteger};
 
 }  // namespace crelle::cpu

@@ -1,5 +1,6 @@
 // AVX-512 F/BW/VL/DQ without VBMI: byte planes, 64 rows to a block.
 #include <immintrin.h>
+#include <utility>
 
 #include "isa.h"
 #include "prefetch.h"
@@ -15,6 +16,9 @@ namespace avx512 {
 #include "mixed_encode.h"
 #include "mixed_kernel.h"
 #include "mixed_avx512.h"
+#include "integer_encode.h"
+#include "integer_kernel.h"
+#include "integer_avx512.h"
 #include "read_bandwidth.h"
 
 struct V {
@@ -68,11 +72,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
 }
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 
 }  // namespace avx512
 }  // namespace
 
-const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::stream, avx512::encode, avx512::byte_matmul<avx512::V>,
-                  avx512::read_all, &avx512::kMixed};
+const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::stream,   avx512::encode, avx512::byte_matmul<avx512::V>,
+                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger};
 
 }  // namespace crelle::cpu

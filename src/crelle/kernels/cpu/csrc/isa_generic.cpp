@@ -13,6 +13,8 @@ namespace generic {
 #include "encode.h"
 #include "mixed_encode.h"
 #include "mixed_generic.h"
+#include "integer_encode.h"
+#include "integer_generic.h"
 #include "read_bandwidth.h"
 
 constexpr int R = 16;
@@ -80,11 +82,12 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
 }
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul, 64};
 
 }  // namespace generic
 }  // namespace
 
-const Isa kGeneric{"generic",       generic::R,        generic::stream, generic::encode,
-                   generic::matmul, generic::read_all, &generic::kMixed};
+const Isa kGeneric{"generic",       generic::R,        generic::stream,  generic::encode,
+                   generic::matmul, generic::read_all, &generic::kMixed, &generic::kInteger};
 
 }  // namespace crelle::cpu

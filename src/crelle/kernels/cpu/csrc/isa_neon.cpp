@@ -1,5 +1,6 @@
 // NEON (every 64-bit Arm): byte planes, 16 rows to a block.
 #include <arm_neon.h>
+#include <utility>
 
 #include "isa.h"
 #include "prefetch.h"
@@ -15,6 +16,9 @@ namespace neon {
 #include "mixed_encode.h"
 #include "mixed_kernel.h"
 #include "mixed_neon.h"
+#include "integer_encode.h"
+#include "integer_kernel.h"
+#include "integer_neon.h"
 #include "read_bandwidth.h"
 
 struct V {
@@ -71,11 +75,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
 }
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 
 }  // namespace neon
 }  // namespace
 
-const Isa kNeon{"neon",         neon::V::kRows, neon::stream, neon::encode, neon::byte_matmul<neon::V>,
-                neon::read_all, &neon::kMixed};
+const Isa kNeon{"neon",         neon::V::kRows, neon::stream,   neon::encode, neon::byte_matmul<neon::V>,
+                neon::read_all, &neon::kMixed,  &neon::kInteger};
 
 }  // namespace crelle::cpu

@@ -1,5 +1,6 @@
 // AVX-512 with VBMI and VNNI (Ice Lake, Zen 4 and newer): quad planes, and fields for 4 and 8 bits.
 #include <immintrin.h>
+#include <utility>
 
 #include "isa.h"
 #include "prefetch.h"
@@ -17,6 +18,9 @@ namespace vbmi {
 #include "mixed_encode.h"
 #include "mixed_kernel.h"
 #include "mixed_avx512.h"
+#include "integer_encode.h"
+#include "integer_kernel.h"
+#include "integer_avx512.h"
 
 Stream stream(Kind kind, int P) {
   if (kind == Kind::Uniform && P == 4) return Stream::Nibbles;
@@ -43,10 +47,12 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
 }
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 
 }  // namespace vbmi
 }  // namespace
 
-const Isa kVbmi{"vbmi", vbmi::kRows, vbmi::stream, vbmi::encode, vbmi::matmul, vbmi::read_all, &vbmi::kMixed};
+const Isa kVbmi{"vbmi",       vbmi::kRows,    vbmi::stream,  vbmi::encode,
+                vbmi::matmul, vbmi::read_all, &vbmi::kMixed, &vbmi::kInteger};
 
 }  // namespace crelle::cpu

@@ -16,6 +16,12 @@ void Activations::shape(const Weight &w, int rows, Precision wanted) {
   partition = w.partition;
   factor_buffer.grow(sizeof(float) * M);
   mixed = w.mixed;
+  integer = w.integer;
+  if (stream == Stream::Integer) {
+    row_bytes = integer->row_bytes;
+    codes.grow(size_t(tiles_of(M)) * kTileRows * row_bytes);  // tiles read whole ones
+    return;
+  }
   if (stream == Stream::Mixed) {
     row_bytes = MixedInputs(w.K, partition.G, digits()).bytes;
     codes.grow(M * row_bytes);
@@ -42,6 +48,8 @@ constexpr uint32_t kInfinity = 0x7f800000u, kOne = 0x3f800000u, kLarge = 0x71800
 void encode(Activations &a, const Weight &w, const float *x, size_t ldx, int m0, int m1) {
   if (a.stream == Stream::Mixed)
     a.isa->mixed->encode(w, a, x, ldx, m0, m1);
+  else if (a.stream == Stream::Integer)
+    a.isa->integer->encode(w, a, x, ldx, m0, m1);
   else
     a.isa->encode(a, x, ldx, m0, m1);
 }
@@ -72,7 +80,8 @@ void encode_rows(Activations &a, const Weight &w, const float *x, size_t ldx, in
 
 void prepare_activations(Activations &a, const float *x, int M, const Weight &w, Precision precision) {
   a.shape(w, M, precision);
-  encode_rows(a, w, x, w.K, 0, M);
+  if (M == 1) return encode_rows(a, w, x, w.K, 0, 1);
+  Pool::get().run([&](int t, int n) { encode_rows(a, w, x, w.K, part(M, t, n), part(M, t + 1, n)); });
 }
 
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
@@ -82,7 +91,9 @@ std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
 void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int row0, int row1) {
   assert(a.same_shape(w) && row0 % w.R == 0);
   if (row0 >= row1) return;
-  const auto product = w.stream == Stream::Mixed ? w.isa->mixed->matmul : w.isa->matmul;
+  const auto product = w.stream == Stream::Mixed     ? w.isa->mixed->matmul
+                       : w.stream == Stream::Integer ? w.isa->integer->matmul
+                                                     : w.isa->matmul;
   product(w, a, y, ldy, row0 / w.R, (row1 + w.R - 1) / w.R);
   for (int m = 0; m < a.M; ++m)
     if (const float factor = a.factor(m); factor != 1.0f)
@@ -134,7 +145,7 @@ void matmul(const float *x, int M, const Weight &w, float *y, Precision precisio
   static thread_local Activations scratch;
   Activations &a = scratch;  // this thread's, also in the workers' lambdas
   // Rows taken at a time: tables of 64 rows of 4096 inputs are 1 MB and stay in L2; tiles are read in order.
-  const int at_once = by_tiles ? 1024 : 64;
+  const int at_once = by_tiles ? 1024 : w.stream == Stream::Integer ? w.isa->integer->rows : 64;
   for (int m = 0; m < M; m += at_once) {
     const int rows = std::min(at_once, M - m);
     const float *xm = x + size_t(m) * w.K;
@@ -143,11 +154,7 @@ void matmul(const float *x, int M, const Weight &w, float *y, Precision precisio
       matmul_tiles(xm, rows, w, ym, precision);
       continue;
     }
-    a.shape(w, rows, precision);
-    if (rows == 1)
-      encode_rows(a, w, xm, w.K, 0, 1);
-    else
-      Pool::get().run([&](int t, int n) { encode_rows(a, w, xm, w.K, part(rows, t, n), part(rows, t + 1, n)); });
+    prepare_activations(a, xm, rows, w, precision);
     matmul(w, a, ym, w.N);
   }
 }

@@ -18,7 +18,7 @@
 
 namespace crelle::cpu {
 
-// Encode x [M, K] (row stride K) for w, on the calling thread.
+// Encode x [M, K] (row stride K) for w, on the pool.
 void prepare_activations(Activations &a, const float *x, int M, const Weight &w, Precision precision);
 
 // Encode rows [m0, m1) only; `a` has been shaped for w or one of its shape. For callers that are parallel themselves.

@@ -178,7 +178,10 @@ NB_MODULE(_core, m) {
       .def_prop_ro("group", [](const Weight &w) { return w.partition.G; })
       .def_prop_ro("kind",
                    [](const Weight &w) {
-                     return w.kind == Kind::Bcq ? "bcq" : w.kind == Kind::Uniform ? "uniform" : "mixed";
+                     return w.kind == Kind::Bcq       ? "bcq"
+                            : w.kind == Kind::Uniform ? "uniform"
+                            : w.kind == Kind::Mixed   ? "mixed"
+                                                      : "integer";
                    })
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
       .def_prop_ro("nbytes", [](const Weight &w) { return w.bytes(); })
@@ -206,6 +209,7 @@ NB_MODULE(_core, m) {
   bind_decoder(m);
   bind_ops(m);
   bind_solver(m);
+  bind_integer(m);
   m.def(
       "isas",
       [] {

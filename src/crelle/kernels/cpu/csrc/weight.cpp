@@ -146,6 +146,7 @@ float scale_at(const Weight &w, const uint8_t *at, int i) {
 
 void dequantize_row(const Weight &w, int n, float *out) {
   if (w.stream == Stream::Mixed) return dequantize_mixed_row(w, n, out);
+  if (w.stream == Stream::Integer) return dequantize_integer_row(w, n, out);
   const int r = n % w.R;
   const uint8_t *at = w.block(n / w.R), *zeros = at;
   at += w.zeros_bytes;
@@ -166,7 +167,8 @@ void dequantize_row(const Weight &w, int n, float *out) {
       }
       case Stream::Nibbles: return chunk[(j * w.R + r) * 4 + i % 4] >> (i < 4 ? 0 : 4) & 15;
       case Stream::Bytes: return chunk[((j * 2 + i / 4) * w.R + r) * 4 + i % 4];
-      case Stream::Mixed: break;
+      case Stream::Mixed:
+      case Stream::Integer: break;
     }
     return 0;
   };

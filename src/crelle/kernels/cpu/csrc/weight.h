@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "integer_weight.h"
 #include "k_partition.h"
 #include "memory.h"
 #include "mixed_weight.h"
@@ -28,6 +29,7 @@ enum class Kind : uint8_t {
   Bcq,      // w = z + sum_p alpha_p b_p
   Uniform,  // w = scale (q - zero)
   Mixed,    // groups of 2 and of 4 bits, outliers: see mixed_weight.h
+  Integer,  // integers for integer activations: see integer_weight.h
 };
 
 // How the codes lie in the stream, and what the activations must look like.
@@ -45,6 +47,8 @@ enum class Stream : uint8_t {
   Bytes,
   // Codes of 2 and 4 bits and outliers: see mixed_weight.h. Activations: int8 digits, and x itself.
   Mixed,
+  // Integers for integer activations: see integer_weight.h.
+  Integer,
 };
 
 inline bool takes_tables(Stream s) { return s == Stream::QuadPlanes || s == Stream::BytePlanes; }
@@ -64,8 +68,9 @@ struct Weight {
   size_t zeros_bytes = 0;    // zero points of a block, padded
   size_t block_bytes = 0;    // of every block, where they are equal
   Buffer data;
-  std::vector<size_t> starts;                // of the blocks and their end, where they differ in size
-  std::shared_ptr<const MixedLayout> mixed;  // Kind::Mixed only
+  std::vector<size_t> starts;                    // of the blocks and their end, where they differ in size
+  std::shared_ptr<const MixedLayout> mixed;      // Kind::Mixed only
+  std::shared_ptr<const IntegerLayout> integer;  // Kind::Integer only
 
   const uint8_t *block(int b) const { return data.data() + (starts.empty() ? size_t(b) * block_bytes : starts[b]); }
   size_t bytes(int b0, int b1) const { return block(b1) - block(b0); }

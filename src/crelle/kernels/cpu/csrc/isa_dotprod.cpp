@@ -1,5 +1,7 @@
-// NEON with dot products of bytes (Armv8.2 and newer): mixed matrices by sdot.
+// NEON with dot products of bytes (Armv8.2 and newer): mixed and integer matrices by sdot.
 #include <arm_neon.h>
+
+#include <utility>
 
 #include "isa.h"
 #include "prefetch.h"
@@ -14,10 +16,14 @@ namespace dotprod {
 #include "mixed_encode.h"
 #include "mixed_kernel.h"
 #include "mixed_neon.h"
+#include "integer_encode.h"
+#include "integer_kernel.h"
+#include "integer_neon.h"
 
 }  // namespace dotprod
 }  // namespace
 
 const MixedKernel kMixedDotprod{dotprod::encode_mixed, dotprod::mixed_matmul<dotprod::MixedV>};
+const IntegerKernel kIntegerDotprod{dotprod::encode_integer, dotprod::integer_matmul<dotprod::IntegerV>, 64};
 
 }  // namespace crelle::cpu
