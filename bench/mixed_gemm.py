@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.bench.cuda_timer import Replay, clone, copies, gpu
+from crelle.bench.cuda_timer import Replay, clone, copies, gpu, poison
 from crelle.bench.environment import environment
 from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.kernels.cuda import dispatch, jit, mixed_gemm, mixed_gemv
@@ -54,8 +54,7 @@ def weights_of(first: Any, rows: int) -> list[Any]:
 def timed(multiply: Callable[[Any], Tensor], weights: list[Any], oracle: Tensor) -> list[float]:
     """Return two measurements of a product that was checked."""
     N = weights[0].shape[0] if isinstance(weights[0], Tensor) else weights[0].N
-    poison = torch.full((oracle.shape[0], N), torch.nan, dtype=HALF, device="cuda")
-    del poison  # y is likely to get its memory
+    poison(oracle.shape[0], N, dtype=HALF)
     y = multiply(weights[0])
     error = float((y[:, : oracle.shape[1]].double() - oracle).norm() / oracle.norm())
     assert error <= TOLERANCE, error
