@@ -33,6 +33,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what CI compiles for; newer devi
 # -ftz=false: denormal floats carry integers in our kernels, so flushing them to zero would change results.
 # Line info costs nothing at run time and lets profilers and compute-sanitizer name the source line.
 _OPTIONS: dict[str, Any] = {"std": "c++20", "lineinfo": True, "ftz": False, "use_fast_math": False}
+_OPTIONS["device_as_default_execution_space"] = True  # some versions of NVRTC refuse generic lambdas without it
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)

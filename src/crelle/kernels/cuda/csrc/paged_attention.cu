@@ -45,10 +45,19 @@ struct Flag {
   static constexpr bool value = YES;
 };
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
+// Packed scales of columns 2t and 2t + 1 (of head 2t / PACK) for a token, whose C words begin at `at`.
+template <int C, int PACK>
+__device__ __forceinline__ uint32 scale_words(const char *at, int n, int token, int t) {
+  const unsigned short *w = reinterpret_cast<const unsigned short *>(at) + token * C;
+  if constexpr (PACK == 1) {
+    return w[n] * 0x10001u;
+  } else {
+    const int c = n * PACK + 2 * t % PACK;
+    if (c >= C) return 0;
+    if constexpr (C % 2 == 0) return *reinterpret_cast<const uint32 *>(w + c);
+    return w[c] | (c + 1 < C ? (uint32)w[c + 1] << 16 : 0u);
+  }
+}
 
 // WORDS words of 4 bytes in one load.
 template <int WORDS>
@@ -182,17 +191,6 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   }
   scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
 
-  // Packed scales of columns 2t and 2t + 1 (of head 2t / PACK) for a token.
-  const auto words_of = [&](auto groups, const char *at, int n, int token) -> uint32 {
-    constexpr int C = decltype(groups)::value;
-    const unsigned short *w = reinterpret_cast<const unsigned short *>(at) + token * C;
-    if constexpr (PACK == 1) return w[n] * 0x10001u;
-    const int c = n * PACK + 2 * t % PACK;
-    if (c >= C) return 0;
-    if constexpr (C % 2 == 0) return *reinterpret_cast<const uint32 *>(w + c);
-    return w[c] | (c + 1 < C ? (uint32)w[c + 1] << 16 : 0u);
-  };
-
   float top[EACH], sum[EACH], o[V::STEPS][4], z[V_TILES][2];
 #pragma unroll
   for (int e = 0; e < EACH; e++) top[e] = MASKED, sum[e] = 0;
@@ -242,7 +240,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
           for (int n = 0; n < K_TILES; n++) {
             uint32 scales, zeros;
-            K::open(words_of(Number<K_C>(), tile + Tile::WORDS, n, g + 8 * r), scales, zeros);
+            K::open(scale_words<K_C, PACK>(tile + Tile::WORDS, n, g + 8 * r, t), scales, zeros);
             const float2 by = both(scales), zero = both(zeros);
             p[u][r][0] = fmaf(by.x, fmaf(zero.x, minus[n][0], s[n][2 * r]), p[u][r][0]);
             p[u][r][EACH - 1] = fmaf(by.y, fmaf(zero.y, minus[n][1], s[n][2 * r + 1]), p[u][r][EACH - 1]);
@@ -308,7 +306,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
           for (int n = 0; n < V_TILES; n++) {
             uint32 scales, zeros;
-            V::template open<NEGATIVE>(words_of(Number<V_C>(), tile + Tile::VALUE_WORDS, n, g + 8 * r), scales, zeros);
+            V::template open<NEGATIVE>(scale_words<V_C, PACK>(tile + Tile::VALUE_WORDS, n, g + 8 * r, t), scales, zeros);
             const half2 by_scale = *reinterpret_cast<half2 *>(&scales);
             const half2 scaled =
                 __hmul2(*reinterpret_cast<const half2 *>(&plain), NEGATIVE ? __hneg2(by_scale) : by_scale);
