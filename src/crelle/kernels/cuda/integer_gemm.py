@@ -49,6 +49,7 @@ class IntegerSm80TileConfig:
     warps_n: int  # warps along N; times tiles a multiple of 4
     warps_k: int  # groups of warps that split K
     stages: int  # times 128 inputs
+    half_bytes: bool = True  # the 4-bit instruction where both sides have 4 bits; Hopper has none
 
 
 def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype: torch.dtype) -> tuple[str, str]:
@@ -57,7 +58,7 @@ def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype
     pieces: list[str | int]
     if isinstance(s, IntegerSm80TileConfig):
         name = "integer_gemm_sm80"
-        pieces = [uses_s4(w), s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
+        pieces = [uses_s4(w) and s.half_bytes, s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
     else:
         name = "integer_gemm_sm90"
         pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy]

@@ -37,21 +37,24 @@ __device__ __forceinline__ void integer_sm80_tiles(const char *__restrict__ x, c
   char *const stages = shared + warp_k * (STAGES * STAGE);
 
   launch_dependents();
-  grid_dependency_wait();
-  const auto fetch = [&](int i) {
+  const int me = threadIdx.x % THREADS;
+  const auto fetch_w = [&](int i) {
+    if (i >= mine) return;
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      const char *from = pieces + Piece<SUBS>::start(shape, min(row / 64 + p, (shape.N - 1) / 64), begin + i);
+      const uint32 at = shared_address(stages + i % STAGES * STAGE + X_BYTES + p * SLOT);
+      for (int j = me * 16; j < Piece<SUBS>::bytes(shape, begin + i); j += THREADS * 16) copy_16(at + j, from + j);
+    }
+  };
+  const auto fetch_x = [&](int i) {
     if (i < mine) {
       char *const to = stages + i % STAGES * STAGE;
-      const int block = begin + i, me = threadIdx.x % THREADS;
+      const int block = begin + i;
       for (int j = me; j < tokens * 8; j += THREADS) {
         const int m = j / 8, unit = j % 8;
         copy_16(shared_address(to + m * 128 + ((unit ^ m) & 7) * 16),
                 x + (size_t)(token + m) * shape.blocks * 128 + block * 128 + unit * 16);
-      }
-#pragma unroll
-      for (int p = 0; p < PIECES; p++) {
-        const char *from = pieces + Piece<SUBS>::start(shape, min(row / 64 + p, (shape.N - 1) / 64), block);
-        const uint32 at = shared_address(to + X_BYTES + p * SLOT);
-        for (int j = me * 16; j < Piece<SUBS>::bytes(shape, block); j += THREADS * 16) copy_16(at + j, from + j);
       }
 #pragma unroll
       for (int j = 0; j < SUBS; j++) {
@@ -69,12 +72,15 @@ __device__ __forceinline__ void integer_sm80_tiles(const char *__restrict__ x, c
   for (int i = 0; i < TILES * NT / 2; i++)
     f[i / (NT / 2)][i % (NT / 2) / 4][i % 4] = 0, acc[i / (NT / 2)][i % (NT / 2) / 4][i % 4] = 0;
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) fetch(s);
+  for (int s = 0; s < STAGES - 1; s++) fetch_w(s);  // the kernel ahead in the stream does not write them
+  grid_dependency_wait();
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) fetch_x(s);
 #pragma unroll 1
   for (int i = 0; i < mine; i++) {
     wait_for_copies<STAGES - 2>();
-    team_sync<THREADS>(1 + warp_k);
-    fetch(i + STAGES - 1);
+    team_sync<THREADS, WARPS_K>(1 + warp_k);
+    fetch_w(i + STAGES - 1), fetch_x(i + STAGES - 1);
     const char *const stage = stages + i % STAGES * STAGE;
     const int block = begin + i;
     const bool narrow = !HAS_WIDE || block < shape.narrow;

@@ -134,14 +134,15 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
     const uint32 x_matrix = kept(swizzled_rows(x_at));
     int s = 0, phase = 0;
 
+    uint32 seen = 0;  // of the scales of x, what was loaded last
     const auto release = [&](int stage) {
-      __syncwarp();
+      const uint32 barrier = empty + 8 * stage + nothing_until_loaded(seen, lane);
       if (elected()) {
         if constexpr (MULTICAST) {
 #pragma unroll
-          for (int r = 0; r < TOGETHER; r++) arrive_at(empty + 8 * stage, r);
+          for (int r = 0; r < TOGETHER; r++) arrive_at(barrier, r);
         } else {
-          arrive(empty + 8 * stage);
+          arrive(barrier);
         }
       }
     };
@@ -187,6 +188,7 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
         to[1] = add_scaled(from[4 * c + 1], w.x, less[0], x.y, to[1]);
         to[2] = add_scaled(from[4 * c + 2], w.y, less[1], x.x, to[2]);
         to[3] = add_scaled(from[4 * c + 3], w.y, less[1], x.y, to[3]);
+        seen = __float_as_uint(x.y);
       }
     };
     // The same for sums that may be larger: these are converted.
@@ -202,6 +204,7 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
           const float v = (float)(int)from[4 * c + i], scale = (i < 2 ? w.x : w.y) * (i % 2 ? x.y : x.x);
           f[4 * c + i] = first ? v * scale : fmaf(v, scale, f[4 * c + i]);
         }
+        seen = __float_as_uint(x.y);
       }
     };
 
