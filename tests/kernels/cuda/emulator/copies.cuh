@@ -30,7 +30,7 @@ inline void wait_for_copies() {
   for (; mine.landed + LEFT < mine.groups.size(); mine.landed++)
     for (const Copies::Copy &c : mine.groups[mine.landed]) memcpy(shared + c.to, c.from, 16);
 }
-template <int THREADS>
+template <int THREADS, int IDS = 1>
 inline void team_sync(int id) {
   static int arrived[16], generation[16];
   const int before = generation[id];
