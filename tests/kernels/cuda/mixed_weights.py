@@ -5,7 +5,7 @@ from torch import Tensor
 
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, scale_widths
-from crelle.kernels.cuda.mixed_layout import ROWS, UNIT2, UNIT4, MixedWeight, pair_scale, unit2_bytes
+from crelle.kernels.cuda.mixed_layout import ROWS, UNIT2, UNIT4, MixedWeight, unit2_bytes
 
 FORMS = [  # N, K, group, share of 4-bit groups, share of outliers
     (64, 1024, 16, 0.25, 0.002),
@@ -91,11 +91,11 @@ def values_in(w: MixedWeight) -> Tensor:
     scale, zero = w.rows.double().unbind(1)
     places[:, w.U2 * UNIT2 :] = scale[:, None] * (q - zero[:, None])
     if w.outliers is not None and w.outlier_rows is not None and w.starts is not None:
-        undo = pair_scale(w).double() * 2.0**w.outlier_exponent
+        where, undo = _outlier_places(w)
         for tile in range(tiles):
             mine = slice(int(w.starts[tile]), int(w.starts[tile + 1]))
-            place, bits = w.outliers[mine] & 0xFFFF, (w.outliers[mine] >> 16).to(torch.int16)
-            value = bits.view(torch.float16).double() * undo[place]
+            place, bits = where[w.outliers[mine] & 0xFFFF], (w.outliers[mine] >> 16).to(torch.int16)
+            value = bits.view(torch.float16).double() * undo[place] * 2.0**w.outlier_exponent
             assert bool((w.outlier_rows[mine] // ROWS == (tile + w.tile_base) % 16).all())
             row = (tile * ROWS + w.outlier_rows[mine].long() % ROWS)[:, None].expand_as(place)
             places.index_put_((row.flatten(), place.flatten().long()), value.flatten(), accumulate=True)
@@ -103,3 +103,14 @@ def values_in(w: MixedWeight) -> Tensor:
     inside = w.perm >= 0
     out[:, w.perm[inside].long()] = places[: w.N, inside]
     return out
+
+
+def _outlier_places(w: MixedWeight) -> tuple[Tensor, Tensor]:
+    """Return the place that the low half of an outlier means, and what its value is multiplied by there."""
+    place = torch.arange(w.places)
+    pair, odd, two = place // 2 % 8, place % 2, place < UNIT2 * w.U2
+    input2, input4 = pair + 8 * odd, pair // 4 * 8 + pair % 4 + 4 * odd  # of 16, as the span's digits are made
+    byte = torch.where(two, input2 % 4 * 4 + input2 // 4, input4 // 8 * 8 + input4 % 2 * 4 + input4 % 8 // 2)
+    where = torch.zeros(w.places + 16, dtype=torch.int64)
+    where[place // 16 * 16 + byte] = place
+    return where, torch.where(two & (input2 % 2 == 1), 0.25, 1.0).double()

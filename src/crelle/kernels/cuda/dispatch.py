@@ -25,7 +25,6 @@ import torch
 
 GEMV_ROWS = 4  # of one launch
 SKINNY_ROWS = 32
-MIXED_GEMV_ROWS = 8  # of one launch
 MIXED_GEMM_ROWS = 2048  # beyond, dequantizing once for torch should cost less: extrapolated from 512 rows
 INVARIANT_ROWS = 256  # of one batch-invariant launch
 INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
@@ -36,7 +35,7 @@ Route = Literal["gemv", "skinny_gemm", "gemm", "torch"]
 _END = 1 << 62
 _HOPPER: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (SKINNY_ROWS, "skinny_gemm"), (_END, "gemm"))
 _AMPERE: tuple[tuple[int, Route], ...] = ((2 * GEMV_ROWS, "gemv"), (_END, "gemm"))
-_MIXED: tuple[tuple[int, Route], ...] = ((MIXED_GEMV_ROWS, "gemv"), (MIXED_GEMM_ROWS, "gemm"), (_END, "torch"))
+_MIXED: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (MIXED_GEMM_ROWS, "gemm"), (_END, "torch"))
 _DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
 
 

@@ -9,7 +9,7 @@ Outputs are padded to tiles of 16. Lane 4g + t of a warp has rows g and g + 8.
                  second  [t][set] f16 second-order scales, then [t][set] u8 second-order zeros
       4 bits     codes   [row half][lane][4 words]: 32 inputs to each t, pair i of a word at bits 4i and 16 + 4i
     rows       f16 [16 tiles, 2]   scale and zero of the 4-bit groups
-    outliers   int32 [runs, 4]   place of x in the low, f16 value in the high half; a run is of one row
+    outliers   int32 [runs, 4]   where x is, f16 value in the high half (`outlier_words`); a run is of one row
                outlier_rows  uint8 [runs]   its row (+ 16 tile_base) mod 256    starts  int32 [tiles + 1]   of the tiles
                (every tile has as many runs, filled up with zeros, unless that were half as many again)
     perm       int32 [256 U2 + 128 U4]   which input stands where, -1 for none
@@ -209,6 +209,20 @@ def pair_scale(w: MixedWeight) -> Tensor:
     return torch.cat([two, four]).to(w.perm.device)
 
 
+def outlier_words(place: Tensor, values: Tensor, U2: int) -> tuple[Tensor, int]:
+    """Return outliers in given places as mixed_outliers.cuh reads them, and their exponent.
+
+    Low half: 16 times the span of 16 places, plus the byte of the span's digits (mixed_digits.cuh) that is of this
+    place. High half: the value, times 4 where those digits are of x / 4, and times 2^-exponent, so that none overflows.
+    """
+    pair, two = place // 2 % 8, place < UNIT2 * U2
+    byte = torch.where(two, pair % 4 * 4 + pair // 4, pair // 4 * 8 + pair % 2 * 4 + pair // 2 % 2) + place % 2 * 2
+    value = torch.where(two & (pair % 2 == 1), 4.0, 1.0) * values.float()
+    exponent = max(0, int(value.abs().max().clamp(min=1).log2().ceil()) - 15)
+    high = (value * 2.0**-exponent).half().view(torch.int16).to(torch.int32) << 16
+    return high | (place // 16 * 16 + byte).to(torch.int32), exponent
+
+
 def _order2(subs: int) -> Tensor:
     """Return which of 16 inputs stands in each half of each of 8 pairs."""
     i, high = torch.arange(8)[:, None], torch.arange(2)
@@ -306,9 +320,7 @@ def _with_outliers(laid: MixedWeight, w: MixedTensor) -> MixedWeight:
     inside = laid.perm >= 0
     place[laid.perm[inside].long()] = inside.nonzero()[:, 0]
     at = place[columns]
-    value = w.outlier_values.float() / pair_scale(laid)[at]
-    exponent = max(0, int(value.abs().max().clamp(min=1).log2().ceil()) - 15)
-    value = (value * 2.0**-exponent).half()
+    words, exponent = outlier_words(at, w.outlier_values, laid.U2)
     counts = torch.bincount(rows, minlength=laid.tiles.shape[0] * ROWS)
     slot = torch.arange(len(rows), device=w.device) - (counts.cumsum(0) - counts)[rows]  # within its row
     runs = -(-counts // RUN)
@@ -319,7 +331,7 @@ def _with_outliers(laid: MixedWeight, w: MixedTensor) -> MixedWeight:
         runs[ROWS - 1 :: ROWS] += most - in_tile
     begin = torch.nn.functional.pad(runs.cumsum(0), (1, 0))  # of each row
     out = torch.zeros(int(begin[-1]), RUN, dtype=torch.int32, device=w.device)
-    out[begin[rows] + slot // RUN, slot % RUN] = value.view(torch.int16).to(torch.int32) << 16 | at.to(torch.int32)
+    out[begin[rows] + slot // RUN, slot % RUN] = words
     which = torch.arange(len(runs), device=w.device).repeat_interleave(runs) % 256
     starts = begin[::ROWS].to(torch.int32)
     more = {"outliers": out, "outlier_rows": which.to(torch.uint8), "starts": starts}

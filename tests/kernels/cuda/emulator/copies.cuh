@@ -40,7 +40,7 @@ inline void wait_for_copies() {
       if (c.bytes) memcpy(shared + c.to, c.from, c.bytes);
     }
 }
-template <int THREADS>
+template <int THREADS, int IDS = 1>
 inline void team_sync(int id) {
   static int all_arrived[Emulator::CLUSTER][16], all_generations[Emulator::CLUSTER][16];
   int *const arrived = all_arrived[block_rank()], *const generation = all_generations[block_rank()];

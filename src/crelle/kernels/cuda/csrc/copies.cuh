@@ -27,9 +27,13 @@ template <int LEFT>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-template <int THREADS>
+// Barrier `id` of IDS, from 1 on. The instruction has it as a constant: racecheck loses count of the others.
+template <int THREADS, int IDS = 1>
 __device__ __forceinline__ void team_sync(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+  if constexpr (IDS > 1) {
+    if (id < IDS) return team_sync<THREADS, IDS - 1>(id);
+  }
+  asm volatile("bar.sync %0, %1;" ::"n"(IDS), "n"(THREADS) : "memory");
 }
 
 }  // namespace crelle

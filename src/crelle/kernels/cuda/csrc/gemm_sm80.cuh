@@ -74,7 +74,7 @@ __device__ __forceinline__ void gemm_sm80_tiles(const Source &source, const char
 #pragma unroll 1
   for (int i = 0; i < mine; i++) {
     wait_for_copies<STAGES - 2>();
-    team_sync<WARPS_N * 32>(1 + warp_k);
+    team_sync<WARPS_N * 32, WARPS_K>(1 + warp_k);
     fetch(i + STAGES - 1);
     const char *stage = stages + i % STAGES * STAGE;
 #pragma unroll Source::SCRATCH> 0 ? 2 : 1

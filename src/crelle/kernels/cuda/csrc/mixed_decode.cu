@@ -221,8 +221,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       load_outliers(m);
       float out = 0;
 #pragma unroll
-      for (int k = 0; k < 4; k++)
-        out = fmaf(__half2float(__ushort_as_half(word[k] >> 16)), token.at(word[k] & 0xffff), out);
+      for (int k = 0; k < 4; k++) out = fmaf(__half2float(__ushort_as_half(word[k] >> 16)), token.at(word[k]), out);
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
         const bool same = __shfl_up_sync(~0u, where, d) == where && lane >= d;

@@ -3,6 +3,7 @@
 // A thread block takes 16 rows. A lane has the codes of 16 neighbouring inputs of rows g and g + 8, so it writes runs
 // of 8 values.
 #include "mixed_codes.cuh"
+#include "mixed_outliers.cuh"
 
 namespace crelle {
 
@@ -81,10 +82,10 @@ __global__ void __launch_bounds__(WARPS * 32)
   __syncthreads();
   for (int i = starts[tile] * 4 + threadIdx.x; i < starts[tile + 1] * 4; i += WARPS * 32) {
     const uint32 word = outliers[i];
-    const int place = word & 0xffff, n = tile * 16 + outlier_rows[i / 4] % 16, k = perm[place];
+    const Outlier o(word, U2);
+    const int n = tile * 16 + outlier_rows[i / 4] % 16, k = perm[o.place];
     if (word >> 16 == 0 || n >= N || k < 0) continue;
-    const int pair = place / 2 % 8, bits = place < U2 * 256 ? 2 * (pair < 5 ? pair : pair - 5) : 4 * (pair & 1);
-    const float v = __half2float(__ushort_as_half(word >> 16)) * outlier_scale * __uint_as_float((127 - bits) << 23);
+    const float v = o.value(word) * outlier_scale;
     T &to = out[(size_t)n * K + k];
     to = from_float<T>(to_float(to) + v);
   }

@@ -32,16 +32,14 @@ struct TokenDigits {
         spans2(16 * U2) {}
   __host__ __device__ static constexpr int bytes(int U2, int U4) { return U2 * 768 + U4 * 320; }
 
-  // x in a place, over what its outliers are stored times (pair_scale in mixed_layout.py).
-  __device__ __forceinline__ float at(int place) const {
-    const int span = place / 16, shift = place / 2 % 8 * 4, odd = place % 2;
-    const bool two = span < spans2;
-    // Of the pair: the byte of its digits, and 8 plus the exponent; 4 bits for each of 8.
-    const int byte = ((two ? 0xd951c840u : 0xd9c85140u) >> shift & 15) + 2 * odd;
-    const int bits = (int)((two ? 0x66a04488u : 0x48484848u) >> shift & 15) - 8;
-    const signed char *const from = reinterpret_cast<const signed char *>(digits) + span * 32 + byte;
-    const float xs = two ? terms2[span].z : terms4[span - spans2].x;
-    return (float)(256 * from[0] + from[16]) * (xs * __uint_as_float((127 + bits) << 23));
+  // x of an outlier (mixed_outliers.cuh), over what the outlier is stored times.
+  __device__ __forceinline__ float at(uint32 word) const {
+    const uint32 at16 = word & 0xfff0;  // 16 times its span
+    const signed char *const from = reinterpret_cast<const signed char *>(digits) + ((word & 0xffff) + at16);
+    const float *const scale = at16 < 16 * (uint32)spans2
+                                   ? reinterpret_cast<const float *>(reinterpret_cast<const char *>(terms2) + at16) + 2
+                                   : &terms4[at16 / 16 - spans2].x;
+    return (float)(256 * from[0] + from[16]) * *scale;
   }
 };
 

@@ -21,6 +21,7 @@
 // instructions a weight, counted in the disassembly; times are in docs/notes/cuda-kernels.md.
 #include "dsmem.cuh"
 #include "mixed_codes.cuh"
+#include "mixed_outliers.cuh"
 #include "named_barrier.cuh"
 #include "pipeline.cuh"
 #include "shared_loads.cuh"
@@ -368,11 +369,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       float out[M] = {};
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        const float v = __half2float(__ushort_as_half(word[c] >> 16));
+        const Outlier o(word[c], U2);
+        const float v = o.scaled_value(word[c]);
 #pragma unroll
         for (int k = 0; k < M; k++)
-          out[k] =
-              fmaf(v, __half2float(reinterpret_cast<const half *>(shared + k * x_bytes)[word[c] & 0xffff]), out[k]);
+          out[k] = fmaf(v, __half2float(reinterpret_cast<const half *>(shared + k * x_bytes)[o.place]), out[k]);
       }
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
