@@ -177,7 +177,7 @@ def test_joined_matrices_and_permuted_ones() -> None:
 def test_x_is_encoded_for_several_orders_in_one_launch() -> None:
     weights = [random_mixed(n, 1000, 16, 0.25, 0.01, "cuda", seed=n) for n in (40, 64, 100)]
     laid = [lay_out(w) for w in weights]
-    for M in (2, 3, 8):
+    for M in (2, 3, 4):
         x = torch.randn(M, 1000, dtype=HALF, device="cuda")
         each = mixed_gemv.encode_each(x, laid[0], torch.stack([w.perm for w in laid]))
         for w, xs in zip(laid, each, strict=True):

@@ -27,7 +27,7 @@ template <int LEFT>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-// Barrier `id` of IDS, from 1 on. The instruction has it as a constant: racecheck loses count of the others.
+// Barrier `id` of IDS, from 1 on; a constant of the instruction, so that only IDS barriers are taken.
 template <int THREADS, int IDS = 1>
 __device__ __forceinline__ void team_sync(int id) {
   if constexpr (IDS > 1) {
