@@ -27,11 +27,12 @@ from crelle.formats.activations import ActivationSpec, QuantizedX
 from crelle.formats.base import format_of
 from crelle.kernels.base import Encoded
 from crelle.kernels.cuda import integer_gemm, jit
-from crelle.kernels.cuda.integer_gemm import IntegerTileConfig
+from crelle.kernels.cuda.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
 from crelle.kernels.cuda.integer_layout import IntegerTiles, lay_out
 from crelle.kernels.cuda.integer_x import IntegerX
 from crelle.kernels.integer_reference import IntegerReference
 
+Config = IntegerTileConfig | IntegerSm80TileConfig
 HALF, FP8 = torch.float16, torch.float8_e4m3fn
 SHAPES = "4096x4096,11008x4096,8192x8192"
 ROWS = "1,2,4,8,16,32,64,96,128,192,256,384,512,768,1024,2048,4096"
@@ -82,31 +83,23 @@ def checked(multiply: Callable[[Any], Tensor], weights: list[Any], oracle: Tenso
     return timed(multiply, weights)
 
 
-def configs_near(w: IntegerTiles, rows: int) -> Iterator[IntegerTileConfig]:
+def configs_near(w: IntegerTiles, rows: int) -> Iterator[Config]:
     """Tile configs that may be as good as the chosen one."""
-    chosen = integer_gemm.choose(w, rows)
-    assert isinstance(chosen, IntegerTileConfig)
-    sizes = [t for t in (8, 16, 32, 64, 96, 128, 160, 192, 256) if rows / 4 <= t < 2 * rows or t == 128 <= rows]
-    for size in sorted({chosen.tokens, *sizes}):
-        for split in (1, 2, 4, 8):
-            for row_tiles in (1, 2):
-                if (s := integer_gemm.tile_config(w, size, split, row_tiles)) is None or split > w.blocks:
-                    continue
-                grouped = w.segments == 0 and w.subs == 1
-                if size > 160 and (grouped or w.segments == 2):
-                    continue  # no registers for two kinds of sums
-                for overlap in ("WARPGROUPS", "BLOCKS", "HALVES") if grouped else ("WARPGROUPS",):
-                    if (overlap == "BLOCKS" and size > 96) or (
-                        overlap == "HALVES" and size // 2 not in integer_gemm.SIZES
-                    ):
-                        continue
-                    for groups, occupancy in ((2, 1), (1, 2), (3, 1)) if row_tiles == 1 and size <= 64 else ((2, 1),):
-                        kind = replace(s, overlap=overlap, warpgroups=groups, occupancy=occupancy, stages=12)
-                        yield integer_gemm.fitted(w, kind)
-                    if split == 1 and size >= 64:
-                        yield replace(s, overlap=overlap, multicast=2)
-                        if size % 32 == 0:
-                            yield replace(s, overlap=overlap, multicast=4)
+    most = 256 if w.segments == 1 else 160
+    for size in (8, 16, 32, 64, 96, 128, 160, 192, 256):
+        if size > most or not (rows / 4 <= size < 2 * rows or size == 128 <= rows):
+            continue
+        for split in (1, 2, 4):
+            for s in integer_gemm.tile_configs(w, size, split):
+                yield s
+                if split == 1 and size >= 64:
+                    yield replace(s, multicast=2)
+        if size <= 64 and rows <= 64:
+            for tiles, along_n, along_k in ((1, 4, 4), (1, 4, 8), (2, 2, 4), (2, 2, 8)):
+                for stages in (2, 3):
+                    few = IntegerSm80TileConfig(size, tiles, along_n, along_k, stages, half_bytes=False)
+                    if integer_gemm.sm80_shared_bytes(w, few) <= 226 * 1024:
+                        yield few
 
 
 def by_others(rows: int, N: int, K: int) -> dict[str, list[float]]:

@@ -106,7 +106,7 @@ def reference_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_the_reference_of_quantized_activations_is_the_model_itself_on_a_cpu() -> None:
     model = make({**LLAMA, "num_hidden_layers": 1}, next(iter(ATOM)), "cpu", torch.float32)
-    assert {linear.kernel for linear in model.linears()} == {"integer-reference", "dense"}
+    assert {linear.kernel for linear in model.linears()} <= {"integer-reference", "cpu-integer", "dense"}
     assert torch.equal(reference_logits(model, torch.arange(9)[None]), without_graph(model, torch.arange(9)[None]))
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
     assert torch.equal(attention.q.weight.perm, attention.v.weight.perm)  # one input has one order
