@@ -306,7 +306,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
           for (int n = 0; n < V_TILES; n++) {
             uint32 scales, zeros;
-            V::template open<NEGATIVE>(scale_words<V_C, PACK>(tile + Tile::VALUE_WORDS, n, g + 8 * r, t), scales, zeros);
+            V::template open<NEGATIVE>(scale_words<V_C, PACK>(tile + Tile::VALUE_WORDS, n, g + 8 * r, t), scales,
+                                       zeros);
             const half2 by_scale = *reinterpret_cast<half2 *>(&scales);
             const half2 scaled =
                 __hmul2(*reinterpret_cast<const half2 *>(&plain), NEGATIVE ? __hneg2(by_scale) : by_scale);
