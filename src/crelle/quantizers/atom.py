@@ -72,7 +72,7 @@ class Atom(TrainedConfig, HessianConfig):
     clip: bool = True
     gptq: bool = True
     act_order: ClassVar[bool] = True  # type: ignore[misc]
-    damp: float = 0.01
+    damp: float = 0.2
     refine: int = 1
     target: bool = True
     tune: Tune = "none"
