@@ -35,6 +35,7 @@ struct KVLoader {
   // The row (of a token and head) at which the keys of a tile begin; its values are `page * kv_heads` behind.
   __device__ __forceinline__ uint32 row(int tile) const {
     if constexpr (APART) return ((uint32)__ldcg(table + tile) * kv_heads + kv) * 16;
+    if (page == 16) return ((uint32)__ldcg(table + tile) * 2 * kv_heads + kv) * 16;  // without the division
     const int per = page / 16;
     return ((uint32)__ldcg(table + tile / per) * 2 * kv_heads + kv) * page + tile % per * 16;
   }

@@ -99,31 +99,25 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   if (threadIdx.x == 0) kept_head = head, kept_count = count;
   launch_dependents();
 
-  // --- what this warp reads: pieces warp, warp + WARPS … of the block's share
+  // --- what this warp reads: every (gridDim.x * WARPS)-th piece. Which ones these are depends on no length, so that
+  // the table is read at the same time as the length.
   const KVLoader<D, K_BITS, K_C, V_BITS, V_C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv,
                                                      lane);
-  const bool plain = gridDim.x == 1 && window >= max_pages * page;  // then the table need not wait for the length
-  const int guessed = (warp + lane / U * WARPS) * U + lane % U;
-  const int length = __ldcg(lengths + b);
-  const uint32 guess = plain ? source.row(min(guessed, max_pages * page / 16 - 1)) : 0;
-  const int end = min(length, max_pages * page), first = max(0, end - window);
-  const int base = first / 16, pieces = (max(end - base * 16, 0) + 16 * U - 1) / (16 * U);
-  const int share = (pieces + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-  const int mine = (max(min(share, pieces - begin) - warp, 0) + WARPS - 1) / WARPS;
+  const int apart = gridDim.x * (WARPS * U), own = (blockIdx.x * WARPS + warp) * U;  // in tiles
+  const int ahead = lane / U * apart + lane % U;  // lane l knows the row of tile l % U of piece i + l / U
+  const int length = __ldcg(lengths + b), room = max_pages * page;
+  const uint32 guess = source.row(min(own + ahead, room / 16 - 1));
+  const int end = min(length, room), first = max(0, end - window), begin = first / 16 + own;
   char *queue = shared + warp * OWN;
   const uint32 queue_at = shared_address(queue);
 
-  const auto tile_of = [&](int i) { return base + (begin + warp + WARPS * i) * U; };
-  const auto rows_of = [&](int i) {  // lane l has tile l % U of piece i + l / U
-    const int tile = tile_of(i + lane / U) + lane % U;
-    return i + lane / U < mine && tile * 16 < end ? source.row(tile) : 0;
-  };
-  uint32 rows = 0, rows_next = !plain ? rows_of(0) : lane / U < mine && guessed * 16 < end ? guess : 0;
-  const auto issue_load = [&](int i, int stage) {
-    if (i % ROWS_AHEAD == 0) rows = rows_next, rows_next = rows_of(i + ROWS_AHEAD);
-    if (i < mine) {
+  const auto rows_from = [&](int tile) { return (tile + ahead) * 16 < end ? source.row(tile + ahead) : 0; };
+  uint32 rows = 0, rows_next = first >= 16 ? rows_from(begin) : (own + ahead) * 16 < end ? guess : 0;
+  const auto issue_load = [&](int i, int tile, int stage) {
+    if (i % ROWS_AHEAD == 0) rows = rows_next, rows_next = rows_from(tile + ROWS_AHEAD * apart);
+    const int left = end - tile * 16;
+    if (left > 0) {
       const uint32 to = queue_at + stage * STAGE;
-      const int left = end - tile_of(i) * 16;
       if (left >= 16 * U) {
 #pragma unroll
         for (int u = 0; u < U; u++)
@@ -137,11 +131,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     commit_copies();
   };
   // The last token was stored by the kernel before; all others, table and lengths were there when that one began.
-  const bool early = mine > STAGES && (tile_of(STAGES - 1) + U) * 16 < end;
-  if (!early) grid_dependency_wait();
+  bool late = false;
 #pragma unroll
-  for (int s = 0; s < STAGES; s++) issue_load(s, s);
-  if (early) grid_dependency_wait();
+  for (int s = 0; s < STAGES; s++) late = late || (uint32)((end - 1) / 16 - begin - s * apart) < U;
+  if (late) grid_dependency_wait();
+#pragma unroll
+  for (int s = 0; s < STAGES; s++) issue_load(s, begin + s * apart, s);
+  if (!late) grid_dependency_wait();
 
   // --- q as the right side of the products: column g is head g / PACK and one of PACK groups
   uint32 query[K::STEPS][2];
@@ -200,7 +196,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   for (int step = 0; step < V::STEPS; step++) o[step][0] = o[step][1] = o[step][2] = o[step][3] = 0;
 
 #pragma unroll 1
-  for (int i = 0, at = 0; i < mine; i++, at = at + 1 == STAGES ? 0 : at + 1) {
+  for (int i = 0, at = 0, next = begin; next * 16 < end; i++, next += apart, at = at + 1 == STAGES ? 0 : at + 1) {
     wait_for_copies<STAGES - 1>();
     __syncwarp();
     const char *stage = queue + at * STAGE;
@@ -254,7 +250,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         for (int e = 0; e < EACH; e++) p[u][r][e] *= scale;
       }
     }
-    const int from = tile_of(i) * 16;
+    const int from = next * 16;
     if (from < first || end < from + 16 * U) {  // not all of these tokens are seen
 #pragma unroll
       for (int u = 0; u < U; u++) {
@@ -348,7 +344,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       if (u + 1 < U) add_values(u + 1, Flag<(V_BITS < 8)>());
     }
     __syncwarp();
-    issue_load(i + STAGES, at);
+    issue_load(i + STAGES, next + STAGES * apart, at);
   }
 
   // --- this warp's part, in place of its tiles
@@ -375,8 +371,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   __syncthreads();
 
   // --- the block's part: its warps' parts, added in order; then the same with the blocks'
-  constexpr int EVERY = (G * D + WARPS * 32 - 1) / (WARPS * 32), QUADS = (EVERY + 3) / 4;
-  static_assert(G * MOST_SPLITS * 4 <= WARPS * OWN);
+  constexpr int THREADS = WARPS * 32, EVERY = (G * D + THREADS - 1) / THREADS;
+  // Four channels a thread; threads that are left over share the splits.
+  constexpr int QUADS = G * D / 4, WAYS = QUADS < THREADS ? THREADS / QUADS : 1, EACH_QUADS = (EVERY + 3) / 4;
+  constexpr int LOADS = WAYS < 4 ? 16 / WAYS : 4;  // under way in a thread: their latency is what all wait for
+  static_assert(G * MOST_SPLITS * 4 <= WARPS * OWN && WAYS * G * D * 4 <= WARPS * OWN);
   float found[EVERY];
   const int set = b * gridDim.y + blockIdx.y;
   float *part = parts + (size_t)set * gridDim.x * (G * D);  // of the set
@@ -390,7 +389,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     for (int w = 0; w < WARPS; w++) total = fmaf(exp2_approx(tops[w][h] - most), sums[w][h], total);
     const float by = exp2_approx(tops[mine][h] - most);
     if (gridDim.x == 1)
-      counts[mine][h] = total == 0 ? 0 : by / total;
+      counts[mine][h] = total == 0 ? 0 : __fdividef(by, total);
     else
       counts[mine][h] = by, stats[(blockIdx.x * G + h) * 2] = most, stats[(blockIdx.x * G + h) * 2 + 1] = total;
   }
@@ -407,15 +406,27 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   }
   if (gridDim.x > 1) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // fences order what the other threads wrote, too: they have met at the barrier
+      __threadfence();
       last = atomicAdd(semaphores + set, 1) == gridDim.x - 1;
+      __threadfence();
       if (last) semaphores[set] = 0;
     }
     __syncthreads();
     if (!last) return;
-    __threadfence();
+    const int way = WAYS == 1 ? 0 : threadIdx.x / QUADS, place = WAYS == 1 ? threadIdx.x : threadIdx.x % QUADS;
+    float4 loaded[LOADS];
+    const auto load_parts = [&](int quad, int from) {
+#pragma unroll
+      for (int n = 0; n < LOADS; n++) {
+        const int split = from + n * WAYS;
+        loaded[n] = make_float4(0, 0, 0, 0);
+        if (way < WAYS && quad < QUADS && split < gridDim.x)
+          loaded[n] = __ldcg(reinterpret_cast<const float4 *>(part + (size_t)split * (G * D)) + quad);
+      }
+    };
+    load_parts(place, way);
     float *weights = reinterpret_cast<float *>(shared);  // [G, MOST_SPLITS]: what the part of each block counts
     for (int h = warp; h < G; h += WARPS) {
       float most[MOST_SPLITS / 32], by[MOST_SPLITS / 32], top_of_all = MASKED, total = 0;
@@ -434,29 +445,31 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       total = warp_sum(total);
 #pragma unroll
       for (int k = 0; k < MOST_SPLITS / 32; k++)
-        weights[h * MOST_SPLITS + lane + 32 * k] = total == 0 ? 0 : most[k] / total;
+        weights[h * MOST_SPLITS + lane + 32 * k] = total == 0 ? 0 : __fdividef(most[k], total);
     }
     __syncthreads();
-    // Four channels a thread, many splits under way: it is the latency of these loads that a long context waits for.
-    float4 sum_of[QUADS];
+    float4 sum_of[EACH_QUADS];
 #pragma unroll
-    for (int k = 0; k < QUADS; k++) {
-      const int j = (threadIdx.x + k * WARPS * 32) * 4;
+    for (int k = 0; k < EACH_QUADS; k++) {
+      const int quad = place + k * THREADS;
+      const float *weight = weights + min(quad / (D / 4), G - 1) * MOST_SPLITS;
       sum_of[k] = make_float4(0, 0, 0, 0);
-      if (j >= G * D) break;
-      const float *its = part + j, *weight = weights + j / D * MOST_SPLITS;
-#pragma unroll 16
-      for (int split = 0; split < gridDim.x; split++) {
-        const float4 v = __ldcg(reinterpret_cast<const float4 *>(its + (size_t)split * (G * D)));
-        sum_of[k].x = fmaf(weight[split], v.x, sum_of[k].x), sum_of[k].y = fmaf(weight[split], v.y, sum_of[k].y);
-        sum_of[k].z = fmaf(weight[split], v.z, sum_of[k].z), sum_of[k].w = fmaf(weight[split], v.w, sum_of[k].w);
+#pragma unroll 1
+      for (int from = way; from < gridDim.x; from += LOADS * WAYS) {
+        if (k > 0 || from > way) load_parts(quad, from);
+#pragma unroll
+        for (int n = 0; n < LOADS; n++) {
+          const float by = weight[min(from + n * WAYS, MOST_SPLITS - 1)];
+          sum_of[k].x = fmaf(by, loaded[n].x, sum_of[k].x), sum_of[k].y = fmaf(by, loaded[n].y, sum_of[k].y);
+          sum_of[k].z = fmaf(by, loaded[n].z, sum_of[k].z), sum_of[k].w = fmaf(by, loaded[n].w, sum_of[k].w);
+        }
       }
     }
     __syncthreads();  // all have read the weights
 #pragma unroll
-    for (int k = 0; k < QUADS; k++) {
-      const int j = (threadIdx.x + k * WARPS * 32) * 4;
-      if (j < G * D) *reinterpret_cast<float4 *>(reinterpret_cast<float *>(shared) + j) = sum_of[k];
+    for (int k = 0; k < EACH_QUADS; k++) {
+      const int quad = place + k * THREADS;
+      if (way < WAYS && quad < QUADS) reinterpret_cast<float4 *>(shared)[way * QUADS + quad] = sum_of[k];
     }
   }
 
@@ -474,6 +487,15 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   for (int h = warp; h < kept_count; h += WARPS) {
     float v[Head<D>::SIZE];
     Head<D>::load(v, all + h * D, lane);
+    if (gridDim.x > 1) {
+#pragma unroll 1
+      for (int way = 1; way < WAYS; way++) {
+        float more[Head<D>::SIZE];
+        Head<D>::load(more, all + (way * G + h) * D, lane);
+#pragma unroll
+        for (int i = 0; i < Head<D>::SIZE; i++) v[i] += more[i];
+      }
+    }
     if (ROTATE) Head<D>::hadamard(v, lane);
     if constexpr (D == 128) {
       if (padded) {
