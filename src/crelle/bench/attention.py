@@ -91,6 +91,7 @@ class CudaKernels:
         from crelle.kernels.cuda import paged_attention
 
         self._paged = paged_attention
+        self._semaphores = torch.zeros(4096, dtype=torch.int32, device="cuda")  # as a model's step has them
 
     def append(self, k: Tensor, v: Tensor, pages: KVPages, table: Tensor, position: Tensor) -> None:
         self._paged.append(k, v, pages, table, position)
@@ -102,7 +103,9 @@ class CudaKernels:
         return rotated
 
     def attend(self, q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._paged.attend(q, pages, table, lengths, rotated=True, dtype=dtype)
+        if q.shape[0] * q.shape[1] > self._semaphores.numel():
+            self._semaphores = self._semaphores.new_zeros(q.shape[0] * q.shape[1])
+        return self._paged.attend(q, pages, table, lengths, rotated=True, dtype=dtype, semaphores=self._semaphores)
 
 
 def measure(

@@ -14,7 +14,7 @@ that one may be `append`, but must not write any of those.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,9 +27,7 @@ from crelle.kernels.cuda.weight_layout import CudaWeight
 
 _TOKENS = 16  # that a tensor instruction takes
 MOST_SPLITS = 128  # in paged_attention.cu
-_LONG = (
-    4096  # tokens of sequences that are split until the device is full, and no further: a second wave would be short
-)
+_SHARED = 225 * 1024  # bytes of shared memory that a thread block can have beside its static ones
 _HEADS = 8  # query heads that share a read, at most
 _APPEND_THREADS = 256
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
@@ -105,18 +103,20 @@ def tile_config(
         if splits * blocks > devices and (splits * blocks > 4 * devices or longest < 8192 * splits):
             break
         splits *= 2
-    occupancy = (
-        16
-        if min(fmt.bits, fmt.v_bits) <= 4
-        and group <= 4
-        and group * fmt.key.groups(head_size) <= 16
-        and head_size <= 128
-        else 12
-    )
-    if blocks < devices:  # few sequences: as many blocks as fit at one time, each warp with two pieces or more
-        most = min(occupancy // warps * devices // blocks, longest // (2 * piece), MOST_SPLITS)
-        splits = most if longest >= _LONG else max(splits, most)
-    return PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
+    light = group <= 4 and group * fmt.key.groups(head_size) <= 16 and head_size <= 128
+    occupancy = 16 if min(fmt.bits, fmt.v_bits) <= 4 and light else 12
+    config = PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
+    if blocks >= devices:
+        return config
+    # Few sequences: all blocks run at one time, since a second wave would be short; as large ones as keep all
+    # multiprocessors busy, since the parts of warps are added sooner than those of blocks.
+    for warps in (occupancy, occupancy // 2, 4):
+        config = replace(config, warps=warps)
+        fits = min(occupancy // warps * devices // blocks, longest // (warps * tiles * _TOKENS), MOST_SPLITS)
+        config = replace(config, splits=max(1, fits))
+        if config.splits * blocks >= 0.9 * devices and shared_bytes(config, fmt, head_size) <= _SHARED:
+            break
+    return config
 
 
 def shared_bytes(p: PagedTileConfig, fmt: KVFormat, head_size: int) -> int:
