@@ -155,8 +155,9 @@ def test_columns_share_codes_among_as_many_heads_as_fit() -> None:
 def test_plan_splits_until_the_device_is_busy() -> None:
     four = KVFormat(4)
     assert paged_attention.tile_config(four, 128, 32, 32, 128, 1024, processors=132).splits == 1
-    assert paged_attention.tile_config(four, 1, 32, 8, 128, 8192, processors=132).splits == 32
-    assert paged_attention.tile_config(four, 1, 32, 8, 128, 4096, processors=132).splits == 16
+    for context, splits, warps in ((8192, 16, 16), (4096, 16, 8), (2048, 16, 4)):  # the largest blocks that fill it
+        config = paged_attention.tile_config(four, 1, 32, 8, 128, context, processors=132)
+        assert (config.splits, config.warps) == (splits, warps)
     assert paged_attention.tile_config(four, 1, 32, 8, 128, 128, processors=132).splits == 1  # nothing to share
     assert paged_attention.tile_config(four, 4, 64, 4, 80, 128, processors=132).chunks == 4
 
@@ -169,6 +170,7 @@ def test_few_long_sequences_fill_the_device_at_one_time(bits: int, batch: int, c
     blocks, fits = batch * 8 * p.splits, p.occupancy // p.warps * 132
     assert fits * 0.85 <= blocks <= fits
     assert p.splits <= paged_attention.MOST_SPLITS
+    assert paged_attention.shared_bytes(p, KVFormat(bits), 128) <= 225 * 1024
 
 
 def test_paged_says_what_it_does_not_take() -> None:

@@ -114,6 +114,22 @@ def test_sums_of_a_long_context_lose_nothing_to_truncation(text: str, monkeypatc
         assert (y[0].double() - want).abs().max() <= 6e-4 * want.abs().max()
 
 
+@pytest.mark.parametrize(("text", "heads", "warps"), [("kv4", 4, 16), ("kv4", 1, 16), ("kv16", 4, 12)])
+def test_large_blocks_share_a_sequence(text: str, heads: int, warps: int) -> None:
+    """Several threads add the parts of a channel, and some warps have no tokens."""
+    fmt, n, D = KVFormat.parse(text), 1100, 128
+    pages, table = KVPages.new(fmt, n // 16 + 1, 1, D, HALF, "cpu"), torch.arange(n // 16 + 1).int()[None]
+    kv.append(random(n, 1, D), random(n, 1, D, seed=1), pages, table, [0])
+    q = random(1, heads, D, seed=2)
+    for length in (n, 40):
+        rule = paged_attention.tile_config(fmt, 1, heads, 1, D, 1 << 20)
+        y = paged_attention.attend(
+            q, pages, table, ints(length), config=replace(rule, splits=5, warps=warps), dtype=HALF
+        )
+        want = attended(q[0], pages, table[0], length)
+        assert (y[0].double() - want).abs().max() <= 1e-3 * want.abs().max()
+
+
 def test_splits_beyond_the_tokens_count_for_nothing() -> None:
     fmt = KVFormat(4)
     pages, table = KVPages.new(fmt, 8, 1, 64, HALF, "cpu"), torch.arange(8).int()[None]
