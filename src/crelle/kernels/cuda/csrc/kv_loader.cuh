@@ -32,13 +32,17 @@ struct KVLoader {
     if (K::CODED && WORDS <= 32) this->words += words_at(lane);
   }
 
-  // The row (of a token and head) at which the keys of a tile begin; its values are `page * kv_heads` behind.
-  __device__ __forceinline__ uint32 row(int tile) const {
-    if constexpr (APART) return ((uint32)__ldcg(table + tile) * kv_heads + kv) * 16;
-    if (page == 16) return ((uint32)__ldcg(table + tile) * 2 * kv_heads + kv) * 16;  // without the division
-    const int per = page / 16;
-    return ((uint32)__ldcg(table + tile / per) * 2 * kv_heads + kv) * page + tile % per * 16;
+  // Which entry of the table has a tile's page; mostly pages are tiles, and a division takes long.
+  static __device__ __forceinline__ int entry_of(int tile, int page) {
+    return APART || page == 16 ? tile : tile / (page / 16);
   }
+  // The row (of a token and head) at which the keys of a tile begin; its values are `page * kv_heads` behind.
+  __device__ __forceinline__ uint32 row(int tile, int entry) const {
+    if constexpr (APART) return ((uint32)entry * kv_heads + kv) * 16;
+    const uint32 row = ((uint32)entry * 2 * kv_heads + kv) * page;
+    return page == 16 ? row : row + tile % (page / 16) * 16;
+  }
+  __device__ __forceinline__ uint32 row(int tile) const { return row(tile, __ldcg(table + entry_of(tile, page))); }
   // From the row's place to a piece of its packed scales, those of keys first.
   __device__ __forceinline__ long long words_at(int piece) const {
     if constexpr (APART) {

@@ -26,6 +26,7 @@
 // as 1024 + code, 5 instructions a word instead of 7 (the tensor cores truncate sums: error 4e-3 over 1024 tokens, 1e-2
 // over 8192).
 #include "kv_loader.cuh"
+#include "semaphore.cuh"
 #include "softmax.cuh"
 #include "x_layout.cuh"
 
@@ -96,34 +97,37 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
   __shared__ int kept_head, kept_count;  // for the end: the loop has no register to spare
 
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
-  const int b = blockIdx.z, group = heads / kv_heads, chunks = (group + G - 1) / G;
+  using Loader = KVLoader<D, K_BITS, K_C, V_BITS, V_C>;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4, b = blockIdx.z;
+  // What this warp reads: every (gridDim.x * WARPS)-th piece. Which ones these are depends on no length, so that the
+  // table is read at the same time as the length, and both before anything else.
+  const int apart = gridDim.x * (WARPS * U), own = (blockIdx.x * WARPS + warp) * U;  // in tiles
+  const int ahead = lane / U * apart + lane % U;  // lane l knows the row of tile l % U of piece i + l / U
+  const int length = __ldcg(lengths + b), room = max_pages * page, guessed = min(own + ahead, room / 16 - 1);
+  const int *its_table = table + (size_t)b * max_pages;
+  const int entry = __ldcg(its_table + Loader::entry_of(guessed, page));
+  const int group = heads / kv_heads, chunks = (group + G - 1) / G;
   const int kv = blockIdx.y / chunks, head = kv * group + blockIdx.y % chunks * G;
   const int count = min(G, kv * group + group - head);
   if (threadIdx.x == 0) kept_head = head, kept_count = count;
   launch_dependents();
 
-  // --- what this warp reads: every (gridDim.x * WARPS)-th piece. Which ones these are depends on no length, so that
-  // the table is read at the same time as the length.
-  const KVLoader<D, K_BITS, K_C, V_BITS, V_C> source(codes, words, table + (size_t)b * max_pages, page, kv_heads, kv,
-                                                     lane);
-  const int apart = gridDim.x * (WARPS * U), own = (blockIdx.x * WARPS + warp) * U;  // in tiles
-  const int ahead = lane / U * apart + lane % U;  // lane l knows the row of tile l % U of piece i + l / U
-  const int length = __ldcg(lengths + b), room = max_pages * page;
-  const uint32 guess = source.row(min(own + ahead, room / 16 - 1));
+  // --- the first pieces
+  const Loader source(codes, words, its_table, page, kv_heads, kv, lane);
   const int end = min(length, room), first = max(0, end - window), begin = first / 16 + own;
   char *queue = shared + warp * OWN;
   const uint32 queue_at = shared_address(queue);
 
   const auto rows_from = [&](int tile) { return (tile + ahead) * 16 < end ? source.row(tile + ahead) : 0; };
-  uint32 rows = 0, rows_next = first >= 16 ? rows_from(begin) : (own + ahead) * 16 < end ? guess : 0;
+  uint32 rows = 0, rows_next = first >= 16                ? rows_from(begin)
+                               : (own + ahead) * 16 < end ? source.row(guessed, entry)
+                                                          : 0;
   const auto prefetch_successor = [&] {
     const uint32 next = blockIdx.z * gridDim.y + blockIdx.y + wave;
     if (next >= gridDim.y * gridDim.z) return;
     const int its = next / gridDim.y, its_kv = next % gridDim.y / chunks;
-    const KVLoader<D, K_BITS, K_C, V_BITS, V_C> loader(codes, words, table + (size_t)its * max_pages, page, kv_heads,
-                                                       its_kv, 0);
-    constexpr int RUNS = KVLoader<D, K_BITS, K_C, V_BITS, V_C>::RUNS;
+    const Loader loader(codes, words, table + (size_t)its * max_pages, page, kv_heads, its_kv, 0);
+    constexpr int RUNS = Loader::RUNS;
     const int n = lane / RUNS, its_end = min(__ldcg(lengths + its), room);
     const int tile = max(0, its_end - window) / 16 + warp * U + n / U * apart + n % U;
     if (n < PREFETCHED * U && tile * 16 < its_end) loader.prefetch(loader.row(tile), lane % RUNS);
@@ -423,10 +427,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   if (gridDim.x > 1) {
     __shared__ bool last;
     __syncthreads();
-    if (threadIdx.x == 0) {  // fences order what the other threads wrote, too: they have met at the barrier
-      __threadfence();
-      last = atomicAdd(semaphores + set, 1) == gridDim.x - 1;
-      __threadfence();
+    if (threadIdx.x == 0) {  // it orders what the other threads wrote, too: they have met at the barrier
+      last = add_acq_rel(semaphores + set, 1) == gridDim.x - 1;
       if (last) semaphores[set] = 0;
     }
     __syncthreads();
