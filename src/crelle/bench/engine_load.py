@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from crelle.bench.compile_ahead import CHECK_PROMPT, CHECK_TOKENS, CHECKED, WARM_UP_TOKENS, compile_ahead
 from crelle.bench.decode_cuda import TOLERANCE
 from crelle.bench.load_report import Call, LoadReport, Percentiles
 from crelle.bench.trace import Prompts, TraceRequest
@@ -246,6 +247,8 @@ def serve(
     """
     device = llm.model.device
     engine = Engine(llm, **engine_options)
+    most = min(engine.plan.max_batch, BUCKETS[-1])
+    compile_ahead(engine, range(1, most + 1), engine.scheduler.budget)
     warm_up(engine)
     gap = disagreement(engine)
     if device.type == "cuda":
@@ -288,7 +291,9 @@ def warm_up(engine: Engine, sizes: Sequence[int] | None = None) -> None:
     sizes: of the batches that will run; None: any.
     """
     c = engine.llm.model.spec
-    engine.add(Prompts(c.vocabulary, seed=-1).next(min(8, c.context - 2)), Sampling(max_tokens=2), ignore_end=True)
+    engine.add(
+        Prompts(c.vocabulary, seed=-1).next(min(WARM_UP_TOKENS, c.context - 2)), Sampling(max_tokens=2), ignore_end=True
+    )
     engine.run()
     if (batch := engine.runner.cuda_executor(None)) is not None:
         most = bucket_of(min(engine.plan.max_batch, BUCKETS[-1]))
@@ -302,9 +307,9 @@ def disagreement(engine: Engine) -> float:
 
     As in crelle.bench.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model.
     """
-    model, tokens, prompts = engine.llm.model, 8, Prompts(engine.llm.model.spec.vocabulary, seed=-2)
-    length = max(1, min(24, model.spec.context - tokens))
-    given = [prompts.next(length) for _ in range(2)]
+    model, tokens, prompts = engine.llm.model, CHECK_TOKENS, Prompts(engine.llm.model.spec.vocabulary, seed=-2)
+    length = max(1, min(CHECK_PROMPT, model.spec.context - tokens))
+    given = [prompts.next(length) for _ in range(CHECKED)]
     handles = [engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True) for ids in given]
     engine.run()
     worst = 0.0
