@@ -34,7 +34,7 @@ from crelle.errors import CrelleError
 from crelle.formats.io import read_json
 from crelle.formats.kv import KVFormat
 
-SMALL = ("kv4", "k4v2", "kv3", "kv2")
+SMALL = ("kv4", "kv4:group=128", "k4v2", "kv3", "kv2")
 WEIGHTS = {  # and the caches that each is measured with
     "fp16": ("fp16", ("kv16",)),
     "w8a8": ("atom:w=8,a=8", ("kv8",)),

@@ -1,6 +1,5 @@
 """Which kernels a batch launches, found without a GPU and without launching any: what is compiled ahead of a run."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 from crelle.bench.model_shapes import RandomWeights
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import executor, graph_inputs, integer_gemm, integer_kernel, launch
+from crelle.kernels.cuda import executor, integer_gemm, integer_kernel, launch
 from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.graph_inputs import BUCKETS
 from crelle.models.loader import Model, build
@@ -73,7 +72,9 @@ def names(kernels: set[tuple[str, str]]) -> set[str]:
 def test_kernels_are_found_without_a_gpu() -> None:
     _, batch = make()
     found = batch.kernels([128], [40])
-    assert {"integer_encode", "integer_gemm_sm90", "paged_append_8lane", "paged_attend", "greedy", "embed"} <= names(found)
+    assert {"integer_encode", "integer_gemm_sm90", "paged_append_8lane", "paged_attend", "greedy", "embed"} <= names(
+        found
+    )
     assert batch.kernels([128], []) < found  # prompts have GEMMs of their own size
     assert batch.kernels([1], []) != batch.kernels([128], [])
     assert {"crelle::integer_gemm_sm80"} & {e.partition("<")[0] for _, e in batch.kernels([4], [])}
