@@ -48,7 +48,9 @@ def plot_serving(path: Path, rows: list[Row]) -> None:
     plt = pyplot()
     columns = 2 if len(panels) == 4 else min(3, max(1, len(panels)))
     lines = -(-max(1, len(panels)) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(6 * columns, 4.4 * lines), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(6.5 * columns, 4.4 * lines), layout="constrained", squeeze=False
+    )
     for place in axes.flat[len(panels) :]:
         place.set_axis_off()
     for place, (draw, mine) in zip(axes.flat, panels, strict=False):
@@ -133,14 +135,15 @@ def _within(axes: Any, rows: list[Row]) -> None:
     bars = axes.barh(list(best), speeds, color=[styles[_label(r)][0] for r in best.values()])
     axes.bar_label(bars, [_said(r) for r in best.values()], padding=3, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.55 * max(speeds))
+    axes.set_xlim(0, 1.4 * max(speeds))
     axes.set(xlabel="tokens per second")
-    axes.set_title(f"Decoding within {rows[0]['memory']}", fontsize=9)
+    said = "sequences; times FP16" if any(r.get("times_fp16") for r in rows) else "sequences"
+    axes.set_title(f"Decoding within {rows[0]['memory']}, in brackets: {said}", fontsize=9)
 
 
 def _said(r: Row) -> str:
-    times = f", {r['times_fp16']:.2f} x FP16" if r.get("times_fp16") else ""
-    return f"{r['tokens_per_second']:.0f} ({r['batch']} sequences{times})"
+    times = f"; {r['times_fp16']:.2f}" if r.get("times_fp16") else ""
+    return f"{r['tokens_per_second']:.0f} ({r['batch']}{times})"
 
 
 def _breakdown(axes: Any, rows: list[Row]) -> None:
@@ -156,7 +159,8 @@ def _breakdown(axes: Any, rows: list[Row]) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="ms, profiled")
     axes.set_title("A step's graph by kernel", fontsize=9)
-    axes.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.4, -0.14), frameon=False)
+    axes.set_xlim(0, 1.3 * max(left))
+    axes.legend(fontsize=7, loc="center right")
 
 
 def _share(r: Row, kind: str) -> float:
