@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from crelle.bench.compile_ahead import compile_ahead
-from crelle.bench.engine_load import device_name, disagreement, warm_up
+from crelle.bench.engine_load import check, device_name, warm_up
 from crelle.bench.step_breakdown import StepBreakdown, breakdown, replay_ms
 from crelle.bench.trace import Prompts
 from crelle.engine.engine import Engine
@@ -131,7 +131,7 @@ def measure(
     on_gpu = engine.llm.model.device.type == "cuda"
     compile_ahead(engine, batches)
     warm_up(engine, batches)
-    gap = disagreement(engine)
+    gap = check(engine)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)
