@@ -1,69 +1,102 @@
-"""A recorded hour of chats, scaled until a GPU is saturated: a 7B shape, by weights and cache, with and without a cap.
+"""A recorded hour of chats, scaled until a GPU is saturated: a 7B shape, by weights and cache, within a memory cap.
 
-    python bench/trace_cuda.py OUT.json TRACE.csv [RATE] [SECONDS]
+    python bench/trace_cuda.py OUT.json TRACE.csv [--rate 40] [--seconds 18] [--weights w4a4] [--memory 24GB,130GB]
+    python bench/trace_cuda.py CUT.csv TRACE.csv --rate 40 --seconds 18     # no GPU: only what those seconds need
+    python bench/trace_cuda.py OUT.json CUT.csv
     crelle bench plot OUT.json
 
-The trace is Azure's (arrival, prompt tokens, answer tokens; shared/data/traces). Requests come RATE a second, more than
-any of the engines can answer, for SECONDS; then each run is ended, and what is under way counts with the tokens that it
-got. Waits are those of requests that got their first token in that time. Kernels are compiled before.
+The trace is Azure's (arrival, prompt tokens, answer tokens; shared/data/traces). Requests come --rate a second, more
+than any of the engines can answer (not given: as the file says), for --seconds; then each run is ended, and what is
+under way counts with the tokens that it got. Waits are those of requests that got their first token in that time.
+Kernels are compiled before. What OUT.json has already is not measured again. On an H200 with 16 cores a row takes some
+45 seconds: building the model 8, compiling 10, graphs 5, the check, 18 of traffic.
 """
 
-import sys
+import argparse
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from crelle.bench.cuda_timer import gpu
-from crelle.bench.engine_load import serve
+from crelle.bench.engine_load import EngineLoadResult, serve
 from crelle.bench.environment import write_result
 from crelle.bench.model_sources import free_memory, random_llm
-from crelle.bench.trace import read_trace
-from crelle.engine.llm import LLM
-from crelle.kernels.cuda import gemm, jit
-from crelle.kernels.cuda.fused_linear import FusedLinear
-from crelle.kernels.cuda.weight_layout import CudaWeight
+from crelle.bench.trace import TraceRequest, read_trace, write_trace
+from crelle.errors import CrelleError
+from crelle.formats.io import read_json
+from crelle.formats.kv import KVFormat
 
-SHAPE = "llama2-7b"
-PAIRS = (("fp16", 16), ("rtn:bits=4,group=128", 4), ("bcq:bits=3,group=128", 4))
-MEMORY = ("24GB", "130GB")
+SHAPE, CONTEXT = "llama2-7b", 4096
+WEIGHTS = {
+    "fp16": ("fp16", "kv16"),
+    "w8a8": ("atom:w=8,a=8", "kv8"),
+    "w4a16": ("rtn:bits=4,group=128", "kv4"),
+    "w4a4": ("atom:w=4,a=4", "kv4"),
+    "w4a8-two": ("atom:w=4,a=8,levels=2", "kv4"),
+    "w3a16": ("bcq:bits=3,group=128", "kv4"),
+}
+DEFAULT = "fp16,w8a8,w4a16,w4a4"
 MAX_BATCH, BUDGET = 256, 1024
+Row = dict[str, Any]
 
 
-def compile_for(llm: LLM, tokens: int) -> None:
-    """Compile what products of up to so many rows need, side by side: not in the middle of a run."""
-    graphed = llm.model.graphed()
-    assert graphed is not None
-    products = [p for p in graphed.run.layers[0] if isinstance(p, FusedLinear)]
-    planes = [w for p in products for w in p.weights if isinstance(w, CudaWeight)]
-    wanted = {v for w in planes for n in range(5, tokens + 1) for v in gemm.variants(w, n, llm.model.dtype)}
-    jit.compile_all(sorted(wanted))
+def shown(row: EngineLoadResult) -> str:
+    said = f"{row.scheme} {row.kv} {row.memory}: {row.tokens_per_second:.0f} tokens/s"
+    said += f", later half {row.late_tokens_per_second:.0f}, at most {row.most_running} sequences"
+    if row.first_token and row.per_token:
+        each = ", ".join(f"{1e3 * v:.0f}" for v in (row.per_token.p50, row.per_token.p90, row.per_token.p99))
+        said += f", first token {row.first_token.p50:.2f} s, a token p50, p90, p99 {each} ms"
+    return said
 
 
-def main(to: Path, trace: Path, rate: float = 40.0, seconds: float = 20.0) -> None:
-    rows = list[dict[str, Any]]()
-    for scheme, kv in PAIRS:
+def measure(
+    to: Path, requests: list[TraceRequest], said: str, seconds: float, names: list[str], budgets: list[str]
+) -> None:
+    rows: list[Row] = read_json(to)["rows"] if to.is_file() else []
+    for name in names:
+        scheme, kv = WEIGHTS[name]
+        done = {r["memory"] for r in rows if (r["scheme"], r["kv"]) == (scheme, str(KVFormat.parse(kv)))}
+        todo = [memory for memory in budgets if memory not in done]
+        if not todo:
+            continue
+        begun = perf_counter()
         llm = random_llm(SHAPE, scheme, torch.device("cuda"))
-        compile_for(llm, BUDGET)
-        requests = read_trace(trace, context=llm.model.spec.context, rate=rate, seconds=seconds)
-        for memory in MEMORY:
-            options: dict[str, Any] = {"kv": kv, "memory": memory, "max_batch": MAX_BATCH, "budget": BUDGET}
-            said = f"{trace.name}, {rate:g} a second"
-            row = serve(llm, scheme, trace=requests, traffic=said, stop=seconds, **options)
-            rows.append(asdict(row))
-            speed = f"{row.tokens_per_second:.0f} tokens/s, later half {row.late_tokens_per_second:.0f}"
-            print(f"{scheme} kv{kv} {memory}: {speed}", end="")
-            if row.first_token and row.per_token:
-                each = ", ".join(f"{1e3 * v:.0f}" for v in (row.per_token.p50, row.per_token.p90, row.per_token.p99))
-                print(f", first token {row.first_token.p50:.2f} s, a token p50, p90, p99 {each} ms", end="")
-            print(flush=True)
-            command = f"python bench/trace_cuda.py {to.name} {trace.name} {rate:g} {seconds:g}"
+        print(f"{scheme}: built in {perf_counter() - begun:.1f} s", flush=True)
+        for memory in todo:
+            begun = perf_counter()
+            options: Row = {"kv": kv, "memory": memory, "max_batch": MAX_BATCH, "budget": BUDGET}
+            try:
+                row = serve(llm, scheme, trace=requests, traffic=said, stop=seconds, **options)
+                rows.append(asdict(row))
+                print(f"{shown(row)}\n    {perf_counter() - begun:.1f} s", flush=True)
+            except CrelleError as e:  # the others go on
+                print(f"{scheme} {kv} {memory}: {e}", flush=True)
+            command = f"python bench/trace_cuda.py {to.name} TRACE.csv --weights {','.join(names)}"
             write_result(to, {"command": command, "gpu": gpu(), "shape": SHAPE, "rows": rows})
             free_memory()
         del llm
         free_memory()
 
 
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("out", type=Path)
+    options.add_argument("trace", type=Path)
+    options.add_argument("--rate", type=float)
+    options.add_argument("--seconds", type=float, default=18.0)
+    options.add_argument("--weights", default=DEFAULT, help=f"some of {', '.join(WEIGHTS)}")
+    options.add_argument("--memory", default="24GB")
+    given = options.parse_args()
+    requests = read_trace(given.trace, context=CONTEXT, rate=given.rate, seconds=given.seconds)
+    if given.out.suffix == ".csv":
+        write_trace(given.out, requests)
+        return
+    said = f"{given.trace.name}, {len(requests)} requests in {given.seconds:g} s"
+    measure(given.out, requests, said, given.seconds, given.weights.split(","), given.memory.split(","))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(float, sys.argv[3:5]))
+    main()

@@ -5,6 +5,7 @@ then what it is under steady load: scheduling, the forward pass, sampling, event
 how many such sequences a memory budget holds; nothing is allocated to find out.
 """
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -12,14 +13,17 @@ from typing import Self
 
 import torch
 
-from crelle.bench.engine_load import device_name, disagreement, warm_up
+from crelle.bench.compile_ahead import compile_ahead
+from crelle.bench.engine_load import check, device_name, warm_up
+from crelle.bench.step_breakdown import StepBreakdown, breakdown, replay_ms
 from crelle.bench.trace import Prompts
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.memory import plan
 from crelle.engine.sampler import Sampling
-from crelle.errors import CapacityError, SchemeError
+from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.kv import KVFormat, KVPages, quantize
+from crelle.kernels.cuda.graph_inputs import BUCKETS
 
 BUDGET = 512  # tokens of a step, where the batch is no larger
 _WARM = 3  # steps that do not count
@@ -46,6 +50,9 @@ class DecodeThroughput:
     cache_bytes: int  # of all pages, where there is a budget; else of the sequences' own
     cached_tokens: int  # that the sequences have in the cache at the end
     peak_memory_bytes: int | None  # of a GPU
+    graph_ms: float | None = None  # of the step's graph alone, on a GPU
+    breakdown: StepBreakdown | None = None  # of that graph
+    no_breakdown: str | None = None  # why one that was asked for is missing
 
     @classmethod
     def of(
@@ -83,15 +90,19 @@ def decode(
     kv: KVFormat | str | int | None = None,
     memory: str | int | None = None,
     batch_invariant: bool | None = None,
+    profile: bool = False,
 ) -> DecodeThroughput:
-    """Check, then time steps of a batch; `memory` bounds the cache and is said in the row."""
+    """Check, then time steps of a batch; `memory` bounds the cache and is said in the row.
+
+    profile: say where the time of the step's graph goes.
+    """
     if batch < 1 or context < 1 or tokens < 2:
         raise SchemeError("decoding is timed with a batch and a context of at least 1, over at least 2 tokens")
     if context + _WARM + tokens > llm.model.spec.context:
         raise CapacityError(
             f"{context} + {_WARM + tokens} tokens do not fit the model's context of {llm.model.spec.context}"
         )
-    fmt, device = llm.kv if kv is None else KVFormat.parse(kv), llm.model.device
+    fmt = llm.kv if kv is None else KVFormat.parse(kv)
     pages = None if memory is not None else batch * _pages(fmt, context, tokens)
     engine = Engine(
         llm,
@@ -104,16 +115,47 @@ def decode(
         sharing=False,
         batch_invariant=batch_invariant,
     )
-    warm_up(engine, [batch])
-    gap = disagreement(engine)
-    if device.type == "cuda":
+    return next(measure(engine, scheme, [batch], context, tokens, memory, [batch] if profile else ()))
+
+
+def measure(
+    engine: Engine,
+    scheme: str,
+    batches: Sequence[int],
+    context: int,
+    tokens: int,
+    memory: str | int | None = None,
+    profiled: Collection[int] = (),
+) -> Iterator[DecodeThroughput]:
+    """Check an engine, then time steps of each batch, all of which it holds; `profiled`: those to be broken down."""
+    on_gpu = engine.llm.model.device.type == "cuda"
+    compile_ahead(engine, batches)
+    warm_up(engine, batches)
+    gap = check(engine)
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)
-    steps, seconds = timed_steps(engine, batch, context, tokens)
-    row = DecodeThroughput.of(engine, scheme, gap, batch, context, steps, seconds)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    budget = None if memory is None else str(memory)
-    return replace(row, memory=budget, cache_bytes=engine.plan.cache, peak_memory_bytes=peak)
+    for batch in batches:
+        row = DecodeThroughput.of(engine, scheme, gap, batch, context, *timed_steps(engine, batch, context, tokens))
+        if memory is not None:
+            row = replace(row, memory=str(memory), cache_bytes=engine.plan.cache)
+        if on_gpu and (memory is not None or len(batches) == 1):  # else it is the memory of the largest batch
+            row = replace(row, peak_memory_bytes=torch.cuda.max_memory_allocated())
+        yield _with_graph(row, engine, batch in profiled)
+
+
+def _with_graph(row: DecodeThroughput, engine: Engine, profile: bool) -> DecodeThroughput:
+    """Add the time of the step's graph alone, where there is one: it runs on what the last step left."""
+    executor = engine.runner.cuda_executor(None)
+    if executor is None or row.batch > BUCKETS[-1]:
+        why = "only steps that run as one CUDA graph are broken down by kernel"
+        return replace(row, no_breakdown=why if profile else None)
+    graph = executor.graph(row.batch)
+    row = replace(row, graph_ms=replay_ms(graph.replay))
+    try:
+        return replace(row, breakdown=breakdown(graph.replay)) if profile else row
+    except (UnsupportedError, RuntimeError) as e:  # the profiler's own; what was timed stands
+        return replace(row, no_breakdown=str(e))
 
 
 def timed_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[list[float], float]:
@@ -157,6 +199,27 @@ def largest_batch(llm: LLM, kv: KVFormat | str | int, memory: str | int, context
         except CapacityError:
             high = middle
     return low
+
+
+def budgeted(
+    llm: LLM, scheme: str, kv: KVFormat | str | int, memory: str | int, context: int, tokens: int
+) -> Iterator[DecodeThroughput]:
+    """Time an engine of a memory budget with the most sequences that it holds, and with a whole bucket of them below.
+
+    A batch between two buckets costs a GPU as much as the larger one: fewer sequences may give more tokens.
+    """
+    largest = largest_batch(llm, kv, memory, context, tokens)
+    engine = Engine(
+        llm,
+        kv=KVFormat.parse(kv),
+        memory=memory,
+        max_batch=largest,
+        budget=max(BUDGET, largest),
+        watermark=0,
+        sharing=False,
+    )
+    whole = max((b for b in BUCKETS if b <= largest), default=largest)
+    return measure(engine, scheme, list(dict.fromkeys((whole, largest))), context, tokens, memory)
 
 
 def parse_batches(text: str, option: str = "--batch") -> list[int]:

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from crelle.errors import FormatError, SchemeError
+from crelle.formats.io import write_whole, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ def read_trace(
     if seconds is not None:
         found = [r for r in found if r.at < seconds]
     return found[:requests]
+
+
+def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
+    """Write requests as a trace that `read_trace` returns as they are."""
+    lines = ["seconds,prompt,tokens", *(f"{r.at!r},{r.prompt},{r.tokens}" for r in requests)]
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "\n".join([*lines, ""]).encode())
 
 
 def _rows(path: Path) -> list[TraceRequest]:

@@ -77,6 +77,9 @@ def run(
     context: Annotated[
         int, typer.Option("--context", help="With --batch: tokens before the first decoded one.")
     ] = 1024,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="With --batch on a GPU: the time of a step by kernel, profiled.")
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
     exact: Annotated[
         bool | None,
@@ -101,6 +104,8 @@ def run(
 
     **Example**: `crelle bench serve out/m --trace conv.csv --rate 2 --seconds 120 --memory 1GB --out results/trace`
 
+    **Example**: `crelle bench serve --shape llama2-7b --scheme atom:w=4,a=4 --kv 4 --batch 128 --breakdown`
+
     **Example**: `crelle bench serve --shape llama2-7b --scheme fp16 --scheme bcq:bits=4,group=128 --kv 16 --kv 4
     --batch 1,2,4,8,16,32,64,128,256 --memory 24GB --device cuda --out bench/results/h200-serve`
     """
@@ -122,7 +127,7 @@ def run(
         return
     options = {"max_batch": max_batch, "budget": max(budget, max_batch), "batch_invariant": exact}
     closed = {"seconds": seconds or 20.0, "prompt": prompt, "tokens": tokens}
-    decoding = {"context": context, "tokens": tokens, "batch_invariant": exact}
+    decoding = {"context": context, "tokens": tokens, "batch_invariant": exact, "profile": breakdown}
     rows = _Bench(results, device).rows
     for s in _sources(model, shape, scheme, layers, device, kernel):
         for k in kv or ["16"]:

@@ -12,6 +12,7 @@ from crelle.cli.console import err, out, print_json
 if TYPE_CHECKING:
     from crelle.bench.engine_load import EngineLoadResult
     from crelle.bench.load_report import Percentiles
+    from crelle.bench.step_breakdown import StepBreakdown
     from crelle.bench.trace import TraceRequest
 
 _WAITS = ("first token s, p50/p90/p99", "ms a token, p50/p90/p99")
@@ -86,6 +87,11 @@ def show_rows(rows: list[Any]) -> None:
             speed = (f"{r.milliseconds_per_step:.2f}", f"{r.tokens_per_second:.0f}")
             table.add_row(r.scheme, r.kv, str(r.batch), *speed, *sizes, r.memory or "–")
         show(table)
+        for r in decoded:
+            if r.breakdown:
+                _show_breakdown(f"{r.scheme}, {r.kv}, batch {r.batch}", r.breakdown)
+            if r.no_breakdown:
+                out.print(f"no breakdown: {r.no_breakdown}", highlight=False, markup=False, soft_wrap=True)
     if served:
         out.print(f"{served[0].model}, {served[0].device}", highlight=False)
         table = Table(scheme, "cache", "traffic", "within", "tokens/s", "requests/s", *_WAITS, "pages", "preempted")
@@ -101,3 +107,22 @@ def show_rows(rows: list[Any]) -> None:
         show(table)
         for sentence in sorted({e for s in served for e in s.errors}):
             out.print(f"failed: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_breakdown(what: str, found: "StepBreakdown") -> None:
+    """Print where the time of a step's graph goes, by kind and by kernel."""
+    from crelle.bench.step_breakdown import MEANING
+
+    out.print(
+        f"{what}: {found.launches} launches in a graph of {found.graph_ms:.2f} ms, {found.profiled_ms:.2f} profiled",
+        highlight=False,
+    )
+    table = Table("kind", "ms", "share", "what it is")
+    for kind, ms in found.milliseconds.items():
+        table.add_row(kind, f"{ms:.3f}", f"{found.share(kind):.1%}", MEANING[kind])
+    show(table)
+    table = Table(Column("kernel", overflow="fold"), "kind", "launches", "us each", "ms")
+    for k in found.kernels:
+        times = (f"{k.microseconds / k.launches:.1f}", f"{k.microseconds / 1e3:.3f}")
+        table.add_row(k.name, k.kind, str(k.launches), *times)
+    show(table)

@@ -51,15 +51,26 @@ def unpack_signs(plane: Tensor, K: int, dtype: torch.dtype = torch.float32) -> T
 
 def pack_stream(codes: Tensor, bits: int) -> Tensor:
     """Return codes [..., G] as a dense little-endian bit stream [..., ceil(G*bits/8)]."""
-    place = torch.arange(bits, dtype=torch.uint8, device=codes.device)
-    return _bytes_of_bits(((codes.to(torch.uint8).unsqueeze(-1) >> place) & 1).flatten(-2))
+    if 8 % bits:
+        place = torch.arange(bits, dtype=torch.uint8, device=codes.device)
+        return _bytes_of_bits(((codes.to(torch.uint8).unsqueeze(-1) >> place) & 1).flatten(-2))
+    each = 8 // bits  # codes of a byte: none straddles two
+    codes = torch.nn.functional.pad(codes.to(torch.uint8) & ((1 << bits) - 1), (0, -codes.shape[-1] % each))
+    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // each, each)
+    out = codes[..., 0].clone()
+    for j in range(1, each):
+        out |= codes[..., j] << (j * bits)
+    return out
 
 
 def unpack_stream(data: Tensor, bits: int, G: int) -> Tensor:
     """Return the codes uint8 [..., G] of a dense bit stream."""
-    place = torch.arange(bits, dtype=torch.uint8, device=data.device)
-    each = _bits_of_bytes(data, G * bits).reshape(*data.shape[:-1], G, bits)
-    return (each << place).sum(-1, dtype=torch.uint8)
+    if 8 % bits:
+        place = torch.arange(bits, dtype=torch.uint8, device=data.device)
+        each = _bits_of_bytes(data, G * bits).reshape(*data.shape[:-1], G, bits)
+        return (each << place).sum(-1, dtype=torch.uint8)
+    place = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    return ((data.unsqueeze(-1) >> place) & ((1 << bits) - 1)).flatten(-2)[..., :G]
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -73,7 +84,4 @@ def unpack_words(words: Tensor, bits: int, G: int) -> Tensor:
     """Return the codes uint8 [..., G] of a dense bit stream in int32 words."""
     # Flat first: where a dimension is 1, even a contiguous tensor may have a stride that `view` does not take.
     data = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], -1)
-    if 8 % bits:
-        return unpack_stream(data[..., : -(-G * bits // 8)], bits, G)
-    place = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)  # no code straddles two bytes
-    return ((data.unsqueeze(-1) >> place) & ((1 << bits) - 1)).flatten(-2)[..., :G]
+    return unpack_stream(data[..., : -(-G * bits // 8)], bits, G)

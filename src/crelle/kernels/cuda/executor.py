@@ -14,7 +14,7 @@ sequence is the same to the last bit alone and in a batch, in whatever chunks it
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -30,6 +30,7 @@ from crelle.kernels.cuda.decode_step import Step, StepLayer, lacks
 from crelle.kernels.cuda.fused_linear import STEPPED
 from crelle.kernels.cuda.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
 from crelle.kernels.cuda.graphs import capture
+from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
 from crelle.kernels.cuda.varlen import VarlenBatch, pack_prefills
 from crelle.kernels.executor import Chunk, DecoderModules
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from crelle.kernels.cuda.gemm import PackedX
     from crelle.kernels.cuda.paged_attention import PagedTileConfig
 
+_HEAD_KERNELS = 5  # rows up to which a dense head has a kernel for each number of them (dispatch.py), and one more
 Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
 
 
@@ -131,9 +133,21 @@ class CudaExecutor:
         bucket = bucket_of(rows)
         with self.lock:
             if bucket not in self._graphs:
-                self._graphs[bucket] = _Graph(self, bucket, self._inputs, self._pool)
-                self._pool = self._graphs[bucket].pool
+                self._graphs[bucket] = _Graph(self, bucket, self._inputs)
+                self._pool = self._graphs[bucket].capture(self._pool)
             return self._graphs[bucket]
+
+    @torch.inference_mode()
+    def kernels(self, sequences: Iterable[int], prompt_tokens: Iterable[int]) -> set[tuple[str, str]]:
+        """Return what decode steps of so many sequences and prefills of so many tokens launch, for jit.compile_all."""
+        with self.lock, recording() as found:
+            for bucket in sorted({bucket_of(n) for n in sequences}):
+                self._inputs.argmax(_Graph(self, bucket, self._inputs).run_eagerly())
+            for tokens in prompt_tokens:
+                self._prefill([Chunk([0] * tokens, 0, [], True)])
+            for prompts in range(2, _HEAD_KERNELS + 1):  # whose last tokens the head multiplies
+                self._prefill([Chunk([0, 0], 0, [], True)] * prompts)
+        return found
 
     # --- the layers -------------------------------------------------------------------------------------------------
 
@@ -300,22 +314,30 @@ class _VarlenCall:
 class _Graph:
     """The step of up to `bucket` sequences, captured."""
 
-    def __init__(self, batch: CudaExecutor, bucket: int, inputs: GraphInputs, pool: Any) -> None:
+    def __init__(self, batch: CudaExecutor, bucket: int, inputs: GraphInputs) -> None:
         self.bucket, self._inputs = bucket, inputs
         self._owner = weakref.ref(batch)  # no cycle: who drops the executor drops its graphs, here and now
         self.where = _Where(inputs.table[:bucket], inputs.at[0, :bucket])
         self._configs = [batch.tile_config(bucket, i) for i in range(len(batch.pages))]
         sets = bucket * batch.pages[0].heads * max(config.chunks for config in self._configs)
         self._semaphores, self._flags = torch.zeros(2, max(sets, 4096), dtype=torch.int32, device=batch.model.device)
-        inputs.fill([], bucket)  # all padding
+
+    def capture(self, pool: Any) -> Any:
+        """Record the step with memory of a pool of graphs; return the pool."""
+        self._inputs.fill([], self.bucket)  # all padding
         self._graph, self.logits = capture(self._run, pool=pool)
-        self.pool = self._graph.pool()
+        return self._graph.pool()
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return logits f32 [chunks, V] of one token each; the next graph that runs overwrites them."""
         self._inputs.fill(chunks, self.bucket)
         self._graph.replay()
         return self.logits[: len(chunks)]
+
+    def run_eagerly(self) -> Tensor:
+        """Return the logits of padding, without a graph."""
+        self._inputs.fill([], self.bucket)
+        return self._run()
 
     def replay(self) -> None:
         """Run on what the buffers hold."""

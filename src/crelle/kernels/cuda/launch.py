@@ -18,7 +18,9 @@ and no allocation on the device, so it can be captured in a CUDA graph; load the
 
 import ctypes
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -34,7 +36,23 @@ _FORMATS = {(int, 4): "i", (int, 8): "q", (bool, 1): "?", (bool, 4): "i", (float
 
 def load(file: str, expression: str, device: int | None = None) -> "Kernel":
     """Return a kernel of csrc/`file`, compiled where the cache has none, loaded on a device (the current one)."""
+    if (found := getattr(_recorded, "kernels", None)) is not None:
+        found.add((file, expression))
+        return _SKIPPED
     return _load(file, expression, torch.cuda.current_device() if device is None else device)
+
+
+@contextmanager
+def recording() -> Iterator[set[tuple[str, str]]]:
+    """Collect what this thread loads, for `jit.compile_all`; meanwhile nothing is compiled, and launches do nothing.
+
+    What runs inside shows which kernels it needs, for the price of its Python; values that it computes mean nothing.
+    """
+    before, _recorded.kernels = getattr(_recorded, "kernels", None), set[tuple[str, str]]()
+    try:
+        yield _recorded.kernels
+    finally:
+        _recorded.kernels = before
 
 
 def multiprocessors(device: int | None = None) -> int:
@@ -207,6 +225,22 @@ class Kernel:
     def _ask(self, answer: tuple[Any, ...], where: str = "") -> Any:
         """Return what a driver function gave, or raise its error with the kernel's name."""
         return _ask(answer, f"{self}{where}")
+
+
+class _SkippedKernel(Kernel):
+    """What `load` returns while kernels are recorded."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "a kernel that is only recorded"
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+_SKIPPED, _recorded = _SkippedKernel(), threading.local()
 
 
 class _Packer:

@@ -1,0 +1,40 @@
+"""Compile what an engine will launch before it runs: side by side, and not in the middle of a measurement."""
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import torch
+
+from crelle.engine.engine import Engine
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.launch import recording
+
+_EACH = 32  # numbers of prompt tokens up to which each may have a kernel of its own; above it, multiples of ROWS do
+_ROWS = 8
+# What crelle.bench.engine_load runs before it measures: a short prompt; CHECKED prompts, all at once, with answers.
+WARM_UP_TOKENS, CHECKED, CHECK_PROMPT, CHECK_TOKENS = 8, 2, 24, 8
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Return numbers of tokens, of at most `most`, among which are all for which other kernels are chosen."""
+    return [*range(2, min(most, _EACH) + 1), *range(_EACH + _ROWS, most + _ROWS, _ROWS)]
+
+
+def compile_ahead(engine: Engine, sequences: Iterable[int], prompt_tokens: int = 0) -> tuple[int, float]:
+    """Compile for decode steps of so many sequences and prefills of up to so many tokens; return kernels and seconds.
+
+    An engine without CUDA graphs has nothing to compile.
+    """
+    executor, begun = engine.runner.cuda_executor(None), perf_counter()
+    if executor is None:
+        return 0, 0.0
+    model = engine.llm.model
+    checks = {WARM_UP_TOKENS, CHECK_PROMPT, CHECKED * CHECK_PROMPT}
+    sizes = [n for n in checks.union(prompt_sizes(prompt_tokens)) if n <= model.spec.context]
+    found = executor.kernels({1, CHECKED, *sequences}, sizes)
+    length = min(CHECK_PROMPT + CHECK_TOKENS - 1, model.spec.context)
+    with torch.inference_mode(), recording() as whole:  # the pass that the engine is compared with
+        ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+        model(ids, model.new_cache(kv=engine.kv))
+    jit.compile_all(sorted(found | whole))
+    return len(found | whole), perf_counter() - begun

@@ -1,0 +1,101 @@
+"""Which kernels a batch launches, found without a GPU and without launching any: what is compiled ahead of a run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crelle.bench.model_shapes import RandomWeights
+from crelle.formats.kv import KVFormat, KVPages
+from crelle.kernels.base import Problem
+from crelle.kernels.cuda import executor, integer_gemm, integer_kernel, launch
+from crelle.kernels.cuda.executor import CudaExecutor
+from crelle.kernels.cuda.graph_inputs import BUCKETS
+from crelle.models.loader import Model, build
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+ATOM = "atom:w=4,a=4,group=128,outliers=128"
+CPU = torch.device("cpu")
+
+
+class _Event:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200, as far as the host can tell."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(integer_gemm, "tensor_map", lambda *_: bytes(128))
+    monkeypatch.setattr(executor.torch.ops.aten, "_flash_attention_forward", lambda q, *_, **__: (q,))
+
+    def supports(self: Any, problem: Problem) -> str | None:
+        return None if problem.format in ("grouped", "two-level") else "takes integer groups"
+
+    monkeypatch.setattr(integer_kernel.CudaInteger, "supports", supports)
+
+
+def make(kv: str = "kv4", layers: int = 2) -> tuple[Model, CudaExecutor]:
+    model = build(RandomWeights({**LLAMA, "num_hidden_layers": layers}, ATOM, CPU), CPU, dtype=torch.float16)
+    c, fmt = model.spec, KVFormat.parse(kv)
+    pages = [KVPages.new(own, 4, c.kv_heads, c.head_size, model.dtype, CPU) for own in fmt.layers(layers)]
+    return model, CudaExecutor(model, pages, [None] * layers)
+
+
+def names(kernels: set[tuple[str, str]]) -> set[str]:
+    return {expression.removeprefix("crelle::").partition("<")[0] for _, expression in kernels}
+
+
+def test_kernels_are_found_without_a_gpu() -> None:
+    _, batch = make()
+    found = batch.kernels([128], [40])
+    assert {"integer_encode", "integer_gemm_sm90", "paged_append_8lane", "paged_attend", "greedy", "embed"} <= names(
+        found
+    )
+    assert batch.kernels([128], []) < found  # prompts have GEMMs of their own size
+    assert batch.kernels([1], []) != batch.kernels([128], [])
+    assert {"crelle::integer_gemm_sm80"} & {e.partition("<")[0] for _, e in batch.kernels([4], [])}
+
+
+def test_all_buckets_and_prompts_need_few_kernels() -> None:
+    _, batch = make()
+    assert len(batch.kernels(BUCKETS, range(2, 257))) < 120
+
+
+def test_a_layer_of_an_integer_model_is_ten_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode and GEMM four times, append and attention: nothing between them, and each may overlap the one before."""
+    found = list[tuple[str, dict[str, Any]]]()
+    monkeypatch.setattr(launch._SkippedKernel, "__call__", lambda self, *_, **options: found.append(options))
+    each = []
+    for layers in (1, 3):
+        found.clear()
+        _, batch = make(layers=layers)
+        graph = executor._Graph(batch, 128, batch._inputs)
+        with launch.recording(), torch.inference_mode():
+            graph.run_eagerly()
+        each.append(len(found))
+        assert all(options.get("pdl") for options in found)
+    assert (each[1] - each[0]) / 2 == 10
