@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crelle.errors import UnsupportedError
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of
 from crelle.formats.grouped import GroupedTensor
@@ -22,7 +21,13 @@ from crelle.kernels.registry import explain
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
-from test_integer_reference import CASES, by_integers, inputs, weight
+from test_integer_reference import (
+    CASES,
+    by_integers,
+    inputs,
+    shares_inputs_in_the_same_order_and_format_only,
+    weight,
+)
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -223,16 +228,7 @@ def test_threads_change_no_bit() -> None:
 
 
 def test_inputs_are_shared_in_the_same_order_and_format_only(isa: str) -> None:
-    a, b = weight(INTEGER[0], 8, 256, 0), weight(INTEGER[0], 12, 256, 1)
-    b = type(b).from_parts(b.spec(), {**b.tensors(), "perm": a.perm.clone()})
-    x = inputs(3, 256)
-    first, second = (ops.prepare(w, torch.float32, NAME) for w in (a, b))
-    assert ops.shares(first, second)
-    assert torch.equal(ops.matmul(ops.encode(x, first), second), ops.matmul(x, second))
-    clip = type(b).from_parts(b.spec() | {"activation": ActivationSpec(4, 128, 128, clip=0.8).to_json()}, b.tensors())
-    for other in (weight(INTEGER[0], 8, 256, 1), clip):
-        with pytest.raises(UnsupportedError, match="encode it again"):
-            ops.matmul(ops.encode(x, first), ops.prepare(other, torch.float32, NAME))
+    shares_inputs_in_the_same_order_and_format_only(NAME, INTEGER[0])
 
 
 def test_says_what_it_does_not_take() -> None:

@@ -45,6 +45,20 @@ def inputs(M: int, K: int, seed: int = 7) -> Tensor:
     return torch.randn(M, K, generator=random) * torch.exp(torch.randn(K, generator=random))
 
 
+def shares_inputs_in_the_same_order_and_format_only(kernel: str, case: tuple[str, int, int, int, int, int]) -> None:
+    """Check that matrices of a case take each other's encoded input if it is in their order and format."""
+    a, b = weight(case, 8, 256, 0), weight(case, 12, 256, 1)
+    b = type(b).from_parts(b.spec(), {**b.tensors(), "perm": a.perm.clone()})
+    x = inputs(3, 256)
+    first, second = (ops.prepare(w, torch.float32, kernel) for w in (a, b))
+    assert ops.shares(first, second)
+    assert torch.equal(ops.matmul(ops.encode(x, first), second), ops.matmul(x, second))
+    clip = type(b).from_parts(b.spec() | {"activation": ActivationSpec(4, 128, 128, clip=0.8).to_json()}, b.tensors())
+    for other in (weight(case, 8, 256, 1), clip):
+        with pytest.raises(UnsupportedError, match="encode it again"):
+            ops.matmul(ops.encode(x, first), ops.prepare(other, torch.float32, kernel))
+
+
 def by_integers(x: Tensor, w: Any) -> Tensor:
     """The formula in int64 and f64, weight group by weight group."""
     q = w.activation.quantize(x if w.perm is None else x[:, w.perm.long()])
@@ -122,16 +136,7 @@ def test_adversarial_inputs(case: tuple[str, int, int, int, int, int]) -> None:
 
 
 def test_inputs_are_shared_in_the_same_order_and_format_only() -> None:
-    a, b = weight(CASES[0], 8, 256, 0), weight(CASES[0], 12, 256, 1)
-    b = type(b).from_parts(b.spec(), {**b.tensors(), "perm": a.perm.clone()})
-    x = inputs(3, 256)
-    first, second = (ops.prepare(w, torch.float32, NAME) for w in (a, b))
-    assert ops.shares(first, second)
-    assert torch.equal(ops.matmul(ops.encode(x, first), second), ops.matmul(x, second))
-    clip = type(b).from_parts(b.spec() | {"activation": ActivationSpec(4, 128, 128, clip=0.8).to_json()}, b.tensors())
-    for other in (weight(CASES[0], 8, 256, 1), clip):
-        with pytest.raises(UnsupportedError, match="encode it again"):
-            ops.matmul(ops.encode(x, first), ops.prepare(other, torch.float32, NAME))
+    shares_inputs_in_the_same_order_and_format_only(NAME, CASES[0])
 
 
 def test_float_activations_run_through_the_other_kernels() -> None:

@@ -6,6 +6,7 @@ RTN                    one scale for a token or an output, nothing else
 + groups               of channels, with scales of their own
 + clipping             of weights and activations, by grid search
 + GPTQ                 error feedback; the weights compensate the error of the activations too
++ folds                scales and rotations that cost nothing, channels grouped by when they are large (not in the paper)
 + KV cache             of fewer bits
 + training             block by block, through both roundings (not in the paper)
 """
@@ -45,7 +46,8 @@ class Row:
 
 def atom_steps(w: int, a: int, kv: str, group: int, outliers: int, train: int) -> list[Step]:
     """Return the steps; `train`: steps of block-wise training per layer, 0 for none."""
-    bits, plain = f"atom:w={w},a={a}", "clip=false,gptq=false"
+    bits, paper = f"atom:w={w},a={a}", "smooth=false,rotate=false,cluster=false"
+    plain = f"clip=false,gptq=false,{paper}"
     best = f"group={group},outliers={outliers}"
     steps = [
         Step("full precision", None, "16"),
@@ -53,8 +55,9 @@ def atom_steps(w: int, a: int, kv: str, group: int, outliers: int, train: int) -
         Step("+ outliers in fp16", f"{bits},group=row,outliers={outliers},outlier_bits=16,{plain}", "16"),
         Step("+ outliers in int8", f"{bits},group=row,outliers={outliers},{plain}", "16"),
         Step("+ groups", f"{bits},{best},{plain}", "16"),
-        Step("+ clipping", f"{bits},{best},gptq=false", "16"),
-        Step("+ GPTQ", f"{bits},{best}", "16"),
+        Step("+ clipping", f"{bits},{best},gptq=false,{paper}", "16"),
+        Step("+ GPTQ", f"{bits},{best},{paper}", "16"),
+        Step("+ folds", f"{bits},{best}", "16"),
         Step("+ KV cache", f"{bits},kv={kv},{best}", kv),
     ]
     if train:

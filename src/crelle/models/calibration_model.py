@@ -17,7 +17,7 @@ from crelle.models.decoder import Compute, Experts, InputLayer, Layer, OutputLay
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.rope import angles
-from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear
+from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads
 
 
 class _NoCache:
@@ -116,6 +116,10 @@ class CalibrationBlock(nn.Module):
         if s.attention.heads == s.attention.kv_heads:  # otherwise several inputs of o share one row of v
             folds.append(ScaleFold(f"{name('v')}.weight", (name("o"),)))
         return folds
+
+    def value_heads(self) -> ValueHeads:
+        a = self.spec.attention
+        return ValueHeads(self._name("v"), self._name("o"), a.heads, a.kv_heads, a.head_size)
 
     def vectors(self) -> dict[str, Tensor]:
         slots = ("norm_attention", "norm_mlp", "post_attention_norm", "post_mlp_norm")

@@ -48,11 +48,12 @@ class Columns:
         begin = self.groups[0] * self.group
         return t[..., : self.normal], t[..., begin : begin + self.outliers]
 
-    def pass_order(self, device: torch.device) -> Tensor:
+    def pass_order(self, energy: Tensor) -> Tensor:
         """Return the order in which the feedback takes the padded columns: large activations first, outliers last."""
-        C, n = self.groups
-        normal = torch.arange(C * self.group, device=device).flip(0)
-        return torch.cat([normal, C * self.group + torch.arange(n * self.group, device=device).flip(0)])
+        begin = self.groups[0] * self.group
+        parts = (energy[:begin], energy[begin:])
+        order = [part.argsort(descending=True, stable=True) for part in parts]
+        return torch.cat([order[0], begin + order[1]])
 
 
 def one_level(w: Tensor, cost: Tensor, columns: Columns, bits: int, *, clip: bool) -> Levels:

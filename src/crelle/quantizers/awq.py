@@ -23,8 +23,8 @@ from crelle.formats.bcq import UniformTensor
 from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.grouping import require_finite, row_slabs
-from crelle.quantizers.layer_api import Block, ScaleFold
 from crelle.quantizers.rtn import RTN
+from crelle.quantizers.scale_folds import fold_scales
 from crelle.quantizers.stats import Stats, require_stats
 
 _LEAST = 1e-4  # of the mean magnitude: bounds the scale of inputs that are almost always 0
@@ -60,11 +60,7 @@ class AWQ(GroupedConfig):
             s = self.scales(weights, layer.stats(fold.readers[0]))
             if (s == 1).all():
                 continue
-            s, vectors = _exact(s, _vector(layer.full, fold.source))
-            for block in (layer.full, layer.block):
-                _apply(block, fold, s, vectors)
-            layer.full_changed()
-            changed |= vectors
+            changed |= fold_scales(layer, fold, s)
         return changed
 
     def after_layer(self, layer: LayerCalibration, fitted: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
@@ -119,33 +115,3 @@ class AWQ(GroupedConfig):
                 clipped[:, place] = torch.where(won, trial, clipped[:, place])
                 error[:, place] = torch.where(won, left, error[:, place])
         return clipped
-
-
-def _vector(block: Block, source: str) -> tuple[str, Tensor | None]:
-    """Return the vector that a fold divides, with its name: a norm's weight, or the bias of a linear if it has one."""
-    if source in (norms := block.vectors()):
-        return source, norms[source]
-    module = source.removesuffix(".weight")
-    return f"{module}.bias", block.linears()[module].bias
-
-
-def _exact(s: Tensor, named: tuple[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return scales near s and the vector divided by them: bf16 values, exact in any checkpoint dtype."""
-    name, vector = named
-    if vector is None:
-        return s, {}
-    divided = (vector / s).bfloat16().float()
-    return torch.where(divided != 0, vector / divided, s), {name: divided}
-
-
-def _apply(block: Block, fold: ScaleFold, s: Tensor, divided: dict[str, Tensor]) -> None:
-    """Divide what computes an input by s, multiply the columns that read it."""
-    linears, norms = block.linears(), block.vectors()
-    for name in fold.readers:
-        linears[name].weight = linears[name].weight * s
-    if fold.source in norms:
-        norms[fold.source].copy_(divided[fold.source])
-        return
-    module = fold.source.removesuffix(".weight")
-    linears[module].weight = linears[module].weight / s[:, None]
-    linears[module].bias = divided.get(f"{module}.bias")

@@ -96,6 +96,7 @@ class LayerCalibration:
         self.full, self.block, self.after = full, block, after
         self._calibrator, self._read = calibrator, dict(read)
         self.losses: list[float] = []  # of block-wise training
+        self.changed = False  # whether its weights are no longer those of the source, though it computes the same
         weight = after.square().mean(-1).clamp(min=1e-12).reciprocal_()  # [S, T]
         self._token_weight = (weight / weight.mean()).sqrt_()
         self._tapes: list[Tape] = []  # of the batches, while the stages are quantized one after the other
@@ -144,6 +145,7 @@ class LayerCalibration:
     def full_changed(self) -> None:
         """Forget what the full-precision layer's linears read: it has been changed."""
         self._read.clear()
+        self.changed = True
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         size = self._calibrator.batch

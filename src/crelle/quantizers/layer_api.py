@@ -73,6 +73,17 @@ class ScaleFold:
     readers: tuple[str, ...]  # full names of the linears
 
 
+@dataclass(frozen=True, slots=True)
+class ValueHeads:
+    """The linears around attention's sum of values: `heads` heads of o's input, the first ones share v's first head."""
+
+    v: str  # full names
+    o: str
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
 class Block(Protocol):
     """One decoder layer: hidden states [B, T, width] to hidden states."""
 
@@ -91,6 +102,8 @@ class Block(Protocol):
         ...
 
     def folds(self) -> Sequence[ScaleFold]: ...
+
+    def value_heads(self) -> ValueHeads: ...
 
     def vectors(self) -> dict[str, Tensor]:
         """Return the other tensors (norms) by full name; they may be changed in place."""

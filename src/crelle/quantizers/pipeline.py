@@ -275,7 +275,7 @@ def _quantize_layer(
     with _about(shard.name):
         changed = default.before_layer(layer) if isinstance(default, LayerQuantizer) else {}
     kept = [m for m in layer.block.linears() if _keeps(m, default, special)]
-    if changed and kept:
+    if layer.changed and kept:
         raise SchemeError(f"'{kept[0]}' cannot be kept as it is: scheme '{default}' rescales the inputs of its layer")
     quantizes_inputs = any(isinstance(chosen(m), ActivationQuantizer) for m in layer.block.linears())
     fitted = layer.fit(fit, rounding if quantizes_inputs else None)
