@@ -71,30 +71,32 @@ def _halves(word: int) -> tuple[float, float]:
     return low, high
 
 
-def _mask(word: int, mask: int, exponent: int) -> tuple[float, float]:
-    return _halves(word & mask | exponent)
+def _masked(word: int, mask: int) -> tuple[float, float]:
+    """Bits as subnormal numbers: how many times 2^-24 they are."""
+    low, high = _halves(word & mask)
+    return low * 2**24, high * 2**24
 
 
 def _permuted(word: int, low: int, high: int) -> tuple[float, float]:
     b = word.to_bytes(4, "little")
-    return _halves(int.from_bytes(bytes([b[low], 0x64, b[high], 0x64]), "little"))
+    return _masked(int.from_bytes(bytes([b[low], 0, b[high], 0]), "little"), 0xFFFFFFFF)
 
 
 def _keys(bits: int, word: int) -> dict[int, float]:
-    """The codes of a lane's run of channels, from the registers that `keys` makes, offset and factor taken off."""
+    """The codes of a lane's run of channels, from the registers that `keys` makes, the factor taken off."""
     if bits == 8:
         pairs = [_permuted(word, 0, 1), _permuted(word, 2, 3)]
-        return {2 * k + h: pairs[k][h] - 1024 for k in range(2) for h in range(2)}
-    made = [_mask(word >> 8 * (k // 2), 0x00F000F0 if k % 2 else 0x000F000F, 0x64006400) for k in range(4)]
-    return {k + 4 * h: (made[k][h] - 1024) / (16 if k % 2 else 1) for k in range(4) for h in range(2)}
+        return {2 * k + h: pairs[k][h] for k in range(2) for h in range(2)}
+    made = [_masked(word >> 8 * (k // 2), 0x00F000F0 if k % 2 else 0x000F000F) for k in range(4)]
+    return {k + 4 * h: made[k][h] / (16 if k % 2 else 1) for k in range(4) for h in range(2)}
 
 
 def _values(bits: int, word: int) -> list[tuple[float, float]]:
-    """For each channel of a lane the codes of its two tokens, as `values` makes them."""
+    """For each channel of a lane the codes of its two tokens, as `values` makes them, the factor taken off."""
     if bits == 8:
-        return [tuple(x - 1024 for x in _permuted(word, i, i + 2)) for i in range(2)]  # type: ignore[misc]
-    shifted = [word << 4 & 0xFFFFFFFF, word, word >> 4, word >> 8]
-    return [tuple(x - 64 for x in _mask(w, 0x00F000F0, 0x54005400)) for w in shifted]  # type: ignore[misc]
+        return [_permuted(word, i, i + 2) for i in range(2)]
+    made = [_masked(word >> 8 * (j // 2), 0x00F000F0 if j % 2 else 0x000F000F) for j in range(4)]
+    return [(low / (16 if j % 2 else 1), high / (16 if j % 2 else 1)) for j, (low, high) in enumerate(made)]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

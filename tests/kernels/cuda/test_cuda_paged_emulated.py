@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "load", EmulatedKernel)
     monkeypatch.setattr(paged_attention, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(paged_attention, "most_shared_memory", lambda: 227 * 1024)
 
 
 def poisoned(fmt: KVFormat, count: int, heads: int, D: int) -> KVPages:
@@ -61,6 +62,8 @@ CASES = [
     ("k8v4", 128, 4),
     ("k2v3:group=16", 64, 2),
     ("k3v8:rotate=false", 128, 2),
+    ("kv8:page=32", 64, 1),
+    ("kv4:page=48", 128, 4),
 ]
 
 

@@ -60,6 +60,11 @@ def multiprocessors(device: int | None = None) -> int:
     return _multiprocessors(torch.cuda.current_device() if device is None else device)
 
 
+def most_shared_memory() -> int:
+    """How many bytes of shared memory a thread block can have on the current device, static and dynamic."""
+    return _most_shared_memory(torch.cuda.current_device())
+
+
 def attributes(kernel: "Kernel") -> dict[str, int]:
     """What the kernel takes: registers and local (spilled) bytes a thread, static shared bytes and threads a block."""
     from cuda.bindings import driver
@@ -81,6 +86,15 @@ def _load(file: str, expression: str, device: int) -> "Kernel":
 @cache
 def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _most_shared_memory(device: int) -> int:
+    from cuda.bindings import driver
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(_ask(driver.cuDeviceGetAttribute(which, device), f"CUDA device {device}"))
 
 
 class Kernel:

@@ -22,12 +22,13 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.kv import KVCode, KVFormat, KVPages
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
-from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.launch import load, most_shared_memory, multiprocessors
 from crelle.kernels.cuda.weight_layout import CudaWeight
 
 _TOKENS = 16  # that a tensor instruction takes
 MOST_SPLITS = 128  # in paged_attention.cu
-_SHARED = 225 * 1024  # bytes of shared memory that a thread block can have beside its static ones
+_HOPPER_SHARED = 227 * 1024  # bytes that a thread block can have
+_STATIC_SHARED = 2048  # of which `attend` has so many, or fewer, at a fixed place
 _HEADS = 8  # query heads that share a read, at most
 _APPEND_THREADS = 256
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
@@ -109,13 +110,14 @@ def tile_config(
     config = PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
     if blocks >= devices:
         return replace(config, prefetch=splits == 1 and blocks > occupancy // warps * devices)
+    room = (most_shared_memory() if processors is None else _HOPPER_SHARED) - _STATIC_SHARED
     # Few sequences: all blocks run at one time, since a second wave would be short; as large ones as keep all
     # multiprocessors busy, since the parts of warps are added sooner than those of blocks.
     for warps in (occupancy, occupancy // 2, 4):
         config = replace(config, warps=warps)
         fits = min(occupancy // warps * devices // blocks, longest // (warps * tiles * _TOKENS), MOST_SPLITS)
         config = replace(config, splits=max(1, fits))
-        if config.splits * blocks >= 0.9 * devices and shared_bytes(config, fmt, head_size) <= _SHARED:
+        if config.splits * blocks >= 0.9 * devices and shared_bytes(config, fmt, head_size) <= room:
             break
     return config
 

@@ -13,14 +13,15 @@
 // so values come with two tokens of a channel in one register, as a product over tokens wants them. Which channel is
 // which row of the product is free: q is laid out to match (`key_place`), and the result is read so (`channel`).
 //
-// Codes become f16 without arithmetic: bits put below the exponent of 1024 are 1024 + code, above 4 zeros below that
-// of 64 they are 64 + code. Keys take the fewest instructions: a word of 8 codes is 1 shift and 4 masks, with 16 times
-// the code in every other pair, whose q is divided by 16. Values are added up over thousands of tokens, and the tensor
-// cores cut sums off instead of rounding them: an offset that adds up makes every channel too small by the same amount,
-// and H, which is undone at the end, gathers that in channel 0, sqrt(D) times as large (seen on an H200: 2.5e-3 of the
-// largest result over 32768 tokens). So values have the small offset, 3 shifts and 4 masks, and every other tile has it
-// negative: -P times 64 + (15 - code), the complement of the code. Offsets and what is cut off cancel. Those of 8 bits
-// become code - 128. What is left of the offsets leaves with the zeros.
+// Codes become f16 without arithmetic and without an offset: as bits of a subnormal number, which is that many times
+// 2^-24 (the first exponent goes on with the same step, so 11 bits can be used). Tensor cores take subnormal numbers as
+// they are. A code that is not at the lowest bits is 4, 16, … times as large: keys have a q that is divided by that,
+// values a result. So a word of 8 codes of 4 bits is 1 shift and 4 masks.
+//
+// Values are added up over thousands of tokens, and the tensor cores cut sums off instead of rounding them: what grows
+// with the tokens makes every channel too small by the same amount, and H, which is undone at the end, gathers that in
+// channel 0, sqrt(D) times as large (seen on an H200 with 64 + code: 2.5e-3 of the largest result over 32768 tokens).
+// So every other tile has the other sign: -P times the complement of the code. What is cut off cancels.
 #pragma once
 #include "tensorcore.cuh"
 #include "warp.cuh"
@@ -120,8 +121,8 @@ struct Pages {
   static_assert(BITS > 3 || D % 64 == 0);
   static constexpr int PIECE = ROW % 16 ? 8 : 16;                        // bytes of a copy
   static constexpr int CODES = UNITS * 256, WORDS = CODED ? 32 * C : 0;  // bytes of 16 tokens in shared memory
-  static constexpr float KEY_OFFSET = 1024, OFFSET = BITS == 2 ? 4 : BITS == 3 ? 8 : BITS == 4 ? 64 : -128;
-  static constexpr float TURN = 2 * OFFSET + (1 << BITS) - 1;  // OFFSET + zero and its complement's add up to this
+  static constexpr float UNIT = CODED ? 0x1p-24f : 1;                    // what a code of 1 is
+  static constexpr float ZERO_STEP = BITS == 8 ? 1 : BITS == 4 ? 0.25f : BITS == 3 ? 0.125f : 0.0625f;  // in codes
 
   static __device__ __forceinline__ constexpr int swapped(int line) {
     constexpr int EVEN = UNITS & -UNITS;  // tokens 8 / EVEN apart would meet
@@ -143,6 +144,15 @@ struct Pages {
     return BITS > 4 ? 1 : k % 4 == 0 ? 1 : k % 4 == 1 ? 0.25f : k % 4 == 2 ? 0.0625f : 0.015625f;
   }
 
+  // Where the code of a lane's channel j of values lies; 3 and 2 bits: those of channels 5, 6 and 7 after a shift
+  // by 10.
+  static __device__ constexpr int value_bit(int j) { return BITS < 4 ? (j < 5 ? 2 * j : 2 * j - 10) : j % 2 * 4; }
+  // How many times too large a step's results are, for rows g (half 0) and g + 8 (half 1).
+  static __device__ constexpr float value_factor(int step, int half) {
+    if (BITS > 4) return UNIT;
+    return UNIT * (1 << value_bit(BITS < 4 ? step % 4 * 2 + half : half));
+  }
+
   // The channel of rows g (half 0) and g + 8 (half 1) of a step's result.
   static __device__ __forceinline__ int channel(int step, int g, int half) {
     if (BITS < 4) return step / 4 * 64 + 8 * g + step % 4 * 2 + half;
@@ -160,12 +170,6 @@ struct Pages {
       return codes + (place(lane / 16, lane % 16) ^ unit % 8 * 16) + unit / 8 * 128;
     const int second = unit + lane / 16;
     return codes + place(UNITS % 2 && second >= UNITS ? UNITS - 1 : second, lane % 16);
-  }
-
-  // 1024 + code to code - 128, for two.
-  static __device__ __forceinline__ uint32 centred(uint32 v) {
-    const half2 to = __hsub2(*reinterpret_cast<half2 *>(&v), __float2half2_rn(1152));
-    return *reinterpret_cast<const uint32 *>(&to);
   }
 
   // 3 bits: where the third bits of a column's 64 channels lie for a token, 8 bytes.
@@ -197,7 +201,7 @@ struct Pages {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const uint32 mask = 0x00030003u << 2 * (k % 4);
-          uint32 code = masked(k < 4 ? r[i] : r[i] >> 8, mask, 0x64006400);
+          uint32 code = (k < 4 ? r[i] : r[i] >> 8) & mask;
           if (BITS == 3) code = masked(moved(third[i], 2 * (k % 4) + 2 - k), 0x00040004u << 2 * (k % 4), code);
           a[k / 2][i + k % 2 * 2] = code;
         }
@@ -207,33 +211,30 @@ struct Pages {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint32 low = r[i], high = low >> 8;
-        a[0][i] = masked(low, 0x000f000f, 0x64006400), a[0][i + 2] = masked(low, 0x00f000f0, 0x64006400);
-        a[1][i] = masked(high, 0x000f000f, 0x64006400), a[1][i + 2] = masked(high, 0x00f000f0, 0x64006400);
+        a[0][i] = low & 0x000f000f, a[0][i + 2] = low & 0x00f000f0;
+        a[1][i] = high & 0x000f000f, a[1][i + 2] = high & 0x00f000f0;
       }
     } else if constexpr (BITS == 8) {
-      a[0][0] = __byte_perm(r0, 0x64646464, 0x4140), a[0][1] = __byte_perm(r1, 0x64646464, 0x4140);
-      a[0][2] = __byte_perm(r0, 0x64646464, 0x4342), a[0][3] = __byte_perm(r1, 0x64646464, 0x4342);
+      a[0][0] = __byte_perm(r0, 0, 0x4140), a[0][1] = __byte_perm(r1, 0, 0x4140);
+      a[0][2] = __byte_perm(r0, 0, 0x4342), a[0][3] = __byte_perm(r1, 0, 0x4342);
     } else {
       a[0][0] = r0, a[0][1] = r1, a[0][2] = r2, a[0][3] = r3;
     }
   }
-  // The same of values, [16 channels, 16 tokens]. Below 8 bits: OFFSET + code, or of its complement where P is
-  // NEGATIVE.
+  // The same of values, [16 channels, 16 tokens]; the complement of codes where P is NEGATIVE.
   template <bool NEGATIVE>
   static __device__ __forceinline__ void values(uint32 (&a)[FRAGMENTS][4], uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
-    if constexpr (BITS < 4) {  // 2 bits: 4 + code; 3: 8 + code
+    const auto add = [](uint32 v, uint32 mask, uint32 to) {
+      return NEGATIVE ? masked_not(v, mask, to) : masked(v, mask, to);
+    };
+    if constexpr (BITS < 4) {  // r2, r3: the third bits
       const uint32 r[2] = {r0, r1}, third[2] = {r2, r3};
-      constexpr int AT = 10 - BITS;  // of the code among the bits of a value
-      constexpr uint32 LOW_MASK = 0x00030003u << AT, EXPONENT = BITS == 2 ? 0x44004400u : 0x48004800u;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          const auto add = [](uint32 v, uint32 mask, uint32 to) {
-            return NEGATIVE ? masked_not(v, mask, to) : masked(v, mask, to);
-          };
-          uint32 code = add(moved(r[i], AT - 2 * j), LOW_MASK, EXPONENT);
-          if (BITS == 3) code = add(moved(third[i], 9 - j), 0x02000200, code);
+          uint32 code = add(j < 5 ? r[i] : r[i] >> 10, 0x00030003u << value_bit(j), 0);
+          if (BITS == 3) code = add(moved(third[i], value_bit(j) + 2 - j), 0x00040004u << value_bit(j), code);
           a[j / 2][2 * i + j % 2] = code;
         }
       }
@@ -241,32 +242,28 @@ struct Pages {
       const uint32 r[2] = {r0, r1};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const auto offset = [](uint32 v) {
-          return NEGATIVE ? masked_not(v, 0x00f000f0, 0x54005400) : masked(v, 0x00f000f0, 0x54005400);
-        };
-        a[0][2 * i] = offset(r[i] << 4), a[0][2 * i + 1] = offset(r[i]);
-        a[1][2 * i] = offset(r[i] >> 4), a[1][2 * i + 1] = offset(r[i] >> 8);
+        const uint32 low = r[i], high = low >> 8;
+        a[0][2 * i] = add(low, 0x000f000f, 0), a[0][2 * i + 1] = add(low, 0x00f000f0, 0);
+        a[1][2 * i] = add(high, 0x000f000f, 0), a[1][2 * i + 1] = add(high, 0x00f000f0, 0);
       }
     } else if constexpr (BITS == 8) {
-      a[0][0] = centred(__byte_perm(r0, 0x64646464, 0x4240)), a[0][1] = centred(__byte_perm(r0, 0x64646464, 0x4341));
-      a[0][2] = centred(__byte_perm(r1, 0x64646464, 0x4240)), a[0][3] = centred(__byte_perm(r1, 0x64646464, 0x4341));
+      if (NEGATIVE) r0 = ~r0, r1 = ~r1;
+      a[0][0] = __byte_perm(r0, 0, 0x4240), a[0][1] = __byte_perm(r0, 0, 0x4341);
+      a[0][2] = __byte_perm(r1, 0, 0x4240), a[0][3] = __byte_perm(r1, 0, 0x4341);
     } else {
       a[0][0] = r0, a[0][1] = r2, a[0][2] = r1, a[0][3] = r3;
     }
   }
 
-  // Two packed scales: their scales, and OFFSET + zero of each, or of its complement where P is NEGATIVE.
+  // Two packed scales: their scales, and their zeros, in steps of ZERO_STEP times 2^-24; those of the complement where
+  // P is NEGATIVE.
   template <bool NEGATIVE = false>
   static __device__ __forceinline__ void open(uint32 words, uint32 &scales, uint32 &zeros) {
     scales = words >> 1 & (BITS < 8 ? 0x7fe07fe0 : 0x7f807f80);
-    if constexpr (BITS < 4)
-      zeros = masked(words << 4, 0x03f003f0, BITS == 2 ? 0x44004400 : 0x48004800);
-    else if constexpr (BITS == 4)
-      zeros = masked(words << 2, 0x00fc00fc, 0x54005400);
-    else
-      zeros = centred(masked(words, 0x00ff00ff, 0x64006400));
-    if constexpr (NEGATIVE && BITS < 8) {
-      const half2 turned = __hsub2(__float2half2_rn(TURN), *reinterpret_cast<half2 *>(&zeros));
+    zeros = words & (BITS < 8 ? 0x003f003f : 0x00ff00ff);
+    if constexpr (NEGATIVE) {
+      constexpr uint32 LARGEST = static_cast<uint32>(((1 << BITS) - 1) / ZERO_STEP) * 0x10001u;
+      const half2 turned = __hsub2(*reinterpret_cast<const half2 *>(&LARGEST), *reinterpret_cast<half2 *>(&zeros));
       zeros = *reinterpret_cast<const uint32 *>(&turned);
     }
   }

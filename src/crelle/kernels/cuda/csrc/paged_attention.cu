@@ -16,15 +16,12 @@
 // added in a fixed order: those of the warps, then, by the last block to arrive, those of the blocks. Then H is undone.
 //
 // Arithmetic of 4 bits, D = 128, groups of 32: 16 tokens are 2304 bytes. At 4.5 TB/s a multiprocessor of 132 gets that
-// many in 119 cycles of 1.76 GHz, so each of its 4 schedulers has 475 cycles for 16 tokens. Counted on an H200, all in:
-// 326 instructions for them with one head (before the copies were written as they are now; 393 with four heads), among
-// them 16 tensor instructions and 96 masks and shifts that dequantize codes (at half rate: 192 cycles of their
-// unit). Under way: 4608 bytes for each stage of a warp; 8 blocks of 2 warps with 3 stages: 221 KB a multiprocessor.
-// Lost there (128 sequences of 1024, 32/8 heads: 43.8 us): zeros as one more step of both products instead of two fused
-// multiply-adds, 5% fewer instructions (43.8: they are not what it waits for), and with it 16 tokens at a time (47.5),
-// 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99), two blocks a sequence (61); values
-// as 1024 + code, 5 instructions a word instead of 7 (the tensor cores truncate sums: error 4e-3 over 1024 tokens, 1e-2
-// over 8192).
+// many in 119 cycles of 1.76 GHz, so each of its 4 schedulers has 475 cycles for 16 tokens: some 285 instructions with
+// four heads (by the disassembly, the usual path), among them 16 tensor instructions and 80 masks and shifts of codes
+// (at half rate: 160 cycles of their unit). Under way: 4608 bytes for each stage of a warp.
+// Lost on an H200 (128 sequences of 1024, 32/8 heads, an earlier version: 43.8 us): zeros as one more step of both
+// products instead of two fused multiply-adds, 5% fewer instructions (43.8: they are not what it waits for), and with
+// it 16 tokens at a time (47.5), 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99).
 #include "kv_loader.cuh"
 #include "semaphore.cuh"
 #include "softmax.cuh"
@@ -91,7 +88,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   constexpr int EACH = PACK == 1 ? 2 : 1, STAGE = U * Tile::BYTES, OWN = STAGES * STAGE, ROWS_AHEAD = 32 / U;
   constexpr int PITCH = D + 4;
   static_assert(KeyColumns::fits() && ValueColumns::fits() && D % 16 == 0 && G <= 8 && K::CODED == V::CODED);
-  static_assert(V_BITS >= 8 || U % 2 == 0, "tiles with offsets of either sign come in pairs");
+  static_assert(!V::CODED || U % 2 == 0, "tiles with values of either sign come in pairs");
   static_assert(G * PITCH * 4 <= OWN, "a warp's result takes the place of its tiles");
   extern __shared__ __align__(128) char shared[];
   __shared__ float tops[WARPS][8], sums[WARPS][8], counts[WARPS][8];
@@ -160,11 +157,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 
   // --- q as the right side of the products: column g is head g / PACK and one of PACK groups
   uint32 query[K::STEPS][2];
-  float start[K_TILES][2], minus[K_TILES][2];  // of columns 2t and 2t + 1: what S starts with; - sum of q
+  float minus[K_TILES][2];  // of columns 2t and 2t + 1: - sum of q, for a step of zero
   {
     constexpr int RUN = K::RUN;  // a lane's channels of 16 bytes of codes follow each other
     const E *from = q + ((size_t)b * heads + head + g / PACK) * D + RUN * t;
-    float entering[K_TILES] = {}, meant[K_TILES] = {};  // sums of q as it enters, and without the factors
+    float sum_of_q[K_TILES] = {};  // without the factors
 #pragma unroll
     for (int unit = 0; unit < K::LOW; unit++) {
       const int n = KeyColumns::tile_of_channel(unit * K::WIDE), channel = unit * K::WIDE + RUN * t;
@@ -182,7 +179,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           const int j = K::key_place(k, i);
           const bool in = !K::CODED || (channel + j) / KeyColumns::GROUP == n * PACK + g % PACK;
           v[i] = to_float(from_float<E>((in ? to_float(run.values[j]) : 0.f) * K::key_factor(k)));
-          entering[n] += v[i], meant[n] += v[i] / K::key_factor(k);
+          sum_of_q[n] += v[i] / K::key_factor(k);
         }
         if (K_BITS == 16)
           query[unit / 2][unit % 2] = pair<E>(v[0], v[1]);
@@ -192,19 +189,14 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     }
 #pragma unroll
     for (int n = 0; n < K_TILES; n++) {
-      float plain = meant[n], extra = K::OFFSET * plain - K::KEY_OFFSET * entering[n];
+      float all = sum_of_q[n];
 #pragma unroll
-      for (int i = 1; i < 4; i *= 2) {
-        plain += __shfl_xor_sync(~0u, plain, i), extra += __shfl_xor_sync(~0u, extra, i);
-      }
+      for (int i = 1; i < 4; i *= 2) all += __shfl_xor_sync(~0u, all, i);
 #pragma unroll
-      for (int c = 0; c < 2; c++) {
-        start[n][c] = K::CODED ? __shfl_sync(~0u, extra, 8 * t + 4 * c) : 0;
-        minus[n][c] = -__shfl_sync(~0u, plain, 8 * t + 4 * c);
-      }
+      for (int c = 0; c < 2; c++) minus[n][c] = -K::ZERO_STEP * __shfl_sync(~0u, all, 8 * t + 4 * c);
     }
   }
-  scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
+  scale *= 1.4426950408889634f / K::UNIT;  // exp(x) = 2^(x log2 e)
 
   float top[EACH], sum[EACH], o[V::STEPS][4], z[V_TILES][2];
 #pragma unroll
@@ -226,7 +218,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       const char *tile = stage + u * Tile::BYTES;
       float s[K_TILES][4];
 #pragma unroll
-      for (int n = 0; n < K_TILES; n++) s[n][0] = s[n][2] = start[n][0], s[n][1] = s[n][3] = start[n][1];
+      for (int n = 0; n < K_TILES; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
 #pragma unroll
       for (int unit = 0; unit < K::LOW; unit += 2) {
         uint32 r[4], a[K::FRAGMENTS][4];
@@ -360,7 +352,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
 #pragma unroll
     for (int u = 0; u < U; u += 2) {
       add_values(u, Flag<false>());
-      if (u + 1 < U) add_values(u + 1, Flag<(V_BITS < 8)>());
+      if (u + 1 < U) add_values(u + 1, Flag<V::CODED>());
     }
     __syncwarp();
     issue_load(i + STAGES, next + STAGES * apart, at);
@@ -377,7 +369,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     if (g == 0 && (PACK == 1 || 2 * t % PACK == 0)) tops[warp][h] = top[e], sums[warp][h] = all;
   }
 #pragma unroll
-  for (int n = 0; n < V_TILES; n++) z[n][0] = sum_of_rows(z[n][0]), z[n][1] = sum_of_rows(z[n][1]);
+  for (int n = 0; n < V_TILES; n++)
+    z[n][0] = sum_of_rows(z[n][0]) * (V::ZERO_STEP / V::UNIT),
+    z[n][1] = sum_of_rows(z[n][1]) * (V::ZERO_STEP / V::UNIT);
 #pragma unroll
   for (int step = 0; step < V::STEPS; step++) {
     const int n = ValueColumns::tile_of_channel(V::channel_of_step(step));
@@ -385,7 +379,9 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     for (int j = 0; j < 4; j++) {
       const int c = j % 2, h = PACK == 1 ? 2 * t + c : 2 * t / PACK, channel = V::channel(step, g, j / 2);
       const bool its = PACK == 1 || n * PACK + 2 * t % PACK + c == channel / ValueColumns::GROUP;
-      if (h < G && channel < D && its) result[h * PITCH + channel] = o[step][j] - (V::CODED ? z[n][c] : 0);
+      if (h < G && channel < D && its)
+        result[h * PITCH + channel] =
+            V::CODED ? fmaf(o[step][j], 1 / V::value_factor(step, j / 2), -z[n][c]) : o[step][j];
     }
   }
   __syncthreads();
