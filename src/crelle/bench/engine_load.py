@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from crelle.bench.compile_ahead import CHECK_PROMPT, CHECK_TOKENS, CHECKED, WARM_UP_TOKENS, compile_ahead
-from crelle.bench.decode_cuda import TOLERANCE
+from crelle.bench.decode_cuda import TOLERANCE, free_memory
 from crelle.bench.load_report import Call, LoadReport, Percentiles
 from crelle.bench.model_sources import checked_part, quantizes_activations
 from crelle.bench.trace import Prompts, TraceRequest
@@ -313,7 +313,10 @@ def check(engine: Engine) -> float:
     if llm is engine.llm:
         return disagreement(engine)
     pages = CHECKED * -(-(CHECK_PROMPT + CHECK_TOKENS) // engine.kv.page) + 1
-    return disagreement(Engine(llm, kv=engine.kv, pages=pages, batch_invariant=engine.runner.batch_invariant))
+    gap = disagreement(Engine(llm, kv=engine.kv, pages=pages, batch_invariant=engine.runner.batch_invariant))
+    del llm
+    free_memory()  # it would count for the engine's own
+    return gap
 
 
 @torch.inference_mode()
