@@ -20,17 +20,19 @@ def prompt_sizes(most: int) -> list[int]:
     return [*range(2, min(most, _EACH) + 1), *range(_EACH + _ROWS, most + _ROWS, _ROWS)]
 
 
-def compile_ahead(engine: Engine, sequences: Iterable[int], prompt_tokens: int = 0) -> tuple[int, float]:
+def compile_ahead(
+    engine: Engine, sequences: Iterable[int], prompt_tokens: int = 0, prompts: Iterable[int] = ()
+) -> tuple[int, float]:
     """Compile for decode steps of so many sequences and prefills of up to so many tokens; return kernels and seconds.
 
-    An engine without CUDA graphs has nothing to compile.
+    prompts: tokens of prefills, besides. An engine without CUDA graphs has nothing to compile.
     """
     executor, begun = engine.runner.cuda_executor(None), perf_counter()
     if executor is None:
         return 0, 0.0
     model = engine.llm.model
     checks = {WARM_UP_TOKENS, CHECK_PROMPT, CHECKED * CHECK_PROMPT}
-    sizes = [n for n in checks.union(prompt_sizes(prompt_tokens)) if n <= model.spec.context]
+    sizes = checks.union(prompt_sizes(prompt_tokens), prompts)
     found = executor.kernels({1, CHECKED, *sequences}, sizes)
     length = min(CHECK_PROMPT + CHECK_TOKENS - 1, model.spec.context)
     with torch.inference_mode(), recording() as whole:  # the pass that the engine is compared with
