@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from crelle.bench import compile_ahead as ahead
 from crelle.bench.compile_ahead import compile_ahead, prompt_sizes
 from crelle.bench.model_shapes import RandomWeights
 from crelle.formats.kv import KVFormat, KVPages
@@ -107,6 +108,7 @@ def test_what_an_engine_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPat
     """Also for the prompts that it is checked with, and the pass that it is compared with."""
     compiled = list[tuple[str, str]]()
     monkeypatch.setattr(jit, "compile_all", compiled.extend)
+    monkeypatch.setattr(ahead, "_on_gpu", lambda model: True)
     model, batch = make("k4v2")
     runner = SimpleNamespace(cuda_executor=lambda bits: batch)
     engine: Any = SimpleNamespace(runner=runner, llm=SimpleNamespace(model=model), kv=KVFormat.parse("k4v2"))
@@ -114,4 +116,5 @@ def test_what_an_engine_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPat
     assert count == len(set(compiled)) == len(compiled)
     assert seconds > 0
     assert set(compiled) > batch.kernels([1, 2, 128], prompt_sizes(64))
+    assert "key_centers" not in vars(model)  # found by a pass that computes nothing they would be kept wrong
     assert not getattr(launch._recorded, "kernels", None)

@@ -8,6 +8,8 @@ import torch
 from crelle.engine.engine import Engine
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.launch import recording
+from crelle.models.cache import CENTER_SAMPLE
+from crelle.models.loader import Model
 
 _EACH = 32  # numbers of prompt tokens up to which each may have a kernel of its own; above it, multiples of ROWS do
 _ROWS = 8
@@ -27,16 +29,22 @@ def compile_ahead(
 
     prompts: tokens of prefills, besides. An engine without CUDA graphs has nothing to compile.
     """
-    executor, begun = engine.runner.cuda_executor(None), perf_counter()
-    if executor is None:
+    model, begun = engine.llm.model, perf_counter()
+    if not _on_gpu(model):
         return 0, 0.0
-    model = engine.llm.model
+    # First the pass that the engine is compared with, and the one by which an executor finds the centres of keys.
+    with torch.inference_mode(), recording() as whole:
+        for tokens in (CHECK_PROMPT + CHECK_TOKENS - 1, CENTER_SAMPLE):
+            ids = torch.zeros(1, min(tokens, model.spec.context), dtype=torch.int64, device=model.device)
+            model(ids, model.new_cache(), last=True)
+    jit.compile_all(sorted(whole))
+    if (executor := engine.runner.cuda_executor(None)) is None:
+        return len(whole), perf_counter() - begun
     checks = {WARM_UP_TOKENS, CHECK_PROMPT, CHECKED * CHECK_PROMPT}
-    sizes = checks.union(prompt_sizes(prompt_tokens), prompts)
-    found = executor.kernels({1, CHECKED, *sequences}, sizes)
-    length = min(CHECK_PROMPT + CHECK_TOKENS - 1, model.spec.context)
-    with torch.inference_mode(), recording() as whole:  # the pass that the engine is compared with
-        ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-        model(ids, model.new_cache(kv=engine.kv))
-    jit.compile_all(sorted(found | whole))
-    return len(found | whole), perf_counter() - begun
+    found = executor.kernels({1, CHECKED, *sequences}, checks.union(prompt_sizes(prompt_tokens), prompts)) - whole
+    jit.compile_all(sorted(found))
+    return len(whole) + len(found), perf_counter() - begun
+
+
+def _on_gpu(model: Model) -> bool:
+    return model.device.type == "cuda"
