@@ -2,7 +2,8 @@
 
     python bench/engine_tables.py [--write]
 
-A table stands between <!-- NAME --> and <!-- end -->; NAME is a result file's name. Tables without a file stay.
+A table stands between <!-- NAME --> and <!-- end -->; NAME is one of TABLES, which says the result file. Tables without
+a file, or of which a file has no rows, stay.
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from crelle.bench.serving_plot import scheme_label
 
 RESULTS, DOCS = Path(__file__).parent / "results", Path(__file__).parent.parent / "docs" / "notes" / "engine.md"
 Row = dict[str, Any]
@@ -22,7 +25,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def bits(row: Row) -> str:
-    return f"{WEIGHTS.get(row['scheme'], row['scheme'])}, {row['kv'].removeprefix('kv')}"
+    return f"{WEIGHTS.get(row['scheme'], scheme_label(row['scheme']))}, {row['kv'].removeprefix('kv')}"
 
 
 def attention(result: Row) -> str:
@@ -49,7 +52,7 @@ def _attention_times(row: Row) -> Row:
 def serve(result: Row) -> str:
     """Weights and cache by batch, tokens per second; then within the cap."""
     rows = result["rows"]
-    free, capped = [r for r in rows if not r["memory"]], [r for r in rows if r["memory"]]
+    free, capped = [r for r in rows if not r["memory"]], best_within(rows)
     batches = sorted({r["batch"] for r in free})
     lines = []
     for cap in capped:
@@ -80,18 +83,75 @@ def trace(result: Row) -> str:
     return table(head, lines)
 
 
-TABLES: dict[str, Callable[[Row], str]] = {"h200-attention": attention, "h200-serve": serve, "h200-trace": trace}
+def budget(result: Row) -> str:
+    """What each kind of weights and cache gives within a memory budget: the best of its batches."""
+    lines = []
+    for r in best_within(result["rows"]):
+        sizes = [f"{r[key] / 1e9:.2f}" for key in ("weight_bytes", "cache_bytes", "peak_memory_bytes")]
+        times = [f"{r[key]:.2f}" if key in r else "–" for key in ("times_fp16", "times_w8a8")]
+        lines.append([named(r), str(r["batch"]), *sizes, f"{r['tokens_per_second']:.0f}", *times])
+    head = ["weights, cache", "sequences", "weights GB", "cache GB", "peak GB", "tokens/s", "times FP16", "times W8A8"]
+    return table(head, lines)
+
+
+def batches(result: Row) -> str:
+    """Milliseconds of a step, and tokens per second, by batch."""
+    rows = [r for r in result["rows"] if not r["memory"]]
+    sizes = sorted({r["batch"] for r in rows})
+    lines: dict[str, dict[int, str]] = {}
+    for r in rows:
+        shown = f"{r['milliseconds_per_step']:.2f}, {r['tokens_per_second']:.0f}"
+        lines.setdefault(named(r), {})[r["batch"]] = shown
+    several = {name: line for name, line in lines.items() if len(line) > 1}
+    return table(["ms, tokens/s", *map(str, sizes)], [[n, *(m.get(b, "–") for b in sizes)] for n, m in several.items()])
+
+
+def step(result: Row) -> str:
+    """Where the time of a step goes."""
+    rows = [r for r in result["rows"] if r.get("breakdown")]
+    kinds = list(rows[0]["breakdown"]["milliseconds"]) if rows else []
+    lines = []
+    for r in rows:
+        found = r["breakdown"]
+        each = [f"{ms:.2f} ({ms / found['profiled_ms']:.1%})" for ms in found["milliseconds"].values()]
+        times = [f"{ms:.2f}" for ms in (r["milliseconds_per_step"], r["graph_ms"], found["profiled_ms"])]
+        lines.append([f"{named(r)}, {r['batch']}", *times, *each])
+    return table(["weights, cache, batch", "step ms", "graph", "profiled", *kinds], lines) if lines else ""
+
+
+def best_within(rows: list[Row]) -> list[Row]:
+    """Return of each kind of weights and cache the batch that gave the most within its budget."""
+    best: dict[str, Row] = {}
+    for r in rows:
+        if r["memory"] and r["tokens_per_second"] > best.get(named(r), {"tokens_per_second": 0})["tokens_per_second"]:
+            best[named(r)] = r
+    return list(best.values())
+
+
+def named(row: Row) -> str:
+    return f"{scheme_label(row['scheme'])}, {row['kv']}"
+
+
+TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "h200-attention": ("h200-attention", attention),
+    "h200-serve": ("h200-serve", serve),
+    "h200-trace": ("h200-trace", trace),
+    "h200-serve-atom-batches": ("h200-serve-atom", batches),
+    "h200-serve-atom-budget": ("h200-serve-atom", budget),
+    "h200-serve-atom-step": ("h200-serve-atom", step),
+    "h200-trace-atom": ("h200-trace-atom", trace),
+}
 
 
 def main(write: bool) -> None:
     text = DOCS.read_text()
-    for name, make in TABLES.items():
-        path = RESULTS / f"{name}.json"
+    for name, (file, make) in TABLES.items():
+        path = RESULTS / f"{file}.json"
         if not path.is_file():
             continue
         made = make(json.loads(path.read_text()))
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
-        if mark:
+        if mark and made:
             text = before + mark + made + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
         if not write:
             print(f"{name}\n{made}\n")

@@ -124,7 +124,7 @@ def main() -> None:
             if "capped" in parts and not results.has("rows", scheme, kv, None):
                 todo.append(("capped", kv, []))
             # smaller caches are for more sequences in the same memory: their batches are not all timed
-            wanted = batches if kv == caches[0] else [n for n in batches if n == PROFILED]
+            wanted = batches if given.kv or kv == caches[0] else [n for n in batches if n == PROFILED]
             for part in ("rows", "exact"):
                 missing = [n for n in wanted if part in parts and not results.has(part, scheme, kv, n)]
                 todo += [(part, kv, missing)] if missing else []

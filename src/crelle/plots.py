@@ -53,6 +53,7 @@ def plot_lines(
             axes.plot(places, [points[p] for p in places], marker="o", markersize=3, label=name)
         axes.axhline(1.0, color=COLOURS[1], linewidth=1)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set(title=panel, xlabel=along)
         axes.grid(alpha=0.3)
     all_axes[0][0].set_ylabel(unit)

@@ -74,6 +74,13 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_picture_over_the_batch(tmp_path: Path) -> None:
+    row = asdict(measure(kv="4", **SMALL))
+    rows = [{**row, "batch": b, "torch_microseconds": {"cudnn": 3.0 * b, "flash": 5.0 * b}} for b in (1, 8, 64)]
+    plot_attention(tmp_path / "p.png", rows)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["16", "8", "4"])
 @pytest.mark.parametrize("kv_heads", [8, 32])

@@ -8,11 +8,12 @@ import torch
 
 from crelle import LLM, quantize
 from crelle.bench import engine_load
-from crelle.bench.decode_throughput import decode, fill, largest_batch
-from crelle.bench.engine_load import EngineLoad, disagreement, serve
+from crelle.bench.compile_ahead import compile_ahead, prompt_sizes
+from crelle.bench.decode_throughput import budgeted, decode, fill, largest_batch
+from crelle.bench.engine_load import EngineLoad, check, disagreement, serve
 from crelle.bench.model_shapes import SHAPES
-from crelle.bench.model_sources import random_llm
-from crelle.bench.serving_plot import plot_serving
+from crelle.bench.model_sources import checked_part, random_llm
+from crelle.bench.serving_plot import plot_serving, scheme_label
 from crelle.bench.trace import TraceRequest
 from crelle.engine.engine import Engine
 from crelle.engine.memory import parse_bytes, plan
@@ -179,3 +180,78 @@ def test_picture_of_both_kinds_of_rows(llm: LLM, tmp_path: Path) -> None:
         plot_serving(path, [asdict(r) for r in some])
         assert path.read_bytes().startswith(b"\x89PNG")
         path.unlink()
+
+
+# Quantized activations ------------------------------------------------------------------------------------------------
+
+TINY_ATOM = {**SHAPES["smollm2-135m"], "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 3}
+TINY_ATOM |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "vocab_size": 500,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("scheme", ["atom:w=4,a=4,group=64,outliers=16", "atom:w=4,a=8,levels=2,group=64,outliers=16"])
+def test_random_integer_models_are_checked_by_their_first_layer(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY_ATOM)  # type: ignore[attr-defined]
+    llm = random_llm("tiny", scheme, torch.device("cpu"))
+    part = checked_part(llm)
+    assert (len(part.model.spec.layers), len(llm.model.spec.layers)) == (1, 3)
+    assert [w.kernel for w in part.model.linears()][:3] == [w.kernel for w in llm.model.linears()][:3]
+    ids = torch.arange(5)
+    assert torch.equal(part.model.embedding(ids), llm.model.embedding(ids))
+    assert 0 <= check(Engine(llm, kv=KVFormat(4), pages=40)) < 0.3
+    row = decode(llm, scheme, batch=3, context=20, tokens=4, kv="4", profile=True)
+    assert row.tokens_per_second > 0
+    assert row.breakdown is None
+    assert row.no_breakdown is not None
+
+
+def test_float_models_are_checked_whole(llm: LLM) -> None:
+    assert checked_part(llm) is llm
+
+
+def test_a_budget_is_timed_at_its_largest_batch_and_a_whole_bucket(llm: LLM) -> None:
+    found = plan([llm.model], KVFormat(4), memory=None, pages=40, max_batch=8, budget=512)
+    rows = list(budgeted(llm, "4 bits", "4", found.total, 20, 4))
+    largest = largest_batch(llm, "4", found.total, 20, 4)
+    assert [r.batch for r in rows] == [max(b for b in (1, 2, 4, 8, 16, 24, 32) if b <= largest), largest]
+    assert all(r.memory and r.cache_bytes + r.weight_bytes <= found.total for r in rows)
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu(llm: LLM) -> None:
+    assert compile_ahead(Engine(llm, pages=4), [1, 2], 64) == (0, 0.0)
+    assert prompt_sizes(0) == []
+    assert prompt_sizes(20) == list(range(2, 21))
+    assert prompt_sizes(60)[-4:] == [40, 48, 56, 64]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "label"),
+    [
+        ("fp16", "FP16"),
+        ("atom:w=4,a=8,levels=2", "W4A8 two-level"),
+        ("atom:w=8,a=8,group=row,outliers=0", "W8A8 per row"),
+        ("rtn:bits=4,group=128", "W4A16 (rtn)"),
+        ("as stored", "as stored"),
+    ],
+)
+def test_schemes_have_the_papers_names(scheme: str, label: str) -> None:
+    assert scheme_label(scheme) == label
+
+
+def test_plot_of_batches_budgets_and_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows: list[dict[str, Any]] = []
+    kinds = {"attention": 5.0, "gemm": 2.0, "encode": 0.3, "idle": 0.1}
+    for scheme, kv in (("fp16", "kv16"), ("atom:w=4,a=4", "kv4")):
+        for batch, memory in ((8, None), (128, None), (126, "24GB")):
+            row = {"scheme": scheme, "kv": kv, "batch": batch, "memory": memory, "milliseconds_per_step": 7.3}
+            row |= {"tokens_per_second": batch * 137.0, "model": "m", "device": "d", "context": 1024}
+            row["breakdown"] = {"milliseconds": kinds, "profiled_ms": 7.4} if batch == 128 else None
+            rows.append(row)
+    plot_serving(tmp_path / "p.png", rows)
+    assert (tmp_path / "p.png").stat().st_size > 10_000

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crelle.bench.trace import Prompts, TraceRequest, random_words, read_trace
+from crelle.bench.trace import Prompts, TraceRequest, random_words, read_trace, write_trace
 from crelle.errors import FormatError, SchemeError
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -19,6 +19,12 @@ AZURE = HEAD + (
 def azure(tmp_path: Path) -> Path:
     (path := tmp_path / "t.csv").write_text(AZURE)
     return path
+
+
+def test_a_written_trace_is_read_as_it_was(azure: Path, tmp_path: Path) -> None:
+    requests = read_trace(azure, context=4096, rate=0.3, seconds=8)
+    write_trace(tmp_path / "cut" / "t.csv", requests)
+    assert read_trace(tmp_path / "cut" / "t.csv", context=4096, seconds=8) == requests
 
 
 def test_trace_is_read_with_fractions_of_seconds(azure: Path) -> None:

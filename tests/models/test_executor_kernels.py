@@ -1,15 +1,18 @@
 """Which kernels a batch launches, found without a GPU and without launching any: what is compiled ahead of a run."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from crelle.bench import compile_ahead as ahead
+from crelle.bench.compile_ahead import compile_ahead, prompt_sizes
 from crelle.bench.model_shapes import RandomWeights
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import executor, integer_gemm, integer_kernel, launch
+from crelle.kernels.cuda import executor, integer_gemm, integer_kernel, jit, launch
 from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.graph_inputs import BUCKETS
 from crelle.models.loader import Model, build
@@ -82,7 +85,7 @@ def test_kernels_are_found_without_a_gpu() -> None:
 
 def test_all_buckets_and_prompts_need_few_kernels() -> None:
     _, batch = make()
-    assert len(batch.kernels(BUCKETS, range(2, 257))) < 120
+    assert len(batch.kernels(BUCKETS, range(2, 400))) < 120
 
 
 def test_a_layer_of_an_integer_model_is_ten_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +102,19 @@ def test_a_layer_of_an_integer_model_is_ten_launches(monkeypatch: pytest.MonkeyP
         each.append(len(found))
         assert all(options.get("pdl") for options in found)
     assert (each[1] - each[0]) / 2 == 10
+
+
+def test_what_an_engine_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the prompts that it is checked with, and the pass that it is compared with."""
+    compiled = list[tuple[str, str]]()
+    monkeypatch.setattr(jit, "compile_all", compiled.extend)
+    monkeypatch.setattr(ahead, "_on_gpu", lambda model: True)
+    model, batch = make("k4v2")
+    runner = SimpleNamespace(cuda_executor=lambda bits: batch)
+    engine: Any = SimpleNamespace(runner=runner, llm=SimpleNamespace(model=model), kv=KVFormat.parse("k4v2"))
+    count, seconds = compile_ahead(engine, [128], 64)
+    assert count == len(set(compiled)) == len(compiled)
+    assert seconds > 0
+    assert set(compiled) > batch.kernels([1, 2, 128], prompt_sizes(64))
+    assert "key_centers" not in vars(model)  # found by a pass that computes nothing they would be kept wrong
+    assert not getattr(launch._recorded, "kernels", None)

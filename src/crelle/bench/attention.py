@@ -270,9 +270,20 @@ def _time(calls: Sequence[Callable[[], Tensor]], expected: Tensor | None, device
 
 
 def plot_attention(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Plot bars: ours, and torch's backends."""
-    from crelle.plots import plot_bars
+    """Plot curves over the batch where several were timed beside cuDNN, a panel for each context; else bars."""
+    from crelle.plots import plot_bars, plot_lines
 
+    if len({r["batch"] for r in rows}) > 2 and all(r["torch_microseconds"].get("cudnn") for r in rows):
+        panels: dict[str, dict[str, dict[int, float]]] = {}
+        for r in rows:
+            panel = panels.setdefault(f"{r['heads']}/{r['kv_heads']} heads, {r['context']} tokens", {})
+            cudnn = r["torch_microseconds"]["cudnn"]
+            panel.setdefault(f"ours, {r['kv']}", {})[r["batch"]] = cudnn / r["microseconds"]
+            if "flash" in r["torch_microseconds"]:
+                panel.setdefault("torch flash", {})[r["batch"]] = cudnn / r["torch_microseconds"]["flash"]
+        title = f"decode attention, {rows[0]['device']}"
+        plot_lines(path, panels, title, "sequences", "times as fast as cuDNN over 16 bits")
+        return
     labels = [
         f"{r['kv']}, batch {r['batch']}, {r['context']}, {r['heads']}/{r['kv_heads']} x {r['head_size']}" for r in rows
     ]

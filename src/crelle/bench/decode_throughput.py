@@ -131,7 +131,7 @@ def measure(
     on_gpu = engine.llm.model.device.type == "cuda"
     compile_ahead(engine, batches)
     warm_up(engine, batches)
-    gap = check(engine)
+    gap = check(engine, min(max(batches), BUCKETS[-1]))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)

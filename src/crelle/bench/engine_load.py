@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from crelle.bench.compile_ahead import CHECK_PROMPT, CHECK_TOKENS, CHECKED, WARM_UP_TOKENS, compile_ahead
-from crelle.bench.decode_cuda import TOLERANCE
+from crelle.bench.decode_cuda import TOLERANCE, free_memory
 from crelle.bench.load_report import Call, LoadReport, Percentiles
 from crelle.bench.model_sources import checked_part, quantizes_activations
 from crelle.bench.trace import Prompts, TraceRequest
@@ -30,6 +30,7 @@ from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
 
 POINTS = 240  # of a curve over time
+_COMPARED = 16  # sequences of a check that are compared with the model, about: each is a pass of its own
 Progress = Callable[[float, int, int], None]  # seconds so far, requests answered, requests failed
 
 
@@ -303,8 +304,8 @@ def warm_up(engine: Engine, sizes: Sequence[int] | None = None) -> None:
             batch.graph(bucket)
 
 
-def check(engine: Engine) -> float:
-    """Return the `disagreement` of an engine, or of one like it over the first layer of its model.
+def check(engine: Engine, sequences: int = CHECKED) -> float:
+    """Return the `disagreement` of an engine, or, with so many sequences, of one over the first layer of its model.
 
     A model of random weights with quantized activations is chaotic: a change of 0.05% of the embedding, which moves a
     few codes, becomes 20% of the logits behind one layer at 4 bits, and all of them behind 32 (W4A4, 1024 wide).
@@ -312,24 +313,31 @@ def check(engine: Engine) -> float:
     llm = checked_part(engine.llm)
     if llm is engine.llm:
         return disagreement(engine)
-    pages = CHECKED * -(-(CHECK_PROMPT + CHECK_TOKENS) // engine.kv.page) + 1
-    return disagreement(Engine(llm, kv=engine.kv, pages=pages, batch_invariant=engine.runner.batch_invariant))
+    pages = sequences * (-(-(CHECK_PROMPT + CHECK_TOKENS) // engine.kv.page) + 1)
+    together = sequences * CHECK_PROMPT  # all prompts in one step, then all decode in each
+    invariant = engine.runner.batch_invariant
+    first = Engine(llm, kv=engine.kv, pages=pages, max_batch=sequences, budget=together, batch_invariant=invariant)
+    compile_ahead(first, [sequences], prompts=[together])
+    gap = disagreement(first, sequences)
+    del first, llm
+    free_memory()  # it would count for the engine's own
+    return gap
 
 
 @torch.inference_mode()
-def disagreement(engine: Engine) -> float:
-    """Compare what the engine chooses for two sequences with one pass of the model over the same tokens.
+def disagreement(engine: Engine, sequences: int = CHECKED) -> float:
+    """Compare what the engine chooses for some sequences with one pass of the model over the same tokens.
 
     As in crelle.bench.decode_cuda: 0 where they agree, 1 where the choice has nothing to do with the model; the largest
     of all choices, or with quantized activations, where codes differ now and then, their mean.
     """
     model, tokens, prompts = engine.llm.model, CHECK_TOKENS, Prompts(engine.llm.model.spec.vocabulary, seed=-2)
     length = max(1, min(CHECK_PROMPT, model.spec.context - tokens))
-    given = [prompts.next(length) for _ in range(CHECKED)]
+    given = [prompts.next(length) for _ in range(sequences)]
     handles = [engine.add(ids, Sampling(max_tokens=tokens), ignore_end=True) for ids in given]
     engine.run()
     gaps = list[float]()
-    for ids, handle in zip(given, handles, strict=True):
+    for ids, handle in list(zip(given, handles, strict=True))[:: max(1, sequences // _COMPARED)]:
         output = handle.outputs[0]
         if output.error:
             raise output.error

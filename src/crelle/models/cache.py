@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from crelle.models.decoder import DecoderModel
 
 _STEP = 256  # tokens by which a cache grows
-_SAMPLE = 256  # random tokens from which the centres of keys are found
+CENTER_SAMPLE = 256  # random tokens from which the centres of keys are found
 _HORIZON = 4096  # positions for which they are meant
 
 
@@ -190,7 +190,7 @@ def key_centers(model: "DecoderModel") -> list[Tensor]:
     keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
     """
-    spec, tokens = model.spec, min(_SAMPLE, model.spec.context)
+    spec, tokens = model.spec, min(CENTER_SAMPLE, model.spec.context)
     ids = torch.randint(spec.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache()
     assert isinstance(cache, KVCache)

@@ -143,8 +143,10 @@ class CudaExecutor:
         with self.lock, recording() as found:
             for bucket in sorted({bucket_of(n) for n in sequences}):
                 self._inputs.argmax(_Graph(self, bucket, self._inputs).run_eagerly())
+            context = self.model.spec.context
             for tokens in prompt_tokens:
-                self._prefill([Chunk([0] * tokens, 0, [], True)])
+                parts = [min(context, tokens - at) for at in range(0, tokens, context)]
+                self._prefill([Chunk([0] * n, 0, [], True) for n in parts])
             for prompts in range(2, _HEAD_KERNELS + 1):  # whose last tokens the head multiplies
                 self._prefill([Chunk([0, 0], 0, [], True)] * prompts)
         return found
