@@ -37,6 +37,7 @@ class IntegerTileConfig:
     row_tiles: int = 1  # times 64 rows of a warpgroup; 2 only where sums stay integers (segments == 1)
     overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
     occupancy: int = 1  # thread blocks that a multiprocessor holds
+    grid_occupancy: int = 0  # those of this product, where fewer: the rest is room for the next kernel in the stream
     split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
     multicast: int = 1  # thread blocks of a cluster that share x, with rows of their own; then split_k is 1
 
@@ -47,9 +48,11 @@ class IntegerSm80TileConfig:
 
     tokens: int  # of a tile: 8, 16, 32, 64, 128
     tiles: int  # of 16 rows that a warp has
-    warps_n: int  # warps along N; times tiles a multiple of 4
+    warps_n: int  # warps along N; times tiles 2 or a multiple of 4
     warps_k: int  # groups of warps that split K
-    stages: int  # times 128 inputs
+    stages: int  # of x, times 128 inputs
+    w_stages: int  # of the weights; at least as many
+    occupancy: int = 1  # thread blocks that a multiprocessor holds
     half_bytes: bool = True  # the 4-bit instruction where both sides have 4 bits; Hopper has none
 
 
@@ -59,7 +62,8 @@ def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype
     pieces: list[str | int]
     if isinstance(s, IntegerSm80TileConfig):
         name = "integer_gemm_sm80"
-        pieces = [uses_s4(w) and s.half_bytes, s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
+        pieces = [uses_s4(w) and s.half_bytes, s.tokens, s.tiles, s.warps_n, s.warps_k]
+        pieces += [s.stages, s.w_stages, s.occupancy]
     else:
         name = "integer_gemm_sm90"
         pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy]
@@ -168,7 +172,7 @@ def schedule(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
     tiles = _tiles(w, tokens, s)
     if s.split_k > 1:
         return tiles * s.split_k, tiles
-    grid = min(processors * s.occupancy // s.multicast, tiles * w.blocks)  # clusters
+    grid = min(processors * (s.grid_occupancy or s.occupancy) // s.multicast, tiles * w.blocks)  # clusters
     rounds, left = divmod(tiles, grid)
     if left == 0 or (s.tokens >= 96 and left >= 0.85 * grid):
         return min(grid, tiles) * s.multicast, tiles
@@ -184,8 +188,8 @@ def shared_bytes(w: IntegerTiles, s: IntegerTileConfig) -> int:
 def sm80_shared_bytes(w: IntegerTiles, s: IntegerSm80TileConfig) -> int:
     """The same for integer_sm80.cuh."""
     rows = s.warps_n * s.tiles * 16
-    stage = s.tokens * BLOCK + rows // ROWS * _slot(w) + w.subs * s.tokens * 4
-    return max(s.warps_k * s.stages * stage, s.warps_k * s.tokens * (rows + 4) * 4)
+    stages = s.stages * s.tokens * (BLOCK + 4 * w.subs) + s.w_stages * rows * _slot(w) // ROWS
+    return max(s.warps_k * stages, s.warps_k * s.tokens * (rows + 4) * 4)
 
 
 def _slot(w: IntegerTiles) -> int:
@@ -220,7 +224,7 @@ _chosen: dict[tuple[int, ...], IntegerTileConfig | IntegerSm80TileConfig] = {}
 def _choose_sm90(w: IntegerTiles, tokens: int, processors: int) -> IntegerTileConfig | IntegerSm80TileConfig:
     if tokens <= 16:  # groups of warps that split K hide latencies better than deep pipelines
         warps_k = 8 if processors * ROWS >= w.N else 4
-        few = IntegerSm80TileConfig(8 if tokens <= 8 else 16, 2, 2, warps_k, 2, half_bytes=False)
+        few = IntegerSm80TileConfig(8 if tokens <= 8 else 16, 2, 2, warps_k, 2, 2, half_bytes=False)
         if sm80_shared_bytes(w, few) <= _SHARED:
             return few
     most = 256 if w.segments == 1 else 160  # registers for one or two kinds of sums
@@ -271,12 +275,12 @@ def _choose_sm80(w: IntegerTiles, tokens: int, room: int | None = None) -> Integ
     if room is None:
         room = int(getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 99 * 1024))
     shapes = (
-        IntegerSm80TileConfig(64, 1, 8, 1, 3),
-        IntegerSm80TileConfig(64, 1, 4, 1, 3),
-        IntegerSm80TileConfig(32, 1, 4, 2, 3),
-        IntegerSm80TileConfig(16, 1, 4, 2, 3),
-        IntegerSm80TileConfig(8, 1, 4, 2, 3),
-        IntegerSm80TileConfig(8, 1, 4, 1, 2),
+        IntegerSm80TileConfig(64, 1, 8, 1, 3, 3),
+        IntegerSm80TileConfig(64, 1, 4, 1, 3, 3),
+        IntegerSm80TileConfig(32, 1, 4, 2, 3, 3),
+        IntegerSm80TileConfig(16, 1, 4, 2, 3, 3),
+        IntegerSm80TileConfig(8, 1, 4, 2, 3, 3),
+        IntegerSm80TileConfig(8, 1, 4, 1, 2, 2),
     )
     useful = [s for s in shapes if s.tokens < 2 * tokens or s.tokens == 8]
     return next(s for s in useful if sm80_shared_bytes(w, s) <= room)

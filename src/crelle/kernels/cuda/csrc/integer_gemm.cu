@@ -29,12 +29,12 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(integer_sm90_t
 #endif
 
 template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, bool S4, int NT, int TILES, int WARPS_N,
-          int WARPS_K, int STAGES, typename X>
-__global__ void __launch_bounds__(WARPS_N * WARPS_K * 32)
+          int WARPS_K, int STAGES, int W_STAGES, int OCCUPANCY, typename X>
+__global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
     integer_gemm_sm80(const char *__restrict__ x, const char *__restrict__ pieces, const float *__restrict__ x_scales,
                       const float *__restrict__ row_scale, const X *__restrict__ bias, const X *residual, X *y,
                       const __grid_constant__ IntegerShape shape, int stride) {
-  integer_sm80_tiles<SCHEME, SUBS, SEGMENTS, HAS_WIDE, S4, NT, TILES, WARPS_N, WARPS_K, STAGES>(
+  integer_sm80_tiles<SCHEME, SUBS, SEGMENTS, HAS_WIDE, S4, NT, TILES, WARPS_N, WARPS_K, STAGES, W_STAGES>(
       x, pieces, x_scales, row_scale, bias, residual, y, shape, stride);
 }
 
