@@ -9,7 +9,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ _SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor of Hopper for thread bl
 _STAGES = 12  # more are of no use
 
 
-Overlap = Literal["WARPGROUPS", "BLOCKS", "HALVES"]
-
-
 @dataclass(frozen=True, slots=True)
 class IntegerTileConfig:
     """Tile config of integer_sm90.cuh; its template parameters."""
@@ -34,8 +30,7 @@ class IntegerTileConfig:
     tokens: int  # of a tile: one of SIZES
     warpgroups: int  # of 64 rows
     stages: int  # times 128 inputs
-    row_tiles: int = 1  # times 64 rows of a warpgroup; 2 only where sums stay integers (segments == 1)
-    overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
+    turns: int = 1
     occupancy: int = 1  # thread blocks that a multiprocessor holds
     grid_occupancy: int = 0  # those of this product, where fewer: the rest is room for the next kernel in the stream
     split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
@@ -66,7 +61,7 @@ def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype
         pieces += [s.stages, s.w_stages, s.occupancy]
     else:
         name = "integer_gemm_sm90"
-        pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy]
+        pieces = [s.tokens, s.warpgroups, s.stages, s.turns, s.occupancy]
         pieces += [s.multicast > 1, max(s.split_k, s.multicast)]
     arguments = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in (*form, *pieces))
     return "integer_gemm.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}>"
@@ -180,9 +175,10 @@ def schedule(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
 
 
 def shared_bytes(w: IntegerTiles, s: IntegerTileConfig) -> int:
-    """Dynamic shared memory: stages, and with split_k the sums, which take their place; as in integer_sm90.cuh."""
+    """Dynamic shared memory: stages, and with split_k what other thread blocks send; as in integer_sm90.cuh."""
     stage = s.tokens * BLOCK + _rows(s) // ROWS * _slot(w) + w.subs * s.tokens * 4
-    return 1024 + 256 + max(s.stages * stage, s.tokens * s.warpgroups * 256 if s.split_k > 1 else 0)
+    owned = -(-s.tokens // 8 // s.split_k) * s.warpgroups * 2048
+    return 1024 + 256 + s.stages * stage + (s.split_k - 1) * owned
 
 
 def sm80_shared_bytes(w: IntegerTiles, s: IntegerSm80TileConfig) -> int:
@@ -197,7 +193,7 @@ def _slot(w: IntegerTiles) -> int:
 
 
 def _rows(s: IntegerTileConfig) -> int:
-    return ROWS * s.warpgroups * s.row_tiles
+    return ROWS * s.warpgroups 
 
 
 def _tiles(w: IntegerTiles, tokens: int, s: IntegerTileConfig) -> int:
@@ -248,7 +244,7 @@ def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
     """Return about how many cycles a product takes. The constants are fitted to an H200: 30 products of 4096 x 4096 to
     8192 x 8192 and 16 to 512 tokens, all configs; what is chosen by them takes 0.4% (at most 5%) longer than the best.
     """
-    tiles, groups = _tiles(w, tokens, s), s.warpgroups * s.row_tiles
+    tiles, groups = _tiles(w, tokens, s), s.warpgroups 
     grid, whole = schedule(w, tokens, s, processors)
     grid //= s.multicast
     codes = groups * (4096 + 128 * w.subs)  # of a block of 128 inputs
