@@ -26,7 +26,7 @@ from crelle.formats.packing import pack_stream
 from crelle.kernels import cuda
 from crelle.kernels.cuda import integer_gemm, jit
 from crelle.kernels.cuda.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
-from crelle.kernels.cuda.integer_layout import IntegerTiles, lay_out
+from crelle.kernels.cuda.integer_layout import lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
 EPSILON = {HALF: 2**-11, BF16: 2**-8}
@@ -40,20 +40,16 @@ SM80 = [
 SM90 = [
     IntegerTileConfig(8, 1, 3),
     IntegerTileConfig(16, 2, 4),
-    IntegerTileConfig(32, 2, 3, turns=2),
-    IntegerTileConfig(16, 2, 3, turns=0),
+    IntegerTileConfig(32, 2, 3),
     IntegerTileConfig(16, 1, 3, split_k=2),
-    IntegerTileConfig(32, 1, 3, multicast=2),
-    IntegerTileConfig(16, 3, 3, turns=3),
-    IntegerTileConfig(64, 2, 4, occupancy=2),
+    IntegerTileConfig(24, 3, 3),
+    IntegerTileConfig(64, 1, 4, occupancy=2),
     IntegerTileConfig(96, 2, 4, split_k=2),
     IntegerTileConfig(128, 2, 4),
-    IntegerTileConfig(128, 2, 4, turns=2),
-    IntegerTileConfig(128, 2, 4, multicast=2),
     IntegerTileConfig(128, 3, 3),
     IntegerTileConfig(128, 2, 4, split_k=4),
 ]
-EMULATED = 7  # of these, the first
+EMULATED = 5  # of these, the first
 Config = IntegerTileConfig | IntegerSm80TileConfig
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
@@ -112,9 +108,8 @@ def test_emulated_products_match_oracle(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (CASES[11], IntegerTileConfig(16, 1, 3, multicast=2)),
-        (CASES[12], IntegerTileConfig(16, 1, 2, split_k=2, turns=2)),
-        (CASES[1], IntegerTileConfig(32, 1, 2, multicast=2)),
+        (CASES[11], IntegerTileConfig(16, 1, 3, split_k=2)),
+        (CASES[12], IntegerTileConfig(16, 1, 2, split_k=2)),
         (CASES[0], IntegerTileConfig(16, 2, 2, split_k=2)),
         (CASES[10], IntegerTileConfig(16, 1, 3, split_k=4)),
         (CASES[4], IntegerTileConfig(24, 1, 3, split_k=4)),
@@ -221,13 +216,13 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 def test_products_are_not_waited_for_one_by_one() -> None:
     """Where the assembler cannot follow which instructions are under way, it waits behind each of them."""
-    for case, config in ((CASES[1], SM90[9]), (CASES[1], SM90[13]), (CASES[12], SM90[9]), (CASES[12], SM90[10])):
+    for case, config in ((CASES[1], SM90[7]), (CASES[1], SM90[9]), (CASES[12], SM90[7]), (CASES[10], SM90[8])):
         laid = lay_out(random_integer_weight(case, 64, 512))
         built = jit.compile(*integer_gemm.variant(laid, config, HALF), "sm_90a")
         if (code := disassemble(built.cubin)) is None:
             pytest.skip("no disassembler")
         groups = len(re.findall(r"IGMMA.*gsb0", code))
-        assert groups * (2 if config.turns == 2 else 4) == len(re.findall("IGMMA", code)), config
+        assert groups * 4 == len(re.findall("IGMMA", code)), config
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

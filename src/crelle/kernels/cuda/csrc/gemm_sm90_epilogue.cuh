@@ -62,11 +62,11 @@ __device__ __forceinline__ void add_in_cluster(const float (&d)[NT / 2], char *r
 // The sums of a warpgroup's 64 rows and NT tokens of the tile of `work`, in d; place(): the first row of this warp and
 // the first token (asked for late, for the registers' sake). shared, where SPLIT_K > 1: NT * 256 WG bytes that nothing
 // uses any more; with SENDS those of `add_in_cluster`. The others as of gemm_sm90_tiles; partial and semaphores [grid].
-template <int NT, int WG, int SPLIT_K, bool RESIDUAL, bool SENDS = false, int TOGETHER, typename Place, typename X>
-__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedulerOf<TOGETHER> &work,
-                                            const Place &place, char *shared, const X *__restrict__ bias,
-                                            const X *residual, X *y, float4 *partial, int *semaphores, int N, int M,
-                                            int blocks, int tiles, int whole, int stride, int lane, uint32 sent = 0) {
+template <int NT, int WG, int SPLIT_K, bool RESIDUAL, bool SENDS = false, typename Place, typename X>
+__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileScheduler &work, const Place &place,
+                                            char *shared, const X *__restrict__ bias, const X *residual, X *y,
+                                            float4 *partial, int *semaphores, int N, int M, int blocks, int tiles,
+                                            int whole, int stride, int lane, uint32 sent = 0) {
   constexpr int SUMS = NT / 8 * WG * 128;
   if constexpr (SPLIT_K == 1) {
     if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
@@ -79,19 +79,18 @@ __device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedu
       return;
     }
     const long long units = (long long)(tiles - whole) * blocks;
-    const int others = work.count < blocks ? (int)(((work.tile + 1ll) * blocks * (gridDim.x / TOGETHER) - 1) / units) -
-                                                 (int)(blockIdx.x / TOGETHER)
-                                           : 0;
+    const int others =
+        work.count < blocks ? (int)(((work.tile + 1ll) * blocks * gridDim.x - 1) / units) - (int)blockIdx.x : 0;
     if (others > 0) {
       for (int i = threadIdx.x; i < others; i += WG * 128) {
-        int *const flag = semaphores + blockIdx.x + (1 + i) * TOGETHER;
+        int *const flag = semaphores + blockIdx.x + 1 + i;
         wait_for_flag(flag);
         *flag = 0;  // as the next launch wants it
       }
       team_sync<WG * 128>(1);
-      const float4 *from = partial + (size_t)(blockIdx.x + TOGETHER) * SUMS + threadIdx.x;
+      const float4 *from = partial + (size_t)(blockIdx.x + 1) * SUMS + threadIdx.x;
 #pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
-      for (int i = 0; i < others; i++, from += TOGETHER * SUMS) {
+      for (int i = 0; i < others; i++, from += SUMS) {
 #pragma unroll
         for (int c = 0; c < NT / 8; c++) {
           const float4 v = __ldcg(from + c * (WG * 128));

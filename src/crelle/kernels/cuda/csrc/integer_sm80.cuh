@@ -146,8 +146,7 @@ __device__ __forceinline__ void integer_sm80_tiles(const char *__restrict__ x, c
           }
       }
       if (SEGMENTS > 0 && i + 1 < mine && (SEGMENTS == 1 || block + 1 != shape.normal)) continue;
-      const float *const xs =
-          reinterpret_cast<const float *>(stage + X_BYTES) + (SEGMENTS ? 0 : g * NT) + lane % 4 * 2;
+      const float *const xs = reinterpret_cast<const float *>(stage + X_BYTES) + (SEGMENTS ? 0 : g * NT) + lane % 4 * 2;
       const float unit = narrow && !S4 ? 1.0f / 16 : 1.0f;
       if (SEGMENTS && g + 1 < SUBS) continue;
 #pragma unroll

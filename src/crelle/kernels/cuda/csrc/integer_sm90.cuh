@@ -9,11 +9,7 @@
 // ones: one integer and two float instructions a sum. With SEGMENTS (one scale of x for all inputs that are no
 // outliers, one of w for a row) the sums stay integers to the end of K.
 //
-// A warp cannot do anything else while its matrix instructions wait for the tensor core. So with TURNS warpgroups
-// multiply in turn: while one does, the others unpack and scale. Otherwise all would multiply at once, then all scale.
-//
-// With MULTICAST the CLUSTER thread blocks of neighbouring rows read x once for all: each a share of the tokens, which
-// is copied to all of them. Stream-K, split-K and what is written: gemm_sm90_epilogue.cuh.
+// Stream-K, split-K and what is written: gemm_sm90_epilogue.cuh.
 #pragma once
 #include "gemm_sm90_epilogue.cuh"
 #include "integer_weights.cuh"
@@ -31,50 +27,40 @@ __host__ __device__ constexpr int integer_sm90_threads(int nt, int wg, int occup
 }
 
 #if __CUDA_ARCH__ == 900
-// x [padded, 128 blocks] by x_map, whose box has NT rows (NT / CLUSTER with MULTICAST); row_scale f32 [N rounded up to
-// 64] with two levels; the others as of gemm_sm90_tiles.
-template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, int NT, int WG, int STAGES, int TURNS,
-          int OCCUPANCY, bool MULTICAST, int CLUSTER, typename X>
+// x [padded, 128 blocks] by x_map, whose box has NT rows; row_scale f32 [N rounded up to 64] with two levels; the
+// others as of gemm_sm90_tiles.
+template <IntegerScheme SCHEME, int SUBS, int SEGMENTS, bool HAS_WIDE, int NT, int WG, int STAGES, int OCCUPANCY,
+          int SPLIT_K, typename X>
 __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const char *__restrict__ pieces,
                                                    const float *__restrict__ x_scales,
                                                    const float *__restrict__ row_scale, const X *__restrict__ bias,
                                                    const X *residual, X *y, float4 *partial, int *semaphores,
                                                    const IntegerShape &shape, int whole, int stride) {
-  constexpr bool ORDERED = (TURNS & 1) && WG > 1, HALVED = TURNS & 2;
   constexpr int ROWS = 64 * WG, WARPS = 4 * WG, X_BYTES = NT * 128,
                 SLOT = HAS_WIDE ? Piece<SUBS>::WIDE : Piece<SUBS>::NARROW;
   constexpr int X_SCALES = SUBS * NT * 4;
-  constexpr int SPLIT_K = MULTICAST ? 1 : CLUSTER, TOGETHER = MULTICAST ? CLUSTER : 1, X_SHARE = X_BYTES / TOGETHER;
   constexpr bool SENDS = SPLIT_K > 1;
-  static_assert(NT % (8 * TOGETHER) == 0, "shares of x are swizzled rows of eight");
-  using Scheduler = TileSchedulerOf<TOGETHER>;
   constexpr bool GIVES = integer_gives_registers(NT, WG, OCCUPANCY);
   extern __shared__ __align__(128) char shared[];
   // barriers, then, behind whole KB, stages of x, of weights, of scales of x, sums of other thread blocks
   char *const base = shared + kept(256 + (-(shared_address(shared) + 256) & 1023));
   char *const w_base = base + STAGES * X_BYTES, *const s_base = w_base + STAGES * WG * SLOT,
               *const received = s_base + STAGES * X_SCALES;
-  static_assert(STAGES <= 12 && WG <= 4, "there is room for as many barriers");
+  static_assert(STAGES <= 12, "there is room for as many barriers");
   const uint32 x_at = shared_address(base), full = kept(shared_address(shared)), empty = full + 8 * STAGES;
-  const uint32 turns = empty + 8 * STAGES, sent = full + 240;
+  const uint32 sent = empty + 8 * STAGES;
   const int lane = kept(threadIdx.x & 31), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int rank = TOGETHER > 1 ? blockIdx.x % TOGETHER : 0;
-  const int across = (shape.N + ROWS * TOGETHER - 1) / (ROWS * TOGETHER), tiles = across * ((shape.M + NT - 1) / NT);
+  const int across = (shape.N + ROWS - 1) / ROWS, tiles = across * ((shape.M + NT - 1) / NT);
 
   launch_dependents();
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS * TOGETHER);
-#pragma unroll
-    for (int g = 0; g < (ORDERED ? WG : 0); g++) init_barrier(turns + 8 * g, 4);
+    for (int s = 0; s < STAGES; s++) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS);
     if constexpr (SENDS) init_barrier(sent, 1);
     fence_barriers();
     if constexpr (SENDS) arrive_expecting(sent, received_bytes<NT, WG, SPLIT_K>(blockIdx.x % SPLIT_K));
   }
-  if constexpr (MULTICAST)
-    cluster_sync();  // no block is written to before its barriers are there
-  else
-    __syncthreads();
+  __syncthreads();
   if constexpr (SENDS) cluster_arrive();
 
   if (warp >= WARPS) {
@@ -88,16 +74,11 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
 #pragma unroll
         for (int i = 0; i < WG; i++)
           copy_bulk(shared_address(w_base + (s * WG + i) * SLOT),
-                    pieces + Piece<SUBS>::start(shape, min((tile % across * TOGETHER + rank) * WG + i, last), block),
-                    bytes, full + 8 * s);
+                    pieces + Piece<SUBS>::start(shape, min(tile % across * WG + i, last), block), bytes, full + 8 * s);
       };
       const auto load_x = [&](int s, int tile, int block) {
         const int token = tile / across * NT, tokens = min(NT, padded - token);
-        if constexpr (MULTICAST)
-          copy_box_to_all(x_at + s * X_BYTES + rank * X_SHARE, x_map, block * 128, token + rank * (NT / TOGETHER),
-                          full + 8 * s, TOGETHER);
-        else
-          copy_box(x_at + s * X_BYTES, x_map, block * 128, token, full + 8 * s);
+        copy_box(x_at + s * X_BYTES, x_map, block * 128, token, full + 8 * s);
 #pragma unroll
         for (int j = 0; j < SUBS; j++)
           copy_bulk(shared_address(s_base + s * X_SCALES + j * (NT * 4)),
@@ -105,14 +86,14 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       };
       int early = 0;  // blocks whose weights were asked for
 #pragma unroll 1
-      for (Scheduler work = Scheduler::template of<SPLIT_K>(tiles, whole, shape.blocks);
+      for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks);
            work.count > 0 && early < STAGES; work.advance())
 #pragma unroll 1
         for (int i = 0; i < work.count && early < STAGES; i++) load_w(early++, work.tile, work.first + i);
       grid_dependency_wait();
       int s = 0, phase = 1;
 #pragma unroll 1
-      for (Scheduler work = Scheduler::template of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance())
+      for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance())
 #pragma unroll 1
         for (int i = 0; i < work.count; i++) {
           if (early > 0) {
@@ -134,19 +115,12 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
     uint32 scales[2][SUBS];
     float unit[2];  // of sums of the block's codes
     const uint32 x_matrix = kept(swizzled_rows(x_at));
-    int s = 0, phase = 0, turn = 0;
+    int s = 0, phase = 0;
 
     uint32 seen = 0;  // of the scales of x, what was loaded last
     const auto release = [&](int stage) {
       const uint32 barrier = empty + 8 * stage + nothing_until_loaded(seen, lane);
-      if (elected()) {
-        if constexpr (MULTICAST) {
-#pragma unroll
-          for (int r = 0; r < TOGETHER; r++) arrive_at(barrier, r);
-        } else {
-          arrive(barrier);
-        }
-      }
+      if (elected()) arrive(barrier);
     };
     const auto hold_operands = [](uint32(&a)[4][4]) {
 #pragma unroll
@@ -167,17 +141,11 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
     };
     // Steps from `first` on of the block in this stage; `add`: to what is in the accumulators.
     const auto multiply = [&](int p, int first, int steps, bool add) {
-      if constexpr (ORDERED) wait_barrier(turns + 8 * group, turn ^ (group == 0));
       fence_products();
       const uint32 matrix = x_matrix + s * (X_BYTES / 16);
 #pragma unroll
-      for (int k = first; k < first + steps; k++)
-        WgmmaS8<NT>::multiply(acc, a[p][k], matrix + 2 * k, add || k > first);
+      for (int k = first; k < first + steps; k++) WgmmaS8<NT>::multiply(acc, a[p][k], matrix + 2 * k, add || k > first);
       commit_products();
-      if constexpr (ORDERED) {
-        if (elected()) arrive(turns + 8 * (group + 1 == WG ? 0 : group + 1));
-        turn ^= 1;
-      }
     };
     // The sums of group j of a block by the scales of x in its stage.
     const auto add_group = [&](int p, int j, int stage) {
@@ -214,44 +182,17 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
     };
 
 #pragma unroll 1
-    for (Scheduler work = Scheduler::template of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance()) {
+    for (TileScheduler work = TileScheduler::of<SPLIT_K>(tiles, whole, shape.blocks); work.count > 0; work.advance()) {
       if constexpr (SEGMENTS != 1) {
 #pragma unroll
         for (int i = 0; i < NT / 2; i++) f[i] = 0;
       }
       int before = -1;  // the stage that the instructions under way read, if any
       bool add = false;
-      if constexpr (SEGMENTS > 0 && HALVED) {
-        wait_barrier(full + 8 * s, phase);
-        unpack(0, work.first, s);
-      }
       // Block i; p = i % 2 and i = 0 are constants: all of it is unrolled. (Instructions under way at a branch would be
       // waited for.)
       const auto step = [&](int p, int i, bool first) {
         const int block = work.first + i;
-        if constexpr (SEGMENTS > 0 && HALVED) {
-          multiply(p, 0, 2, add);
-          if (!first) {
-            wait_for_products<1>();
-            hold_operands(a[1 - p]);
-            if (before >= 0) release(before);
-          }
-          // the next block's operands; behind the last one this one's, which nothing multiplies by
-          const bool more = i + 1 < work.count;
-          const int next = !more ? s : s + 1 == STAGES ? 0 : s + 1, flip = more && s + 1 == STAGES;
-          wait_barrier(full + 8 * next, phase ^ flip);
-          unpack(1 - p, block + more, next);
-          multiply(p, 2, 2, true);
-          add = true, before = s;
-          if (SEGMENTS > 1 && more && block + 1 == shape.normal) {
-            wait_for_products<0>();
-            add_segment(p, s, true);
-            release(s);
-            before = -1, add = false;
-          }
-          s = more ? next : s + 1 == STAGES ? 0 : s + 1, phase ^= s == 0;
-          return;
-        }
         wait_barrier(full + 8 * s, phase);
         unpack(p, block, s);
         if constexpr (SEGMENTS > 0) {
@@ -314,7 +255,7 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
         }
         step(0, i, false);
       }
-      const int row = (work.tile % across * TOGETHER + rank) * ROWS + warp * 16;
+      const int row = work.tile % across * ROWS + warp * 16;
       if constexpr (SCHEME == TWO_LEVEL) {
         const int here = min(row / 64, (shape.N - 1) / 64) * 64 + part * 16 + lane / 4;
         const float w[2] = {row_scale[here], row_scale[here + 8]};
@@ -325,7 +266,6 @@ __device__ __forceinline__ void integer_sm90_tiles(const TensorMap &x_map, const
       finish_tile<NT, WG, SPLIT_K, true, SENDS>(f, work, place, received, bias, residual, y, partial, semaphores,
                                                 shape.N, shape.M, shape.blocks, tiles, whole, stride, lane, sent);
     }
-    if constexpr (MULTICAST) cluster_sync();  // others arrive at this block's barriers until they are done
   }
 }
 #endif

@@ -21,10 +21,6 @@ __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_
 __device__ __forceinline__ void arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the same barrier of a thread block of the cluster.
-__device__ __forceinline__ void arrive_at(uint32 barrier, int rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
-}
 __device__ __forceinline__ void arrive_expecting(uint32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -47,16 +43,6 @@ __device__ __forceinline__ void copy_box(uint32 to, const TensorMap &map, int co
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
       "[%4];" ::"r"(to),
       "l"(&map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-
-// The same to this place, and for this barrier, in all `count` blocks of the cluster.
-__device__ __forceinline__ void copy_box_to_all(uint32 to, const TensorMap &map, int column, int row, uint32 barrier,
-                                                int count) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << count) - 1))
       : "memory");
 }
 
