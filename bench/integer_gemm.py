@@ -14,7 +14,7 @@ outputs against integer_reference, and bitwise equal reruns. Then graph replays 
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,11 @@ def configs_near(w: IntegerTiles, rows: int) -> Iterator[Config]:
         if size > most or not (rows / 4 <= size < 2 * rows or size == 128 <= rows):
             continue
         for split in (1, 2, 4):
-            for s in integer_gemm.tile_configs(w, size, split):
-                yield s
-                if split == 1 and size >= 64:
-                    yield replace(s, multicast=2)
+            yield from integer_gemm.tile_configs(w, size, split)
         if size <= 64 and rows <= 64:
-            for tiles, along_n, along_k in ((1, 4, 4), (1, 4, 8), (2, 2, 4), (2, 2, 8)):
+            for tiles, along_n, along_k in ((2, 1, 8), (2, 2, 4), (2, 2, 8)):
                 for stages in (2, 3):
-                    few = IntegerSm80TileConfig(size, tiles, along_n, along_k, stages, half_bytes=False)
+                    few = IntegerSm80TileConfig(size, tiles, along_n, along_k, 2, stages, half_bytes=False)
                     if integer_gemm.sm80_shared_bytes(w, few) <= 226 * 1024:
                         yield few
 

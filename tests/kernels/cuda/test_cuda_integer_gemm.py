@@ -26,35 +26,30 @@ from crelle.formats.packing import pack_stream
 from crelle.kernels import cuda
 from crelle.kernels.cuda import integer_gemm, jit
 from crelle.kernels.cuda.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
-from crelle.kernels.cuda.integer_layout import IntegerTiles, lay_out
+from crelle.kernels.cuda.integer_layout import lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
 EPSILON = {HALF: 2**-11, BF16: 2**-8}
 SM80 = [
-    IntegerSm80TileConfig(8, 1, 4, 1, 2),
-    IntegerSm80TileConfig(16, 2, 4, 2, 3),
-    IntegerSm80TileConfig(32, 1, 4, 1, 2),
-    IntegerSm80TileConfig(8, 2, 2, 8, 2, half_bytes=False),
+    IntegerSm80TileConfig(8, 1, 4, 1, 2, 2),
+    IntegerSm80TileConfig(16, 2, 4, 2, 3, 3),
+    IntegerSm80TileConfig(32, 1, 4, 1, 2, 4),
+    IntegerSm80TileConfig(8, 2, 2, 8, 2, 2, half_bytes=False),
+    IntegerSm80TileConfig(16, 2, 1, 4, 2, 3, 2, half_bytes=False),
 ]
 SM90 = [
     IntegerTileConfig(8, 1, 3),
-    IntegerTileConfig(16, 2, 4, 1, "BLOCKS"),
-    IntegerTileConfig(32, 2, 3, 1, "HALVES"),
-    IntegerTileConfig(16, 2, 3, 2),
-    IntegerTileConfig(16, 1, 3, 1, "BLOCKS", split_k=2),
-    IntegerTileConfig(32, 1, 3, 1, "HALVES", multicast=2),
-    IntegerTileConfig(16, 1, 3, 2, multicast=2),
-    IntegerTileConfig(64, 2, 4, 1, "WARPGROUPS", 2),
-    IntegerTileConfig(64, 2, 4, 1, "HALVES"),
-    IntegerTileConfig(96, 2, 4, 1, "BLOCKS", split_k=2),
-    IntegerTileConfig(128, 2, 4, 1, "HALVES"),
-    IntegerTileConfig(128, 2, 4, 1, "HALVES", multicast=2),
-    IntegerTileConfig(128, 2, 4, 2, split_k=2),
-    IntegerTileConfig(128, 2, 4, 2, multicast=2),
+    IntegerTileConfig(16, 2, 4),
+    IntegerTileConfig(32, 2, 3),
+    IntegerTileConfig(16, 1, 3, split_k=2),
+    IntegerTileConfig(24, 3, 3),
+    IntegerTileConfig(64, 1, 4, occupancy=2),
+    IntegerTileConfig(96, 2, 4, split_k=2),
+    IntegerTileConfig(128, 2, 4),
     IntegerTileConfig(128, 3, 3),
     IntegerTileConfig(128, 2, 4, split_k=4),
 ]
-EMULATED = 7  # of these, the first
+EMULATED = 5  # of these, the first
 Config = IntegerTileConfig | IntegerSm80TileConfig
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
@@ -68,20 +63,11 @@ def close(y: Tensor, wanted: Tensor) -> bool:
     return bool((error <= allowed).all())
 
 
-def usable(config: Config, w: IntegerTiles) -> Config:
-    """The config without a second set of accumulators where the kernel for this weight has none."""
-    if isinstance(config, IntegerSm80TileConfig):
-        return config
-    row_tiles = config.row_tiles if w.segments == 1 else 1
-    return replace(config, overlap="WARPGROUPS" if w.segments or w.subs > 1 else config.overlap, row_tiles=row_tiles)
-
-
 def check(case: Case, M: int, N: int, K: int, config: Config | None, dtype: torch.dtype, device: str = "cpu") -> None:
     w = random_integer_weight(case, N, K, device)
     laid = lay_out(w)
     q = quantized(inputs(M, K, dtype, device), w)
     x, wanted = integer_x(q, w, dtype), oracle(q, w)
-    config = usable(config, laid) if config else None
     y = torch.full((M, N), torch.nan, dtype=dtype, device=device)
     integer_gemm.product(x, laid, out=y, config=config)
     assert close(y, wanted)
@@ -110,7 +96,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_emulated_products_match_oracle(case: Case) -> None:
     i = CASES.index(case)
     for config, (M, N, K) in zip(
-        (SM80[i % 3], SM90[i % EMULATED]),
+        (SM80[i % 5], SM90[i % EMULATED]),
         ((9, 100, 300), (33, 139, 700)) if i % 2 else ((1, 17, 515), (9, 70, 300)),
         strict=True,
     ):
@@ -122,16 +108,15 @@ def test_emulated_products_match_oracle(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (CASES[9], IntegerTileConfig(16, 2, 3, 2)),
-        (CASES[11], IntegerTileConfig(16, 1, 3, 2, multicast=2)),
-        (CASES[12], IntegerTileConfig(16, 1, 2, 2, split_k=2)),
-        (CASES[1], IntegerTileConfig(32, 1, 2, 1, "HALVES", multicast=2)),
-        (CASES[0], IntegerTileConfig(16, 1, 2, 1, "BLOCKS", split_k=2)),
-        (CASES[10], IntegerTileConfig(16, 1, 3, 1, split_k=4)),
+        (CASES[11], IntegerTileConfig(16, 1, 3, split_k=2)),
+        (CASES[12], IntegerTileConfig(16, 1, 2, split_k=2)),
+        (CASES[0], IntegerTileConfig(16, 2, 2, split_k=2)),
+        (CASES[10], IntegerTileConfig(16, 1, 3, split_k=4)),
+        (CASES[4], IntegerTileConfig(24, 1, 3, split_k=4)),
     ],
     ids=str,
 )
-def test_emulated_clusters_and_row_tiles(case: Case, config: IntegerTileConfig) -> None:
+def test_emulated_clusters(case: Case, config: IntegerTileConfig) -> None:
     check(case, 19, 330, 900, config, HALF)
 
 
@@ -168,7 +153,7 @@ def test_emulated_sums_of_extreme_codes_are_exact(case: Case) -> None:
     for which in (i % 4, (i + 1) % 4, (i + 2) % 4):
         w, q = extreme(case, which)
         laid = lay_out(w)
-        for config in (SM80[i % 3], usable(SM90[i % EMULATED], laid)):
+        for config in (SM80[i % 3], SM90[i % EMULATED]):
             y = integer_gemm.product(integer_x(q, w, BF16), laid, config=config)
             assert torch.equal(y, oracle(q, w, BF16))
 
@@ -186,7 +171,7 @@ def check_adversarial(case: Case, config: Config | None, device: str = "cpu") ->
     w = random_integer_weight(case, 40, 300, device)
     laid = lay_out(w)
     q = quantized(adversarial(300, device), w)
-    y = integer_gemm.product(integer_x(q, w, BF16), laid, config=usable(config, laid) if config else None)
+    y = integer_gemm.product(integer_x(q, w, BF16), laid, config=config)
     assert close(y[:4], oracle(q, w)[:4])
     assert not y[0].any()
     assert bool(y[:4].isfinite().all())
@@ -222,7 +207,7 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
             assert s.occupancy * (integer_gemm.shared_bytes(w, s) + 1024 + 256) <= 228 * 1024
             assert s.stages >= 2
             grid, whole = integer_gemm.schedule(w, tokens, s, 132)
-            assert s.split_k > 1 or grid * s.row_tiles <= w.semaphores.numel()
+            assert s.split_k > 1 or grid <= w.semaphores.numel()
             assert whole <= integer_gemm._tiles(w, tokens, s)
         for room in (99 * 1024, 163 * 1024):
             assert integer_gemm.sm80_shared_bytes(w, integer_gemm._choose_sm80(w, tokens, room)) <= room
@@ -231,13 +216,13 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 def test_products_are_not_waited_for_one_by_one() -> None:
     """Where the assembler cannot follow which instructions are under way, it waits behind each of them."""
-    for case, config in ((CASES[1], SM90[1]), (CASES[1], SM90[11]), (CASES[12], SM90[12]), (CASES[10], SM90[15])):
+    for case, config in ((CASES[1], SM90[7]), (CASES[1], SM90[9]), (CASES[12], SM90[7]), (CASES[10], SM90[8])):
         laid = lay_out(random_integer_weight(case, 64, 512))
-        built = jit.compile(*integer_gemm.variant(laid, usable(config, laid), HALF), "sm_90a")
+        built = jit.compile(*integer_gemm.variant(laid, config, HALF), "sm_90a")
         if (code := disassemble(built.cubin)) is None:
             pytest.skip("no disassembler")
         groups = len(re.findall(r"IGMMA.*gsb0", code))
-        assert groups * 4 == len(re.findall("IGMMA", code))
+        assert groups * 4 == len(re.findall("IGMMA", code)), config
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

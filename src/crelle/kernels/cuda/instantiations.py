@@ -200,8 +200,6 @@ def _integer_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
             old = capability != (9, 0)
             s = integer_gemm._choose_sm80(tall, count, 99 * 1024) if old else None
             yield integer_gemm.variant(tall, s or integer_gemm.choose(tall, count, 132, (9, 0)), dtype)
-        if capability == (9, 0) and i % 3 == 0:
-            yield integer_gemm.variant(w, replace(next(integer_gemm.tile_configs(w, 128)), multicast=2), HALF)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ _SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor of Hopper for thread bl
 _STAGES = 12  # more are of no use
 
 
-Overlap = Literal["WARPGROUPS", "BLOCKS", "HALVES"]
-
-
 @dataclass(frozen=True, slots=True)
 class IntegerTileConfig:
     """Tile config of integer_sm90.cuh; its template parameters."""
@@ -34,11 +30,8 @@ class IntegerTileConfig:
     tokens: int  # of a tile: one of SIZES
     warpgroups: int  # of 64 rows
     stages: int  # times 128 inputs
-    row_tiles: int = 1  # times 64 rows of a warpgroup; 2 only where sums stay integers (segments == 1)
-    overlap: Overlap = "WARPGROUPS"  # what is multiplied while sums of groups are scaled
     occupancy: int = 1  # thread blocks that a multiprocessor holds
     split_k: int = 1  # thread blocks of a cluster that share a tile along K; 1: stream-K
-    multicast: int = 1  # thread blocks of a cluster that share x, with rows of their own; then split_k is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +40,11 @@ class IntegerSm80TileConfig:
 
     tokens: int  # of a tile: 8, 16, 32, 64, 128
     tiles: int  # of 16 rows that a warp has
-    warps_n: int  # warps along N; times tiles a multiple of 4
+    warps_n: int  # warps along N; times tiles 2 or a multiple of 4
     warps_k: int  # groups of warps that split K
-    stages: int  # times 128 inputs
+    stages: int  # of x, times 128 inputs
+    w_stages: int  # of the weights; at least as many
+    occupancy: int = 1  # thread blocks that a multiprocessor holds
     half_bytes: bool = True  # the 4-bit instruction where both sides have 4 bits; Hopper has none
 
 
@@ -59,11 +54,11 @@ def variant(w: IntegerTiles, s: IntegerTileConfig | IntegerSm80TileConfig, dtype
     pieces: list[str | int]
     if isinstance(s, IntegerSm80TileConfig):
         name = "integer_gemm_sm80"
-        pieces = [uses_s4(w) and s.half_bytes, s.tokens, s.tiles, s.warps_n, s.warps_k, s.stages]
+        pieces = [uses_s4(w) and s.half_bytes, s.tokens, s.tiles, s.warps_n, s.warps_k]
+        pieces += [s.stages, s.w_stages, s.occupancy]
     else:
         name = "integer_gemm_sm90"
-        pieces = [s.tokens, s.warpgroups, s.row_tiles, s.stages, f"crelle::{s.overlap}", s.occupancy]
-        pieces += [s.multicast > 1, max(s.split_k, s.multicast)]
+        pieces = [s.tokens, s.warpgroups, s.stages, s.occupancy, s.split_k]
     arguments = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in (*form, *pieces))
     return "integer_gemm.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}>"
 
@@ -108,7 +103,7 @@ def product(
         (grid, 1, 1),
         threads(s),
         *(
-            tensor_map(x.codes, s.tokens // s.multicast),
+            tensor_map(x.codes, s.tokens),
             w.pieces,
             x.scales,
             w.row_scale,
@@ -168,24 +163,25 @@ def schedule(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
     tiles = _tiles(w, tokens, s)
     if s.split_k > 1:
         return tiles * s.split_k, tiles
-    grid = min(processors * s.occupancy // s.multicast, tiles * w.blocks)  # clusters
+    grid = min(processors * s.occupancy, tiles * w.blocks)
     rounds, left = divmod(tiles, grid)
     if left == 0 or (s.tokens >= 96 and left >= 0.85 * grid):
-        return min(grid, tiles) * s.multicast, tiles
-    return grid * s.multicast, max(rounds - 1, 0) * grid
+        return min(grid, tiles), tiles
+    return grid, max(rounds - 1, 0) * grid
 
 
 def shared_bytes(w: IntegerTiles, s: IntegerTileConfig) -> int:
-    """Dynamic shared memory: stages, and with split_k the sums, which take their place; as in integer_sm90.cuh."""
+    """Dynamic shared memory: stages, and with split_k what other thread blocks send; as in integer_sm90.cuh."""
     stage = s.tokens * BLOCK + _rows(s) // ROWS * _slot(w) + w.subs * s.tokens * 4
-    return 1024 + 256 + max(s.stages * stage, s.tokens * s.warpgroups * 256 if s.split_k > 1 else 0)
+    owned = -(-s.tokens // 8 // s.split_k) * s.warpgroups * 2048
+    return 1024 + 256 + s.stages * stage + (s.split_k - 1) * owned
 
 
 def sm80_shared_bytes(w: IntegerTiles, s: IntegerSm80TileConfig) -> int:
     """The same for integer_sm80.cuh."""
     rows = s.warps_n * s.tiles * 16
-    stage = s.tokens * BLOCK + rows // ROWS * _slot(w) + w.subs * s.tokens * 4
-    return max(s.warps_k * s.stages * stage, s.warps_k * s.tokens * (rows + 4) * 4)
+    stages = s.stages * s.tokens * (BLOCK + 4 * w.subs) + s.w_stages * rows * _slot(w) // ROWS
+    return max(s.warps_k * stages, s.warps_k * s.tokens * (rows + 4) * 4)
 
 
 def _slot(w: IntegerTiles) -> int:
@@ -193,12 +189,11 @@ def _slot(w: IntegerTiles) -> int:
 
 
 def _rows(s: IntegerTileConfig) -> int:
-    return ROWS * s.warpgroups * s.row_tiles
+    return ROWS * s.warpgroups
 
 
 def _tiles(w: IntegerTiles, tokens: int, s: IntegerTileConfig) -> int:
-    """Of a thread block, or of those of a cluster that share x."""
-    return -(-w.N // (_rows(s) * s.multicast)) * -(-tokens // s.tokens)
+    return -(-w.N // _rows(s)) * -(-tokens // s.tokens)
 
 
 def choose(
@@ -218,11 +213,8 @@ _chosen: dict[tuple[int, ...], IntegerTileConfig | IntegerSm80TileConfig] = {}
 
 
 def _choose_sm90(w: IntegerTiles, tokens: int, processors: int) -> IntegerTileConfig | IntegerSm80TileConfig:
-    if tokens <= 16:  # groups of warps that split K hide latencies better than deep pipelines
-        warps_k = 8 if processors * ROWS >= w.N else 4
-        few = IntegerSm80TileConfig(8 if tokens <= 8 else 16, 2, 2, warps_k, 2, half_bytes=False)
-        if sm80_shared_bytes(w, few) <= _SHARED:
-            return few
+    if tokens <= 16:
+        return _choose_few(w, 8 if tokens <= 8 else 16, processors)
     most = 256 if w.segments == 1 else 160  # registers for one or two kinds of sums
     counts = range(-(-tokens // most), -(-tokens // min(tokens, 32)) + 1)
     sizes = {next(t for t in SIZES if t >= -(-tokens // n)) for n in counts}
@@ -231,33 +223,47 @@ def _choose_sm90(w: IntegerTiles, tokens: int, processors: int) -> IntegerTileCo
     return min(each, key=lambda s: estimate(w, tokens, s, processors))
 
 
+def _choose_few(w: IntegerTiles, size: int, processors: int) -> IntegerTileConfig | IntegerSm80TileConfig:
+    """Few tokens: as many thread blocks as run at once."""
+    few = IntegerSm80TileConfig(size, 2, 2, 8, 2, 2, half_bytes=False)
+    if 0.85 * processors <= -(-w.N // ROWS) <= processors and sm80_shared_bytes(w, few) <= _SHARED:
+        return few  # one for each multiprocessor: nothing to add across thread blocks
+    tiles = -(-w.N // (3 * ROWS))
+    room = {4: 120 * processors // 132, 2: processors}  # clusters of 4 leave some multiprocessors alone
+    split = next((n for n in room if n * tiles <= room[n] and n <= w.blocks), 1)
+    return fitted(w, IntegerTileConfig(size, 3, _STAGES, split_k=split))
+
+
 def tile_configs(w: IntegerTiles, size: int, split_k: int = 1) -> Iterator[IntegerTileConfig]:
-    """Tile configs of so many tokens: 64 rows twice on a multiprocessor, 128, or 192 where there are registers."""
-    if size <= 64:
+    """Tile configs of so many tokens: 64 rows, once or twice on a multiprocessor, 128, or 192 where registers do."""
+    if 64 <= size <= 128 and split_k == 2:
+        yield fitted(w, IntegerTileConfig(size, 1, _STAGES, split_k=split_k))
+    if size <= (128 if w.segments == 1 else 64) and split_k <= 2:
         yield fitted(w, IntegerTileConfig(size, 1, _STAGES, occupancy=2, split_k=split_k))
-    yield fitted(w, IntegerTileConfig(size, 2, _STAGES, split_k=split_k))
+    if split_k <= 2:
+        yield fitted(w, IntegerTileConfig(size, 2, _STAGES, split_k=split_k))
     if size <= 64 or (size <= 128 and w.segments == 1):
         yield fitted(w, IntegerTileConfig(size, 3, _STAGES, split_k=split_k))
 
 
 def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int) -> float:
     """Return about how many cycles a product takes. The constants are fitted to an H200: 30 products of 4096 x 4096 to
-    8192 x 8192 and 16 to 512 tokens, all configs; what is chosen by them takes 0.4% (at most 5%) longer than the best.
+    8192 x 8192 and 16 to 512 tokens, all configs that `tile_configs` has.
     """
-    tiles, groups = _tiles(w, tokens, s), s.warpgroups * s.row_tiles
+    tiles, groups = _tiles(w, tokens, s), s.warpgroups
     grid, whole = schedule(w, tokens, s, processors)
-    grid //= s.multicast
     codes = groups * (4096 + 128 * w.subs)  # of a block of 128 inputs
-    multiply = 2.73 * groups * s.tokens  # the tensor cores'
-    issue = groups * (161 + 0.21 * s.tokens if w.segments else 255 + 2.86 * w.subs * s.tokens)
-    load = max(codes / 13.6, (codes + s.tokens * BLOCK / s.multicast) / 30.4)  # a share of what memory and L2 give
-    block, sums = s.occupancy * max(multiply, issue, load), groups * s.tokens
+    issue = groups * (115 + 1.28 * s.tokens if w.segments else 146 + 3.61 * w.subs * s.tokens)
+    load = max(codes / 12.9, (codes + s.tokens * BLOCK) / 35.3)  # a share of what memory and L2 give
+    block, sums = s.occupancy * (issue**3 + load**3) ** (1 / 3), groups * s.tokens
     if s.split_k > 1:
         at_once = s.occupancy * processors * (30 if s.split_k > 2 else 66) // 132  # clusters that find room
-        return 1150 + -(-tiles // at_once) * (-(-w.blocks // s.split_k) * block + 15.4 * sums + 3430)
+        shared = min(1.0, max(1 / s.occupancy, tiles * s.split_k / (s.occupancy * processors)))
+        part = -(-w.blocks // s.split_k) * block * shared
+        return 2520 + -(-tiles // at_once) * (part + 10.2 * sums + 2460)
     if whole == tiles:
-        return 1150 + -(-tiles // grid) * (w.blocks * block + 4.1 * sums + 3850)
-    return 1150 + tiles * w.blocks / grid * block + 39.9 * sums + 6160
+        return 2520 + -(-tiles // grid) * (w.blocks * block + 5080)
+    return 2520 + tiles * w.blocks / grid * block + 25.2 * sums + 5040
 
 
 def fitted(w: IntegerTiles, s: IntegerTileConfig) -> IntegerTileConfig:
@@ -271,12 +277,12 @@ def _choose_sm80(w: IntegerTiles, tokens: int, room: int | None = None) -> Integ
     if room is None:
         room = int(getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 99 * 1024))
     shapes = (
-        IntegerSm80TileConfig(64, 1, 8, 1, 3),
-        IntegerSm80TileConfig(64, 1, 4, 1, 3),
-        IntegerSm80TileConfig(32, 1, 4, 2, 3),
-        IntegerSm80TileConfig(16, 1, 4, 2, 3),
-        IntegerSm80TileConfig(8, 1, 4, 2, 3),
-        IntegerSm80TileConfig(8, 1, 4, 1, 2),
+        IntegerSm80TileConfig(64, 1, 8, 1, 3, 3),
+        IntegerSm80TileConfig(64, 1, 4, 1, 3, 3),
+        IntegerSm80TileConfig(32, 1, 4, 2, 3, 3),
+        IntegerSm80TileConfig(16, 1, 4, 2, 3, 3),
+        IntegerSm80TileConfig(8, 1, 4, 2, 3, 3),
+        IntegerSm80TileConfig(8, 1, 4, 1, 2, 2),
     )
     useful = [s for s in shapes if s.tokens < 2 * tokens or s.tokens == 8]
     return next(s for s in useful if sm80_shared_bytes(w, s) <= room)

@@ -45,7 +45,6 @@ inline void arrive(uint32 barrier) {
   if (b.pending == 0) fprintf(stderr, "too many arrivals\n"), abort();
   b.pending--, complete(b);
 }
-inline void arrive_at(uint32 barrier, int rank) { arrive(cluster_address(barrier, rank)); }
 inline void arrive_expecting(uint32 barrier, int bytes) {
   state_of(barrier).bytes += bytes;
   arrive(barrier);
@@ -79,11 +78,7 @@ inline void copy_box(uint32 to, const TensorMap &map, int column, int row, uint3
              map.matrix + (size_t)(row + r) * map.columns + column + u * 16, 16);
   bulk_copies.push_back({to, bytes, barrier});
 }
-// The same for all `count` blocks of the cluster.
-inline void copy_box_to_all(uint32 to, const TensorMap &map, int column, int row, uint32 barrier, int count) {
-  for (int r = 0; r < count; r++) copy_box(cluster_address(to, r), map, column, row, cluster_address(barrier, r));
-}
-
+inline void prefetch_map(const TensorMap &) {}
 inline void fence_products() {}
 inline void commit_products() {}
 template <int LEFT>
@@ -104,6 +99,16 @@ inline void cluster_sync() {
     while (generation == before && arrived < emulator.alive) yield();
   if (generation == before) arrived = 0, generation++;
 }
+inline void cluster_arrive() { emulator.cluster_arrived++; }
+inline void cluster_wait() {
+  while (emulator.cluster_arrived < emulator.count * emulator.cluster) yield();
+}
+inline void dsmem_store(uint32 to, float4 v, uint32 barrier, int rank) {
+  const char *first = reinterpret_cast<const char *>(&v);
+  bulk_copies.push_back(
+      {cluster_address(to, rank), std::vector<char>(first, first + 16), cluster_address(barrier, rank)});
+}
+inline void wait_for_stores(uint32 barrier) { wait_barrier(barrier, 0); }
 inline float4 dsmem_load(uint32 address, int rank) {
   float4 v;
   memcpy(&v, at_shared(cluster_address(address, rank)), sizeof v);

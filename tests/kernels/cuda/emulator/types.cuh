@@ -146,6 +146,7 @@ struct Emulator {
   ucontext_t home, fiber[MOST];
   bool done[MOST];
   int current, count, alive, cluster = 1;  // count: threads of a block
+  int cluster_arrived;                     // threads of the cluster, at `cluster_arrive`
   int arrived[CLUSTER] = {}, generation[CLUSTER] = {}, first_block;
   int warp_arrived[MOST / 32] = {}, warp_generation[MOST / 32] = {};
   uint64_t in[MOST][6], out[MOST][2];
@@ -176,6 +177,7 @@ inline void run_block(int block_threads, std::function<void()> body, int cluster
   const int threads = block_threads * cluster;
   e.body = body, e.count = block_threads, e.alive = threads, e.cluster = cluster, e.first_block = blockIdx.x;
   for (int &n : e.arrived) n = 0;
+  e.cluster_arrived = 0;
   for (int i = 0; i < threads; i++) {
     getcontext(&e.fiber[i]);
     e.fiber[i].uc_stack.ss_sp = e.stacks.data() + (size_t)i * Emulator::STACK;

@@ -25,40 +25,72 @@ __device__ __forceinline__ uint2 plus_residual(uint2 v, const X *from, int left,
   return make_uint2(Pack2<X>::add(v.x, more.x), Pack2<X>::add(v.y, more.y));
 }
 
+// Split-K in a cluster: block r adds up and writes the tokens of every SPLIT_K-th eight from r on. What the others have
+// of them they send to it, `received_bytes` of shared memory that nothing else uses.
+template <int NT, int WG, int SPLIT_K>
+__device__ __forceinline__ int received_bytes(int rank) {
+  return (SPLIT_K - 1) * ((NT / 8 - rank + SPLIT_K - 1) / SPLIT_K) * WG * 2048;
+}
+template <int NT, int WG, int SPLIT_K, typename Put>
+__device__ __forceinline__ void add_in_cluster(const float (&d)[NT / 2], char *received, uint32 sent, const Put &put) {
+  const int rank = blockIdx.x % SPLIT_K;
+  const auto place = [&](int from, int to, int c) {  // of what block `from` sends to block `to`
+    const int owned = (NT / 8 - to + SPLIT_K - 1) / SPLIT_K;
+    return (((from < to ? from : from - 1) * owned + c / SPLIT_K) * (WG * 128) + threadIdx.x) * 16;
+  };
+  cluster_wait();  // all blocks have their barriers
+#pragma unroll
+  for (int c = 0; c < NT / 8; c++)
+    if (c % SPLIT_K != rank)
+      dsmem_store(shared_address(received) + place(rank, c % SPLIT_K, c),
+                  make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]), sent, c % SPLIT_K);
+  wait_for_stores(sent);
+#pragma unroll
+  for (int c = 0; c < NT / 8; c++) {
+    if (c % SPLIT_K != rank) continue;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int r = 0; r < SPLIT_K; r++) {
+      const float4 v = r == rank ? make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3])
+                                 : *reinterpret_cast<const float4 *>(received + place(r, rank, c));
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    put(c, sum);
+  }
+}
+
 // The sums of a warpgroup's 64 rows and NT tokens of the tile of `work`, in d; place(): the first row of this warp and
-// the first token (asked for late, for the registers' sake). A thread block calls it PARTS times for a tile. shared: NT
-// * 256 WG bytes that nobody uses any more, where SPLIT_K > 1. The others as of gemm_sm90_tiles; partial and semaphores
-// [grid, PARTS].
-template <int NT, int WG, int SPLIT_K, bool RESIDUAL, int PARTS = 1, int TOGETHER, typename Place, typename X>
-__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedulerOf<TOGETHER> &work,
-                                            const Place &place, char *shared, const X *__restrict__ bias,
-                                            const X *residual, X *y, float4 *partial, int *semaphores, int N, int M,
-                                            int blocks, int tiles, int whole, int stride, int lane, int part = 0) {
+// the first token (asked for late, for the registers' sake). shared, where SPLIT_K > 1: NT * 256 WG bytes that nothing
+// uses any more; with SENDS those of `add_in_cluster`. The others as of gemm_sm90_tiles; partial and semaphores [grid].
+template <int NT, int WG, int SPLIT_K, bool RESIDUAL, bool SENDS = false, typename Place, typename X>
+__device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileScheduler &work, const Place &place,
+                                            char *shared, const X *__restrict__ bias, const X *residual, X *y,
+                                            float4 *partial, int *semaphores, int N, int M, int blocks, int tiles,
+                                            int whole, int stride, int lane, uint32 sent = 0) {
   constexpr int SUMS = NT / 8 * WG * 128;
   if constexpr (SPLIT_K == 1) {
     if (work.first > 0) {  // the thread block that has the beginning of this tile will add this
-      float4 *const to = partial + (size_t)(blockIdx.x * PARTS + part) * SUMS + threadIdx.x;
+      float4 *const to = partial + (size_t)blockIdx.x * SUMS + threadIdx.x;
 #pragma unroll
       for (int c = 0; c < NT / 8; c++)
         __stcg(to + c * (WG * 128), make_float4(d[4 * c], d[4 * c + 1], d[4 * c + 2], d[4 * c + 3]));
       team_sync<WG * 128>(1);
-      if (threadIdx.x == 0) raise_flag(semaphores + blockIdx.x * PARTS + part);
+      if (threadIdx.x == 0) raise_flag(semaphores + blockIdx.x);
       return;
     }
     const long long units = (long long)(tiles - whole) * blocks;
-    const int others = work.count < blocks ? (int)(((work.tile + 1ll) * blocks * (gridDim.x / TOGETHER) - 1) / units) -
-                                                 (int)(blockIdx.x / TOGETHER)
-                                           : 0;
+    const int others =
+        work.count < blocks ? (int)(((work.tile + 1ll) * blocks * gridDim.x - 1) / units) - (int)blockIdx.x : 0;
     if (others > 0) {
       for (int i = threadIdx.x; i < others; i += WG * 128) {
-        int *const flag = semaphores + (blockIdx.x + (1 + i) * TOGETHER) * PARTS + part;
+        int *const flag = semaphores + blockIdx.x + 1 + i;
         wait_for_flag(flag);
         *flag = 0;  // as the next launch wants it
       }
       team_sync<WG * 128>(1);
-      const float4 *from = partial + (size_t)((blockIdx.x + TOGETHER) * PARTS + part) * SUMS + threadIdx.x;
+      const float4 *from = partial + (size_t)(blockIdx.x + 1) * SUMS + threadIdx.x;
 #pragma unroll NT <= 32 ? 4 : NT <= 64 ? 2 : 1
-      for (int i = 0; i < others; i++, from += TOGETHER * PARTS * SUMS) {
+      for (int i = 0; i < others; i++, from += SUMS) {
 #pragma unroll
         for (int c = 0; c < NT / 8; c++) {
           const float4 v = __ldcg(from + c * (WG * 128));
@@ -96,7 +128,9 @@ __device__ __forceinline__ void finish_tile(float (&d)[NT / 2], const TileSchedu
         if (n + j < N) here[j] = each[j];
     }
   };
-  if constexpr (SPLIT_K > 1) {  // all blocks' sums in shared memory; each block adds and writes some tokens
+  if constexpr (SENDS) {
+    add_in_cluster<NT, WG, SPLIT_K>(d, shared, sent, put);
+  } else if constexpr (SPLIT_K > 1) {  // all blocks' sums in shared memory; each block adds and writes some tokens
     float4 *const sums = reinterpret_cast<float4 *>(shared);
     team_sync<WG * 128>(1);  // no warp multiplies by x any more
 #pragma unroll

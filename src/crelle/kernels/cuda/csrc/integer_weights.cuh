@@ -40,10 +40,11 @@ struct Piece {
   }
 };
 
-// Two values for rows g and g + 8 and each group of a block, as they lie.
-template <int SUBS>
+// Two values for rows g and g + 8 and each group of a block, as they lie. WARPS: of 16 rows, in the piece.
+template <int WARPS = 4, int SUBS>
 __device__ __forceinline__ void load_scales(uint32 (&to)[SUBS], const char *piece, bool narrow, int part, int lane) {
-  const uint32 *from = reinterpret_cast<const uint32 *>(piece + (narrow ? 4096 : 8192)) + (part * 8 + lane / 4) * SUBS;
+  const uint32 *from =
+      reinterpret_cast<const uint32 *>(piece + (narrow ? 1024 : 2048) * WARPS) + (part * 8 + lane / 4) * SUBS;
   if constexpr (SUBS == 4) {
     const uint4 v = *reinterpret_cast<const uint4 *>(from);
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;

@@ -6,33 +6,31 @@ namespace crelle {
 
 #if __CUDA_ARCH__ == 900
 // The work of a thread block: blocks of 256 inputs of some tiles. Of `tiles`, the last `whole` (a multiple of the grid,
-// or all) are data-parallel, the others stream-K. TOGETHER neighbouring thread blocks have the same work (of tiles of
-// their own), and count as one.
-template <int TOGETHER>
-struct TileSchedulerOf {
+// or all) are data-parallel, the others stream-K.
+struct TileScheduler {
   int tile, first, count;  // the current piece: `count` blocks from `first` on
   int at, end, next, tiles, blocks;
 
   __device__ __forceinline__ static int share(int index, int rest, int blocks) {
-    return (long long)rest * blocks * index / (gridDim.x / TOGETHER);
+    return (long long)rest * blocks * index / gridDim.x;
   }
-  __device__ __forceinline__ TileSchedulerOf(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
-    const int rest = tiles - whole, index = blockIdx.x / TOGETHER;
+  __device__ __forceinline__ TileScheduler(int tiles, int whole, int blocks) : tiles(tiles), blocks(blocks) {
+    const int rest = tiles - whole, index = blockIdx.x;
     at = share(index, rest, blocks), end = share(index + 1, rest, blocks), next = rest + index;
     advance();
   }
   // One of `shares` of a tile: neighbouring thread blocks have the same one.
-  __device__ __forceinline__ TileSchedulerOf(int split_k, int blocks) : tiles(0), blocks(blocks), next(0) {
+  __device__ __forceinline__ TileScheduler(int split_k, int blocks) : tiles(0), blocks(blocks), next(0) {
     const int tile = blockIdx.x / split_k, share = blockIdx.x % split_k;
     at = tile * blocks + share * blocks / split_k, end = tile * blocks + (share + 1) * blocks / split_k;
     advance();
   }
   template <int SPLIT_K>
-  __device__ __forceinline__ static TileSchedulerOf of(int tiles, int whole, int blocks) {
+  __device__ __forceinline__ static TileScheduler of(int tiles, int whole, int blocks) {
     if constexpr (SPLIT_K > 1)
-      return TileSchedulerOf(SPLIT_K, blocks);
+      return TileScheduler(SPLIT_K, blocks);
     else
-      return TileSchedulerOf(tiles, whole, blocks);
+      return TileScheduler(tiles, whole, blocks);
   }
   __device__ __forceinline__ void advance() {
     if (at < end) {
@@ -40,11 +38,10 @@ struct TileSchedulerOf {
       at += count;
     } else {
       tile = next, first = 0, count = next < tiles ? blocks : 0;
-      next += gridDim.x / TOGETHER;
+      next += gridDim.x;
     }
   }
 };
-using TileScheduler = TileSchedulerOf<1>;
 #endif
 
 }  // namespace crelle

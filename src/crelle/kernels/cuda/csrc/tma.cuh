@@ -21,10 +21,6 @@ __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_
 __device__ __forceinline__ void arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the same barrier of a thread block of the cluster.
-__device__ __forceinline__ void arrive_at(uint32 barrier, int rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
-}
 __device__ __forceinline__ void arrive_expecting(uint32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -50,14 +46,9 @@ __device__ __forceinline__ void copy_box(uint32 to, const TensorMap &map, int co
       : "memory");
 }
 
-// The same to this place, and for this barrier, in all `count` blocks of the cluster.
-__device__ __forceinline__ void copy_box_to_all(uint32 to, const TensorMap &map, int column, int row, uint32 barrier,
-                                                int count) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << count) - 1))
-      : "memory");
+// The copy engine reads a map before the first copy that needs it.
+__device__ __forceinline__ void prefetch_map(const TensorMap &map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -84,6 +75,20 @@ __device__ __forceinline__ void take_registers() {
 // Threads that have left count as there.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Store a value to the place `to` of thread block `rank` of the cluster, whose barrier counts its bytes.
+__device__ __forceinline__ void dsmem_store(uint32 to, float4 v, uint32 barrier, int rank) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   cluster_address(to, rank)),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cluster_address(barrier, rank))
+               : "memory");
+}
+// Until what other thread blocks of the cluster stored has come; the barrier's first phase.
+__device__ __forceinline__ void wait_for_stores(uint32 barrier) {
+  asm volatile(
+      "{\n .reg .pred done;\n again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n @!done "
+      "bra again;\n}" ::"r"(barrier)
+      : "memory");
 }
 // What a thread block of the cluster has at this place of its shared memory.
 __device__ __forceinline__ float4 dsmem_load(uint32 address, int rank) {
