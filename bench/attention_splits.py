@@ -97,11 +97,8 @@ class Problem:
             fits = min(occupancy // warps * 132 // sets, self.context // (warps * tiles * 16), 128)
             splits = 1 if many else max(1, fits)
             p = replace(self.rule, warps=warps, stages=stages, tiles=tiles, occupancy=occupancy, splits=splits)
-            p = replace(p, prefetch=splits == 1 and sets > occupancy // warps * 132)
             if p not in found and paged_attention.shared_bytes(p, self.format, D) <= 225 * 1024:
                 found.append(p)
-        if self.rule.prefetch:
-            found.insert(1, replace(self.rule, prefetch=False))
         if self.rule.splits > 8:
             found.append(replace(self.rule, splits=self.rule.splits // 2))
         return found
@@ -159,8 +156,7 @@ class Problem:
 
 
 def written(p: PagedTileConfig) -> str:
-    ahead = ", prefetch" * p.prefetch
-    return f"{p.splits:3} x {p.warps:2} warps, {p.stages} stages of {p.tiles}, room for {p.occupancy}{ahead}"
+    return f"{p.splits:3} x {p.warps:2} warps, {p.stages} stages of {p.tiles}, room for {p.occupancy}"
 
 
 def line(problem: Problem) -> dict[str, Any]:

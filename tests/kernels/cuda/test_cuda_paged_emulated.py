@@ -133,22 +133,6 @@ def test_large_blocks_share_a_sequence(text: str, heads: int, warps: int) -> Non
         assert (y[0].double() - want).abs().max() <= 1e-3 * want.abs().max()
 
 
-@pytest.mark.parametrize("text", ["kv16", "kv4", "k4v2", "kv3"])
-def test_prefetching_reads_what_is_there_and_changes_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "multiprocessors", lambda: 1)
-    fmt, lengths, D = KVFormat.parse(text), [100, 0, 256, 17], 64
-    pages, table = KVPages.new(fmt, 64, 2, D, HALF, "cpu"), torch.randperm(64).int().view(4, 16)
-    starts = [0, 100, 100, 356, 373]
-    kv.append(random(373, 2, D), random(373, 2, D, seed=1), pages, table, [0] * 4, starts=starts)
-    q, usual = random(4, 4, D, seed=2), paged_attention.tile_config(fmt, 4, 4, 2, D, 256)
-    config = replace(usual, splits=1, tiles=2, stages=2, warps=2, occupancy=2)
-    y = [
-        paged_attention.attend(q, pages, table, ints(*lengths), config=replace(config, prefetch=p), dtype=HALF)
-        for p in (False, True)
-    ]
-    assert torch.equal(*y)
-
-
 def test_splits_beyond_the_tokens_count_for_nothing() -> None:
     fmt = KVFormat(4)
     pages, table = KVPages.new(fmt, 8, 1, 64, HALF, "cpu"), torch.arange(8).int()[None]

@@ -46,7 +46,6 @@ class PagedTileConfig:
     stages: int  # such pieces under way in a warp
     warps: int  # of a thread block
     occupancy: int  # warps a multiprocessor should hold, which bounds their registers
-    prefetch: bool = False  # whether a thread block prefetches for the one after it; only without splits
 
 
 def supports(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype | None = None) -> str | None:
@@ -109,7 +108,7 @@ def tile_config(
     occupancy = 16 if min(fmt.bits, fmt.v_bits) <= 4 and light else 12
     config = PagedTileConfig(group, chunks, splits, tiles, stages, warps, occupancy)
     if blocks >= devices:
-        return replace(config, prefetch=splits == 1 and blocks > occupancy // warps * devices)
+        return config
     room = (most_shared_memory() if processors is None else _HOPPER_SHARED) - _STATIC_SHARED
     # Few sequences: all blocks run at one time, since a second wave would be short; as large ones as keep all
     # multiprocessors busy, since the parts of warps are added sooner than those of blocks.
@@ -285,7 +284,6 @@ def attend(
         *(q, pages.codes, pages.words, table, lengths, y, parts, semaphores),
         *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER),
         *((0, False) if packed_for is None else (B, packed_for.stride16)),
-        p.occupancy // p.warps * multiprocessors() if p.prefetch and p.splits == 1 else 0,
         float(D**-0.5 if scale is None else scale),
         shared=shared_bytes(p, fmt, D),
         pdl=pdl,

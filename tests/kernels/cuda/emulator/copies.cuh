@@ -27,11 +27,6 @@ inline void copy_padded(uint32 to, const char *from, int bytes = SIZE) {
 inline void copy_run(char *to, const char *from, int bytes, int lane) {
   for (int i = lane * 16; i < bytes; i += 512) copy_16(shared_address(to) + i, from + i);
 }
-inline void prefetch_run(const char *from, int bytes) {
-  if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fprintf(stderr, "a prefetch is not aligned\n"), abort();
-  volatile char some = from[0];
-  some = from[bytes - 1];  // it must be there
-}
 inline void commit_copies() {
   Copies &mine = copies[emulator.current];
   mine.groups.push_back(mine.open), mine.open.clear();

@@ -21,12 +21,6 @@ __device__ __forceinline__ void copy_run(char *to, const char *from, int bytes, 
   const uint32 at = shared_address(to);
   for (int i = lane * 16; i < bytes; i += 512) copy_16(at + i, from + i);
 }
-// Bring a multiple of 16 bytes into the second-level cache; before Hopper, nothing.
-__device__ __forceinline__ void prefetch_run(const char *from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the last LEFT groups are there.
 template <int LEFT>

@@ -102,17 +102,6 @@ struct KVLoader {
       }
     }
   }
-  // Bring one of the RUNS of memory that a tile is into the second-level cache. Of the loader of lane 0.
-  static constexpr int RUNS = K::CODED ? 4 : 2;
-  __device__ __forceinline__ void prefetch(uint32 row, int run) const {
-    if (run == 0) prefetch_run(keys + (size_t)row * STRIDE, 16 * K::ROW);
-    if (run == 1) prefetch_run(values + (size_t)row * STRIDE, 16 * V::ROW);
-    if constexpr (K::CODED) {
-      const char *from = words + (size_t)row * WORDS_STRIDE - (WORDS <= 32 ? words_at(0) : 0);
-      if (run == 2) prefetch_run(from + words_at(0), 32 * K_C);
-      if (run == 3) prefetch_run(from + words_at(2 * K_C), 32 * V_C);
-    }
-  }
   template <typename P>
   static __device__ __forceinline__ int place_of_half(int piece) {
     constexpr int ALONG = P::ROW / P::PIECE;

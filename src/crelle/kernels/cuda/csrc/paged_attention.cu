@@ -30,7 +30,6 @@
 namespace crelle {
 
 constexpr int MOST_SPLITS = 128;  // thread blocks that share a sequence
-constexpr int PREFETCHED = 2;     // pieces of a block's successor that a warp asks for
 constexpr float RAISED = 2;       // P is 2^2 times as large: f16 has more digits for it, and p scale still fits
 
 __device__ __forceinline__ float largest_of_warp(float v) {
@@ -68,9 +67,7 @@ struct __align__(4 * WORDS) Vector {
 // lengths [B]: tokens of each sequence, this one among them; 0: padding, out is 0. A token sees the last `window`. out
 // [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
 // even. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
-// (splits, kv_heads * chunks of G query heads, B). `wave`: thread blocks that run at one time; where there are more,
-// and it is not 0, a block asks for the first tiles of the one that will take its place, as soon as it has asked for
-// all of its own: blocks that began together end together, and memory would idle until their successors are under way.
+// (splits, kv_heads * chunks of G query heads, B).
 // E: the type of pages and q; T: that of out. OCCUPANCY: warps for which the registers of a multiprocessor shall
 // suffice.
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
@@ -78,7 +75,7 @@ template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STA
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
                  float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
-                 int padded, bool stride16, int wave, float scale) {
+                 int padded, bool stride16, float scale) {
   using Tile = TileOfPages<D, K_BITS, K_C, V_BITS, V_C>;
   using K = typename Tile::Keys;
   using V = typename Tile::Values;
@@ -119,16 +116,6 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   uint32 rows = 0, rows_next = first >= 16                ? rows_from(begin)
                                : (own + ahead) * 16 < end ? source.row(guessed, entry)
                                                           : 0;
-  const auto prefetch_successor = [&] {
-    const uint32 next = blockIdx.z * gridDim.y + blockIdx.y + wave;
-    if (next >= gridDim.y * gridDim.z) return;
-    const int its = next / gridDim.y, its_kv = next % gridDim.y / chunks;
-    const Loader loader(codes, words, table + (size_t)its * max_pages, page, kv_heads, its_kv, 0);
-    constexpr int RUNS = Loader::RUNS;
-    const int n = lane / RUNS, its_end = min(__ldcg(lengths + its), room);
-    const int tile = max(0, its_end - window) / 16 + warp * U + n / U * apart + n % U;
-    if (n < PREFETCHED * U && tile * 16 < its_end) loader.prefetch(loader.row(tile), lane % RUNS);
-  };
   const auto issue_load = [&](int i, int tile, int stage) {
     if (i % ROWS_AHEAD == 0) rows = rows_next, rows_next = rows_from(tile + ROWS_AHEAD * apart);
     const int left = end - tile * 16;
@@ -356,7 +343,6 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     }
     __syncwarp();
     issue_load(i + STAGES, next + STAGES * apart, at);
-    if (wave && (uint32)((next + STAGES * apart) * 16 - end) < 16 * apart) prefetch_successor();  // once, at the last
   }
 
   // --- this warp's part, in place of its tiles
