@@ -6,7 +6,7 @@ RTN                    one scale for a token or an output, nothing else
 + groups               of channels, with scales of their own
 + clipping             of weights and activations, by grid search
 + GPTQ                 error feedback; the weights compensate the error of the activations too
-+ folds                scales and rotations that cost nothing, channels grouped by when they are large (not in the paper)
++ folds                free scales and rotations, channels grouped by when they are large (not in the paper)
 + KV cache             of fewer bits
 + training             block by block, through both roundings (not in the paper)
 """
