@@ -46,7 +46,7 @@ class Row:
 
 def atom_steps(w: int, a: int, kv: str, group: int, outliers: int, train: int) -> list[Step]:
     """Return the steps; `train`: steps of block-wise training per layer, 0 for none."""
-    bits, paper = f"atom:w={w},a={a}", "smooth=false,rotate=false,cluster=false"
+    bits, paper = f"atom:w={w},a={a}", "smooth=false,signs=false,rotate=false,cluster=false"
     plain = f"clip=false,gptq=false,{paper}"
     best = f"group={group},outliers={outliers}"
     steps = [

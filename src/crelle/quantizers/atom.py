@@ -41,7 +41,7 @@ from crelle.quantizers.atom_grids import (
 )
 from crelle.quantizers.base import Group
 from crelle.quantizers.calibrate import LayerCalibration
-from crelle.quantizers.channels import clustered, smoothing
+from crelle.quantizers.channels import clustered, signs, smoothing
 from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, factor, feedback, improve, solve
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.hessian_base import HessianConfig
@@ -78,6 +78,7 @@ class Atom(TrainedConfig, HessianConfig):
     clip: bool = True
     gptq: bool = True
     smooth: bool = True
+    signs: bool = True
     rotate: bool = True
     cluster: bool = True
     act_order: ClassVar[bool] = True  # type: ignore[misc]
@@ -137,9 +138,15 @@ class Atom(TrainedConfig, HessianConfig):
             return changed
         if self.rotate and self.outliers:
             rotate_values(layer)
-        for fold in layer.full.folds() if self.smooth else ():
-            weights = torch.cat([layer.full.linears()[name].weight for name in fold.readers])
-            changed |= fold_scales(layer, fold, smoothing(layer.stats(fold.readers[0]).hessian.diagonal(), weights))
+        for fold in layer.full.folds():
+            stats = layer.stats(fold.readers[0])
+            assert stats.sample is not None
+            scales = signs(stats.sample) if self.signs else torch.ones_like(stats.absmax)
+            if self.smooth:
+                weights = torch.cat([layer.full.linears()[name].weight for name in fold.readers])
+                scales = scales * smoothing(stats.hessian.diagonal(), weights)
+            if not (scales == 1).all():
+                changed |= fold_scales(layer, fold, scales)
         return changed
 
     def rounding(self, stats: Stats) -> InputRounding | None:

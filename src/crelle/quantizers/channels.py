@@ -22,6 +22,14 @@ def smoothing(energy: Tensor, weights: Tensor) -> Tensor:
     return s / s.log().mean().exp()
 
 
+def signs(x: Tensor) -> Tensor:
+    """Return the signs [K] by which to multiply channels of x [T, K] so that their largest values are negative.
+
+    Codes of 4 bits are -8 … 7: a clip factor that cuts positive values off leaves most negative ones whole.
+    """
+    return torch.where(x.pow(3).sum(0) > 0, -1.0, 1.0)
+
+
 def clustered(x: Tensor, group: int) -> Tensor:
     """Return an order of the channels of x [T, K] in which those that are large for the same tokens share a group.
 
