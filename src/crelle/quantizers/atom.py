@@ -77,7 +77,7 @@ class Atom(TrainedConfig, HessianConfig):
     outlier_bits: int = 8
     clip: bool = True
     gptq: bool = True
-    smooth: bool = True
+    smooth: bool = False
     signs: bool = True
     rotate: bool = True
     cluster: bool = True
