@@ -89,7 +89,7 @@ def test_any_shape_is_stored_as_foretold(scheme: str, N: int, K: int) -> None:
 
 def test_outliers_are_the_channels_with_the_largest_activations() -> None:
     w, x, stats = layer(24, 64)
-    found = fitted(f"atom:{SMALL},cluster=false", w, x, stats)
+    found = fitted(f"atom:{SMALL}", w, x, stats)
     assert found.perm is not None
     energy = x.square().sum(0)
     assert set(found.perm[-8:].tolist()) == set(energy.topk(8).indices.tolist())

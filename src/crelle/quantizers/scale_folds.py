@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from crelle.quantizers.calibrate import LayerCalibration
-from crelle.quantizers.channels import signs
 from crelle.quantizers.layer_api import Block, ScaleFold
+
+
+def signs(x: Tensor) -> Tensor:
+    """Return the signs [K] by which to multiply channels of x [T, K] so that their largest values are negative.
+
+    Codes of 4 bits are -8 … 7: a clip factor that cuts positive values off leaves most negative ones whole.
+    """
+    return torch.where(x.pow(3).sum(0) > 0, -1.0, 1.0)
 
 
 def fold_scales(layer: LayerCalibration, fold: ScaleFold, s: Tensor) -> dict[str, Tensor]:
@@ -25,7 +32,7 @@ def fold_scales(layer: LayerCalibration, fold: ScaleFold, s: Tensor) -> dict[str
 def rotate_values(layer: LayerCalibration) -> None:
     """Rotate every value head to its principal axes: a few channels of o's input then hold most of its energy.
 
-    Axes point so that the largest values are negative (crelle.quantizers.channels.signs).
+    Axes point so that the largest values are negative (`signs`).
     """
     at = layer.full.value_heads()
     if layer.full.linears()[at.v].bias is not None:  # rotated, it could not be stored exactly
