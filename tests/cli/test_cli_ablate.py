@@ -30,8 +30,10 @@ def test_a_row_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
 def test_atom_from_quantize_to_eval(tiny_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    scheme = "atom:w=4,a=4,kv=4,group=16,outliers=8"
-    made = succeed("quantize", tiny_model, tmp_path / "q", "--scheme", scheme, "--calib", text, *SMALL, "--json").json
+    scheme, own = "atom:w=4,a=4,kv=4,group=16,outliers=8", ("--own", "2")
+    made = succeed(
+        "quantize", tiny_model, tmp_path / "q", "--scheme", scheme, "--calib", text, *SMALL, *own, "--json"
+    ).json
     assert made["scheme"] == scheme
     shown = succeed("inspect", tmp_path / "q", "--json").json
     assert any(str(layer["activation"]).startswith("int4/16+8") for layer in shown["layers"])

@@ -48,6 +48,7 @@ def test_quantizing_with_training_leaves_its_losses_and_a_plot(small_model: Path
         (("quantize", "MODEL", "OUT", "--scheme", "auto:bits=0.5"), "1.1 to 8.5"),
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--calib", "nowhere.txt"), "nowhere.txt"),
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--rows", "0"), "--rows"),
+        (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--own", "-1"), "--own"),
         (("tune", "MODEL", "OUT"), "not a Crelle checkpoint"),
         (("tune", "MODEL", "OUT", "--train", "everything"), "everything"),
         (("tune", "MODEL", "OUT", "--steps", "0"), "--steps"),

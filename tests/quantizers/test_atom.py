@@ -13,6 +13,7 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of, nbytes
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.grouped import GroupedTensor
+from crelle.formats.kv import KVFormat, as_stored
 from crelle.formats.open import open_weights
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.models.calibration_model import open_model
@@ -89,7 +90,7 @@ def test_any_shape_is_stored_as_foretold(scheme: str, N: int, K: int) -> None:
 
 def test_outliers_are_the_channels_with_the_largest_activations() -> None:
     w, x, stats = layer(24, 64)
-    found = fitted(f"atom:{SMALL},cluster=false", w, x, stats)
+    found = fitted(f"atom:{SMALL}", w, x, stats)
     assert found.perm is not None
     energy = x.square().sum(0)
     assert set(found.perm[-8:].tolist()) == set(energy.topk(8).indices.tolist())
@@ -249,3 +250,24 @@ def test_calibration_sees_what_the_kernel_computes(tiny_model: Path, tmp_path: P
     calibrator.skip(fitted_now, {n: Checkpoint(tmp_path / "q").read(n) for n in network.blocks[0].vectors()})
     with torch.no_grad():
         torch.testing.assert_close(calibrator.hidden.quantized, network.blocks[0](network.model.embed(tokens)))
+
+
+def test_calibration_reads_the_cache_as_it_is_served(tiny_model: Path) -> None:
+    weights, kv = open_weights(tiny_model), KVFormat.parse("kv4:center=false")
+    tokens = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    network = Network.of(open_model(weights))
+    for block in network.blocks:
+        block.round_cache(kv, network.model.embed(tokens))
+    with torch.no_grad():
+        seen = network.model.logits(network.hidden(tokens))
+    served = build(weights, torch.device("cpu"), dtype=torch.float32)
+    torch.testing.assert_close(seen, served(tokens, served.new_cache(2, kv=kv)), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(seen, served(tokens, served.new_cache(2)), rtol=1e-3, atol=1e-3)
+    x = torch.randn(3, 2, 16, requires_grad=True)
+    as_stored(x, kv.key).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(x.grad, torch.ones_like(x))  # type: ignore[arg-type]
+    calibrator = Calibrator(open_model(weights), tokens, kv=KVFormat.parse(4))
+    layer = calibrator.begin()
+    with torch.no_grad():
+        error = (layer.block(layer.hidden.full) - layer.after).square().mean() / layer.after.square().mean()
+    assert 0 < float(error) < 0.05

@@ -20,12 +20,17 @@ CalibrationText = Annotated[
 ]
 
 
-def calibration_text(file: Path | None, *, rows: int, length: int) -> "CalibrationData":
-    """Read the text; without a file, half of the sequences are Python's documentation, half sampled from the model."""
+def calibration_text(file: Path | None, *, rows: int, length: int, own: int = 0) -> "CalibrationData":
+    """Read the text; `own` sequences are sampled from the model besides its rows.
+
+    Without a file, half of the rows are Python's documentation, half sampled from the model.
+    """
     from crelle.engine.calibration_data import CalibrationData
     from crelle.eval.text import read_text
 
     if rows < 1 or length < 8:
         raise SchemeError(f"--rows must be at least 1 and --length at least 8, got {rows} and {length}")
-    own = 0 if file is not None else rows // 2
-    return CalibrationData(text=read_text(file), rows=rows - own, length=length, own=own)
+    if own < 0:
+        raise SchemeError(f"--own must be 0 or more sequences, got {own}")
+    instead = 0 if file is not None else rows // 2
+    return CalibrationData(text=read_text(file), rows=rows - instead, length=length, own=own + instead)

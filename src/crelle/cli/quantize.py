@@ -33,6 +33,7 @@ def run(
     calib: CalibrationText = None,
     rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 64,
     length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
+    own: Annotated[int, typer.Option("--own", help="Sequences sampled from the model besides, for other text.")] = 0,
     device: Device = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was killed.")] = False,
     overwrite: Annotated[
@@ -102,7 +103,7 @@ def run(
     if scheme is None:
         raise SchemeError("name a recipe with --scheme, e.g. --scheme auto:bits=3.35, or a plan with --plan")
     looks = any(parse(s).calibrated for s in (scheme, *overrides.values()))
-    text = calibration_text(calib, rows=rows, length=length) if looks else None
+    text = calibration_text(calib, rows=rows, length=length, own=own) if looks else None
     with tracking("quantizing") as track:
         report = quantize(
             source,

@@ -6,7 +6,7 @@ RTN                    one scale for a token or an output, nothing else
 + groups               of channels, with scales of their own
 + clipping             of weights and activations, by grid search
 + GPTQ                 error feedback; the weights compensate the error of the activations too
-+ folds                scales and rotations that cost nothing, channels grouped by when they are large (not in the paper)
++ folds                of rotations and signs into the layer, which cost nothing (not in the paper)
 + KV cache             of fewer bits
 + training             block by block, through both roundings (not in the paper)
 """
@@ -46,7 +46,7 @@ class Row:
 
 def atom_steps(w: int, a: int, kv: str, group: int, outliers: int, train: int) -> list[Step]:
     """Return the steps; `train`: steps of block-wise training per layer, 0 for none."""
-    bits, paper = f"atom:w={w},a={a}", "smooth=false,rotate=false,cluster=false"
+    bits, paper = f"atom:w={w},a={a}", "folds=false"
     plain = f"clip=false,gptq=false,{paper}"
     best = f"group={group},outliers={outliers}"
     steps = [

@@ -51,7 +51,17 @@ from torch import Tensor
 from crelle.formats.kv_codes import dequantize, hadamard_block_size, hadamard_blocks, quantize, scale_zero
 from crelle.formats.kv_format import KVCode, KVFormat, PageLayout
 
-__all__ = ["KVCode", "KVFormat", "KVPages", "dequantize", "hadamard", "hadamard_block_size", "quantize", "scale_zero"]
+__all__ = [
+    "KVCode",
+    "KVFormat",
+    "KVPages",
+    "as_stored",
+    "dequantize",
+    "hadamard",
+    "hadamard_block_size",
+    "quantize",
+    "scale_zero",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,3 +167,15 @@ class KVPages:
 def hadamard(x: Tensor, code: KVCode | KVFormat) -> Tensor:
     """Return H x in f32 for x [..., D], or x where keys or values of that kind are not rotated."""
     return hadamard_blocks(x) if code.rotate else x.float()
+
+
+def as_stored(x: Tensor, code: KVCode, center: Tensor | None = None) -> Tensor:
+    """Return keys or values [..., Hkv, D] as a cache would give them back; straight-through gradient."""
+    if not code.coded:
+        return x
+    with torch.no_grad():
+        middle = 0.0 if center is None else center
+        D = x.shape[-1]
+        codes, words = quantize(hadamard(x.float() - middle, code), code.bits, code.groups(D))
+        seen = hadamard(dequantize(codes, words, code.bits, head_size=D), code) + middle
+    return x + (seen.to(x.dtype) - x).detach()

@@ -202,10 +202,10 @@ def key_centers(model: "DecoderModel") -> list[Tensor]:
                 f"{model.build.weights.path}: the keys of layer {i} are not finite, so that they have no centre for a "
                 "cache of 8 bits or fewer; the checkpoint is damaged, or its activations overflow"
             )
-    return [_center(k, a.rope, spec.context) for k, a in zip(keys, spec.attentions, strict=True)]
+    return [key_center(k, a.rope, spec.context) for k, a in zip(keys, spec.attentions, strict=True)]
 
 
-def _center(k: Tensor, rope: RopeSpec | None, context: int) -> Tensor:
+def key_center(k: Tensor, rope: RopeSpec | None, context: int) -> Tensor:
     """Return the center of keys [T, Hkv, D] at positions 0, 1, …"""
     first = min(1, len(k) - 1)
     if rope is None:

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.base import QuantTensor, input_rounding
+from crelle.formats.kv import KVFormat, as_stored
 from crelle.formats.open import Weights
 from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.builder import Builder
-from crelle.models.cache import attention
-from crelle.models.decoder import Compute, Experts, InputLayer, Layer, OutputLayer, capped
+from crelle.models.cache import attention, key_center
+from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, OutputLayer, capped
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.rope import angles
@@ -21,18 +22,33 @@ from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear,
 
 
 class _NoCache:
-    """A whole sequence at a time needs no cache."""
+    """A whole sequence at a time needs no cache; it may read keys and values as one of `kv` would store them."""
 
-    def __init__(self, tape: Tape | None) -> None:
-        self._tape = tape
+    def __init__(self, tape: Tape | None, kv: KVFormat | None, center: Tensor | None) -> None:
+        self._tape, self._kv, self._center = tape, kv, center
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
         def compute() -> Tensor:
-            return attention(q, k.transpose(1, 2), v.transpose(1, 2), window, softcap)
+            keys, values = k, v
+            if self._kv is not None:
+                keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
+            return attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
 
         return compute() if self._tape is None else self._tape(compute)
+
+
+class _Keys:
+    """Keeps the keys of a layer."""
+
+    keys: Tensor  # [B, T, Hkv, D]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        self.keys = k
+        return torch.zeros_like(q)
 
 
 class _WholeSequences(Compute):
@@ -73,11 +89,25 @@ class CalibrationBlock(nn.Module):
         self._arch, self._index = arch, i
         self._linears = {m.name: m for m in layer.modules() if isinstance(m, TrainableLinear)}
         self._tape: Tape | None = None
+        self._kv: KVFormat | None = None
+        self._center: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._run(x, _NoCache(self._tape, self._kv, self._center))
+
+    def _run(self, x: Tensor, cache: Attend) -> Tensor:
         rope = self.spec.attention.rope
         cos_sin = None if rope is None else self._compute.first(rope, x.shape[1], x.device, x.dtype)
-        return self.layer(x, cos_sin, _NoCache(self._tape), self._compute)  # type: ignore[no-any-return]
+        return self.layer(x, cos_sin, cache, self._compute)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def round_cache(self, kv: KVFormat, x: Tensor) -> None:
+        spec = self._arch.spec
+        self._kv = kv.layers(len(spec.layers))[self._index]
+        if self._kv.center:
+            found = _Keys()
+            self._run(x[:1], found)
+            self._center = key_center(found.keys[0].float(), self.spec.attention.rope, spec.context)
 
     def use_tape(self, tape: Tape | None) -> None:
         self._tape = tape

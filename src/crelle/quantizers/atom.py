@@ -1,10 +1,10 @@
 """Integer weights and activations with 8-bit outlier channels (Atom, arXiv 2310.19102; format: crelle.formats.grouped).
 
-    0. free changes of the layer that computes the same: scales of channels folded into what stands before them
-                    (`smooth`), heads of values rotated to their principal axes (`rotate`); not in the paper
+    0. folds        the layer is changed so that it computes the same and its activations lose less: heads of values
+                    lie on their principal axes, the largest values of channels are negative (not in the paper;
+                    crelle.quantizers.scale_folds)
     1. order        input channels by the square sum of their activations, ascending: groups hold channels of like size,
-                    and the last `outliers` ones have 8 bits. `cluster`: within the others, channels that are large for
-                    the same tokens share a group, and so a scale
+                    and the last `outliers` ones have 8 bits
     2. activations  `a` bits per token and group; one clip factor per input, with the least error of the outputs on a
                     sample. Everything after this sees the quantized input, so the weights compensate its error too
                     (`target`), which is not in the paper
@@ -16,7 +16,7 @@
 levels=2 stores the two-level format (crelle.formats.two_level), at w=4; with a=8 activations have one scale per token,
 and one for its outliers: sums of integers are scaled once or twice, not in every group.
 `kv` is the KV cache that the checkpoint is meant for; a=16 does not quantize activations. For comparisons:
-clip=false, gptq=false (round to nearest), outlier_bits=16, smooth=false, rotate=false, cluster=false.
+clip=false, gptq=false (round to nearest), outlier_bits=16, folds=false.
 """
 
 from dataclasses import dataclass
@@ -41,11 +41,10 @@ from crelle.quantizers.atom_grids import (
 )
 from crelle.quantizers.base import Group
 from crelle.quantizers.calibrate import LayerCalibration
-from crelle.quantizers.channels import clustered, smoothing
 from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, factor, feedback, improve, solve
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.hessian_base import HessianConfig
-from crelle.quantizers.scale_folds import fold_scales, rotate_values
+from crelle.quantizers.scale_folds import fold_scales, rotate_values, signs
 from crelle.quantizers.stats import InputRounding, Stats, require_stats
 from crelle.quantizers.sweep import faster_on_cpu
 from crelle.quantizers.trained import TrainedConfig, Tune
@@ -77,9 +76,7 @@ class Atom(TrainedConfig, HessianConfig):
     outlier_bits: int = 8
     clip: bool = True
     gptq: bool = True
-    smooth: bool = True
-    rotate: bool = True
-    cluster: bool = True
+    folds: bool = True
     act_order: ClassVar[bool] = True  # type: ignore[misc]
     damp: float = 0.2
     refine: int = 1
@@ -133,13 +130,16 @@ class Atom(TrainedConfig, HessianConfig):
     def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         """Make activations easier to round, in ways that cost nothing; with 8 bits or more that gains nothing."""
         changed: dict[str, Tensor] = {}
-        if self.a >= 8:
+        if not self.folds or self.a >= 8:
             return changed
-        if self.rotate and self.outliers:
+        if self.outliers:
             rotate_values(layer)
-        for fold in layer.full.folds() if self.smooth else ():
-            weights = torch.cat([layer.full.linears()[name].weight for name in fold.readers])
-            changed |= fold_scales(layer, fold, smoothing(layer.stats(fold.readers[0]).hessian.diagonal(), weights))
+        for fold in layer.full.folds():
+            sample = layer.stats(fold.readers[0]).sample
+            assert sample is not None
+            found = signs(sample)
+            if (found < 0).any():
+                changed |= fold_scales(layer, fold, found)
         return changed
 
     def rounding(self, stats: Stats) -> InputRounding | None:
@@ -147,13 +147,9 @@ class Atom(TrainedConfig, HessianConfig):
         K = len(stats.hessian)
         if self.a == 16:
             return None
-        key = "rounding", self.a, self.group, self.outliers, self.levels, self.outlier_bits, self.clip, self.cluster
+        key = "rounding", self.a, self.group, self.outliers, self.levels, self.outlier_bits, self.clip
         if key not in stats.kept:
             perm = stats.hessian.diagonal().argsort(stable=True)
-            if self.cluster and self.a < 8 and stats.sample is not None:
-                columns = self.columns(K)
-                normal = perm[: columns.normal]
-                perm[: columns.normal] = normal[clustered(stats.sample[:, normal], columns.group)]
             clip = self._activation_clip(stats, perm) if self.clip and self.a < 8 else 1.0
             spec = self.activation(K, clip)
             assert spec is not None

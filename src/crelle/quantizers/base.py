@@ -72,6 +72,14 @@ class ActivationQuantizer(Protocol):
         ...
 
 
+@runtime_checkable
+class CacheConfig(Protocol):
+    """A config of models that are meant for a certain KV cache."""
+
+    @property
+    def kv(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Cast:
     """Store a matrix unquantized, in f16, bf16 or f32."""

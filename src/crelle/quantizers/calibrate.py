@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor, input_rounding
+from crelle.formats.kv import KVFormat
 from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
 from crelle.quantizers.training import relative_error
@@ -48,7 +49,9 @@ class Calibrator:
         device: torch.device | str = "cpu",
         batch: int = 8,
         half: bool = True,  # bf16 products where the machine has them
+        kv: KVFormat | None = None,  # the cache that the quantized model reads keys and values from
     ) -> None:
+        self.kv = kv if kv is not None and kv.coded else None
         self.model, self.device, self.batch, self.half = model, torch.device(device), batch, half
         with torch.no_grad():
             x = torch.cat([model.embed(t.to(self.device)) for t in torch.split(tokens, batch)])
@@ -63,6 +66,8 @@ class Calibrator:
     def begin(self, stats: bool = True) -> "LayerCalibration":
         """Build the next layer and run the full-precision hidden states through it; stats: some will be asked for."""
         full, block = self.model.block(self.next), self.model.block(self.next)
+        if self.kv is not None:
+            block.round_cache(self.kv, self.hidden.full)
         read: dict[str, list[Tensor]] = {stage[0]: [] for stage in full.stages()} if stats else {}
         for name, inputs in read.items():
             full.linears()[name].watch = inputs.append

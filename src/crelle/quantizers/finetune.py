@@ -31,6 +31,7 @@ from crelle.quantizers.training import EndToEnd, Network, Training
 from crelle.version import __version__
 
 What = Literal["scales", "all"]
+_SAME = 0.25  # of a weight's energy: rounding to 2 bits changes less, another basis more
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,19 @@ def _install(
         for name, linear in block.linears().items():
             if not format_of(checkpoint.specs[name]).quantized:
                 continue
-            source = sources[name].weight if name in sources else None
-            coders[name] = trainable(checkpoint.matrix(name).to(device), source, what).to(device)
+            stored = checkpoint.matrix(name).to(device)
+            source = _source(stored, sources[name].weight) if name in sources else None
+            coders[name] = trainable(stored, source, what).to(device)
             linear.coder = coders[name]
     if not coders:
         raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
     return coders
+
+
+def _source(stored: QuantTensor, weight: Tensor) -> Tensor | None:
+    """Return the weight that a matrix was made from; None if other scales or rotations were folded into it since."""
+    change = stored.dequantize(torch.float32) - weight
+    return weight if float(change.square().sum()) < _SAME * float(weight.square().sum()) else None
 
 
 def _write(checkpoint: Checkpoint, tuned: dict[str, QuantTensor], writer: CheckpointWriter) -> None:

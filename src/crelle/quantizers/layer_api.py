@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crelle.formats.kv import KVFormat
+
 Progress = Callable[[int, int, str], None]  # (done, total, what), called after each piece of work
 
 
@@ -104,6 +106,10 @@ class Block(Protocol):
     def folds(self) -> Sequence[ScaleFold]: ...
 
     def value_heads(self) -> ValueHeads: ...
+
+    def round_cache(self, kv: KVFormat, x: Tensor) -> None:
+        """Let attention read keys and values as a cache stores them; x [B, T, width]: from what keys are centred."""
+        ...
 
     def vectors(self) -> dict[str, Tensor]:
         """Return the other tensors (norms) by full name; they may be changed in place."""

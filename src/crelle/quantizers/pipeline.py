@@ -30,10 +30,11 @@ from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.io import read_json, to_json, write_whole
+from crelle.formats.kv import KVFormat
 from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.base import ActivationQuantizer, Cast, LayerQuantizer, Passthrough, Quantizer
+from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.scheme import parse
@@ -247,7 +248,8 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
     if calibration is None:
         raise SchemeError(f"scheme '{needing[0]}' looks at data: it needs a calibration text")
     model = calibration.open(weights, calibration.device)
-    return Calibrator(model, calibration.tokens, device=calibration.device)
+    kv = KVFormat.parse(quantizers[0].kv) if isinstance(quantizers[0], CacheConfig) else None
+    return Calibrator(model, calibration.tokens, device=calibration.device, kv=kv)
 
 
 def _quantize_layer(

@@ -12,6 +12,14 @@ from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.layer_api import Block, ScaleFold
 
 
+def signs(x: Tensor) -> Tensor:
+    """Return the signs [K] by which to multiply channels of x [T, K] so that their largest values are negative.
+
+    Codes of 4 bits are -8 … 7: a clip factor that cuts positive values off leaves most negative ones whole.
+    """
+    return torch.where(x.pow(3).sum(0) > 0, -1.0, 1.0)
+
+
 def fold_scales(layer: LayerCalibration, fold: ScaleFold, s: Tensor) -> dict[str, Tensor]:
     """Divide an input by s [K], or values near it, in both copies of the layer; return changed norms and biases."""
     s, vectors = _exact(s, _vector(layer.full, fold.source))
@@ -22,17 +30,25 @@ def fold_scales(layer: LayerCalibration, fold: ScaleFold, s: Tensor) -> dict[str
 
 
 def rotate_values(layer: LayerCalibration) -> None:
-    """Rotate every value head to its principal axes: a few channels of o's input then hold most of its energy."""
+    """Rotate every value head to its principal axes: a few channels of o's input then hold most of its energy.
+
+    Axes point so that the largest values are negative (`signs`).
+    """
     at = layer.full.value_heads()
     if layer.full.linears()[at.v].bias is not None:  # rotated, it could not be stored exactly
         return
     D, shared = at.head_size, at.heads // at.kv_heads
-    hessian = layer.stats(at.o).hessian.double()
-    heads = [slice(h * D, (h + 1) * D) for h in range(at.heads)]
-    energy = [hessian[h, h] for h in heads]
-    axes = [torch.linalg.eigh(sum(energy[k * shared : (k + 1) * shared])).eigenvectors for k in range(at.kv_heads)]
-    into = torch.block_diag(*axes).float()  # type: ignore[no-untyped-call]
-    out_of = torch.block_diag(*(axes[h // shared] for h in range(at.heads))).float()  # type: ignore[no-untyped-call]
+    stats = layer.stats(at.o)
+    assert stats.sample is not None
+    values = stats.sample.view(-1, at.kv_heads, shared, D)
+    hessian = stats.hessian.view(at.kv_heads, shared, D, at.kv_heads, shared, D)
+    axes = []
+    for k in range(at.kv_heads):
+        energy = torch.stack([hessian[k, h, :, k, h] for h in range(shared)]).sum(0)
+        found = torch.linalg.eigh(energy.double()).eigenvectors.float()
+        axes.append(found * signs(values[:, k].flatten(0, 1) @ found))
+    into = torch.block_diag(*axes)  # type: ignore[no-untyped-call]
+    out_of = torch.block_diag(*(axes[h // shared] for h in range(at.heads)))  # type: ignore[no-untyped-call]
     for block in (layer.full, layer.block):
         linears = block.linears()
         linears[at.v].weight = into.T @ linears[at.v].weight
