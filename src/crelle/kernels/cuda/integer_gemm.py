@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import cbrt
 
 import torch
 from torch import Tensor
@@ -255,7 +256,7 @@ def estimate(w: IntegerTiles, tokens: int, s: IntegerTileConfig, processors: int
     codes = groups * (4096 + 128 * w.subs)  # of a block of 128 inputs
     issue = groups * (115 + 1.28 * s.tokens if w.segments else 146 + 3.61 * w.subs * s.tokens)
     load = max(codes / 12.9, (codes + s.tokens * BLOCK) / 35.3)  # a share of what memory and L2 give
-    block, sums = s.occupancy * (issue**3 + load**3) ** (1 / 3), groups * s.tokens
+    block, sums = s.occupancy * cbrt(issue**3 + load**3), groups * s.tokens
     if s.split_k > 1:
         at_once = s.occupancy * processors * (30 if s.split_k > 2 else 66) // 132  # clusters that find room
         shared = min(1.0, max(1 / s.occupancy, tiles * s.split_k / (s.occupancy * processors)))
