@@ -11,7 +11,6 @@ x is encoded already. CONFIGS: also time tile configs around the chosen one. Eve
 outputs against integer_reference, and bitwise equal reruns. Then graph replays over more weights than L2 holds.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from crelle.bench.cuda_timer import Replay, clone, copies, gpu
+from crelle.bench.environment import write_result
 from crelle.formats.activations import ActivationSpec, QuantizedX
 from crelle.formats.base import format_of
 from crelle.kernels.base import Encoded
@@ -151,7 +151,7 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, schemes: str = "", c
             wanted |= {c for r in counts for c in configs_near(laid, r)} if configs else set()
             jit.compile_all(sorted({integer_gemm.variant(laid, s, HALF) for s in wanted}))
             results += [measure(name, w, laid, r, others[r], bool(configs)) for r in counts]
-            out.write_text(json.dumps({"gpu": gpu(), "results": results}, indent=1))
+            write_result(out, {"gpu": gpu(), "results": results})
 
 
 if __name__ == "__main__":

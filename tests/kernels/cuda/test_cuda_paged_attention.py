@@ -157,7 +157,7 @@ def test_columns_share_codes_among_as_many_heads_as_fit() -> None:
 def test_plan_splits_until_the_device_is_busy() -> None:
     four = KVFormat(4)
     assert paged_attention.tile_config(four, 128, 32, 32, 128, 1024, processors=132).splits == 1
-    for context, splits, warps in ((8192, 16, 16), (4096, 16, 8), (2048, 16, 4)):  # the largest blocks that fill it
+    for context, splits, warps in ((8192, 16, 8), (4096, 16, 8), (2048, 16, 4)):  # the largest blocks that fill it
         config = paged_attention.tile_config(four, 1, 32, 8, 128, context, processors=132)
         assert (config.splits, config.warps) == (splits, warps)
     assert paged_attention.tile_config(four, 1, 32, 8, 128, 128, processors=132).splits == 1  # nothing to share

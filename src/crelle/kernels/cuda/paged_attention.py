@@ -110,15 +110,16 @@ def tile_config(
     if blocks >= devices:
         return config
     room = (most_shared_memory() if processors is None else _HOPPER_SHARED) - _STATIC_SHARED
-    # Few sequences: all blocks run at one time, since a second wave would be short; as large ones as keep all
-    # multiprocessors busy, since the parts of warps are added sooner than those of blocks.
-    for warps in (occupancy, occupancy // 2, 4):
-        config = replace(config, warps=warps)
-        fits = min(occupancy // warps * devices // blocks, longest // (warps * tiles * _TOKENS), MOST_SPLITS)
-        config = replace(config, splits=max(1, fits))
-        if config.splits * blocks >= 0.9 * devices and shared_bytes(config, fmt, head_size) <= room:
-            break
-    return config
+    # Few sequences: all blocks run at one time, since a second wave would be short; in blocks of eight warps, since the
+    # parts of warps are added sooner than those of blocks. Long sequences are read in larger pieces.
+    for warps, stages in ((8, 2 if fmt.coded else 3), (8, 2), (4, 2)):
+        fits = min(8 // warps * devices // blocks, longest // (warps * tiles * _TOKENS), MOST_SPLITS)
+        splits = max(1, fits)
+        more = 2 if min(fmt.bits, fmt.v_bits) <= 4 and longest >= 1024 * splits * warps else 1
+        config = PagedTileConfig(group, chunks, splits, more * tiles, stages, warps, occupancy=8)
+        if splits * blocks >= 0.9 * devices and shared_bytes(config, fmt, head_size) <= room:
+            return config
+    return replace(config, tiles=tiles)
 
 
 def shared_bytes(p: PagedTileConfig, fmt: KVFormat, head_size: int) -> int:
