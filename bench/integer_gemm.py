@@ -141,7 +141,7 @@ def measure(
 
 def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, schemes: str = "", configs: str = "") -> None:
     counts, names = [int(r) for r in rows.split(",")], schemes.split(",") if schemes else list(SCHEMES)
-    results = []
+    command, results = " ".join(["python bench/integer_gemm.py", out.name, shapes, rows, schemes, configs]).rstrip(), []
     for N, K in (tuple(map(int, shape.split("x"))) for shape in shapes.split(",")):
         others = {r: by_others(r, N, K) for r in counts}
         for name in names:
@@ -151,7 +151,7 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, schemes: str = "", c
             wanted |= {c for r in counts for c in configs_near(laid, r)} if configs else set()
             jit.compile_all(sorted({integer_gemm.variant(laid, s, HALF) for s in wanted}))
             results += [measure(name, w, laid, r, others[r], bool(configs)) for r in counts]
-            write_result(out, {"gpu": gpu(), "results": results})
+            write_result(out, {"command": command, "gpu": gpu(), "results": results})
 
 
 if __name__ == "__main__":
