@@ -1,0 +1,65 @@
+"""Run the tests marked `gpu` in several processes side by side, and say what failed.
+
+    python tests/run_gpu.py [--processes 10] [--limit 560] [PATH …]
+
+Most of the time of these tests is compilation of kernels, which the processes share through the cache. Tests are dealt
+out one by one, so each process has some of every file. Exit status 1: some failed, or the limit came first.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+
+
+def files(paths: list[Path]) -> list[Path]:
+    """Return the files with such tests: others may need packages that a machine with a GPU has not."""
+    every = [f for p in paths for f in (sorted(p.rglob("test_*.py")) if p.is_dir() else [p])]
+    return [f for f in every if "mark.gpu" in f.read_text()]
+
+
+def collected(paths: list[Path]) -> list[str]:
+    found = subprocess.run([*PYTEST, "--collect-only", *map(str, files(paths))], capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(found.stdout + found.stderr)
+    return [line for line in found.stdout.splitlines() if "::" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, default=[TESTS])
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--limit", type=float, default=560, help="seconds")
+    args = parser.parse_args()
+    tests = collected(args.paths)
+    cores = max(1, len(os.sched_getaffinity(0)) // args.processes)
+    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(cores)}
+    print(f"{len(tests)} tests in {args.processes} processes", flush=True)
+    with tempfile.TemporaryDirectory() as d:
+        running = []
+        for i in range(min(args.processes, len(tests))):
+            ids, log = Path(d) / f"{i}.txt", Path(d) / f"{i}.log"
+            ids.write_text("\n".join(tests[i :: args.processes]) + "\n")
+            command = ["timeout", str(args.limit), *PYTEST, "-v", "-rfE", f"@{ids}"]
+            with log.open("w") as out:
+                running.append((log, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)))
+        bad = 0
+        for log, process in running:
+            status = process.wait()
+            lines = log.read_text().splitlines()
+            if status:
+                bad += 1
+                told = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
+                print("\n".join(told[:40]), flush=True)
+            ended = " (ended by the limit)" if status == 124 else ""
+            print(f"{log.stem}: {lines[-1] if lines else 'nothing'}{ended}", flush=True)
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
