@@ -135,7 +135,7 @@ def measure(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()  # the check's own pass is no part of serving
     fill(engine.runner.layers)
-    for batch in batches:
+    for batch in sorted(batches, key=lambda n: n in profiled):  # steps timed behind a profile had a pause of 190 ms
         row = DecodeThroughput.of(engine, scheme, gap, batch, context, *timed_steps(engine, batch, context, tokens))
         if memory is not None:
             row = replace(row, memory=str(memory), cache_bytes=engine.plan.cache)
