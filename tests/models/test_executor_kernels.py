@@ -52,6 +52,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "_most_shared_memory", lambda device: 227 * 1024)
     monkeypatch.setattr(integer_gemm, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(executor.torch.ops.aten, "_flash_attention_forward", lambda q, *_, **__: (q,))
 
@@ -80,7 +81,6 @@ def test_kernels_are_found_without_a_gpu() -> None:
     )
     assert batch.kernels([128], []) < found  # prompts have GEMMs of their own size
     assert batch.kernels([1], []) != batch.kernels([128], [])
-    assert {"crelle::integer_gemm_sm80"} & {e.partition("<")[0] for _, e in batch.kernels([4], [])}
 
 
 def test_all_buckets_and_prompts_need_few_kernels() -> None:

@@ -216,7 +216,7 @@ _chosen: dict[tuple[int, ...], IntegerTileConfig | IntegerSm80TileConfig] = {}
 def _choose_sm90(w: IntegerTiles, tokens: int, processors: int) -> IntegerTileConfig | IntegerSm80TileConfig:
     if tokens <= 16:
         return _choose_few(w, 8 if tokens <= 8 else 16, processors)
-    most = 256 if w.segments == 1 else 160  # registers for one or two kinds of sums
+    most = 256 if w.segments == 1 else 96 if w.two_level and not w.segments else 160  # as registers do
     counts = range(-(-tokens // most), -(-tokens // min(tokens, 32)) + 1)
     sizes = {next(t for t in SIZES if t >= -(-tokens // n)) for n in counts}
     splits = [n for n in (1, 2, 4) if n <= w.blocks // 2 + 1]
