@@ -137,3 +137,9 @@ def test_configs_that_cannot_be_described_are_a_sentence() -> None:
         describe("m", {"model_type": "bert"})
     with pytest.raises(FormatError, match="needs whole numbers"):
         describe("m", {**SHAPES["llama2-7b"], "num_local_experts": 8})
+
+
+def test_an_estimate_says_what_was_not_measured() -> None:
+    assert made("llama2-7b").estimate.unchecked == ()
+    found = made("mixtral-8x7b", "mixed", "3", gpus=2, bandwidth=1500.0, batch=2).estimate.unchecked
+    assert len(found) == 6

@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from crelle.bench.plan import Plan
 
 NAME = "plan"
-_ESTIMATE = (
-    "an estimate: a model of the time fitted to measurements on one H200 (docs/guide/plan.md); "
-    "no run on several GPUs was measured"
-)
+_ESTIMATE = "an estimate: a model of the time, fitted to measurements on one H200 (docs/guide/plan.md)"
 
 
 def run(
@@ -176,7 +173,7 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
                 f"a million tokens: {e.cost.total:.4g} (buying {e.cost.buying:.4g}, electricity {e.cost.runtime:.4g}), "
                 "GPUs busy all day"
             )
-        say(f"    {_ESTIMATE}")
+        say(f"    {_ESTIMATE}" + (f"; not measured: {', '.join(e.unchecked)}" if e.unchecked else ""))
     if vllm["fits"]:
         say(f"vLLM, whose cache has 16 bits: {sequences(vllm['sequences'])}\n    {vllm['command']}")
     else:
