@@ -102,3 +102,18 @@ def plot_training(path: Path, losses: Sequence[float], blocks: Mapping[str, Sequ
         here.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def plot_memory(
+    path: Path, title: str, along: Sequence[int], parts: Mapping[str, Sequence[float]], limit: float
+) -> None:
+    """Draw GB by part, one above the other, against a number of sequences, and the limit."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.stackplot(along, *parts.values(), labels=list(parts), colors=COLOURS)
+    axes.axhline(limit, color="black", linewidth=1, linestyle="--", label="memory of a GPU")
+    axes.set(title=title, xlabel="sequences at once", ylabel="GB on a GPU", xlim=(along[0], along[-1]))
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

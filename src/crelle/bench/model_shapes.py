@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.bench.random_matrices import random_generator, random_matrix
+from crelle.bench.random_matrices import matrix_bytes, random_generator, random_matrix
 from crelle.errors import FormatError, SchemeError, UnsupportedError
-from crelle.formats.base import QuantTensor, bits_per_weight
+from crelle.formats.base import QuantTensor
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.models.loader import architecture
@@ -34,7 +34,7 @@ _PLAIN = Cast("fp16")  # what is not inside a layer
 _BIAS = 0.02  # standard deviation
 
 
-def _llama(
+def llama_config(
     width: int,
     layers: int,
     heads: int,
@@ -47,6 +47,7 @@ def _llama(
     theta: float = 10000.0,
     tied: bool = False,
 ) -> dict[str, Any]:
+    """Return the config of a Llama by its sizes."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -117,13 +118,15 @@ def _gemma3(width: int, layers: int, heads: int, kv_heads: int, inner: int, **ot
 # Sizes as published: arXiv 2302.13971 (LLaMA), 2307.09288 (Llama 2), 2407.21783 (Llama 3), 2205.01068 (OPT),
 # 2503.19786 (Gemma 3), and the model cards of GPT-2 and SmolLM2.
 SHAPES: Mapping[str, dict[str, Any]] = {
-    "smollm2-135m": _llama(576, 30, 9, 1536, kv_heads=3, vocabulary=49152, context=8192, theta=100000.0, tied=True),
-    "llama2-7b": _llama(4096, 32, 32, 11008),
-    "llama2-13b": _llama(5120, 40, 40, 13824),
-    "llama-30b": _llama(6656, 60, 52, 17920, context=2048, eps=1e-6),
-    "llama-65b": _llama(8192, 80, 64, 22016, context=2048, eps=1e-6),
-    "llama2-70b": _llama(8192, 80, 64, 28672, kv_heads=8),
-    "llama3-8b": _llama(4096, 32, 32, 14336, kv_heads=8, vocabulary=128256, context=8192, theta=500000.0),
+    "smollm2-135m": llama_config(
+        576, 30, 9, 1536, kv_heads=3, vocabulary=49152, context=8192, theta=100000.0, tied=True
+    ),
+    "llama2-7b": llama_config(4096, 32, 32, 11008),
+    "llama2-13b": llama_config(5120, 40, 40, 13824),
+    "llama-30b": llama_config(6656, 60, 52, 17920, context=2048, eps=1e-6),
+    "llama-65b": llama_config(8192, 80, 64, 22016, context=2048, eps=1e-6),
+    "llama2-70b": llama_config(8192, 80, 64, 28672, kv_heads=8),
+    "llama3-8b": llama_config(4096, 32, 32, 14336, kv_heads=8, vocabulary=128256, context=8192, theta=500000.0),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, words=512, norm_first=False),
     "opt-1.3b": _opt(2048, 24, 32),
@@ -219,13 +222,10 @@ class RandomWeights:
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     def nbytes(self) -> int:
-        """Return the bytes of the whole model in its scheme, without making it: matrices by a few rows of each kind."""
-        bits: dict[int, float] = {}  # of a weight in the layers, by the length of its row
-        for name, shape in self._shapes.items():
-            if len(shape) == 2 and _LAYER.search(name) and shape[1] not in bits:
-                bits[shape[1]] = bits_per_weight(random_matrix(self.scheme, 8, shape[1], random_generator(0, "cpu")))
-        each = {n: bits[s[1]] if len(s) == 2 and _LAYER.search(n) else 16 for n, s in self._shapes.items()}
-        return round(sum(each[n] * torch.Size(s).numel() for n, s in self._shapes.items()) / 8)
+        """Return the bytes of the whole model in its scheme, without making it."""
+        inside = {n: s for n, s in self._shapes.items() if len(s) == 2 and _LAYER.search(n)}
+        outside = sum(torch.Size(s).numel() for n, s in self._shapes.items() if n not in inside)
+        return sum(matrix_bytes(self.scheme, *s) for s in inside.values()) + 2 * outside
 
 
 def _shapes(weights: RandomWeights) -> dict[str, tuple[int, ...]]:

@@ -19,3 +19,9 @@ def random_matrix(scheme: Quantizer, N: int, K: int, random: torch.Generator) ->
     """Return a matrix [N, K] as the scheme would store it, on the generator's device."""
     spec = scheme.storage((N, K))
     return format_of(spec).random(spec, random)
+
+
+def matrix_bytes(scheme: Quantizer, N: int, K: int) -> int:
+    """Return the bytes of such a matrix without making it, every scale counted."""
+    spec = scheme.storage((N, K))
+    return N * format_of(spec).row_bits(spec) // 8

@@ -23,6 +23,7 @@ from crelle.cli import (
     export,
     generate,
     inspect,
+    plan,
     quantize,
     search,
     serve,
@@ -44,7 +45,7 @@ app = typer.Typer(
     "`crelle generate OUT --prompt 'Hello'`.",
 )
 
-for command in (quantize, search, tune, inspect, evaluate, generate, chat, serve, explain, export, doctor, demo):
+for command in (quantize, search, tune, inspect, evaluate, generate, chat, serve, plan, explain, export, doctor, demo):
     app.command(name=command.NAME)(command.run)
 app.add_typer(bench.app, name=bench.NAME)
 app.add_typer(ablate.app, name=ablate.NAME)

@@ -21,6 +21,7 @@ from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv import KVFormat
 from crelle.kernels.reference_attention import SLAB
+from crelle.kernels.spec import DecoderSpec
 from crelle.models.executors import page_dtype
 from crelle.models.loader import Model
 
@@ -120,8 +121,13 @@ def kv_heads(model: Model) -> int:
 
 def page_bytes(model: Model, kv: KVFormat) -> int:
     """Return the bytes of one page, all layers together."""
-    each = kv_heads(model), model.spec.head_size, page_dtype(model).itemsize
-    return sum(own.page_bytes(*each) for own in kv.layers(len(model.spec.layers)))
+    return page_bytes_of(model.spec, kv, page_dtype(model).itemsize)
+
+
+def page_bytes_of(spec: DecoderSpec, kv: KVFormat, element_size: int) -> int:
+    """Return the same of a decoder that is only described; `element_size`: bytes of values that are not coded."""
+    each = spec.kv_heads, spec.head_size, element_size
+    return sum(own.page_bytes(*each) for own in kv.layers(len(spec.layers)))
 
 
 def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
@@ -134,14 +140,20 @@ def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
 
 def working_bytes(model: Model, max_batch: int, budget: int) -> int:
     """Bound the values that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor."""
-    c = model.spec
+    return working_bytes_of(
+        model.spec, max_batch, budget, model.dtype.itemsize if model.device.type == "cuda" else None
+    )
+
+
+def working_bytes_of(c: DecoderSpec, max_batch: int, budget: int, gpu_element_size: int | None) -> int:
+    """Return the same of a decoder that is only described; bytes of an activation on a GPU, None on a CPU."""
     row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
     scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together
     logits = 4 * 3 * max_batch * c.vocabulary  # their softmax, one sorted
-    if model.device.type != "cuda":
+    if gpu_element_size is None:
         return 4 * budget * (row + scores) + logits
-    read = 2 * kv_heads(model) * c.head_size * c.context
-    return max(4 * budget * (row + scores), model.dtype.itemsize * (budget * row + read) + _ASIDE) + logits
+    read = 2 * c.kv_heads * c.head_size * c.context
+    return max(4 * budget * (row + scores), gpu_element_size * (budget * row + read) + _ASIDE) + logits
 
 
 def weight_bytes(models: Iterable[Model]) -> int:
