@@ -22,6 +22,7 @@ from crelle.formats.exporters.gguf import export_gguf
 from crelle.formats.exporters.gguf_metadata import rope
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.open import open_weights
+from crelle.models.loader import build
 from crelle.quantizers.pipeline import quantize
 
 EXACT = "rtn:bits=4,group=32,symmetric=true"
@@ -65,6 +66,11 @@ def test_both_readers_find_the_same_values(tmp_path: Path, arch: str, scheme: st
         assert np.array_equal(values, before.numpy()), name
 
 
+def logits(path: Path, ids: list[int]) -> torch.Tensor:
+    model = build(open_weights(path), torch.device("cpu"))
+    return model(torch.tensor([ids]), model.new_cache(1))
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_logits_tokens_and_config_survive(tmp_path: Path, arch: str) -> None:
     made = quantize(write_tiny_gguf(tmp_path / "m.gguf", arch), tmp_path / "q", EXACT).out
@@ -73,7 +79,7 @@ def test_logits_tokens_and_config_survive(tmp_path: Path, arch: str) -> None:
     one, two = (LLM.load(p) for p in (made, kept))
     ids = one.tokenizer.encode("the three thieves <|start|>")
     assert two.tokenizer.encode("the three thieves <|start|>") == ids
-    assert torch.equal(one.logits(ids), two.logits(ids))
+    assert torch.equal(logits(made, ids), logits(kept, ids))
     before, after = open_weights(made).config, open_weights(kept).config
     assert {k: v for k, v in after.items() if k != "quantization_config"} == {
         k: v for k, v in before.items() if k != "quantization_config"
@@ -220,18 +226,49 @@ def test_no_gguf_package_is_a_sentence(source: Path, tmp_path: Path, monkeypatch
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, pre_tokenizers
 
-    source = write_tiny_model(tmp_path / "m", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4)
-    made = quantize(source, tmp_path / "q", EXACT).out
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 264}
+    made = quantize(write_tiny_model(tmp_path / "m", **sizes), tmp_path / "q", EXACT).out
+    with pytest.raises(CrelleError, match="its tokenizer has no merges"):
+        export_gguf(open_weights(made), tmp_path / "e.gguf")
+    merge(made, 264)
+    with pytest.raises(CrelleError, match="its tokenizer has 265 tokens, its embedding 264 rows"):
+        export_gguf(open_weights(made), tmp_path / "e.gguf")
+    merge(made, 258)
+    with pytest.raises(CrelleError, match="its tokenizer has two tokens with one id: 258"):
+        export_gguf(open_weights(made), tmp_path / "e.gguf")
+    merge(made, 259)
     with pytest.raises(CrelleError, match="splits text by a rule that has no name in GGUF; known are: gpt-2, smollm"):
         export_gguf(open_weights(made), tmp_path / "e.gguf")
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(made / "tokenizer.json"))
     export_gguf(open_weights(made), tmp_path / "e.gguf")
-    one, two = (
-        in_process.succeed("generate", p, "--prompt", "ab", "--max-tokens", 8, "--json").json
-        for p in (made, tmp_path / "e.gguf")
-    )
-    assert one["text"] == two["text"]
-    saved = json.loads((made / "tokenizer_config.json").read_text())["chat_template"]
-    assert GGUFFile(tmp_path / "e.gguf").get("tokenizer.chat_template") == saved
+    kept = quantize(tmp_path / "e.gguf", tmp_path / "kept", "keep").out
+    ids = LLM.load(made).tokenizer.encode("the path")
+    assert LLM.load(kept).tokenizer.encode("the path") == ids
+    assert torch.equal(logits(made, ids), logits(kept, ids))
+    file = GGUFFile(tmp_path / "e.gguf")
+    said = json.loads((made / "tokenizer_config.json").read_text())["chat_template"]
+    assert file.get("tokenizer.chat_template") == said
+    assert file.get("tokenizer.ggml.tokens")[-1] == "[PAD263]"  # one token for each row
+
+
+def merge(made: Path, i: int) -> None:
+    """Give a tokenizer the token "th" and its merge."""
+    saved = json.loads((made / "tokenizer.json").read_text())
+    saved["model"]["vocab"] |= {a["content"]: a["id"] for a in saved["added_tokens"]} | {"th": i}
+    saved["model"]["merges"] = [["t", "h"]]
+    (made / "tokenizer.json").write_text(json.dumps(saved))
+
+
+def test_sentencepiece_survives(data: Path, tmp_path: Path) -> None:
+    made = quantize(data / "stories15M", tmp_path / "q", EXACT).out
+    export_gguf(open_weights(made), tmp_path / "e.gguf")
+    file = GGUFFile(tmp_path / "e.gguf")
+    assert (file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.add_bos_token")) == ("llama", True)
+    kept = quantize(tmp_path / "e.gguf", tmp_path / "kept", "keep").out
+    one, two = (LLM.load(p).tokenizer for p in (made, kept))
+    text = "Once upon a time, Lily's cat ate 12 ööö → 猫\n\n  and   slept."
+    ids = one.encode(text)
+    assert two.encode(text) == ids
+    assert torch.equal(logits(made, ids), logits(kept, ids))

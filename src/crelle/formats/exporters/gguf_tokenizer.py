@@ -63,6 +63,9 @@ def _metadata(t: Mapping[str, Any], said: Mapping[str, Any], config: Mapping[str
         raise UnsupportedError(f"its tokenizer is '{model['type']}', and GGUF is written for BPE")
     vocab: dict[str, int] = model["vocab"]
     by_id = {i: token for token, i in vocab.items()} | {a["id"]: a["content"] for a in added}
+    twice = next((i for token, i in vocab.items() if by_id[i] != token), None)
+    if twice is not None:
+        raise FormatError(f"its tokenizer has two tokens with one id: {twice}")
     if (most := max(by_id) + 1) > rows:
         raise UnsupportedError(
             f"its tokenizer has {most} tokens, its embedding {rows} rows, and GGUF wants one for each"
