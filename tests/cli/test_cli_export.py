@@ -12,10 +12,12 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.errors import CrelleError, SchemeError
+from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint_writer import JOURNAL, CheckpointWriter
 from crelle.formats.composite import PermutedTensor
-from crelle.formats.exporters.gptq import export_gptq, pack
+from crelle.formats.exporters.directory import Grid
+from crelle.formats.exporters.gptq import GPTQLayout, export_gptq
 from crelle.formats.importers.gptq import GPTQDirectory
 from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
@@ -143,16 +145,20 @@ def test_what_gptq_has_no_place_for_is_refused(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]  # nothing is left behind
 
 
+def pack(w: QuantTensor) -> tuple[dict[str, torch.Tensor], Grid]:
+    return GPTQLayout(2).pack(w, "m")
+
+
 def test_shapes_and_scales_without_a_place_are_refused() -> None:
     codes = torch.zeros(6, 32, dtype=torch.uint8)
     scale = torch.ones(6, 1)
     with pytest.raises(CrelleError, match="6 x 32 at 4 bits does not fill whole 32-bit words"):
-        pack(UniformTensor.from_codes(codes, 4, scale, None, 32), 2)
+        pack(UniformTensor.from_codes(codes, 4, scale, None, 32))
     odd = UniformTensor.from_codes(codes.expand(-1, -1)[:4].repeat(2, 1), 4, torch.full((8, 1), 0.1), None, 32)
     with pytest.raises(CrelleError, match="a scale is not representable in f16"):
-        pack(odd, 2)
+        pack(odd)
     exact = UniformTensor.from_codes(torch.zeros(8, 32, dtype=torch.uint8), 4, torch.full((8, 1), 0.25), None, 32)
-    packed, grid = pack(PermutedTensor(exact, torch.arange(31, -1, -1, dtype=torch.int32)), 2)
+    packed, grid = pack(PermutedTensor(exact, torch.arange(31, -1, -1, dtype=torch.int32)))
     assert packed["scales"].dtype == torch.float16
     assert grid == (4, -1, True, True)
 
@@ -199,8 +205,10 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert said["quantization_config"]["checkpoint_format"] == "gptq"
     assert in_process.run("export", made, tmp_path / "g").err.count("exists already") == 1
     assert "4 bits, group 32, gptq_v2" in in_process.succeed("export", made, tmp_path / "g", "--overwrite").out
-    refused = in_process.run("export", made, tmp_path / "h", "--to", "gguf")
-    assert (refused.code, "there is no export to 'gguf'; choose: gptq" in refused.err) == (2, True)
+    refused = in_process.run("export", made, tmp_path / "h", "--to", "onnx")
+    assert (refused.code, "there is no export to 'onnx'; choose: gptq, awq, compr" in refused.err) == (2, True)
+    refused = in_process.run("export", made, tmp_path / "h", "--to", "awq", "--gptq-version", 1)
+    assert (refused.code, "--gptq-version is for --to gptq, not for awq" in refused.err) == (2, True)
     one, two = (
         in_process.succeed("generate", p, "--prompt", "ab", "--max-tokens", 8, "--json").json["text"]
         for p in (made, tmp_path / "g")

@@ -1,7 +1,7 @@
 """crelle export: a checkpoint in another project's format."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,12 +9,13 @@ from crelle.cli.console import Json, Model, out, print_json, tracking, warn
 from crelle.errors import SchemeError
 
 NAME = "export"
+FORMATS = ("gptq", "awq", "compressed-tensors", "gguf")
 
 
 def run(
     model: Model,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.")],
-    to: Annotated[str, typer.Option("--to", help="The format: gptq.")] = "gptq",
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make; for gguf the file.")],
+    to: Annotated[str, typer.Option("--to", help=f"The format: {', '.join(FORMATS)}.")] = "gptq",
     gptq_version: Annotated[
         int, typer.Option("--gptq-version", help="1: older readers, stores zero - 1; 2: any zero point.")
     ] = 2,
@@ -23,27 +24,61 @@ def run(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a quantized model as a directory that vLLM, GPTQModel and transformers load, bit for bit.
+    """Write a quantized model as what vLLM, transformers or llama.cpp load, bit for bit.
 
-    For uniform grids of 2, 3, 4 and 8 bits; binary-coded matrices have no place in GPTQ and are refused.
+    For uniform grids: gptq and compressed-tensors of 2, 3, 4 and 8 bits, awq of 4, gguf in groups that are multiples of
+    32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). What a format cannot hold exactly is refused, e.g. binary-coded matrices.
 
     **Example**: `crelle quantize SRC out/m --scheme rtn:bits=4,group=128`, then `crelle export out/m out/m-gptq`
+
+    **Example**: `crelle quantize SRC out/m --scheme rtn:bits=4,group=32,symmetric=true`, then
+    `crelle export out/m out/m.gguf --to gguf`
     """
     from crelle.formats.destination import destination, refuse_overlap
-    from crelle.formats.exporters.gptq import export_gptq
     from crelle.formats.open import open_weights
 
-    if to != "gptq":
-        raise SchemeError(f"there is no export to '{to}'; choose: gptq")
+    if to not in FORMATS:
+        raise SchemeError(f"there is no export to '{to}'; choose: {', '.join(FORMATS)}")
+    if to != "gptq" and gptq_version != 2:
+        raise SchemeError(f"--gptq-version is for --to gptq, not for {to}")
     refuse_overlap(destination(target), model)
     told: list[str] = []
     with tracking("exporting") as track:
-        facts = export_gptq(
-            open_weights(model), target, version=gptq_version, overwrite=overwrite, progress=track, warn=told.append
-        )
+        weights = open_weights(model, encoded=True)
+        if to == "gguf":
+            from crelle.formats.exporters.gguf import export_gguf
+
+            facts = export_gguf(weights, target, overwrite=overwrite, progress=track)
+        else:
+            from crelle.formats.exporters.directory import export_directory
+
+            layout = _layout(to, gptq_version)
+            facts = export_directory(weights, target, layout, overwrite=overwrite, progress=track, warn=told.append)
     warn(told)
     if json:
-        print_json({"out": str(target), "quantization_config": facts, "warnings": told})
+        print_json(
+            {"out": str(target), **(facts if to == "gguf" else {"quantization_config": facts}), "warnings": told}
+        )
         return
-    layout = f"{facts['bits']} bits, group {facts['group_size']}, {facts['checkpoint_format']}"
-    out.print(f"{target}: {layout}", highlight=False, markup=False, soft_wrap=True)
+    out.print(f"{target}: {_in_words(to, facts)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _layout(to: str, gptq_version: int) -> Any:
+    from crelle.formats.exporters.awq import AWQLayout
+    from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
+    from crelle.formats.exporters.gptq import GPTQLayout
+
+    if to == "gptq":
+        return GPTQLayout(gptq_version)
+    return AWQLayout() if to == "awq" else CompressedTensorsLayout()
+
+
+def _in_words(to: str, facts: dict[str, Any]) -> str:
+    if to == "gguf":
+        return f"{facts['architecture']}, " + ", ".join(f"{n} tensors {kind}" for kind, n in facts["types"].items())
+    if to == "compressed-tensors":
+        kinds = [group["weights"] for group in facts["config_groups"].values()]
+        return (
+            "; ".join(f"{k['num_bits']} bits, group {k['group_size'] or 'row'}" for k in kinds) + f", {facts['format']}"
+        )
+    return f"{facts['bits']} bits, group {facts['group_size']}, {facts.get('checkpoint_format', facts.get('version'))}"

@@ -202,11 +202,11 @@ class CheckpointWriter:
         }
         self.publish({**config, "quantization_config": quantization})
 
-    def publish(self, config: Mapping[str, Any], index: str = INDEX) -> None:
-        """Write the index and, last, the config; then rename the directory to its name."""
+    def publish(self, config: Mapping[str, Any], index: str = INDEX, about: Mapping[str, str] | None = None) -> None:
+        """Write the index, `about` in its metadata, and, last, the config; then rename the directory to its name."""
         shards = dict(sorted(self._shards.items()))
         where = {
-            "metadata": {"total_size": sum(f["bytes"] for f in shards.values())},
+            "metadata": {"total_size": sum(f["bytes"] for f in shards.values()), **(about or {})},
             "weight_map": {tensor: name for name, f in shards.items() for tensor in f["names"]},
         }
         write_whole(self.partial / index, to_json(where))

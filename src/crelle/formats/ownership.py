@@ -3,7 +3,8 @@
 A directory is ours if it carries a mark that only we write:
 
     an unfinished run      progress.json, the journal: {"crelle_journal": 2, "recipe": …, "shards": {name: facts}}
-    a finished one         config.json with quant_method "crelle", or with "crelle:…" as the quantizer of a GPTQ export
+    a finished one         config.json with quant_method "crelle"; beside any other config.json an index whose metadata
+                           has an "exporter" of "crelle:…", or, in earlier GPTQ exports, such a quantizer in the config
 
 In it, ours are the shards that the mark lists (a shard is listed before it gets its name), a fixed list of other
 names, and temporary files by their pattern; regular files only. One entry more, and the directory is refused with a
@@ -24,6 +25,7 @@ from crelle.formats.tokenizer_files import TOKENIZER_FILES
 CONFIG, JOURNAL = "config.json", "progress.json"
 INDEX = "crelle.safetensors.index.json"  # of our checkpoints: transformers must not find it, see checkpoint.py
 HF_INDEX = "model.safetensors.index.json"  # of plain models and exports; also of checkpoints before INDEX had its name
+EXPORTER = "exporter"  # in the metadata of an export's index: some projects take no key of ours in their own config
 STAGE = "stage.json"  # in a checkpoint that is the first stage of a longer run, with that run's recipe
 STATE = "training.state"  # of an unfinished training
 TRAINING = "training.json"  # its losses
@@ -38,12 +40,18 @@ def is_checkpoint(config: Mapping[str, Any]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "crelle"
 
 
-def _is_export(config: Mapping[str, Any]) -> bool:
-    """Tell whether a model's config says that `crelle export` wrote it."""
-    quantization = config.get("quantization_config")
-    meta = quantization.get("meta") if isinstance(quantization, dict) else None
+def _is_export(config: Mapping[str, Any], index: Mapping[str, Any]) -> bool:
+    """Tell whether a model's config and index say that `crelle export` wrote it."""
+    quantization, about = config.get("quantization_config"), index.get("metadata")
+    if not isinstance(quantization, dict):
+        return False
+    meta = quantization.get("meta")
     quantizers = meta.get("quantizer") if isinstance(meta, dict) else None
-    return isinstance(quantizers, list) and any(isinstance(q, str) and q.startswith("crelle:") for q in quantizers)
+    marks = [
+        about.get(EXPORTER) if isinstance(about, dict) else None,
+        *(quantizers if isinstance(quantizers, list) else ()),
+    ]
+    return any(isinstance(m, str) and m.startswith("crelle:") for m in marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +81,13 @@ def look(path: Path, fd: int) -> Holding:
     odd = next((n for n in sorted(kinds) if not stat.S_ISREG(kinds[n])), None)
     journal = _journal(path / JOURNAL) if _regular(kinds, JOURNAL) else None
     config = _quietly(path / CONFIG) if _regular(kinds, CONFIG) else {}
-    finished = is_checkpoint(config) or _is_export(config)
+    index = _quietly(path / HF_INDEX) if _regular(kinds, HF_INDEX) else {}
+    finished = is_checkpoint(config) or _is_export(config, index)
     known = set(_FIXED)
     if journal is not None:
         known |= set(journal["shards"])
     if finished:
-        known |= _shards(config, _quietly(path / HF_INDEX) if _regular(kinds, HF_INDEX) else {})
+        known |= _shards(config, index)
     others = [n for n in sorted(kinds) if n not in known and not TEMPORARY.fullmatch(n)]
     first = odd or (others[0] if others else None)
     stranger = f"{_kind(kinds[first])} '{first}'" if first else None
@@ -148,7 +157,7 @@ def same_directory(path: Path, fd: int) -> bool:
 def remove_files(held: Holding, fd: int, keep: frozenset[str] = frozenset()) -> None:
     """Delete the files of a directory of ours, the mark last."""
     assert held.ours
-    for name in sorted(held.names, key=lambda n: (n in (JOURNAL, CONFIG), n)):
+    for name in sorted(held.names, key=lambda n: (n in (JOURNAL, CONFIG, HF_INDEX), n)):
         if name not in keep:
             os.unlink(name, dir_fd=fd)
 

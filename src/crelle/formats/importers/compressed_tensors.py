@@ -103,14 +103,14 @@ class CompressedTensorsDirectory(EncodedDirectory):
             if int(g_idx.max()) >= 0:  # all -1: never filled in
                 group, order = in_group_order(g_idx, G)
         scale = self.part(module, "weight_scale", (N, G), SCALE_DTYPES)
-        codes = _unpacked(self.part(module, "weight_packed", (N, None), (torch.int32,)), bits, K, "weight_packed")
+        codes = unpacked(self.part(module, "weight_packed", (N, None), (torch.int32,)), bits, K, "weight_packed")
         zero = None if scheme.get("symmetric", True) else self._zero_points(module, bits, N, G)
         return sorted_grid(codes, bits, scale, zero, group, order)
 
     def _zero_points(self, module: str, bits: int, N: int, G: int) -> Tensor:
         stored = self.part(module, "weight_zero_point", (None, G), (torch.int32, torch.int8))
         if stored.dtype == torch.int32:
-            return _unpacked(stored.T, bits, N, "weight_zero_point").T.to(torch.int16)
+            return unpacked(stored.T, bits, N, "weight_zero_point").T.to(torch.int16)
         return self.part(module, "weight_zero_point", (N, G), (torch.int8,)).to(torch.int16) + (1 << (bits - 1))
 
 
@@ -124,7 +124,7 @@ def _pattern(target: object, path: Path, work: list[int]) -> str | NamePattern:
         raise UnsupportedError(f"{path}: a target in config_groups: {e}") from e
 
 
-def _unpacked(words: Tensor, bits: int, count: int, name: str) -> Tensor:
+def unpacked(words: Tensor, bits: int, count: int, name: str) -> Tensor:
     """Return the codes uint8 [rows, count] of words [rows, …] in whichever of the two packings they are."""
     dense, each = -(-count * bits // 32), 32 // bits
     padded = -(-count // each)

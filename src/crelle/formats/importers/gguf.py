@@ -106,9 +106,7 @@ class GGUFFile:
 
     def _row_order(self, name: str, rows: int) -> Tensor | None:
         """From rope pairs (0, D/2), (1, D/2+1), … side by side back to the two halves of a head; None: as stored."""
-        module, _, _ = name.rpartition(".")
-        part = module.removeprefix(f"{self.arch.layers}.").partition(".")[2]
-        if (key := self.arch.interleaved.get(part)) is None:
+        if (key := self.arch.interleaved_heads(name)) is None:
             return None
         heads = self.config[key]
         if rows % (2 * heads):

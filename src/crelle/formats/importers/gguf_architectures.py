@@ -42,6 +42,23 @@ class Architecture:
             return f"{self.layers}.{m[1]}.{self.inner[m[2]]}.{kind}"
         raise UnsupportedError(f"the GGUF tensor '{name}' has no place in a '{self.model_type}' model")
 
+    def gguf_name(self, name: str) -> str:
+        """Return GGUF's name of a Hugging Face tensor."""
+        stem, _, kind = name.rpartition(".")
+        outer = {hf: ours for ours, hf in self.outer.items()}
+        if kind in _KINDS and stem in outer:
+            return f"{outer[stem]}.{kind}"
+        layer, _, part = stem.removeprefix(f"{self.layers}.").partition(".")
+        inner = {hf: ours for ours, hf in self.inner.items()}
+        if kind in _KINDS and stem.startswith(f"{self.layers}.") and layer.isdecimal() and part in inner:
+            return f"blk.{layer}.{inner[part]}.{kind}"
+        raise UnsupportedError(f"the tensor '{name}' has no place in a GGUF file of a '{self.model_type}' model")
+
+    def interleaved_heads(self, name: str) -> str | None:
+        """Return the config key of the heads of a tensor whose rows llama.cpp reorders; None for all others."""
+        module, _, _ = name.rpartition(".")
+        return self.interleaved.get(module.removeprefix(f"{self.layers}.").partition(".")[2])
+
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {

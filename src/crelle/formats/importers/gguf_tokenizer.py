@@ -18,6 +18,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 
+PRE_TOKENIZERS = ("gpt-2", "smollm", *_SPLITS)  # the splitting rules that are known by name
+
 
 def write_tokenizer(file: Metadata, to: Path) -> None:
     """Write the file's tokenizer into a directory, in the form that transformers loads."""
@@ -43,7 +45,7 @@ def build_tokenizer(file: Metadata) -> tuple[Any, dict[str, Any]]:
     if model not in ("gpt2", "llama"):
         raise UnsupportedError(f"{file.path} has a '{model}' tokenizer; from GGUF Crelle reads 'gpt2' and 'llama'")
     if model == "gpt2":
-        tokenizer = _byte_level(tokens, file.get("tokenizer.ggml.merges"), pre)
+        tokenizer = byte_level(tokens, file.get("tokenizer.ggml.merges"), pre)
     else:
         tokenizer = _sentencepiece(file, tokens)
     _add_special(tokenizer, tokens, kinds)
@@ -63,7 +65,8 @@ def build_tokenizer(file: Metadata) -> tuple[Any, dict[str, Any]]:
     return tokenizer, config
 
 
-def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
+def byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
+    """Return a byte-level BPE tokenizer with the splitting rule that llama.cpp calls `pre`."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
@@ -82,7 +85,7 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:
-        known = ", ".join(["gpt-2", "smollm", *_SPLITS])
+        known = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedError(f"the file's text-splitting rule '{pre}' is unknown; known are: {known}")
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -94,7 +97,7 @@ def _sentencepiece(file: Metadata, tokens: list[str]) -> Any:
     scores: list[float] = file.get("tokenizer.ggml.scores")
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
     vocab = {t: i for i, t in enumerate(tokens)}
-    pairs = _merges_of_scores(vocab, scores)
+    pairs = merges_of_scores(vocab, scores)
     tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -106,7 +109,7 @@ def _sentencepiece(file: Metadata, tokens: list[str]) -> Any:
     return tokenizer
 
 
-def _merges_of_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def merges_of_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the pair whose result scores best; list all pairs in that order."""
     found = []
     for token, i in vocab.items():

@@ -1,0 +1,109 @@
+"""A model with uniform grids as a compressed-tensors directory (pack-quantized), bit for bit: what vLLM loads.
+
+The layout is that of crelle.formats.importers.compressed_tensors, words as a dense bit stream: 2, 3, 4 and 8 bits,
+scales as they are, groups that divide K or whole rows, permuted inputs as `actorder: group`. The commonest kind of
+matrix is declared for all Linears, the others by name.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.errors import UnsupportedError
+from crelle.formats.base import QuantTensor
+from crelle.formats.exporters.directory import (
+    EMBEDDINGS,
+    Grid,
+    Progress,
+    Warn,
+    export_directory,
+    require_whole_groups,
+    uniform_of,
+)
+from crelle.formats.importers.compressed_tensors import unpacked
+from crelle.formats.importers.gptq import BITS
+from crelle.formats.open import Weights
+from crelle.formats.packing import pack_words
+
+
+def export_compressed_tensors(
+    weights: Weights,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    warn: Warn | None = None,
+) -> dict[str, Any]:
+    """Write a model as a compressed-tensors directory; return its quantization_config."""
+    layout = CompressedTensorsLayout()
+    return export_directory(weights, out, layout, overwrite=overwrite, progress=progress, warn=warn)
+
+
+class CompressedTensorsLayout:
+    """The format `pack-quantized`."""
+
+    method, title = "compressed-tensors", "compressed-tensors"
+
+    def pack(self, w: QuantTensor, module: str) -> tuple[dict[str, Tensor], Grid]:
+        N, K = w.shape
+        inner, codes, g_idx = uniform_of(w, self.title, BITS)
+        require_whole_groups(K, inner.group, self.title)
+        packed = {
+            "weight_packed": _words(codes, inner.bits),
+            "weight_scale": inner.scale,
+            "weight_shape": torch.tensor([N, K]),
+        }
+        if inner.zero is not None:
+            packed["weight_zero_point"] = _words(inner.zeros().T, inner.bits).T
+        if inner is not w:
+            packed["weight_g_idx"] = g_idx
+        return packed, Grid(inner.bits, inner.group if inner.group < K else -1, inner.zero is None, inner is not w)
+
+    def declare(self, grids: Mapping[str, Grid], plain: list[str]) -> dict[str, Any]:
+        kinds = [kind for kind, _ in Counter(grids.values()).most_common()]
+        groups = {
+            f"group_{i}": {
+                "targets": ["Linear"] if i == 0 else [m for m, g in grids.items() if g == kind],
+                "weights": _weights(kind),
+                "input_activations": None,
+                "output_activations": None,
+            }
+            for i, kind in enumerate(kinds)
+        }
+        ignored = [m for m in plain if not m.endswith(EMBEDDINGS)]
+        if "lm_head" not in grids and "lm_head" not in ignored:
+            ignored.append("lm_head")  # tied to the embedding, and still a Linear
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+        }
+
+
+def _weights(kind: Grid) -> dict[str, Any]:
+    return {
+        "num_bits": kind.bits,
+        "type": "int",
+        "symmetric": kind.symmetric,
+        "strategy": "channel" if kind.group == -1 else "group",
+        "group_size": None if kind.group == -1 else kind.group,
+        "actorder": "group" if kind.permuted else None,
+        "dynamic": False,
+    }
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Pack rows; a short row of 3-bit codes may look like one of the older packing, which is refused."""
+    words = pack_words(codes, bits)
+    if 32 % bits and not torch.equal(unpacked(words, bits, codes.shape[1], "words"), codes):
+        raise UnsupportedError(
+            f"rows of {codes.shape[1]} codes of {bits} bits cannot be told from the older packing of compressed-tensors"
+        )
+    return words

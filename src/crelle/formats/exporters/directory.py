@@ -1,0 +1,169 @@
+"""A model as a Hugging Face directory in another project's layout, bit for bit.
+
+What GPTQ, AWQ and compressed-tensors share: a shard a layer, an index, the tokenizer, a config with a
+`quantization_config`; all under another name until it is whole. A `Layout` packs a matrix and writes that config.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from crelle.errors import CrelleError, UnsupportedError
+from crelle.formats.base import QuantTensor
+from crelle.formats.bcq import UniformTensor
+from crelle.formats.checkpoint_writer import CheckpointWriter
+from crelle.formats.composite import PermutedTensor
+from crelle.formats.destination import destination, refuse_overlap
+from crelle.formats.open import Weights
+from crelle.formats.ownership import EXPORTER, HF_INDEX
+from crelle.formats.tokenizer_files import check_copied_files
+from crelle.version import __version__
+
+EMBEDDINGS = ("embed_tokens", ".wte", ".wpe")
+Progress = Callable[[int, int, str], None]  # weights done, weights in all, the matrix's name
+Warn = Callable[[str], None]
+
+
+class Grid(NamedTuple):
+    """What a config says about a matrix."""
+
+    bits: int
+    group: int  # -1: a whole row
+    symmetric: bool
+    permuted: bool
+
+
+class Layout(Protocol):
+    """How one project stores a quantized matrix."""
+
+    method: str  # as --to names it
+    title: str  # as a sentence names it
+
+    def pack(self, w: QuantTensor, module: str) -> tuple[dict[str, Tensor], Grid]:
+        """Return the tensors that stand for a matrix, and its grid; refuses what the layout has no room for."""
+        ...
+
+    def declare(self, grids: Mapping[str, Grid], plain: list[str]) -> dict[str, Any]:
+        """Return the quantization_config; `plain` are the matrices that are not quantized."""
+        ...
+
+
+def export_directory(
+    weights: Weights,
+    out: Path,
+    layout: Layout,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    warn: Warn | None = None,
+) -> dict[str, Any]:
+    """Write a model in a layout, a shard a layer; return its quantization_config."""
+    out = destination(out)
+    refuse_overlap(out, weights.path)
+    if weights.path.is_dir():
+        check_copied_files(weights.path)
+    sizes = {name: weights.shape(name) for name in weights.names()}
+    shards: dict[str, list[str]] = {}
+    for name in sizes:
+        layer = re.match(r"(.*?\.\d+)\.", name)
+        shards.setdefault(layer[1] if layer else "rest", []).append(name)
+    grids: dict[str, Grid] = {}
+    plain: list[str] = []
+    done, total = 0, sum(map(prod, sizes.values()))
+    with _writer(out, layout.method, overwrite) as writer:
+        for i, names in enumerate(shards.values(), start=1):
+            tensors: dict[str, Tensor] = {}
+            for name in names:
+                module, _, kind = name.rpartition(".")
+                w = weights.matrix(module) if kind == "weight" and len(sizes[name]) == 2 else None
+                if w is None or w.format == "dense":
+                    tensors[name] = _as_hugging_face(weights, name)
+                    if w is not None:
+                        plain.append(module)
+                else:
+                    with speaking_of(weights, module):
+                        if module.endswith(EMBEDDINGS):
+                            raise UnsupportedError(
+                                f"{layout.title} has no quantized embedding; quantize without --head"
+                            )
+                        packed, grids[module] = layout.pack(w, module)
+                    tensors |= {f"{module}.{part}": t for part, t in packed.items()}
+                done += prod(sizes[name])
+                if progress:
+                    progress(done, total, module)
+            writer.add(f"model-{i:05d}-of-{len(shards):05d}.safetensors", {}, tensors)
+        if not grids:
+            raise UnsupportedError(f"{weights.path} has no quantized matrix to export; quantize it first")
+        quantization = layout.declare(grids, plain)
+        weights.copy_tokenizer(writer.partial)
+        config = {k: v for k, v in weights.config.items() if k not in ("quantization_config", "norm_weight_offset")}
+        mark = {EXPORTER: f"crelle:{__version__}"}
+        writer.publish({**config, "quantization_config": quantization}, HF_INDEX, mark)
+    for sentence in writer.all_warnings() if warn else ():
+        warn(sentence)  # type: ignore[misc]
+    return quantization
+
+
+@contextmanager
+def speaking_of(weights: Weights, module: str) -> Iterator[None]:
+    """Put the model's and the matrix's name before a refusal."""
+    try:
+        yield
+    except CrelleError as e:
+        raise type(e)(f"{weights.path}, '{module}': {e}") from e
+
+
+def _as_hugging_face(weights: Weights, name: str) -> Tensor:
+    """Return a tensor as Hugging Face stores it: see `Weights` for what a reader may have found otherwise."""
+    w = weights.read(name)
+    if weights.transposed(name):
+        return w.T.contiguous()
+    if weights.config.get("norm_weight_offset") == 0 and name.endswith("norm.weight"):
+        return (w.float() - 1).to(w.dtype)
+    return w
+
+
+@contextmanager
+def _writer(out: Path, method: str, overwrite: bool) -> Iterator[CheckpointWriter]:
+    """Write under another name; what a refused or killed export left behind is not a run to go on with."""
+    with CheckpointWriter(out, {"export": method}, overwrite=overwrite, restart=True) as writer:
+        try:
+            yield writer
+        except CrelleError:
+            writer.discard()
+            raise
+
+
+def uniform_of(w: QuantTensor, title: str, bits: tuple[int, ...]) -> tuple[UniformTensor, Tensor, Tensor]:
+    """Return a matrix's uniform grid, and its codes [N, K] and groups [K] in the inputs' own order."""
+    inner, perm = (w.inner, w.order.long()) if isinstance(w, PermutedTensor) else (w, torch.arange(w.shape[1]))
+    if not isinstance(inner, UniformTensor):
+        raise UnsupportedError(f"{title} stores uniform grids (scheme rtn, gptq, awq, …), and this is '{inner.format}'")
+    if inner.bits not in bits:
+        *most, last = map(str, bits)
+        has = f"{', '.join(most)} and {last}" if most else last
+        raise UnsupportedError(f"{title} has {has} bits, and this has {inner.bits}")
+    codes, g_idx = torch.empty(w.shape, dtype=torch.uint8), torch.empty(len(perm), dtype=torch.int32)
+    codes[:, perm] = inner.codes()
+    g_idx[perm] = (torch.arange(len(perm)) // inner.group).to(torch.int32)
+    return inner, codes, g_idx
+
+
+def half_scale(scale: Tensor, title: str) -> Tensor:
+    """Return scales as f16, refusing those that f16 does not hold exactly."""
+    half = scale.to(torch.float16)
+    if not torch.equal(half.float(), scale.float()):
+        raise UnsupportedError(f"a scale is not representable in f16, and {title} stores f16")
+    return half
+
+
+def require_whole_groups(K: int, group: int, title: str) -> None:
+    """Refuse a shorter last group."""
+    if K % group:
+        raise UnsupportedError(f"its group of {group} does not divide the {K} inputs, which {title} asks for")
