@@ -1,7 +1,7 @@
 r"""A task's description: NAME.yaml beside its data NAME.jsonl, one JSON object a line.
 
     type: multiple_choice         the likeliest of several endings of one prompt
-    prompt: "{query}\nAnswer:"     a template: {query} is the field `query` of a line
+    prompt: "{query}\nAnswer:"    a template: {query} is the field `query` of a line
     choices: choices              the field with the endings, a list of strings
     answer: gold                  the field with the index of the right one, from 0
     delimiter: " "                what stands between prompt and ending; this is the default
@@ -18,7 +18,7 @@ r"""A task's description: NAME.yaml beside its data NAME.jsonl, one JSON object 
     prompt: "{question}\nAnswer:"
     answer: answer                the field with the answer: a string, or a list of those that are right
     max_tokens: 32
-    stop: ["\n"]                   strings that end the text; this is the default
+    stop: ["\n"]                  strings that end the text; this is the default
 
 Any type: `data: FILE.jsonl` where the data has another name.
 """
