@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from crelle.cli.console import out, print_json, tracking
+from crelle.cli.console import out, print_json, tell_path, tracking
 from crelle.cli.option_groups import ModelOptions, option_group
 from crelle.errors import SchemeError
 
@@ -75,9 +75,15 @@ task_options = option_group(
 
 def run_tasks(model: Path, against: Path | None, options: ModelOptions, chosen: TaskOptions, json: bool) -> None:
     """Print the accuracy of a model, and how it differs from another one's on the same items."""
+    from crelle.eval.tasks.items import read_items
     from crelle.eval.tasks.scoring import compare, summarize
+    from crelle.formats.open import open_weights
 
     specs = chosen.specs()
+    for spec in specs:  # what is wrong with a file or a model is better told of before hours of scoring
+        read_items(spec)
+    if against is not None:
+        open_weights(against)
     ours = _score(model, options, specs, chosen)
     theirs = None if against is None else _score(against, options.plain(), specs, chosen)
     figures: dict[str, Figures] = {}
@@ -101,6 +107,7 @@ def _score(
     from crelle.eval.tasks.scoring import score_task
 
     llm, found = options.load(model), {}
+    tell_path(llm)
     for spec in specs:
         with tracking(f"{spec.name}, {model.name}") as track:
             found[spec.name] = score_task(llm, spec, limit=chosen.limit, results=chosen.results, progress=track)

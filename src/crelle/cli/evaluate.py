@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from crelle.cli.console import Json, Model, err, out, print_json, tracking, use_threads
+from crelle.cli.console import Json, Model, err, out, print_json, tell_path, tracking, use_threads
 from crelle.cli.eval_tasks import TaskOptions, run_tasks, task_options
 from crelle.cli.option_groups import ModelOptions, model_options
 from crelle.errors import SchemeError
@@ -66,25 +66,27 @@ def run(
     """
     from crelle.eval.perplexity import perplexity
     from crelle.eval.text import read_text
-    from crelle.models.cache import why_not_fused
 
     if kl_limit is not None and not kl_limit >= 0:
         raise SchemeError(f"--kl-limit is a divergence in nats, at least 0, not {kl_limit:g}")
     chosen.check()
-    if chosen.tasks is not None and text is not None:
-        raise SchemeError("--tasks measures accuracy and --text perplexity; give one of them")
     if against is not None and (kl or kl_limit is not None):
         raise SchemeError("--against compares models and --kl caches of one model; give one of them")
-    if chosen.tasks is not None and (kl or kl_limit is not None):
-        raise SchemeError("--kl compares distributions over a text; leave it out with --tasks")
+    of_text = {
+        "--text": text,
+        "--tokens": tokens,
+        "--no-bos": None if bos else True,
+        "--kl": True if kl or kl_limit is not None else None,
+    }
+    if chosen.tasks is not None and (given := [name for name, value in of_text.items() if value is not None]):
+        raise SchemeError(f"{given[0]} is for perplexity over a text and --tasks for accuracy; give one of them")
     use_threads(options.threads)
     if chosen.tasks is not None:
         run_tasks(model, against, options, chosen, json)
         return
     corpus = read_text(text)
     llm = options.load(model)
-    if reason := why_not_fused(llm.kv, llm.model.device.type):
-        err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
+    tell_path(llm)
     if kl or kl_limit is not None:
         _divergence(llm, corpus, context, tokens, bos, kl_limit, json)
         return
