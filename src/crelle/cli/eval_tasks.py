@@ -117,26 +117,20 @@ def _score(
 
 
 def _table(figures: dict[str, Figures], compared: bool) -> Table:
-    """Return all tasks as a table; accuracies in percent."""
-    columns = ["task", "items", "accuracy", "length-normalised"]
-    table = Table(*columns, *(["against", "difference", "p", "difference, normalised", "p"] if compared else []))
+    """Return all tasks as a table, with a row more for the length-normalised accuracy; in percent."""
+    table = Table("task", "items", "accuracy", *(["against", "difference", "p"] if compared else []))
     for name, f in figures.items():
-        row = [name, str(f["items"]), _percent(f["accuracy"], f["stderr"])]
-        row.append(_percent(f["accuracy_norm"], f["stderr_norm"]))
-        if compared:
-            other = f["against"]
-            row.append(_percent(other["accuracy"], other["stderr"]))
-            for pair in (other["paired"], other["paired_norm"]):
-                row += ["", ""] if pair is None else _difference(pair)
-        table.add_row(*row)
+        for norm in ("", "_norm") if f["accuracy_norm"] is not None else ("",):
+            row = [f"{name}, normalised" if norm else name, str(f["items"])]
+            row.append(_percent(f[f"accuracy{norm}"], f[f"stderr{norm}"]))
+            if compared:
+                other = f["against"]
+                pair = other[f"paired{norm}"]
+                row.append(_percent(other[f"accuracy{norm}"], other[f"stderr{norm}"]))
+                row += [_percent(pair["difference"], pair["stderr"], sign="+"), f"{pair['p_value']:.3g}"]
+            table.add_row(*row)
     return table
 
 
-def _difference(pair: Figures) -> list[str]:
-    return [_percent(pair["difference"], pair["stderr"], sign="+"), f"{pair['p_value']:.3g}"]
-
-
-def _percent(value: float | None, stderr: float | None, sign: str = "") -> str:
-    if value is None:
-        return ""
+def _percent(value: float, stderr: float | None, sign: str = "") -> str:
     return f"{100 * value:{sign}.1f}" + ("" if stderr is None else f" ± {100 * stderr:.1f}")

@@ -73,12 +73,12 @@ def run(
     if against is not None and (kl or kl_limit is not None):
         raise SchemeError("--against compares models and --kl caches of one model; give one of them")
     of_text = {
-        "--text": text,
-        "--tokens": tokens,
-        "--no-bos": None if bos else True,
-        "--kl": True if kl or kl_limit is not None else None,
+        "--text": text is not None,
+        "--tokens": tokens is not None,
+        "--no-bos": not bos,
+        "--kl": kl or kl_limit is not None,
     }
-    if chosen.tasks is not None and (given := [name for name, value in of_text.items() if value is not None]):
+    if chosen.tasks is not None and (given := [name for name, there in of_text.items() if there]):
         raise SchemeError(f"{given[0]} is for perplexity over a text and --tasks for accuracy; give one of them")
     use_threads(options.threads)
     if chosen.tasks is not None:
