@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -380,6 +381,18 @@ def test_what_the_model_cannot_read_is_refused_before_anything_runs(llm: LLM, tm
     refused(FormatError, "at least two words", {"q": "word "}, "last", 'type: last_word\ntext: "{q}"\n')
     with pytest.raises(SchemeError, match="--limit must be at least 1, got 0"):
         score_task(llm, task(tmp_path, [GOOD]), limit=0)
+
+
+def test_empty_prompt_needs_a_bos(llm: LLM, tiny_model: Path, tmp_path: Path) -> None:
+    spec = task(tmp_path, [GOOD], "own", "type: multiple_choice\nprompt: ' '\nchoices: choices\nanswer: gold\n")
+    assert score_task(llm, spec)
+    bare = Path(shutil.copytree(tiny_model, tmp_path / "bare"))
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": False}))
+    with pytest.raises(
+        SchemeError, match=r"own\.jsonl, line 1: the prompt is empty, and this model's tokenizer adds no"
+    ):
+        score_task(LLM.load(bare, device="cpu"), spec)
 
 
 def test_logits_that_are_not_finite_are_an_error(tiny_model: Path, tmp_path: Path) -> None:
