@@ -12,7 +12,7 @@ CONTRACT = {
     "quantize": "SRC OUT --scheme --calib --override --resume --overwrite --device --threads --json",
     "search": "--target-bits --max-perplexity --calib --out --device --json",
     "inspect": "--json",
-    "eval": "--text --context --tokens --device --threads --kernel --json",
+    "eval": "--text --context --tokens --tasks --data --limit --results --against --device --threads --kernel --json",
     "generate": "--prompt --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed --stop "
     "--device --threads --kernel --json",
     "chat": "--system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty --seed --stop "

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from crelle.engine.llm import LLM
 
 out = Console()
 err = Console(stderr=True)
@@ -111,6 +114,14 @@ def warn(sentences: Iterable[str]) -> None:
     """Print warnings on standard error."""
     for sentence in sentences:
         err.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_path(llm: "LLM") -> None:
+    """Say on standard error where a quantized cache keeps a model from its fastest path."""
+    from crelle.models.cache import why_not_fused
+
+    if reason := why_not_fused(llm.kv, llm.model.device.type):
+        err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
 
 
 def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:

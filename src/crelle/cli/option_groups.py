@@ -52,6 +52,10 @@ class ModelOptions:
 
         return LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
 
+    def plain(self) -> "ModelOptions":
+        """The same device and threads, and all else as the model has it: for one to compare with."""
+        return ModelOptions(bits=None, device=self.device, threads=self.threads, kernel=None)
+
 
 model_options = option_group(
     "options",

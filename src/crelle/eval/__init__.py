@@ -1,1 +1,1 @@
-"""Quality: perplexity, accuracy of the kernels, reports; measured on the very object that generates."""
+"""Quality: perplexity, divergence, tasks, accuracy of the kernels, reports; of the very object that generates."""

@@ -1,21 +1,17 @@
 """What a quantized cache changes: KL(16 bits || coded) of the next token's distribution, token by token.
 
 Both passes run over the same windows (crelle.eval.perplexity). In the coded one every token reads keys and values from
-the pages, its own among them, as they are when tokens are generated. Perplexities of near settings scatter, because
-errors cancel in them; the divergence does not, so that it is what a cache is gated by.
+the pages, its own among them, as they are when tokens are generated. The divergence (crelle.eval.divergence) is what a
+cache is gated by.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from crelle.engine.llm import LLM
-from crelle.eval.perplexity import Windows, check_finite, exp_of_loss, window_logits
+from crelle.eval.divergence import divergences
+from crelle.eval.perplexity import Windows, window_logits
 from crelle.formats.kv import KVFormat
-
-_ROWS = 64  # whose log-probabilities are computed in f64 at one time
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +45,13 @@ def kv_divergence(
 ) -> KVDivergence:
     """Compare the cache that a model was loaded with to one of 16 bits; options as those of `perplexity`."""
     cut = Windows.of(llm, text, context=context, tokens=tokens, bos=bos)
-    found: list[Tensor] = []
-    losses = [0.0, 0.0]
-    for i, window in enumerate(cut):
-        plain = window_logits(llm, window, KVFormat(), context)[0, :-1]
-        coded = window_logits(llm, window, llm.kv, 1 if stepwise else context)[0, :-1]
-        for at in range(0, len(plain), _ROWS):
-            kl, loss = _compared(plain[at : at + _ROWS], coded[at : at + _ROWS], window[0, 1 + at : 1 + at + _ROWS])
-            found.append(kl)
-            losses = [a + b for a, b in zip(losses, loss, strict=True)]
-        check_finite(sum(losses), sum(losses), i, cut.count)
-        if progress:
-            progress(i + 1, cut.count, f"KL {torch.cat(found).mean().item():.4f}")
-    kl = torch.cat(found)  # [predicted]
-    perplexity_16, perplexity = (exp_of_loss(loss / len(kl)) for loss in losses)
+    found = divergences(
+        cut,
+        lambda window: window_logits(llm, window, KVFormat(), context),
+        lambda window: window_logits(llm, window, llm.kv, 1 if stepwise else context),
+        progress,
+    )
+    kl, (perplexity_16, perplexity) = found.values, found.perplexities
     spec = llm.model.spec
     each = [own.bits_per_value(spec.head_size) for own in llm.kv.layers(len(spec.layers))]
     return KVDivergence(
@@ -90,10 +79,3 @@ def above_limit(found: KVDivergence, limit: float) -> str | None:
         f"the cache {found.kv} has a mean KL divergence of {found.kl_mean:.3g} nats from the 16-bit cache, above the "
         f"limit of {limit:g}; give it more bits, or give more bits to some layers (4,layers.0=8)"
     )
-
-
-def _compared(plain: Tensor, coded: Tensor, targets: Tensor) -> tuple[Tensor, tuple[float, float]]:
-    """Return KL(plain || coded) f64 [T] of logits [T, V], and the sums of both losses at the targets [T]."""
-    p, q = (x.double().log_softmax(-1) for x in (plain, coded))
-    losses = tuple(-x.gather(1, targets[:, None]).sum().item() for x in (p, q))
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0).cpu(), (losses[0], losses[1])

@@ -105,16 +105,21 @@ class Windows:
 def check_finite(total: float, loss: float, window: int, count: int) -> None:
     """Refuse to go on with losses that are no numbers."""
     if not math.isfinite(total):
-        raise NumericsError(
-            f"the model's logits are not finite in window {window + 1} of {count} (a loss of {loss}): the "
-            "checkpoint or a kernel is broken; try another kernel (`crelle explain MODEL` lists them), and "
-            "quantize or download the checkpoint again if that does not help"
-        )
+        raise not_finite(f"in window {window + 1} of {count} (a loss of {loss})")
+
+
+def not_finite(where: str) -> NumericsError:
+    """Return the error for logits that are NaN or infinite."""
+    return NumericsError(
+        f"the model's logits are not finite {where}: the "
+        "checkpoint or a kernel is broken; try another kernel (`crelle explain MODEL` lists them), and "
+        "quantize or download the checkpoint again if that does not help"
+    )
 
 
 def window_logits(llm: LLM, window: Tensor, kv: KVFormat, chunk: int) -> Tensor:
-    """Return the logits [1, T, V] of a window [1, T], read in chunks through a cache of that format."""
-    cache, T = llm.model.new_cache(kv=kv), window.shape[1]
+    """Return the logits [B, T, V] of windows [B, T], read in chunks through a cache of that format."""
+    cache, T = llm.model.new_cache(len(window), kv=kv), window.shape[1]
     with llm.lock:
         return torch.cat([llm.model(window[:, t : t + chunk], cache) for t in range(0, T, chunk)], dim=1)
 
