@@ -24,7 +24,7 @@ NAME = "eval"
 def run(
     model: Model,
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 2048,
+    context: Annotated[int | None, typer.Option("--context", help="Tokens in a window; 2048 by default.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
     bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
     *,
@@ -74,6 +74,7 @@ def run(
         raise SchemeError("--against compares models and --kl caches of one model; give one of them")
     of_text = {
         "--text": text is not None,
+        "--context": context is not None,
         "--tokens": tokens is not None,
         "--no-bos": not bos,
         "--kl": kl or kl_limit is not None,
@@ -84,7 +85,7 @@ def run(
     if chosen.tasks is not None:
         run_tasks(model, against, options, chosen, json)
         return
-    corpus = read_text(text)
+    corpus, context = read_text(text), 2048 if context is None else context
     llm = options.load(model)
     tell_path(llm)
     if kl or kl_limit is not None:
