@@ -85,7 +85,7 @@ class Kernel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Prepared:
     """A weight in the layout of the kernel that was chosen for it."""
 
