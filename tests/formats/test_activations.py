@@ -1,6 +1,7 @@
 """Quantized activations: the integers are those of the formula, and NaN, zeros and tiny values do what is stated."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,6 +116,7 @@ def test_rounding_keeps_the_order_and_passes_the_gradient() -> None:
         ({"clip": math.nan}, "above 0 and at most 1"),
         ({"clip": "1"}, "above 0 and at most 1"),
         ({"more": 1}, "'activation' should have"),
+        ({"hadamard": 1}, "'hadamard' should be true or false"),
     ],
 )
 def test_bad_specs_are_sentences(change: dict[str, object], words: str) -> None:
@@ -125,3 +127,46 @@ def test_bad_specs_are_sentences(change: dict[str, object], words: str) -> None:
         ActivationSpec.from_json(good | change, "test")
     with pytest.raises(FormatError, match="'activation' should have"):
         ActivationSpec.from_json([1], "test")
+
+
+def hadamard_matrix(n: int) -> Tensor:
+    """By its definition: the sign is the parity of the common bits of row and column."""
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(n)] for i in range(n)]).double() / math.sqrt(n)
+
+
+@pytest.mark.parametrize(
+    ("group", "outliers", "K", "blocks"),
+    [
+        (128, 0, 256, [128, 128]),
+        (256, 8, 264, [128, 128]),  # a block is never longer than 128
+        (16, 4, 60, [16, 16, 16, 8]),  # 8 channels behind the last whole block
+        (48, 0, 54, [16, 16, 16, 2, 2, 2]),  # 16 is what divides 48, 2 what divides the 6 behind
+        (32, 5, 30, [1] * 25),  # no block divides 25
+    ],
+)
+def test_blocks_of_channels_are_rotated(group: int, outliers: int, K: int, blocks: list[int]) -> None:
+    spec = ActivationSpec(4, group, outliers, hadamard=True)
+    assert sum(blocks) == K - outliers
+    H = torch.block_diag(*[hadamard_matrix(n) for n in blocks], torch.eye(outliers).double())
+    x = torch.randn(3, K, dtype=torch.float64)
+    torch.testing.assert_close(spec.rotated(x), x @ H)
+    torch.testing.assert_close(spec.rotated(spec.rotated(x)), x)
+    plain, found = replace(spec, hadamard=False), spec.quantize(x)
+    wanted = plain.quantize(spec.rotated(x.float()))
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scales, wanted.scales)
+    torch.testing.assert_close(spec.dequantize(found), (plain.dequantize(wanted).double() @ H).float())
+
+
+def test_a_large_value_costs_a_rotated_block_less() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    x[:, 5] = 20
+    specs = [ActivationSpec(4, 128, hadamard=h) for h in (False, True)]
+    lost = [(spec.dequantize(spec.quantize(x)) - x).square().mean() for spec in specs]
+    assert lost[1] < lost[0] / 4
+
+
+def test_specs_without_a_rotation_are_written_as_before() -> None:
+    assert "hadamard" not in ActivationSpec(4, 128).to_json()
+    for spec in (ActivationSpec(4, 128), ActivationSpec(4, 128, hadamard=True)):
+        assert ActivationSpec.from_json(spec.to_json(), "test") == spec

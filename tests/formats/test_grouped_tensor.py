@@ -1,6 +1,7 @@
 """Integer groups with outlier channels, of one level of scales and of two: packing is exact, damage is a sentence."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,3 +180,12 @@ def test_a_code_of_8_bits_is_never_the_least() -> None:
     w = random(spec_of(4, 40, bits=8))
     with pytest.raises(FormatError, match="one is -128"):
         GroupedTensor.from_parts(w.spec(), {**w.tensors(), "codes": torch.full_like(w.tensors()["codes"], 0x80)})
+
+
+@pytest.mark.parametrize("form", ["grouped", "two-level"])
+def test_rotated_columns_multiply_rotated_inputs(form: str) -> None:
+    act = ActivationSpec(4, 32, 6, hadamard=True)
+    w: Any = random(spec_of(5, 86, form, outliers=6, group=32, permuted=True) | {"activation": act.to_json()})
+    plain = replace(w, activation=None, perm=None).dequantize(torch.float64)  # columns as they are stored
+    x = torch.randn(3, 86, dtype=torch.float64)
+    torch.testing.assert_close(x @ w.dequantize(torch.float64).T, act.rotated(x[:, w.perm.long()]) @ plain.T)

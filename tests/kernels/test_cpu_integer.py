@@ -77,15 +77,23 @@ def close(y: Tensor, x: Tensor, w: Any) -> None:
     q = w.activation.quantize(x if w.perm is None else x[:, w.perm.long()])
     size = by_integers(x, w).abs()  # of the sum; its terms may be larger
     steps = len(w.scale_slices()) + q.scales.shape[1]
-    terms = by_integers(x.abs(), absolute(w)) if len(x) else size
+    terms = by_integers(x, absolute(w)) if len(x) else size
     assert bool(((y.double() - by_integers(x, w)).abs() <= terms * steps * 2**-23 + 1e-37).all())
 
 
 def absolute(w: Any) -> Any:
-    """A weight that no sum of |x| with it is smaller than that of x with w."""
+    """The weight whose product with x sums the magnitudes of the terms of w's."""
+
+    class Codes:
+        slices = staticmethod(w.activation.slices)
+
+        @staticmethod
+        def quantize(x: Tensor) -> Any:
+            found = w.activation.quantize(x)
+            return found._replace(codes=found.codes.abs())
 
     class Larger:
-        activation, perm, sizes = w.activation, w.perm, w.sizes
+        activation, perm, sizes = Codes, w.perm, w.sizes
         scale = w.scale.abs()
         scale_slices = staticmethod(w.scale_slices)
 
@@ -172,7 +180,8 @@ def test_any_shape_and_format(isa: str, data: st.DataObject) -> None:
     form = draw(st.sampled_from(["grouped", "two-level"]))
     w_bits = draw(st.sampled_from([3, 4, 8])) if form == "grouped" else 4
     group, n = draw(st.integers(1, 200)), draw(st.integers(0, K))
-    act = ActivationSpec(draw(st.sampled_from([3, 4, 8])), group, n, clip=draw(st.sampled_from([1.0, 0.85, 1e-3])))
+    clip, hadamard = draw(st.sampled_from([1.0, 0.85, 1e-3])), draw(st.booleans())
+    act = ActivationSpec(draw(st.sampled_from([3, 4, 8])), group, n, clip=clip, hadamard=hadamard)
     if draw(st.booleans()):
         act = ActivationSpec(8, K + 5, draw(st.sampled_from([0, n])))
     spec = {"format": form, "shape": [N, K], "bits": w_bits, "group": group, "outliers": n}

@@ -7,6 +7,7 @@ RTN                    one scale for a token or an output, nothing else
 + clipping             of weights and activations, by grid search
 + GPTQ                 error feedback; the weights compensate the error of the activations too
 + folds                of rotations and signs into the layer, which cost nothing (not in the paper)
++ Hadamard             blocks of channels are rotated before they are rounded (not in the paper)
 + KV cache             of fewer bits
 + training             block by block, through both roundings (not in the paper)
 """
@@ -46,7 +47,7 @@ class Row:
 
 def atom_steps(w: int, a: int, kv: str, group: int, outliers: int, train: int) -> list[Step]:
     """Return the steps; `train`: steps of block-wise training per layer, 0 for none."""
-    bits, paper = f"atom:w={w},a={a}", "folds=false"
+    bits, paper = f"atom:w={w},a={a}", "folds=false,hadamard=false"
     plain = f"clip=false,gptq=false,{paper}"
     best = f"group={group},outliers={outliers}"
     steps = [
@@ -57,7 +58,8 @@ def atom_steps(w: int, a: int, kv: str, group: int, outliers: int, train: int) -
         Step("+ groups", f"{bits},{best},{plain}", "16"),
         Step("+ clipping", f"{bits},{best},gptq=false,{paper}", "16"),
         Step("+ GPTQ", f"{bits},{best},{paper}", "16"),
-        Step("+ folds", f"{bits},{best}", "16"),
+        Step("+ folds", f"{bits},{best},hadamard=false", "16"),
+        Step("+ Hadamard", f"{bits},{best}", "16"),
         Step("+ KV cache", f"{bits},kv={kv},{best}", kv),
     ]
     if train:

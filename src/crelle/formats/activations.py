@@ -7,6 +7,10 @@ last n are outliers in groups of their own, with `outlier_bits` (8; 16: as they 
     q     = clamp(round(x f32(1 / scale)), least, top)      half to even; least = -top - 1, and -127 at 8 bits
     x ≈ scale q
 
+With `hadamard`, x is rotated first, in f32: blocks of 128 channels (fewer where the group is no multiple of 128, and
+behind the last whole block) are multiplied by a Hadamard matrix (crelle.formats.hadamard), outliers are not. A large
+value is then shared by its block, and a few bits lose much less; the matrix's columns are stored rotated too.
+
 All steps are single IEEE f32 operations, so every backend finds the same integers: one division per group, one
 product per value. A group with scale < 2^-100 is all zeros with scale 0 (so flushing denormals changes nothing). NaN
 or infinity in a group makes its scale NaN or infinite and its codes 0, so the token's whole output is NaN.
@@ -20,9 +24,11 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
+from crelle.formats.hadamard import block_size, hadamard_blocks
 
 BITS = (3, 4, 8)
 _SMALLEST = 2.0**-100
+_MOST_ROTATED = 128  # channels of a Hadamard block: kernels keep one in registers
 
 
 def least_and_top(bits: int) -> tuple[int, int]:
@@ -63,13 +69,15 @@ class ActivationSpec:
     outliers: int = 0
     outlier_bits: int = 8
     clip: float = 1.0
+    hadamard: bool = False  # channels that are no outliers are rotated before they are rounded
 
     def __str__(self) -> str:
         last = "" if not self.outliers else f"+{self.outliers}" + ("f" if self.outlier_bits == 16 else "")
-        return f"int{self.bits}/{self.group}{last}"
+        return f"int{self.bits}{'h' if self.hadamard else ''}/{self.group}{last}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        return found if self.hadamard else {k: v for k, v in found.items() if k != "hadamard"}  # as it was before
 
     @classmethod
     def from_json(cls, found: Any, where: str) -> "ActivationSpec | None":
@@ -77,12 +85,14 @@ class ActivationSpec:
         if found is None:
             return None
         names = [f.name for f in fields(cls)]
-        if not isinstance(found, Mapping) or sorted(found) != sorted(names):
+        if not isinstance(found, Mapping) or sorted({"hadamard", *found}) != sorted(names):
             raise FormatError(f"{where}: 'activation' should have {', '.join(names)}, got {found!r}")
         spec = cls(**found)
         wholes = (spec.bits, spec.group, spec.outliers, spec.outlier_bits)
         if any(type(n) is not int for n in wholes) or spec.bits not in BITS or spec.outlier_bits not in (8, 16):
             raise FormatError(f"{where}: activations have 3, 4 or 8 bits, outliers 8 or 16, got {found!r}")
+        if not isinstance(spec.hadamard, bool):
+            raise FormatError(f"{where}: 'hadamard' should be true or false, got {spec.hadamard!r}")
         if spec.group < 1 or spec.outliers < 0:
             raise FormatError(f"{where}: groups of activations hold at least one channel, got {found!r}")
         if not isinstance(spec.clip, int | float) or not 0 < spec.clip <= 1:
@@ -92,9 +102,23 @@ class ActivationSpec:
     def slices(self, K: int) -> list[slice]:
         return group_slices(K, self.group, self.outliers)
 
+    @property
+    def block(self) -> int:
+        """Return how many channels are rotated together; fewer behind the last whole block."""
+        return min(block_size(self.group), _MOST_ROTATED)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Return x [..., K], channels in stored order, times the Hadamard blocks, if any; it is its own inverse."""
+        normal = x.shape[-1] - self.outliers
+        if not self.hadamard or normal == 0:
+            return x
+        end = normal - normal % self.block
+        parts = (hadamard_blocks(x[..., :end], self.block), hadamard_blocks(x[..., end:normal]))
+        return torch.cat([*parts, x[..., normal:].to(parts[0].dtype)], -1)
+
     def quantize(self, x: Tensor) -> QuantizedX:
         """Return x [M, K], channels in stored order, as integers."""
-        x = x.float()
+        x = self.rotated(x.float())
         M, K = x.shape
         normal = K - self.outliers
         codes, scales = _groups(x[:, :normal], self.group, self.bits, self.clip)
@@ -111,8 +135,8 @@ class ActivationSpec:
         K = q.codes.shape[1]
         if q.floats is not None:
             K -= self.outliers
-            return torch.cat([q.codes[:, :K] * spread(q.scales, K, self.group, 0), q.floats], 1)
-        return q.codes * spread(q.scales, K, self.group, self.outliers)
+            return self.rotated(torch.cat([q.codes[:, :K] * spread(q.scales, K, self.group, 0), q.floats], 1))
+        return self.rotated(q.codes * spread(q.scales, K, self.group, self.outliers))
 
     def round(self, x: Tensor, perm: Tensor | None = None) -> Tensor:
         """Return x [..., K] as the product sees it, in x's own order of channels; straight-through gradient."""

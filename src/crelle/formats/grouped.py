@@ -1,6 +1,7 @@
 """Symmetric integer weights in groups of input channels, with outlier channels in 8 bits (Atom, arXiv 2310.19102).
 
-    W[:, perm[j]] = column j        the channels are stored in an order of their own, outliers last
+    W[:, perm[j]] = column j        the channels are stored in an order of their own, outliers last; where activations
+                                    are rotated (`hadamard`), columns are as well, and this is said of W times H
     w = s q                         q of `bits` bits (3, 4, 8), s of an output and `group` columns
                                     the last n columns, the outliers: q of 8 bits, in groups of their own
     codes lie in -2^(bits-1) … 2^(bits-1) - 1, those of 8 bits in -127 … 127
@@ -131,7 +132,7 @@ class GroupedTensor:
         coded = integers.shape[1] - s.normal  # outliers that have a scale
         w = integers * spread(self.scale.to(wide), integers.shape[1], s.group, coded)
         w = w if floats is None else torch.cat([w, floats.to(wide)], 1)
-        return in_input_order(w, self.perm).to(dtype)
+        return in_input_order(unrotated(w, self.activation), self.perm).to(dtype)
 
     def round_input(self, x: Tensor) -> Tensor:
         """Return x [..., K] as the integer product sees it; the gradient is passed through."""
@@ -213,6 +214,11 @@ def _signed(codes: Tensor, bits: int) -> Tensor:
     """Return unsigned codes, uint8, as the two's complement numbers that they are, int8."""
     shift = 8 - bits
     return (codes << shift).view(torch.int8) >> shift
+
+
+def unrotated(w: Tensor, activation: ActivationSpec | None) -> Tensor:
+    """Return columns [N, K] in stored order without the rotation that `activation` asks for."""
+    return w if activation is None else activation.rotated(w)
 
 
 def in_input_order(w: Tensor, perm: Tensor | None) -> Tensor:

@@ -48,7 +48,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.formats.kv_codes import dequantize, hadamard_block_size, hadamard_blocks, quantize, scale_zero
+from crelle.formats.hadamard import block_size as hadamard_block_size
+from crelle.formats.hadamard import hadamard_blocks
+from crelle.formats.kv_codes import dequantize, quantize, scale_zero
 from crelle.formats.kv_format import KVCode, KVFormat, PageLayout
 
 __all__ = [

@@ -4,8 +4,6 @@ Every other writer (kernels/cpu/csrc/kv_pages.cpp, kernels/cuda/csrc/kv_fragment
 the same order: the same bits everywhere.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -102,21 +100,3 @@ def scale_zero(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-
-
-def hadamard_blocks(x: Tensor) -> Tensor:
-    """Return H x in f32 for x [..., D]; it is its own inverse.
-
-    By sums and differences at distance 1, 2, 4 …, then 1/sqrt: the same bits for a row wherever it is computed.
-    """
-    x = x.float()
-    shape, block = x.shape, hadamard_block_size(x.shape[-1])
-    for step in (1 << i for i in range(block.bit_length() - 1)):
-        a, b = x.reshape(*shape[:-1], shape[-1] // (2 * step), 2, step).unbind(-2)  # [..., D/2/step, step]
-        x = torch.stack([a + b, a - b], -2).reshape(shape)
-    return x * (1 / math.sqrt(block))
-
-
-def hadamard_block_size(head_size: int) -> int:
-    """Return how many channels a block of H has: the greatest power of two that divides D."""
-    return head_size & -head_size

@@ -34,6 +34,7 @@ from crelle.formats.grouped import (
     read_outliers,
     read_perm,
     sizes_of,
+    unrotated,
 )
 from crelle.formats.packing import pack_stream, unpack_stream
 from crelle.formats.random_parts import RandomParts
@@ -112,7 +113,7 @@ class TwoLevelTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         w = self.integers().to(wide) * self.scale.to(wide)[:, None]
-        return in_input_order(w, self.perm).to(dtype)
+        return in_input_order(unrotated(w, self.activation), self.perm).to(dtype)
 
     def round_input(self, x: Tensor) -> Tensor:
         """Return x [..., K] as the integer product sees it; the gradient is passed through."""

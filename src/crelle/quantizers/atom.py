@@ -8,6 +8,7 @@
     2. activations  `a` bits per token and group; one clip factor per input, with the least error of the outputs on a
                     sample. Everything after this sees the quantized input, so the weights compensate its error too
                     (`target`), which is not in the paper
+                    hadamard: blocks of 128 channels are rotated before they are rounded, weights too (not in the paper)
     3. scales       of weights: per output and group the clip factor with the least weighted error
     4. codes        one pass with error feedback (GPTQ), outliers last: they absorb what the others leave
     5. refine       least squares for the scales, coordinate descent over the codes
@@ -16,7 +17,7 @@
 levels=2 stores the two-level format (crelle.formats.two_level), at w=4; with a=8 activations have one scale per token,
 and one for its outliers: sums of integers are scaled once or twice, not in every group.
 `kv` is the KV cache that the checkpoint is meant for; a=16 does not quantize activations. For comparisons:
-clip=false, gptq=false (round to nearest), outlier_bits=16, folds=false.
+clip=false, gptq=false (round to nearest), outlier_bits=16, folds=false, hadamard=false.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,11 @@ class _Input(NamedTuple):
     perm: Tensor
     activation: ActivationSpec | None
     by: LDLFactor
-    hessian: Tensor  # f32, padded
+    hessian: Tensor  # f32, rotated as the activations are, padded
+
+    def rotated(self, w: Tensor) -> Tensor:
+        """Return columns in stored order as they are stored."""
+        return w if self.activation is None else self.activation.rotated(w)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Atom(TrainedConfig, HessianConfig):
     clip: bool = True
     gptq: bool = True
     folds: bool = True
+    hadamard: bool = True  # of activations below 8 bits
     act_order: ClassVar[bool] = True  # type: ignore[misc]
     damp: float = 0.2
     refine: int = 1
@@ -125,7 +131,8 @@ class Atom(TrainedConfig, HessianConfig):
         if self.a == 16:
             return None
         group = K if self.levels == 2 and self.a == 8 else c.group
-        return ActivationSpec(self.a, group, c.outliers, self.outlier_bits if c.outliers else 8, clip)
+        rotated = self.hadamard and self.a < 8
+        return ActivationSpec(self.a, group, c.outliers, self.outlier_bits if c.outliers else 8, clip, rotated)
 
     def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         """Make activations easier to round, in ways that cost nothing; with 8 bits or more that gains nothing."""
@@ -147,7 +154,7 @@ class Atom(TrainedConfig, HessianConfig):
         K = len(stats.hessian)
         if self.a == 16:
             return None
-        key = "rounding", self.a, self.group, self.outliers, self.levels, self.outlier_bits, self.clip
+        key = "rounding", self.clip, self.activation(K)
         if key not in stats.kept:
             perm = stats.hessian.diagonal().argsort(stable=True)
             clip = self._activation_clip(stats, perm) if self.clip and self.a < 8 else 1.0
@@ -179,7 +186,7 @@ class Atom(TrainedConfig, HessianConfig):
         weight = require_finite(weight)
         target = stats.target(weight, self.damp) if self.target and self.gptq else weight
         given = self._input(stats)
-        padded = given.columns.pad(target[:, given.perm])
+        padded = given.columns.pad(given.rotated(target[:, given.perm]))
         fits = [self._fit_rows(padded[rows], given) for rows in row_slabs(N, padded.shape[1])]
         store = store_one_level if self.levels == 1 else store_two_levels
         floats = None
@@ -196,11 +203,14 @@ class Atom(TrainedConfig, HessianConfig):
             perm = (
                 stats.hessian.diagonal().argsort(stable=True) if found is None else found.perm.to(stats.hessian.device)
             )
-            hessian = columns.pad(columns.pad(stats.hessian[perm][:, perm]).T).T.contiguous()
+            spec = None if self.a == 16 else found.spec if found is not None else self.activation(len(perm))
+            hessian = stats.hessian[perm][:, perm]
+            if spec is not None:
+                hessian = spec.rotated(spec.rotated(hessian).T).T
+            hessian = columns.pad(columns.pad(hessian).T).T.contiguous()
             by = factor(hessian, self.damp, act_order=False, order=columns.pass_order(hessian.diagonal()))
             if not self.gptq:
                 by = by._replace(mix=torch.zeros_like(by.mix))
-            spec = None if self.a == 16 else found.spec if found is not None else self.activation(len(perm))
             stats.kept[key] = _Input(columns, perm, spec, by, hessian)
         kept: _Input = stats.kept[key]
         return kept

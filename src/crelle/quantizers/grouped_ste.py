@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crelle.formats.activations import least_and_top
-from crelle.formats.grouped import GroupedTensor, in_input_order
+from crelle.formats.grouped import GroupedTensor, in_input_order, unrotated
 from crelle.formats.packing import pack_stream
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.quantizers.atom_grids import Columns
@@ -39,9 +39,9 @@ class _STEIntegers(TrainableWeight):
     top: Tensor  # f32 [C, 1]
     pace: Tensor  # f32 [C, 1]
 
-    def __init__(self, columns: Columns, perm: Tensor | None, tops: list[int]) -> None:
+    def __init__(self, columns: Columns, start: GroupedTensor | TwoLevelTensor, tops: list[int]) -> None:
         super().__init__()
-        self.columns, self.perm, self.tops = columns, perm, tops
+        self.columns, self.perm, self.activation, self.tops = columns, start.perm, start.activation, tops
 
     def _begin(self, levels: Tensor, weight: Tensor | None) -> None:
         """Start from levels [N, C, G]; `weight` [N, K] gives the initial position of each weight in its bin."""
@@ -53,6 +53,7 @@ class _STEIntegers(TrainableWeight):
             w = levels + grid.low / grid.scale  # in steps
             if weight is not None:
                 stored = weight.float() if self.perm is None else weight.float()[:, self.perm.long()]
+                stored = unrotated(stored, self.activation)  # its own inverse
                 off = self._groups(stored[:, : self.columns.K]) / grid.scale - w
                 # Clipped weights stay beyond the grid: they hold a scale up against the rounding errors.
                 beyond = (levels == top) & (off > 0) | (levels == 0) & (off < 0)
@@ -74,6 +75,9 @@ class _STEIntegers(TrainableWeight):
                 parts.append(OnGrid.apply(*given))  # type: ignore[no-untyped-call]
         return torch.cat(self.columns.split(torch.cat(parts, 1).flatten(1)), 1)
 
+    def _in_input_order(self, w: Tensor) -> Tensor:
+        return in_input_order(unrotated(w, self.activation), self.perm)
+
     def _levels(self) -> tuple[Tensor, Tensor]:
         """Return the levels of normal columns and of outliers, int16."""
         grid = self._grid()
@@ -91,7 +95,7 @@ class STEGrouped(_STEIntegers):
         columns = Columns(integers.shape[1], s.group, s.outliers if s.outlier_bits == 8 else 0)
         C, n = columns.groups
         ends = [least_and_top(s.bits)] * C + [least_and_top(8)] * n
-        super().__init__(columns, start.perm, [top - least for least, top in ends])
+        super().__init__(columns, start, [top - least for least, top in ends])
         self.start = start
         self.scale = nn.Parameter(torch.ones_like(start.scale, dtype=torch.float32)[..., None])
         # A change of the scale moves the outermost of 127 levels by 18 times as many steps as that of 7.
@@ -108,7 +112,7 @@ class STEGrouped(_STEIntegers):
         w = self._columns()
         if self.start.outliers is not None and self.columns.K < self.start.sizes.K:  # outliers that are floats
             w = torch.cat([w, self.start.outliers.float()], 1)
-        return in_input_order(w, self.perm)
+        return self._in_input_order(w)
 
     @torch.no_grad()
     def export(self) -> GroupedTensor:
@@ -126,7 +130,7 @@ class STETwoLevel(_STEIntegers):
         s = start.sizes
         columns = Columns(s.K, s.group, s.outliers)
         C, n = columns.groups
-        super().__init__(columns, start.perm, [15] * C + [254] * n)
+        super().__init__(columns, start, [15] * C + [254] * n)
         self.start = start
         self.scale = nn.Parameter(torch.ones_like(start.scale, dtype=torch.float32))  # [N]
         one = start.group_scale.new_ones(s.N, n)
@@ -149,7 +153,7 @@ class STETwoLevel(_STEIntegers):
         return _Grid(scale * self.units, scale * self.lows)
 
     def forward(self) -> Tensor:
-        return in_input_order(self._columns(), self.perm)
+        return self._in_input_order(self._columns())
 
     @torch.no_grad()
     def export(self) -> TwoLevelTensor:

@@ -86,6 +86,11 @@ SPECS = [
     (ActivationSpec(4, 128, 0), 7, None),
     (ActivationSpec(4, 128, 30), 30, None),  # outliers only
     (ActivationSpec(4, 200, 100), 2600, None),
+    (ActivationSpec(4, 128, 128, clip=0.9, hadamard=True), 704, None),  # 4.5 groups: the last block has 64 channels
+    (ActivationSpec(4, 128, 17, hadamard=True), 4501, None),  # 35 groups and 4 channels
+    (ActivationSpec(3, 64, 64, clip=0.85, hadamard=True), 392, None),
+    (ActivationSpec(4, 32, 20, hadamard=True), 333, None),  # 9 groups and 25 channels, which stay as they are
+    (ActivationSpec(4, 128, 0, hadamard=True), 96, None),
 ]
 
 
@@ -135,6 +140,8 @@ def before(x: Tensor, op: Prologue, norm: Norm) -> Tensor:
     [
         (ActivationSpec(4, 128, 128), 4504, True, HALF),
         (ActivationSpec(4, 128, 128), 4504, False, BF16),
+        (ActivationSpec(4, 128, 128, hadamard=True), 4504, True, BF16),
+        (ActivationSpec(4, 64, 64, hadamard=True), 4480, False, HALF),
         (ActivationSpec(8, 999, 64), 520, True, BF16),
         (ActivationSpec(8, 999, 64), 520, False, HALF),
         (ActivationSpec(4, 32), 77, False, HALF),

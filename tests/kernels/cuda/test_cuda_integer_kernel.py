@@ -47,7 +47,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weight(scheme: str, N: int, K: int, seed: int = 0, order: Tensor | None = None) -> Any:
     form, bits, a, group, n = SCHEMES[scheme]
-    act = ActivationSpec(a, group or K, n, clip=0.9 if a < 8 else 1.0)
+    act = ActivationSpec(a, group or K, n, clip=0.9 if a < 8 else 1.0, hadamard=a < 8)
     spec = {"format": form, "shape": [N, K], "bits": bits, "group": group or 128, "outliers": n, "permuted": True}
     spec |= {"activation": act.to_json()} | ({"outlier_bits": 8} if form == "grouped" else {})
     made = format_of(spec).random(spec, torch.Generator().manual_seed(seed))

@@ -58,7 +58,7 @@ class CpuInteger:
             None if w.outliers is None else numpy_of(w.outliers),
             levels,
             None if w.perm is None else numpy_of(w.perm),
-            (act.bits, min(act.group, w.sizes.K), act.outliers, float(act.clip)),
+            (act.bits, min(act.group, w.sizes.K), act.outliers, float(act.clip), act.block if act.hadamard else 1),
         )
         return CpuWeight(data, "exact")
 

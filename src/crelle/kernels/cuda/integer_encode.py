@@ -19,6 +19,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.activations import ActivationSpec, least_and_top
 from crelle.formats.grouped import GroupedTensor
+from crelle.formats.hadamard import block_size
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # normal channels and outliers are padded to a multiple of this
 ROWS = 8  # so are rows
-_GROUPS = (32, 64, 128)  # whose maxima are found by shuffles; others through shared memory
+ROTATED_GROUPS = (32, 64, 128)  # whose maxima are found by shuffles, and that can be rotated; others: shared memory
 _ROW, _ANY = -1, 0  # one scale for a row and one for its outliers; other groups
 _WARPS = {True: 16, False: 8}  # of a thread block that has a whole row, and of one that has 2048 places of it
 _MOST = 8 * 256 * _WARPS[True]  # places of a row
@@ -111,7 +112,7 @@ def variant(form: EncodeForm, op: Prologue, dtype: torch.dtype) -> tuple[str, st
     group, whole, _, times = _shape(form, op)
     permuted = form.perm is not None
     aligned = form.K % 8 == 0 and (permuted or form.normal % 8 == 0)
-    flags = ", ".join(str(f).lower() for f in (permuted, aligned))
+    flags = ", ".join(str(f).lower() for f in (form.activation.hadamard, permuted, aligned))
     return (
         "integer_encode.cu",
         f"crelle::integer_encode<crelle::{op}, {group}, {flags}, {_WARPS[whole]}, {times}, {C_TYPES[dtype]}>",
@@ -121,7 +122,7 @@ def variant(form: EncodeForm, op: Prologue, dtype: torch.dtype) -> tuple[str, st
 def _shape(form: EncodeForm, op: Prologue) -> tuple[int, bool, int, int]:
     """Return GROUP, whether a thread block has a whole row, the places that it has and how many times 8 a thread."""
     alike, act = form.outliers == form.activation.outliers, form.activation
-    group = act.group if alike and act.group in _GROUPS else _ANY
+    group = act.group if alike and act.group in ROTATED_GROUPS else _ANY
     if group == _ANY and act.group >= max(form.split, act.outliers):
         group = _ROW
     whole = group in (_ANY, _ROW) or form.perm is not None or "NORM" in op
@@ -228,13 +229,14 @@ def _launch(
     weight, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     group, whole, part, _ = _shape(form, op)
     least, top = least_and_top(act.bits)
+    tail = max(1, block_size(form.normal % act.block))
     held = 16 * (-(-K // 8) + 1) if perms is not None else 0
     load(*variant(form, op, x.dtype))(
         (M, -(-form.places // part), orders),
         32 * _WARPS[whole],
         *(x, addend, weight, shift, perms, None if addend is None else total, *made),
-        *(K, form.normal, form.split, rows, form.groups, form.group, part),
-        *(act.clip / top, float(least), float(top), float(eps)),
+        *(K, form.normal, form.split, rows, form.groups, form.group, tail, part),
+        *(tail**-0.5, act.clip / top, float(least), float(top), float(eps)),
         shared=held + (4 * form.groups if group == _ANY else 0),
         pdl=True,
     )
@@ -261,7 +263,8 @@ def variants() -> Iterator[tuple[str, str]]:
     cases += [_Case(16384, 128, ops=norms), _Case(28672, 128, ops=norms), _Case(28672, 28672, ops=few)]
     cases += [_Case(333, 32, 20, ops=few), _Case(333, 48, 20, False, few), _Case(28672, 256, ops=few)]
     for i, case in enumerate(cases):
-        act = ActivationSpec((4, 8, 3)[i % 3], case.group, case.outliers)
+        rotated = case.group in ROTATED_GROUPS and i != 1
+        act = ActivationSpec((4, 8, 3)[i % 3], case.group, case.outliers, hadamard=rotated)
         perm = torch.empty(0, dtype=torch.int16) if case.permuted else None
         form = EncodeForm(case.K, case.outliers, act, perm, b"")
         for j, op in enumerate(case.ops):

@@ -60,12 +60,14 @@ def _lacks(problem: Problem) -> str | None:
     """What of the groups and activations of a problem these kernels lack, or None."""
     from crelle.kernels.cuda import integer_encode
 
-    found = re.fullmatch(r"int(\d+)/(\d+)(?:\+(\d+)(f?))?", problem.activation)
+    found = re.fullmatch(r"int(\d+)(h?)/(\d+)(?:\+(\d+)(f?))?", problem.activation)
     if found is None:
         return "takes quantized activations, not floats"
-    if found[4]:
+    if found[5]:
         return "takes outlier channels of 8 bits, not floats, which are for comparisons of quality only"
-    group, apart = int(found[2]), int(found[3] or 0)
+    group, apart = int(found[3]), int(found[4] or 0)
+    if found[2] and group not in integer_encode.ROTATED_GROUPS:
+        return f"rotates activations in groups of 32, 64 or 128, not of {group}"
     most = max(problem.K - problem.outliers, problem.outliers)
     for size in (group, problem.group or 0):
         if size not in (32, 64) and (size == 0 or size % 128) and size < most:

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "decoder.h"
+#include "hadamard.h"
 #include "matmul.h"
 
 namespace crelle::cpu {

@@ -19,9 +19,9 @@ using Levels = std::tuple<In<uint8_t, 2>, In<uint8_t, 2>>;
 
 Weight py_prepare_integer(In<uint8_t, 2> codes, int bits, int group, In<float, 2> scale,
                           std::optional<In<int8_t, 2>> outliers, std::optional<Levels> levels,
-                          std::optional<In<int32_t, 1>> perm, std::tuple<int, int, int, double> activation) {
+                          std::optional<In<int32_t, 1>> perm, std::tuple<int, int, int, double, int> activation) {
   const int64_t N = codes.shape(0), normal = codes.shape(1), n = outliers ? outliers->shape(1) : 0, K = normal + n;
-  const auto &[x_bits, x_group, x_outliers, clip] = activation;
+  const auto &[x_bits, x_group, x_outliers, clip, block] = activation;
   require(N >= 1 && K >= 1, "a matrix has at least one row and one column");
   require(K <= 1 << 17, "sums of more than 131072 inputs may not fit 32 bits");
   require(group >= 1 && x_group >= 1, "groups hold at least one input");
@@ -33,11 +33,12 @@ Weight py_prepare_integer(In<uint8_t, 2> codes, int bits, int group, In<float, 2
           "scale must be [N, groups], or [N, 1] with two levels");
   const bool fits = x_group >= K ? x_outliers == 0 || x_outliers == n : x_group == group && x_outliers == n;
   require(fits, "groups of inputs must be those of the weight, or one");
+  require(block >= 1 && (block & (block - 1)) == 0, "blocks that are rotated have a power of two of inputs");
   const uint8_t *const q = codes.data();
   require(bits == 8 || std::all_of(q, q + N * normal, [](uint8_t c) { return c < 16; }), "codes must be below 16");
   IntegerStored s{int(N),       int(K),  bits,    group,   int(n), q,       outliers ? outliers->data() : nullptr,
                   scale.data(), nullptr, nullptr, nullptr, x_bits, x_group, x_outliers,
-                  clip};
+                  clip,         block};
   if (levels) {
     const auto &[a, z] = *levels;
     const auto is = [&](const auto &t) { return t.shape(0) == size_t(N) && t.shape(1) == size_t(C); };

@@ -75,17 +75,40 @@ void encode_integer_row(const IntegerLayout &l, const float *x, uint8_t *row) {
   }
 }
 
+// x [n] times Hadamard matrices of `block` inputs, with the sums of crelle.formats.hadamard in their order.
+CRELLE_INLINE void rotate_blocks(float *x, int n, int block) {
+  for (int step = 1; step < block; step *= 2)
+    for (int i = 0; i < n; i += 2 * step) {
+      int j = i;
+      for (; j + kLanes <= i + step; j += kLanes) {
+        const Floats a = load(x + j), b = load(x + j + step), sum = a + b, difference = a - b;
+        __builtin_memcpy(x + j, &sum, sizeof sum), __builtin_memcpy(x + j + step, &difference, sizeof difference);
+      }
+      for (; j < i + step; ++j) {
+        const float a = x[j], b = x[j + step];
+        x[j] = a + b, x[j + step] = a - b;
+      }
+    }
+  const float root = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
+  for (int i = 0; i < n; ++i) x[i] *= root;
+}
+
 void encode_integer(const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1) {
   static thread_local Buffer scratch;
   const IntegerLayout &l = *w.integer;
   float *stored = nullptr;
-  if (!l.perm.empty()) scratch.grow(w.K * sizeof(float)), stored = floats_of(scratch);
+  if (!l.perm.empty() || l.rotated) scratch.grow(w.K * sizeof(float)), stored = floats_of(scratch);
   for (int m = m0; m < m1; ++m) {
     const float *from = x + size_t(m) * ldx;
     if (stored) {
       const int32_t *const perm = l.perm.data();
-      for (int k = 0; k < w.K; ++k) stored[k] = from[perm[k]];
+      for (int k = 0; k < w.K; ++k) stored[k] = from[l.perm.empty() ? k : perm[k]];
       from = stored;
+    }
+    if (l.rotated) {
+      const int whole = l.rotated - l.rotated % l.block;
+      rotate_blocks(stored, whole, l.block);
+      rotate_blocks(stored + whole, l.rotated - whole, l.tail);
     }
     encode_integer_row(l, from, a.codes.data() + size_t(m) * a.row_bytes);
     a.factor(m) = 1.0f;  // NaN and infinities are in the scales

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 
+#include "hadamard.h"
 #include "half.h"
 #include "isa.h"
 #include "pool.h"
@@ -16,8 +17,9 @@ bool IntegerLayout::same_inputs(const IntegerLayout &o) const {
   const auto alike = [](const IntegerSpan &a, const IntegerSpan &b) {
     return a.begin == b.begin && a.width == b.width && a.word == b.word;
   };
-  return this == &o || (row_bytes == o.row_bytes && groups == o.groups && perm == o.perm &&
-                        std::equal(spans.begin(), spans.end(), o.spans.begin(), o.spans.end(), alike));
+  return this == &o ||
+         (row_bytes == o.row_bytes && groups == o.groups && perm == o.perm && rotated == o.rotated &&
+          block == o.block && std::equal(spans.begin(), spans.end(), o.spans.begin(), o.spans.end(), alike));
 }
 
 namespace {
@@ -37,6 +39,10 @@ std::shared_ptr<IntegerLayout> layout_of(const IntegerStored &s) {
   IntegerLayout &l = *layout;
   l.two_level = s.group_scale != nullptr;
   if (s.perm) l.perm.assign(s.perm, s.perm + s.K);
+  if (s.block > 1) {
+    l.rotated = s.K - s.x_outliers, l.block = s.block;
+    l.tail = std::max(1, (l.rotated % s.block) & -(l.rotated % s.block));
+  }
   if (!l.two_level) {
     const size_t C = (size_t(s.K - s.outliers) + s.group - 1) / s.group + (size_t(s.outliers) + s.group - 1) / s.group;
     l.wide = !std::all_of(s.scale, s.scale + s.N * C,
@@ -142,6 +148,7 @@ void dequantize_integer_row(const Weight &w, int n, float *out) {
   const IntegerLayout &l = *w.integer;
   const int r = n % w.R;
   const uint8_t *const block = w.block(n / w.R);
+  std::vector<float> stored(w.K);
   for (const IntegerSpan &span : l.spans) {
     const uint8_t *const header = block + span.header, *const codes = block + span.codes + 4 * r;
     float scale;
@@ -158,9 +165,13 @@ void dequantize_integer_row(const Weight &w, int n, float *out) {
       const int q = span.bytes ? static_cast<int8_t>(codes[j / 4 * kIntegerRows * 4 + j % 4])
                                : codes[j / 8 * kIntegerRows * 4 + j % 4] >> (j % 8 < 4 ? 0 : 4) & 15;
       const int k = span.begin + j;
-      out[l.perm.empty() ? k : l.perm[k]] = scale * static_cast<float>(times * q - zero);
+      stored[k] = scale * static_cast<float>(times * q - zero);
     }
   }
+  const int whole = l.rotated - l.rotated % l.block;
+  hadamard(stored.data(), whole, l.block);
+  hadamard(stored.data() + whole, l.rotated - whole, l.tail);
+  for (int k = 0; k < w.K; ++k) out[l.perm.empty() ? k : l.perm[k]] = stored[k];
 }
 
 }  // namespace crelle::cpu

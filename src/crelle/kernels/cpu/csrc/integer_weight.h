@@ -48,6 +48,9 @@ struct IntegerLayout {
   bool two_level = false;
   bool wide = false;          // grouped: scales are f32
   std::vector<int32_t> perm;  // stored input j is x[perm[j]]; empty: j
+  // The first `rotated` inputs are multiplied by Hadamard matrices before they are rounded: blocks of `block`, and of
+  // `tail` behind the last whole block.
+  int rotated = 0, block = 1, tail = 1;
   std::vector<IntegerSpan> spans;
   std::vector<IntegerGroup> groups;
   size_t scales_at = 0, sums_at = 0, row_bytes = 0;  // of an encoded row
@@ -67,6 +70,7 @@ struct IntegerStored {
   const int32_t *perm;                      // [K] or null
   int x_bits, x_group, x_outliers;
   double clip;
+  int block;  // inputs that are rotated together; 1: none
 };
 
 Weight prepare_integer(const IntegerStored &s, const Isa &isa);

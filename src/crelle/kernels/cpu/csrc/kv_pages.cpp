@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "hadamard.h"
 #include "half.h"
 
 namespace crelle::cpu {
@@ -41,17 +42,6 @@ void pack(const uint8_t *codes, int D, int from, int bits, uint8_t *to) {
 }
 
 }  // namespace
-
-void hadamard(float *x, int n, int block) {
-  for (int step = 1; step < block; step *= 2)
-    for (int i = 0; i < n; i += 2 * step)
-      for (int j = i; j < i + step; ++j) {
-        const float a = x[j], b = x[j + step];
-        x[j] = a + b, x[j + step] = a - b;
-      }
-  const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
-  for (int i = 0; i < n; ++i) x[i] *= factor;
-}
 
 void LayerPages::lay_out(int heads, int page, int head_size, size_t size_of_value) {
   const size_t tokens = size_t(heads) * page;

@@ -78,7 +78,4 @@ inline size_t code_bytes(int bits, int D) {
   return bits == 3 ? size_t(D + 3) / 4 + size_t(D + 7) / 8 : (size_t(D) * bits + 7) / 8;
 }
 
-// x [n], in blocks of `block` channels: times the Hadamard matrix over the root of its size. `block` a power of two.
-void hadamard(float *x, int n, int block);
-
 }  // namespace crelle::cpu

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "hadamard.h"
 #include "matmul.h"
 
 namespace crelle::cpu {

@@ -3,6 +3,8 @@
 //
 //   sum = x + addend      h = f(sum), rounded to T      s = max|h| factor      q = clamp(round(h / s), least, top)
 //
+// With HADAMARD, blocks of GROUP channels of h that are no outliers are rotated in between, in f32.
+//
 // h and q are bit by bit what the reference finds for the same h: one product and one division for a group, one product
 // for a value, all IEEE f32. 1.5 * 2^23 + v has the nearest integer, half to even, in its low bits.
 //
@@ -39,20 +41,49 @@ __device__ __forceinline__ float code_of(float v, float inverse, float least, fl
   return __fadd_rn(inverse > 0 ? q : 0.0f, 12582912.0f);
 }
 
+// H f over blocks of `block` places, at most MOST, of which a thread has 8 in a row; root: 1/sqrt(block). The sums of
+// crelle.formats.hadamard, in their order. Whole warps call this.
+template <int MOST>
+__device__ __forceinline__ void rotate(float (&f)[8], int block, float root) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    if (step >= block) break;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      if (e & step) continue;
+      const float a = f[e], b = f[e + step];
+      f[e] = __fadd_rn(a, b), f[e + step] = __fsub_rn(a, b);
+    }
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < MOST / 8; lanes *= 2) {
+    const bool within = lanes * 8 < block, upper = threadIdx.x & lanes;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const float other = __shfl_xor_sync(~0u, f[e], lanes), sum = __fadd_rn(upper ? -f[e] : f[e], other);
+      f[e] = within ? sum : f[e];
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 8; e++) f[e] = __fmul_rn(f[e], root);
+}
+
 // x [M, K] (gated: [M, 2K], gate then up); addend [M, K] and sum may be null; norm, shift [K] may be null. The row's
 // places are its first `normal` channels, padded to a multiple of 128, then the others, padded too: Kp in all. perm
 // [orders, Kp]: which input stands where, K rounded up to 8 for none (PERMUTED). codes [orders, rows, Kp], scales
 // [orders, groups, rows]. Groups of `group` channels: of those before `split`, then of those behind, which have 8 bits;
 // split is normal or K. GROUP: 32, 64 or 128 as `group` (then split is normal, or there are no outliers), WHOLE_ROW:
 // one group of each kind, ANY_GROUP. A thread block takes `part` places, all of them where f is a norm, PERMUTED or
-// GROUP is none of those numbers; at most 256 WARPS V. ALIGNED: K and normal are multiples of 8. Grid (M, ceil(Kp /
-// part), orders). Shared: PERMUTED: K values, rounded up to 8, and 8 more; then ANY_GROUP: a word for each group.
-template <Prologue OP, int GROUP, bool PERMUTED, bool ALIGNED, int WARPS, int V, typename T>
+// GROUP is none of those numbers; at most 256 WARPS V. HADAMARD (GROUP > 0): behind the last whole group of normal
+// channels, blocks of `tail` are rotated; tail_root: 1/sqrt(tail). ALIGNED: K and normal are multiples of 8. Grid (M,
+// ceil(Kp / part), orders). Shared: PERMUTED: K values, rounded up to 8, and 8 more; then ANY_GROUP: a word for each
+// group.
+template <Prologue OP, int GROUP, bool HADAMARD, bool PERMUTED, bool ALIGNED, int WARPS, int V, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     integer_encode(const T *x, const T *addend, const T *__restrict__ norm, const T *__restrict__ shift,
                    const unsigned short *__restrict__ perm, T *sum, char *codes, float *scales, int K, int normal,
-                   int split, int rows, int groups, int group, int part, float factor, float least, float top,
-                   float eps) {
+                   int split, int rows, int groups, int group, int tail, int part, float tail_root, float factor,
+                   float least, float top, float eps) {
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM, SHIFT = OP == LAYER_NORM;
   constexpr int THREADS = WARPS * 32;
   extern __shared__ __align__(128) char shared[];
@@ -181,6 +212,11 @@ __global__ void __launch_bounds__(WARPS * 32)
       if (p - (int)(threadIdx.x % 32) * 8 >= end) break;  // of the whole warp
       float f[8], most = 0;
       open<T>(f, v[i]);
+      if constexpr (HADAMARD) {
+        constexpr float ROOT = GROUP == 128 ? 0.08838834764831845f : GROUP == 64 ? 0.125f : 0.17677669529663687f;
+        const bool outlier = p >= padded, whole = p < normal / GROUP * GROUP;
+        rotate<GROUP>(f, outlier ? 1 : whole ? GROUP : tail, outlier ? 1 : whole ? ROOT : tail_root);
+      }
 #pragma unroll
       for (int e = 0; e < 8; e++) most = max_nan(most, fabsf(f[e]));
 #pragma unroll
