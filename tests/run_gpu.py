@@ -55,7 +55,9 @@ def main() -> None:
             if status:
                 bad += 1
                 told = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
-                print("\n".join(told[:40]), flush=True)
+                if crash := [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]:
+                    told += lines[max(0, crash[0] - 2) : crash[0] + 40]
+                print("\n".join(line[:300] for line in told[:80]), flush=True)
             ended = " (ended by the limit)" if status == 124 else ""
             print(f"{log.stem}: {lines[-1] if lines else 'nothing'}{ended}", flush=True)
     raise SystemExit(bool(bad))

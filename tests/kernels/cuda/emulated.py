@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,13 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
     key = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:24]
     library = cache_directory() / "emulated" / f"{key}.so"
     if not library.exists():
-        folder = library.with_suffix("")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in sources.items():
-            (folder / name).write_text(text)
-        made = folder / "kernel.so"
-        options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
-        subprocess.run([str(COMPILER), *options, "-o", str(made), str(folder / "main.cpp")], check=True)
-        made.rename(library)
-        shutil.rmtree(folder)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # A folder of its own: other processes may build the same.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            for name, text in sources.items():
+                (Path(folder) / name).write_text(text)
+            made = Path(folder) / "kernel.so"
+            options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+            subprocess.run([str(COMPILER), *options, "-o", str(made), str(Path(folder) / "main.cpp")], check=True)
+            made.rename(library)
     return ctypes.CDLL(str(library))

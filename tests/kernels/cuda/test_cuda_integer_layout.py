@@ -91,6 +91,14 @@ def test_any_weight_lies_as_described(form: str, bits: int, group: int, outliers
     check(Case(form, 4 if form == "two-level" else bits, 8, group, group, outliers), N, K)
 
 
+@pytest.mark.parametrize(("group", "outliers", "K"), [(448, 128, 576), (300, 0, 300), (200, 200, 400), (40, 3, 43)])
+def test_a_group_of_all_channels_need_not_be_whole_blocks(group: int, outliers: int, K: int) -> None:
+    case = Case("grouped", 4, 4, group, group, outliers)
+    check(case, 70, K)
+    laid = lay_out(random_integer_weight(case, 70, K))
+    assert laid.segments == 1 + (outliers > 0)
+
+
 def test_what_is_refused() -> None:
     w = random_integer_weight(CASES[0], 16, 512)
     assert refuses(w) is None

@@ -59,12 +59,17 @@ class IntegerTiles:
     @property
     def x_subs(self) -> int:
         """Return how many scales x has in a block, if more than one."""
-        return max(1, BLOCK // self.activation.group)
+        return _subs(self.activation.group)
 
     @property
     def columns(self) -> int:
         """Return how many columns x has, padded."""
         return self.blocks * BLOCK
+
+
+def _subs(group: int) -> int:
+    """Return how many groups a block has; one that is no divisor of it holds all inputs there are."""
+    return BLOCK // group if group in (32, 64) else 1
 
 
 def refuses(w: QuantTensor) -> str | None:
@@ -93,7 +98,7 @@ def lay_out(w: QuantTensor) -> IntegerTiles:
     assert act is not None
     normal, blocks = -(-s.normal // BLOCK), -(-s.normal // BLOCK) + -(-s.outliers // BLOCK)
     narrow = normal if s.bits < 8 else 0
-    subs = max(1, BLOCK // s.group)
+    subs = _subs(s.group)
     one_x = act.group >= max(s.K - act.outliers, act.outliers)
     # one scale of w for all normal inputs; two levels have one for all inputs
     one_w = two_level or s.group >= max(s.normal, s.outliers)
@@ -155,7 +160,7 @@ def _levels(w: GroupedTensor | TwoLevelTensor, subs: int, normal: int, blocks: i
         kinds = [(each[:, : s.groups[0]], normal), (each[:, s.groups[0] :], blocks - normal)]
     parts = []
     for levels, count in kinds:
-        wide = levels.repeat_interleave(min(max(1, s.group // BLOCK), max(1, count)), 1)[:, : count * subs]
+        wide = levels.repeat_interleave(min(-(-s.group // BLOCK), max(1, count)), 1)[:, : count * subs]
         parts.append(pad(wide, (0, 0, 0, count * subs - wide.shape[1], 0, -s.N % ROWS)))
     # tile, warp, row half, g; block, group; byte
     seven = torch.cat(parts, 1).reshape(-1, 4, 2, 8, blocks, subs, 2)
