@@ -26,7 +26,7 @@ test-slow: setup
 # lm-eval is no dependency, so it has an environment of its own on top of .venv's packages: the same torch.
 LM_EVAL := .venv-lm-eval
 test-lm-eval: setup $(LM_EVAL)/installed
-	CRELLE_CORE="$${CRELLE_CORE:-$$(echo $(CURDIR)/build/cp*/_core*.so)}" \
+	HF_HUB_OFFLINE=1 CRELLE_CORE="$${CRELLE_CORE:-$$(echo $(CURDIR)/build/cp*/_core*.so)}" \
 	  $(LM_EVAL)/bin/python -m pytest -W default -rs tests/integrations/test_lm_eval.py
 
 $(LM_EVAL)/installed: Makefile | setup

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from quality import Results, Row, chosen, crelle, run_cases, shared
 
-FULL = "tune=full,end=1500,own=1024"
 CASES: dict[str, tuple[str, str, int]] = {  # line in the plot, scheme, calibration sequences of 512 tokens
     "fp16": ("fp16", "fp16", 0),
     **{f"rtn{b}": ("rtn", f"rtn:bits={b},group=64", 0) for b in (4, 3, 2)},
@@ -29,7 +28,7 @@ CASES: dict[str, tuple[str, str, int]] = {  # line in the plot, scheme, calibrat
     "atom-w4a4kv4": ("atom w4a4kv4", "atom:w=4,a=4,kv=4", 128),
     "atom-w4a8kv4": ("atom w4a8kv4", "atom:w=4,a=8,kv=4", 128),
     **{f"auto{b}": ("auto", f"auto:bits={b}.35", 64) for b in (4, 3, 2)},
-    **{f"auto{b}-full": ("auto, tune=full", f"auto:bits={b}.35,{FULL}", 128) for b in (4, 3, 2)},
+    **{f"auto{b}-full": ("auto, tune=full", f"auto:bits={b}.35,tune=full,end=END,own=1024", 128) for b in (4, 3, 2)},
 }
 TASKS = ("piqa", "arc_easy", "winogrande", "boolq")
 CALIBRATION, TEXT = "wikitext2-valid-tokenised.txt", "wikitext2-test.txt"
@@ -39,7 +38,7 @@ def made(name: str, source: Path, args: argparse.Namespace) -> tuple[Path, str]:
     """Return a recipe's checkpoint, which may be there already, and the command that makes it."""
     _, scheme, rows = CASES[name]
     out = args.work / name
-    options: tuple[object, ...] = ("--scheme", scheme)
+    options: tuple[object, ...] = ("--scheme", scheme.replace("END", str(args.end)))
     if rows:
         options += ("--calib", args.data / "text" / CALIBRATION, "--rows", rows, "--length", 512)
     if not (report := args.work / f"{name}.json").exists():
@@ -185,6 +184,7 @@ def main() -> None:
     parser.add_argument("--only", help=f"some of {', '.join(CASES)}")
     parser.add_argument("--limit", type=int, help="the first items of each task; default: all")
     parser.add_argument("--tokens", type=int, default=20480, help="of the text")
+    parser.add_argument("--end", type=int, default=1500, help="training steps of the recipes with tune=full")
     parser.add_argument("--model", type=Path, help="SmolLM2's GGUF file; default: the one that the demo keeps")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="recipes at a time, which share the cores")

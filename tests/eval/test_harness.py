@@ -1,6 +1,8 @@
 """The requests of another harness in token ids: what needs no lm-eval (tests/integrations/test_lm_eval.py does)."""
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -118,8 +120,16 @@ def test_an_empty_continuation_is_refused(llm: LLM) -> None:
 def test_without_lm_eval_the_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    with pytest.raises(UnsupportedError, match=r"needs lm-eval 0.4.9 or newer .*; pip install lm-eval"):
+    with pytest.raises(UnsupportedError, match=r"needs lm-eval 0.4.10 or newer .*; pip install lm-eval"):
         import_module(MODULE)
+
+
+def test_without_lm_eval_the_command_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "lm_eval.py").write_text("raise ImportError('none here')")  # also where lm-eval is installed
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", MODULE, "run"], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"crelle: {MODULE} needs lm-eval 0.4.10 or newer (none here); pip install lm-eval\n"
 
 
 def test_the_entry_point_names_the_class() -> None:

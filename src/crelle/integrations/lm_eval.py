@@ -10,7 +10,7 @@ is lm-eval's own command line with this model known to it. Importing this module
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -21,14 +21,22 @@ from crelle.eval.tasks.harness import encode_prompt, encode_request, fitted, rol
 from crelle.eval.tasks.loglikelihood import Ending, Score, loglikelihoods
 from crelle.version import __version__
 
+
+def _end(sentence: object) -> NoReturn:
+    """End the program as `crelle` does for a user's mistake."""
+    print(f"crelle: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 try:
     import lm_eval.models  # noqa: F401  (the built-in ones, which lm-eval registers only where nothing is yet)
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ImportError as e:
-    raise UnsupportedError(
-        f"crelle.integrations.lm_eval needs lm-eval 0.4.9 or newer ({e}); pip install lm-eval"
-    ) from e
+    sentence = f"crelle.integrations.lm_eval needs lm-eval 0.4.10 or newer ({e}); pip install lm-eval"
+    if __name__ == "__main__":
+        _end(sentence)
+    raise UnsupportedError(sentence) from e
 
 _DEFAULT_DEVICE = "cuda:0"  # what lm-eval passes where nobody named a device, and there may be no GPU
 _REQUESTS = 128  # scored together: the progress bar moves, and --use_cache keeps them
@@ -144,14 +152,13 @@ register_model("crelle")(CrelleLM)
 
 
 def main() -> None:
-    """Run lm-eval's command line; an error of ours is a sentence and status 2."""
+    """Run lm-eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
         cli_evaluate()
     except CrelleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _end(e)
 
 
 if __name__ == "__main__":
