@@ -1,5 +1,6 @@
 # make demo   set up, then the main job on a small real model, on CPU
 # make test   set up, then lint, types, layers and all default tests
+# make test-lm-eval   crelle.integrations.lm_eval against the real lm-eval
 # The virtual environment is .venv; constraints.txt holds the exact versions.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
-.PHONY: demo test test-slow lint format sanitize tsan valgrind soak bench setup clean
+.PHONY: demo test test-slow test-lm-eval lint format sanitize tsan valgrind soak bench setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -21,6 +22,20 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/pytest -m "not gpu"
+
+# lm-eval is no dependency, so it has an environment of its own on top of .venv's packages: the same torch.
+LM_EVAL := .venv-lm-eval
+test-lm-eval: setup $(LM_EVAL)/installed
+	HF_HUB_OFFLINE=1 CRELLE_CORE="$${CRELLE_CORE:-$$(echo $(CURDIR)/build/cp*/_core*.so)}" \
+	  $(LM_EVAL)/bin/python -m pytest -W default -rs tests/integrations/test_lm_eval.py
+
+$(LM_EVAL)/installed: Makefile | setup
+	$(PYTHON) -m venv $(LM_EVAL)
+	$(BIN)/python -c 'import sys; print("$(CURDIR)/src", *(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	  > "$$($(LM_EVAL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/crelle.pth"
+	$(LM_EVAL)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" \
+	  lm-eval==0.4.13 datasets==5.2.0 accelerate==1.15.0
+	touch $@
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -86,4 +101,4 @@ $(VENV)/installed-$(MODULES): pyproject.toml constraints.txt CMakeLists.txt $(wi
 	rm -f $(VENV)/installed-* && touch $@
 
 clean:
-	rm -rf $(VENV) build out
+	rm -rf $(VENV) $(LM_EVAL) build out

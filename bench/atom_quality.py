@@ -8,14 +8,10 @@ it is done, and what OUT.json has already is not run again. Cases are run in the
 """
 
 import argparse
-import json
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
-from quality import crelle, shared
+from quality import Results, Row, chosen, crelle, run_cases, shared
 
 TEXTS = {"w": ("wikitext2-test.txt", 10240), "t": ("tinystories-test.txt", 20480)}
 BOTH = "16:w 4:w 16:t 4:t"
@@ -38,40 +34,21 @@ CASES: dict[str, tuple[str, int, str, tuple[str, ...]]] = {  # scheme, calibrati
     "w4a16": ("atom:w=4,a=16", 128, "16:w 16:t", ()),
     "w3a3": ("atom:w=3,a=3", 128, "16:w", ()),
 }
-Row = dict[str, Any]
 
 
-class Results:
-    """OUT.json: rows as they are done, by any thread."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.lock = path, threading.Lock()
-        self.result: Row = json.loads(path.read_text()) if path.exists() else {"rows": []}
-
-    def has(self, name: str, kv: str, text: str) -> bool:
-        return any((r["name"], r["kv"], r["text"]) == (name, kv, text) for r in self.result["rows"])
-
-    def add(self, row: Row) -> None:
-        from crelle.bench.environment import environment
-        from crelle.formats.io import write_whole
-
-        with self.lock:
-            self.result["rows"].append(row)
-            full = {r["text"]: r["perplexity"] for r in self.result["rows"] if (r["name"], r["kv"]) == ("fp", "16")}
-            for r in self.result["rows"]:
-                if r["text"] in full:
-                    r["ratio"] = r["perplexity"] / full[r["text"]]
-            whole = {**environment(), "command": "python bench/atom_quality.py OUT.json DATA", **self.result}
-            write_whole(self.path, (json.dumps(whole, indent=1) + "\n").encode())
-            shown = {k: row[k] for k in ("name", "kv", "text", "perplexity", "ratio") if k in row}
-            print(json.dumps(shown), flush=True)
+class Ratios(Results):
+    def complete(self) -> None:
+        full = {r["text"]: r["perplexity"] for r in self.rows if (r["name"], r["kv"]) == ("fp", "16")}
+        for r in self.rows:
+            if r["text"] in full:
+                r["ratio"] = r["perplexity"] / full[r["text"]]
 
 
-def run(name: str, source: Path, args: argparse.Namespace, results: Results) -> None:
+def run(name: str, source: Path, args: argparse.Namespace, results: Ratios) -> None:
     scheme, rows, evaluations, more = CASES[name]
     texts = args.data / "text"
     todo = [e.rpartition(":")[::2] for e in evaluations.split()]
-    todo = [(kv, *TEXTS[t]) for kv, t in todo if not results.has(name, kv, TEXTS[t][0])]
+    todo = [(kv, *TEXTS[t]) for kv, t in todo if not results.has(name=name, kv=kv, text=TEXTS[t][0])]
     if not todo:
         return
     with tempfile.TemporaryDirectory() as d:
@@ -88,7 +65,8 @@ def run(name: str, source: Path, args: argparse.Namespace, results: Results) -> 
             found = crelle("eval", made, "--text", texts / file, *sizes, *shared(args))
             told = f"crelle eval {'OUT' if scheme else 'SMOLLM2'} --text {file} {' '.join(map(str, sizes))}"
             row = {"name": name, "kv": kv, "text": file, **{k: found[k] for k in ("perplexity", "tokens")}}
-            results.add({**row, **facts, "commands": [*commands, told]})
+            row |= {**facts, "commands": [*commands, told]}
+            results.add(row, "name", "kv", "text", "perplexity", "ratio")
 
 
 def main() -> None:
@@ -102,14 +80,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, which share the cores")
     args = parser.parse_args()
-    names = args.only.split(",") if args.only else list(CASES)
-    if unknown := [n for n in names if n not in CASES]:
-        raise SystemExit(f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)}")
-    source, results = args.model or smollm2(), Results(args.out)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for done in as_completed([pool.submit(run, name, source, args, results) for name in names]):
-            if error := done.exception():
-                print(error, flush=True)
+    names, source = chosen(args.only, CASES), args.model or smollm2()
+    results = Ratios(args.out, "python bench/atom_quality.py OUT.json DATA")
+    run_cases(names, lambda name: run(name, source, args, results), args.jobs)
 
 
 if __name__ == "__main__":

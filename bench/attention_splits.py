@@ -14,11 +14,8 @@ replays over more pages than the caches hold. Beside the chosen one, what tells 
 
 import json
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +24,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from edited_sources import edited
 from torch import Tensor
 
 from crelle.bench.attention import _attended
 from crelle.bench.cuda_timer import Replay, clone, copies, gpu
 from crelle.bench.decode_throughput import fill
 from crelle.formats.kv import KVFormat, KVPages, hadamard
-from crelle.kernels.cuda import jit, launch, paged_attention
+from crelle.kernels.cuda import jit, paged_attention
 from crelle.kernels.cuda.paged_attention import PagedTileConfig
 
 D, TOLERANCE, HALF = 128, 1e-3, torch.float16
@@ -51,29 +49,13 @@ PLAIN = [
     *((12, 2, 1, 12), (4, 2, 1, 12), (6, 2, 1, 12), (8, 3, 1, 8), (8, 2, 1, 8), (4, 3, 1, 8), (6, 2, 2, 6)),
     *((4, 2, 2, 4), (3, 2, 1, 12), (16, 1, 1, 16)),
 ]
-NO_ADDING = ("    if (!last) return;\n", "    return;\n")
+NO_ADDING = ("paged_attention.cu", "    if (!last) return;\n", "    return;\n")
 LOADS_ONLY = (
+    "paged_attention.cu",
     "    const char *stage = queue + at * STAGE;\n",
     "    const char *stage = queue + at * STAGE;\n    issue_load(i + STAGES, next + STAGES * apart, at);\n"
     "    if (scale != 0) continue;\n",
 )
-
-
-@contextmanager
-def changed(old: str, new: str) -> Iterator[None]:
-    """paged_attention.cu with some of it replaced."""
-    usual = jit.CSRC
-    text = (usual / "paged_attention.cu").read_text()
-    assert text.count(old) == 1, f"paged_attention.cu has no longer one {old!r}"
-    with tempfile.TemporaryDirectory() as directory:
-        jit.CSRC = Path(shutil.copytree(usual, Path(directory) / "csrc"))
-        (jit.CSRC / "paged_attention.cu").write_text(text.replace(old, new))
-        launch._load.cache_clear()
-        try:
-            yield
-        finally:
-            jit.CSRC = usual
-            launch._load.cache_clear()
 
 
 @dataclass
@@ -206,7 +188,7 @@ def rows(problem: Problem, known: dict[tuple[int, ...], float | None]) -> dict[s
         "one page": guarded("one page", partial(problem.time, p, table=zeros)),
     }
     for name, change in (("no adding", NO_ADDING), ("loads only", LOADS_ONLY)):
-        with changed(*change):
+        with edited([change]):
             parts[name] = guarded(name, partial(problem.time, p))
     found["parts"] = parts
     print(" ", ", ".join(f"{k} {v:.1f} us" for k, v in parts.items() if v is not None))
@@ -220,7 +202,7 @@ def main() -> None:
     problems = [Problem(kv, *what) for what in PROBLEMS for kv in asked]
     jit.compile_all(list(dict.fromkeys(v for p in problems for v in p.variants(p.configs()))))
     for change in (NO_ADDING, LOADS_ONLY):
-        with changed(*change):
+        with edited([change]):
             jit.compile_all(list(dict.fromkeys(v for p in problems for v in p.variants([p.rule]))))
     print(f"compiled after {perf_counter() - begun:.0f} s")
     known: dict[tuple[int, ...], float | None] = {}

@@ -15,26 +15,22 @@ fixed drops out. With parts taken out results are wrong, which is why only the w
     copies          what is left without unpacking, scaling and three quarters of the products
 """
 
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from edited_sources import Edit, edited
 from integer_gemm import HALF, clone, encoded, weight
 
 from crelle.bench.cuda_timer import Replay, gpu
 from crelle.bench.environment import write_result
-from crelle.kernels.cuda import integer_gemm, jit, launch
+from crelle.kernels.cuda import integer_gemm, jit
 from crelle.kernels.cuda.integer_gemm import IntegerTileConfig
 from crelle.kernels.cuda.integer_layout import lay_out
 
 INPUTS = 4096, 12288
-Edit = tuple[str, str, str]  # file, what stands there, what shall
 COPIES: list[Edit] = [
     ("tma.cuh", '_, [%0], %1;" ::"r"(barrier), "r"(bytes)', '_, [%0], %1;" ::"r"(barrier), "r"(0)'),
     ("tma.cuh", "int bytes, uint32 barrier) {\n", "int bytes, uint32 barrier) {\n  return;\n"),
@@ -82,24 +78,6 @@ PARTS = {
 CONFIGS = [(64, 2), (64, 3), (128, 1), (128, 2), (128, 3), (128, 4), (256, 2)]  # tokens, warpgroups
 
 
-@contextmanager
-def without(edits: list[Edit]) -> Iterator[None]:
-    """The sources with some of them replaced."""
-    usual = jit.CSRC
-    with tempfile.TemporaryDirectory() as directory:
-        jit.CSRC = Path(shutil.copytree(usual, Path(directory) / "csrc"))
-        for file, old, new in edits:
-            text = (jit.CSRC / file).read_text()
-            assert text.count(old) == 1, f"{file} has no longer one {old!r}"
-            (jit.CSRC / file).write_text(text.replace(old, new))
-        launch._load.cache_clear()
-        try:
-            yield
-        finally:
-            jit.CSRC = usual
-            launch._load.cache_clear()
-
-
 def configs(name: str, laid: Any) -> list[IntegerTileConfig]:
     fit = [(n, g) for n, g in CONFIGS if name == "two-level" or n * g <= 256]
     return [integer_gemm.fitted(laid, IntegerTileConfig(n, g, 12)) for n, g in fit]
@@ -118,7 +96,7 @@ def main(out: Path, names: str = "two-level,atom-w4a8") -> None:
     rows = list[dict[str, Any]]()
     laid = {name: lay_out(weight(name, 64, 4096)) for name in names.split(",")}
     for part, edits in PARTS.items():
-        with without(edits):
+        with edited(edits):
             wanted = {integer_gemm.variant(w, c, HALF) for name, w in laid.items() for c in configs(name, w)}
             jit.compile_all(sorted(wanted))
             for name, w in laid.items():

@@ -15,10 +15,13 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]
 CASES: dict[str, dict[str, Any]] = {
     "smollm2": {
         "calib": "wikitext2-valid-tokenised.txt",
@@ -55,6 +58,53 @@ def layer_bits(directory: Path) -> float:
     c = Checkpoint(directory, verify=False)
     inside = [m for m in c.specs if ".layers." in m]
     return 8 * sum(nbytes(c.matrix(m)) for m in inside) / sum(prod(c.specs[m]["shape"]) for m in inside)
+
+
+class Results:
+    """A result file: rows are added as they are done, by any thread, and what it has need not run again."""
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.path, self.command, self.lock = path, command, threading.Lock()
+        self.result: Row = json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.result["rows"]  # type: ignore[no-any-return]
+
+    def has(self, **facts: object) -> bool:
+        return any(all(row.get(k) == v for k, v in facts.items()) for row in self.rows)
+
+    def add(self, row: Row, *shown: str) -> None:
+        """Keep a row, and print some of its values."""
+        from crelle.bench.environment import environment
+        from crelle.formats.io import write_whole
+
+        with self.lock:
+            self.rows.append(row)
+            self.complete()
+            whole = {**environment(), "command": self.command, **self.result}
+            write_whole(self.path, (json.dumps(whole, indent=1) + "\n").encode())
+            print(json.dumps({k: row[k] for k in shown if k in row}), flush=True)
+
+    def complete(self) -> None:
+        """Fill in what rows say about each other."""
+
+
+def run_cases(names: Sequence[str], run: Callable[[str], None], jobs: int) -> None:
+    """Run cases side by side; one that fails is told of, and the others go on."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(run, name) for name in names]):
+            if error := done.exception():
+                print(error, flush=True)
+
+
+def chosen(only: str | None, cases: Iterable[str]) -> list[str]:
+    """Return the cases that --only names, or all; an unknown one ends the program."""
+    known = list(cases)
+    names = only.split(",") if only else known
+    if unknown := [n for n in names if n not in known]:
+        raise SystemExit(f"there is no case {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,18 +17,13 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_the_integer_gemm_has_all_parts() -> None:
-    parts: Any = import_module("integer_parts")
-    for edits in parts.PARTS.values():
-        with parts.without(edits):
+def test_the_sources_have_what_is_replaced() -> None:
+    sources: Any = import_module("edited_sources")
+    parts, splits = import_module("integer_parts"), import_module("attention_splits")
+    original = jit.CSRC
+    for edits in (*parts.PARTS.values(), [splits.NO_ADDING], [splits.LOADS_ONLY]):
+        with sources.edited(edits):
             for file, old, new in edits:
                 assert new in (jit.CSRC / file).read_text()
                 assert old not in (jit.CSRC / file).read_text().replace(new, "")
-
-
-@pytest.mark.usefixtures("scripts")
-def test_paged_attention_has_all_parts() -> None:
-    splits: Any = import_module("attention_splits")
-    for old, new in (splits.NO_ADDING, splits.LOADS_ONLY):
-        with splits.changed(old, new):
-            assert new in (jit.CSRC / "paged_attention.cu").read_text()
+    assert original == jit.CSRC

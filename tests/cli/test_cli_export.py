@@ -7,17 +7,17 @@ from typing import Any
 import foreign_packers
 import in_process
 import pytest
-import safetensors.torch
 import torch
 from conftest import write_tiny_model
+from exported import assert_same_weights, read_all
 
 from crelle.errors import CrelleError, SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint_writer import JOURNAL, CheckpointWriter
 from crelle.formats.composite import PermutedTensor
-from crelle.formats.exporters.directory import Grid
-from crelle.formats.exporters.gptq import GPTQLayout, export_gptq
+from crelle.formats.exporters.directory import Grid, export_directory
+from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.importers.gptq import GPTQDirectory
 from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
@@ -30,13 +30,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("source") / "m", **SIZES)
 
 
-def read_all(path: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in path.glob("*.safetensors"):
-        tensors |= safetensors.torch.load_file(shard)
-    return tensors
-
-
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     "scheme", ["rtn:bits={},group=32,symmetric=true", "rtn:bits={},group=24", "rtn:bits={},group=row"]
@@ -46,21 +39,14 @@ def test_export_then_import_is_bit_equal(source: Path, tmp_path: Path, bits: int
     made = open_weights(quantize(source, tmp_path / "q", scheme.format(bits)).out)
     if version == 1 and any(zero_is_zero(made.matrix(m)) for m in made.specs):  # type: ignore[attr-defined]
         with pytest.raises(CrelleError, match="GPTQ v1 cannot store a zero point of 0; use --gptq-version 2"):
-            export_gptq(made, tmp_path / "g", version=1)
+            export_directory(made, tmp_path / "g", GPTQLayout(1))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]
         return
-    export_gptq(made, tmp_path / "g", version=version)
+    export_directory(made, tmp_path / "g", GPTQLayout(version))
     again = open_weights(tmp_path / "g")
     assert isinstance(again, GPTQDirectory)
     assert again.notes == []
-    assert sorted(again.names()) == sorted(made.names())
-    for name in made.names():
-        if len(made.shape(name)) == 1:
-            assert torch.equal(again.read(name), made.read(name))
-            continue
-        before, after = made.matrix(name.removesuffix(".weight")), again.matrix(name.removesuffix(".weight"))
-        assert after.spec() == before.spec()
-        assert all(torch.equal(t, after.tensors()[part]) for part, t in before.tensors().items()), name
+    assert_same_weights(made, again)
 
 
 def zero_is_zero(w: Any) -> bool:
@@ -69,7 +55,7 @@ def zero_is_zero(w: Any) -> bool:
 
 def test_the_tensors_are_those_of_the_documented_layout(source: Path, tmp_path: Path) -> None:
     made = open_weights(quantize(source, tmp_path / "q", "rtn:bits=3,group=32").out)
-    export_gptq(made, tmp_path / "g")
+    export_directory(made, tmp_path / "g", GPTQLayout())
     stored = read_all(tmp_path / "g")
     module = "model.layers.1.mlp.down_proj"
     w = made.matrix(module)
@@ -102,7 +88,7 @@ def test_an_act_order_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
     said = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "sym": False, "desc_act": True}
     theirs, _ = foreign_packers.write_models(tmp_path, foreign_packers.gptq, said, bits=4, group=32, scattered=True)
     kept = quantize(theirs, tmp_path / "kept", "keep").out
-    assert export_gptq(open_weights(kept), tmp_path / "back")["desc_act"] is True
+    assert export_directory(open_weights(kept), tmp_path / "back", GPTQLayout())["desc_act"] is True
     before, after = read_all(theirs), read_all(tmp_path / "back")
     assert sorted(before) == sorted(after)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -111,7 +97,7 @@ def test_an_act_order_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
 def test_matrices_that_differ_are_named_in_the_config(source: Path, tmp_path: Path) -> None:
     other = {"*.0.mlp.down_proj": "rtn:bits=8,group=32", "*.1.mlp.up_proj": "fp16", "lm_head": "rtn:bits=4,group=32"}
     made = open_weights(quantize(source, tmp_path / "q", "rtn:bits=4,group=32", overrides=other).out)
-    said = export_gptq(made, tmp_path / "g")
+    said = export_directory(made, tmp_path / "g", GPTQLayout())
     assert (said["bits"], said["group_size"], said["lm_head"]) == (4, 32, True)
     assert said["dynamic"] == {
         r"+:^model\.layers\.0\.mlp\.down_proj$": {"bits": 8, "group_size": 32},
@@ -140,7 +126,7 @@ def test_what_gptq_has_no_place_for_is_refused(
 ) -> None:
     made = quantize(source, tmp_path / "q", scheme, **options).out
     with pytest.raises(CrelleError, match=sentence) as refused:
-        export_gptq(open_weights(made), tmp_path / "g")
+        export_directory(open_weights(made), tmp_path / "g", GPTQLayout())
     assert str(made) in str(refused.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]  # nothing is left behind
 
@@ -165,7 +151,7 @@ def test_shapes_and_scales_without_a_place_are_refused() -> None:
 
 def test_versions_that_do_not_exist_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(SchemeError, match="there is no GPTQ version 3; choose 1 or 2"):
-        export_gptq(open_weights(source), tmp_path / "g", version=3)
+        export_directory(open_weights(source), tmp_path / "g", GPTQLayout(3))
 
 
 def test_nothing_looks_finished_before_it_is(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +164,7 @@ def test_nothing_looks_finished_before_it_is(source: Path, tmp_path: Path, monke
         publish(self, *rest)
 
     monkeypatch.setattr(CheckpointWriter, "publish", watch)
-    export_gptq(made, tmp_path / "g")
+    export_directory(made, tmp_path / "g", GPTQLayout())
     assert seen == [(False, False)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "q"]
 
@@ -191,10 +177,10 @@ def test_a_killed_export_is_begun_anew_and_a_killed_quantizing_is_not_touched(so
     shards = {"model-00001-of-00005.safetensors": {}}
     (partial / JOURNAL).write_text(json.dumps({"crelle_journal": 2, "recipe": {"scheme": "rtn"}, "shards": shards}))
     with pytest.raises(CrelleError, match="holds an unfinished run"):
-        export_gptq(made, tmp_path / "g")
+        export_directory(made, tmp_path / "g", GPTQLayout())
     assert (partial / "model-00001-of-00005.safetensors").read_bytes() == b"half"
     (partial / JOURNAL).write_text(json.dumps({"crelle_journal": 2, "recipe": {"export": "gptq"}, "shards": shards}))
-    export_gptq(made, tmp_path / "g")
+    export_directory(made, tmp_path / "g", GPTQLayout())
     assert not partial.exists()
     assert isinstance(open_weights(tmp_path / "g"), GPTQDirectory)
 

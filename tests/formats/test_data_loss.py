@@ -14,7 +14,8 @@ from conftest import write_tiny_model
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.checkpoint_writer import CheckpointWriter
-from crelle.formats.exporters.gptq import export_gptq
+from crelle.formats.exporters.directory import export_directory
+from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.io import write_whole
 from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
@@ -318,15 +319,23 @@ def test_an_export_does_not_touch_its_source(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "m", num_hidden_layers=1, hidden_size=64, intermediate_size=64, head_dim=8)
     made = quantize(source, tmp_path / "q", "rtn:bits=4,group=32").out
     for out in (made, made / "g", tmp_path):
-        refuses(tmp_path, lambda out=out: export_gptq(open_weights(made), out, overwrite=True), "Choose another OUT")
+        refuses(
+            tmp_path,
+            lambda out=out: export_directory(open_weights(made), out, GPTQLayout(), overwrite=True),
+            "Choose another OUT",
+        )
     (tmp_path / "g.partial").mkdir()
     (tmp_path / "g.partial" / "thesis.txt").write_text("mine")
-    refuses(tmp_path, lambda: export_gptq(open_weights(made), tmp_path / "g"), "thesis.txt")
+    refuses(tmp_path, lambda: export_directory(open_weights(made), tmp_path / "g", GPTQLayout()), "thesis.txt")
     shutil.rmtree(tmp_path / "g.partial")
-    export_gptq(open_weights(made), tmp_path / "g")
-    export_gptq(open_weights(made), tmp_path / "g", overwrite=True)
+    export_directory(open_weights(made), tmp_path / "g", GPTQLayout())
+    export_directory(open_weights(made), tmp_path / "g", GPTQLayout(), overwrite=True)
     (tmp_path / "g" / "thesis.txt").write_text("mine")
-    refuses(tmp_path, lambda: export_gptq(open_weights(made), tmp_path / "g", overwrite=True), "thesis.txt")
+    refuses(
+        tmp_path,
+        lambda: export_directory(open_weights(made), tmp_path / "g", GPTQLayout(), overwrite=True),
+        "thesis.txt",
+    )
 
 
 # Other files

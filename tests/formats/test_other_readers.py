@@ -12,7 +12,8 @@ from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.checkpoint_writer import CheckpointWriter
-from crelle.formats.exporters.gptq import export_gptq
+from crelle.formats.exporters.directory import export_directory
+from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
@@ -54,7 +55,7 @@ def test_no_name_is_one_that_transformers_looks_for(made: Path) -> None:
 def test_an_export_keeps_the_names_of_others(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "m", num_hidden_layers=1, hidden_size=64, intermediate_size=64, head_dim=8)
     made = quantize(source, tmp_path / "q", "rtn:bits=4,group=32").out
-    export_gptq(open_weights(made), tmp_path / "g")
+    export_directory(open_weights(made), tmp_path / "g", GPTQLayout())
     names = {f.name for f in (tmp_path / "g").iterdir()}
     assert "model.safetensors.index.json" in names
     assert not {n for n in names if n.startswith("crelle")}

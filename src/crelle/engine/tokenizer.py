@@ -54,7 +54,6 @@ class Tokenizer:
     @cached_property
     def bos_id(self) -> int | None:
         """The token that every sequence starts with here (BOS), if there is one."""
-        token = self._special.get("bos_token")
         probe = self._encode("a", add_special_tokens=True)
         added = probe.special_tokens_mask[:1] == [1]  # the post-processor put something before the text
         wanted = self.config.get("add_bos_token")
@@ -65,8 +64,13 @@ class Tokenizer:
             return None
         if added:
             return int(probe.ids[0])
-        bos: int | None = self._fast.token_to_id(token) if token else None
-        return bos
+        return self.special_id("bos_token")
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of a special token (bos_token, eos_token …), whether or not texts get it here."""
+        token = self._special.get(name)
+        found: int | None = self._fast.token_to_id(token) if token else None
+        return found
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
         try:
@@ -97,9 +101,14 @@ class Tokenizer:
             raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
         return ChatTemplate(self._template_source)
 
+    def render_chat(self, messages: list[Message]) -> str:
+        """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins."""
+        text: str = self._template.render(messages, self._special)
+        return text
+
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's answer begins."""
-        return self.encode(self._template.render(messages, self._special), bos=False)
+        return self.encode(self.render_chat(messages), bos=False)
 
 
 class Detokenizer:

@@ -1,31 +1,28 @@
 """Exports to AWQ and compressed-tensors: read back bit for bit, and equal to what independent packers write."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import foreign_packers
 import in_process
 import pytest
-import safetensors.torch
 import torch
 from conftest import write_tiny_model
+from exported import assert_same_weights, read_all
 
 from crelle.errors import CrelleError
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.composite import PermutedTensor
-from crelle.formats.exporters.awq import AWQLayout, export_awq
-from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout, export_compressed_tensors
+from crelle.formats.exporters.awq import AWQLayout
+from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
+from crelle.formats.exporters.directory import export_directory
 from crelle.formats.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 UP = "model.layers.0.mlp.up_proj"
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
-EXPORTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "awq": export_awq,
-    "compressed-tensors": export_compressed_tensors,
-}
+LAYOUTS = {"awq": AWQLayout, "compressed-tensors": CompressedTensorsLayout}
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +30,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("source") / "m", **foreign_packers.SMALL, vocab_size=288)
 
 
-def read_all(path: Path) -> dict[str, torch.Tensor]:
-    return {n: t for shard in path.glob("*.safetensors") for n, t in safetensors.torch.load_file(shard).items()}
-
-
 def cases() -> list[tuple[str, str]]:
     grids = ("group=32,symmetric=true", "group=32", "group=16", "group=row")
-    both = [(to, f"rtn:bits=4,{grid}") for to in EXPORTS for grid in grids]
+    both = [(to, f"rtn:bits=4,{grid}") for to in LAYOUTS for grid in grids]
     return both + [("compressed-tensors", f"rtn:bits={b},{grid}") for b in (2, 3, 8) for grid in grids]
 
 
 @pytest.mark.parametrize(("to", "scheme"), cases())
 def test_export_then_import_is_bit_equal(source: Path, tmp_path: Path, to: str, scheme: str) -> None:
     made = open_weights(quantize(source, tmp_path / "q", scheme).out)
-    EXPORTS[to](made, tmp_path / "e")
-    again = open_weights(tmp_path / "e")
-    assert sorted(again.names()) == sorted(made.names())
-    for name in made.names():
-        if len(made.shape(name)) == 1:
-            assert torch.equal(again.read(name), made.read(name))
-            continue
-        before, after = made.matrix(name.removesuffix(".weight")), again.matrix(name.removesuffix(".weight"))
-        assert after.spec() == before.spec()
-        assert all(torch.equal(t, after.tensors()[part]) for part, t in before.tensors().items()), name
+    export_directory(made, tmp_path / "e", LAYOUTS[to]())
+    assert_same_weights(made, open_weights(tmp_path / "e"))
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -69,7 +54,7 @@ def test_compressed_tensors_go_out_as_they_came_in(tmp_path: Path, bits: int, sy
     grid = {"bits": bits, "group": 32, "symmetric": symmetric, "scattered": scattered}
     theirs, _ = foreign_packers.write_models(tmp_path, pack, said, **grid)
     kept = quantize(theirs, tmp_path / "kept", "keep").out
-    declared = export_compressed_tensors(open_weights(kept), tmp_path / "back")
+    declared = export_directory(open_weights(kept), tmp_path / "back", CompressedTensorsLayout())
     weights = declared["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["symmetric"], weights["group_size"]) == (bits, symmetric, 32)
     assert weights["actorder"] == ("group" if scattered else None)
@@ -80,7 +65,10 @@ def test_compressed_tensors_go_out_as_they_came_in(tmp_path: Path, bits: int, sy
 def test_an_awq_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
     theirs, _ = foreign_packers.write_models(tmp_path, foreign_packers.awq_gemm, AWQ, bits=4, group=32)
     kept = quantize(theirs, tmp_path / "kept", "keep").out
-    assert export_awq(open_weights(kept), tmp_path / "back") == {**AWQ, "modules_to_not_convert": None}
+    assert export_directory(open_weights(kept), tmp_path / "back", AWQLayout()) == {
+        **AWQ,
+        "modules_to_not_convert": None,
+    }
     same(theirs, tmp_path / "back")
 
 
@@ -95,13 +83,13 @@ def same(one: Path, other: Path) -> None:
 def test_matrices_that_differ_are_declared_by_name(source: Path, tmp_path: Path) -> None:
     other = {"*.0.mlp.down_proj": "rtn:bits=8,group=32", "*.1.mlp.up_proj": "fp16", "lm_head": "rtn:bits=4,group=32"}
     made = open_weights(quantize(source, tmp_path / "q", "rtn:bits=4,group=32", overrides=other).out)
-    said = export_compressed_tensors(made, tmp_path / "e")
+    said = export_directory(made, tmp_path / "e", CompressedTensorsLayout())
     assert [g["targets"] for g in said["config_groups"].values()] == [["Linear"], ["model.layers.0.mlp.down_proj"]]
     assert said["ignore"] == ["model.layers.1.mlp.up_proj"]
     again = open_weights(tmp_path / "e")
     assert [again.matrix(m).bits for m in ("model.layers.0.mlp.down_proj", "lm_head")] == [8, 4]
     plain = open_weights(quantize(source, tmp_path / "p", "rtn:bits=4,group=32", overrides={"*.1.*": "fp16"}).out)
-    kept = export_awq(plain, tmp_path / "a")["modules_to_not_convert"]
+    kept = export_directory(plain, tmp_path / "a", AWQLayout())["modules_to_not_convert"]
     assert len(kept) == 7
     assert all(".1." in m for m in kept)
 
@@ -142,7 +130,7 @@ def test_what_has_no_place_is_refused(
 ) -> None:
     made = quantize(source, tmp_path / "q", scheme, **options).out
     with pytest.raises(CrelleError, match=sentence) as refused:
-        EXPORTS[to](open_weights(made), tmp_path / "e")
+        export_directory(open_weights(made), tmp_path / "e", LAYOUTS[to]())
     assert str(made) in str(refused.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]  # nothing is left behind
 
@@ -161,7 +149,7 @@ def test_shapes_scales_and_orders_without_a_place_are_refused() -> None:
         CompressedTensorsLayout().pack(alike, UP)
 
 
-@pytest.mark.parametrize("to", EXPORTS)
+@pytest.mark.parametrize("to", LAYOUTS)
 def test_the_command(source: Path, tmp_path: Path, to: str) -> None:
     made = quantize(source, tmp_path / "q", "rtn:bits=4,group=32").out
     said = in_process.succeed("export", made, tmp_path / "e", "--to", to, "--json").json
@@ -177,11 +165,11 @@ def test_the_command(source: Path, tmp_path: Path, to: str) -> None:
 
 def test_only_an_export_of_ours_is_replaced(source: Path, tmp_path: Path) -> None:
     made = open_weights(quantize(source, tmp_path / "q", "rtn:bits=4,group=32").out)
-    export_awq(made, tmp_path / "e")
+    export_directory(made, tmp_path / "e", AWQLayout())
     index = tmp_path / "e" / "model.safetensors.index.json"
     found = json.loads(index.read_text())
     assert found["metadata"].pop("exporter").startswith("crelle:")
     index.write_text(json.dumps(found))
     with pytest.raises(CrelleError, match="is not a checkpoint of Crelle's, so it is not replaced"):
-        export_awq(made, tmp_path / "e", overwrite=True)
+        export_directory(made, tmp_path / "e", AWQLayout(), overwrite=True)
     assert index.exists()

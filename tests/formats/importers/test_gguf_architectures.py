@@ -12,7 +12,8 @@ from gguf import GGUFWriter
 from gguf_models import GEMMA3, GPT2, converted, random_tensors, write_gguf
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.exporters.gptq import export_gptq
+from crelle.formats.exporters.directory import export_directory
+from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.importers.gguf_architectures import ARCHITECTURES
 from crelle.formats.importers.gptq import GPTQDirectory
@@ -225,7 +226,7 @@ def test_an_exported_model_has_hugging_faces_layout(tmp_path: Path, arch: str) -
     tensors = random_tensors(config)
     file = write_gguf(tmp_path / "m.gguf", config, tensors, kind=Type.Q4_0, plain=plain)
     weights = open_weights(file, encoded=True)
-    export_gptq(weights, tmp_path / "out")
+    export_directory(weights, tmp_path / "out", GPTQLayout())
     made = open_weights(tmp_path / "out")
     assert isinstance(made, GPTQDirectory)
     assert "norm_weight_offset" not in made.config

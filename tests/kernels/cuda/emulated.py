@@ -46,7 +46,7 @@ class EmulatedKernel:
     """What crelle.kernels.cuda.launch.load returns, on the CPU."""
 
     def __init__(self, file: str, expression: str, truncates: bool = False) -> None:
-        """Truncates: tensor instructions cut their sums off, as those of an H200 do."""
+        """Truncates: tensor instructions truncate their sums, as those of an H200 do."""
         self.file, self.expression, self.truncates = file, expression, truncates
 
     def __call__(self, grid: tuple[int, int, int], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:

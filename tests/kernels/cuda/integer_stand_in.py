@@ -1,14 +1,19 @@
 """Stands in for integer_layout.py and integer_gemm.py where there is no GPU: the same products in f64, by torch."""
 
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
+from emulated import EmulatedKernel
 from torch import Tensor
 from torch.nn.functional import pad
 
 from crelle.formats.activations import group_slices, spread
+from crelle.kernels import cuda
+from crelle.kernels.cuda import dense, integer_encode
 from crelle.kernels.cuda.integer_x import IntegerX
 
 _ROWS, _BLOCK = 64, 128
@@ -74,10 +79,12 @@ def product(
     return y if out is None else out.copy_(y)
 
 
-def modules() -> dict[str, ModuleType]:
-    """Return both modules by name, for sys.modules."""
-    found = {}
+def run_integer_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulate the encoding kernels, and put these products in the place of those of both modules."""
+    for module in (integer_encode, dense):
+        monkeypatch.setattr(module, "load", EmulatedKernel)
     for name, functions in {"integer_layout": {"lay_out": lay_out}, "integer_gemm": {"product": product}}.items():
-        found[f"crelle.kernels.cuda.{name}"] = module = ModuleType(name)
+        module = ModuleType(name)
         vars(module).update(functions)
-    return found
+        monkeypatch.setitem(sys.modules, f"crelle.kernels.cuda.{name}", module)
+        monkeypatch.delattr(cuda, name, raising=False)

@@ -1,13 +1,12 @@
 """Linears with quantized activations, encoded in the emulator and multiplied by a stand-in of the GEMM."""
 
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from emulated import COMPILER, EmulatedKernel
-from integer_stand_in import modules
+from emulated import COMPILER
+from integer_stand_in import run_integer_on_cpu
 from plane_weights import relative
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of
 from crelle.kernels import cuda, registry
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import dense, integer_encode
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.integer_kernel import CudaInteger
 from crelle.kernels.cuda.norm_linear import linear, linear_norm, linear_residual, norm_linear
@@ -38,11 +36,7 @@ SCHEMES = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (integer_encode, dense):
-        monkeypatch.setattr(module, "load", EmulatedKernel)
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delattr(cuda, name.rpartition(".")[2], raising=False)
+    run_integer_on_cpu(monkeypatch)
 
 
 def weight(scheme: str, N: int, K: int, seed: int = 0, order: Tensor | None = None) -> Any:

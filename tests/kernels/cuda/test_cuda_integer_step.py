@@ -1,20 +1,18 @@
 """The layers of a decoder with quantized activations as the executor runs them, in the emulator, against the model."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from emulated import COMPILER, EmulatedKernel
-from integer_stand_in import modules
+from integer_stand_in import run_integer_on_cpu
 from plane_weights import relative
 from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights
-from crelle.kernels import cuda
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import dense, integer_encode, integer_kernel
+from crelle.kernels.cuda import integer_encode, integer_kernel
 from crelle.kernels.cuda.decode_step import Step, StepLayer
 from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.fused_linear import FusedLinear
@@ -45,11 +43,7 @@ SCHEMES = {  # and how far logits may be: a norm's last bit moves a code now and
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (integer_encode, dense):
-        monkeypatch.setattr(module, "load", EmulatedKernel)
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delattr(cuda, name.rpartition(".")[2], raising=False)
+    run_integer_on_cpu(monkeypatch)
     takes = ("grouped", "two-level")
 
     def supports(self: Any, problem: Problem) -> str | None:

@@ -104,7 +104,7 @@ def test_read_gives_what_the_pages_hold(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["kv16", "kv8", "kv4", "kv3", "k4v2"])
 def test_sums_of_a_long_context_lose_nothing_to_truncation(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor cores cut sums off: what all channels lose alike H gathers in one of them, sqrt(D) times as large."""
+    """Tensor cores truncate sums: what all channels lose alike H gathers in one of them, sqrt(D) times as large."""
     monkeypatch.setattr(paged_attention, "load", lambda *what: EmulatedKernel(*what, truncates=True))
     fmt, n, D = KVFormat.parse(text), 8192, 128
     pages, table = KVPages.new(fmt, n // 16, 1, D, HALF, "cpu"), torch.arange(n // 16).int()[None]

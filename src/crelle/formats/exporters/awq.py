@@ -6,7 +6,6 @@ group for the whole model, which divides every K; no permuted inputs, no quantiz
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,28 +15,12 @@ from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.exporters.directory import (
     Grid,
-    Progress,
-    Warn,
-    export_directory,
     half_scale,
     require_whole_groups,
     uniform_of,
 )
 from crelle.formats.importers.awq import NIBBLES
-from crelle.formats.open import Weights
 from crelle.formats.packing import pack_words
-
-
-def export_awq(
-    weights: Weights,
-    out: Path,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    warn: Warn | None = None,
-) -> dict[str, Any]:
-    """Write a model as an AWQ directory; return its quantization_config."""
-    return export_directory(weights, out, AWQLayout(), overwrite=overwrite, progress=progress, warn=warn)
 
 
 class AWQLayout:

@@ -7,7 +7,6 @@ matrix is declared for all Linears, the others by name.
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,29 +17,12 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.exporters.directory import (
     EMBEDDINGS,
     Grid,
-    Progress,
-    Warn,
-    export_directory,
     require_whole_groups,
     uniform_of,
 )
 from crelle.formats.importers.compressed_tensors import unpacked
 from crelle.formats.importers.gptq import BITS
-from crelle.formats.open import Weights
 from crelle.formats.packing import pack_words
-
-
-def export_compressed_tensors(
-    weights: Weights,
-    out: Path,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    warn: Warn | None = None,
-) -> dict[str, Any]:
-    """Write a model as a compressed-tensors directory; return its quantization_config."""
-    layout = CompressedTensorsLayout()
-    return export_directory(weights, out, layout, overwrite=overwrite, progress=progress, warn=warn)
 
 
 class CompressedTensorsLayout:

@@ -8,31 +8,16 @@ Matrices may differ in bits and group: the commonest go into the config, the oth
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.exporters.directory import Grid, Progress, Warn, export_directory, half_scale, uniform_of
+from crelle.formats.exporters.directory import Grid, half_scale, uniform_of
 from crelle.formats.importers.gptq import BITS
-from crelle.formats.open import Weights
 from crelle.formats.packing import pack_words
 from crelle.version import __version__
-
-
-def export_gptq(
-    weights: Weights,
-    out: Path,
-    *,
-    version: int = 2,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    warn: Warn | None = None,
-) -> dict[str, Any]:
-    """Write a model as a GPTQ directory; return its quantization_config."""
-    return export_directory(weights, out, GPTQLayout(version), overwrite=overwrite, progress=progress, warn=warn)
 
 
 class GPTQLayout:
