@@ -41,9 +41,9 @@ def made(name: str, source: Path, args: argparse.Namespace) -> tuple[Path, str]:
     options: tuple[object, ...] = ("--scheme", scheme.replace("END", str(args.end)))
     if rows:
         options += ("--calib", args.data / "text" / CALIBRATION, "--rows", rows, "--length", 512)
-    if not (report := args.work / f"{name}.json").exists():
+    if not out.exists():  # a checkpoint has its name when it is whole
         done = crelle("quantize", source, out, *options, "--resume", *shared(args))
-        report.write_text(json.dumps(done))
+        (args.work / f"{name}.json").write_text(json.dumps(done))
     return out, f"crelle quantize SMOLLM2 OUT {' '.join(str(o).replace(f'{args.data}/', '') for o in options)}"
 
 
@@ -62,13 +62,13 @@ def run(name: str, source: Path, args: argparse.Namespace, results: Results) -> 
     sizes = ("--context", 1024, "--tokens", args.tokens)
     text = crelle("eval", model, "--text", args.data / "text" / TEXT, *sizes, *against, *shared(args))
     facts = crelle("inspect", model)
-    report = json.loads((args.work / f"{name}.json").read_text())
+    report = args.work / f"{name}.json"  # not there where a run was killed just before it
     told = " --against FP16" if against else ""
     row = {
         "name": name,
         "scheme": facts["scheme"],
         "bits_per_weight": facts["bits_per_weight"],
-        "seconds": report["seconds"],
+        "seconds": json.loads(report.read_text())["seconds"] if report.exists() else None,
         "limit": args.limit,
         "perplexity": text["perplexity"],
         "text": text,
