@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import quantized_copy
+from hf_models import tokens, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crelle import LLM, Sampling
+from crelle import LLM, Sampling, quantize
 
 PROMPTS = (
     "Once upon a time",
@@ -39,3 +40,15 @@ def test_greedy_tokens_equal_those_of_crelle(stories: Path) -> None:
     ours = LLM.load(stories, device="cpu").generate(list(PROMPTS), Sampling(max_tokens=LENGTH, temperature=0))
     for prompt, completion in zip(PROMPTS, ours, strict=True):
         assert generate(model, tokenizer, prompt) == completion.tokens
+
+
+def test_compiled(tmp_path: Path) -> None:
+    """Without a graph break: a prompt, and steps with a static cache; the head shares a quantized embedding."""
+    source = write_model("llama", tmp_path / "m", tie_word_embeddings=True, num_hidden_layers=1)
+    quantize(source, tmp_path / "q", "rtn:bits=4,group=32", head="rtn:bits=8,group=32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"cache_implementation": "static", "disable_compile": True}  # by transformers itself: that is inductor
+    plain = model.generate(tokens(8), **options)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert torch.equal(model.generate(tokens(8), **options), plain)

@@ -1,12 +1,13 @@
 """Quantizes any loaded transformers model with schemes that look at data, by hooks on its linears.
 
-Linears that read the same input are a stage; stages go in the order in which the model runs them, each fitted to
-inputs that already come from everything quantized before (as crelle.quantizers.calibrate does for our own families).
-Every stage runs the batches once more, up to its linears: for models of up to a few billion weights. Schemes that
-change a decoder layer as a whole (awq, auto, tune=…) need to know the family, and are refused.
+Block by block, and in a block stage by stage: linears that read the same input are a stage, fitted to inputs that come
+from everything quantized before (as crelle.quantizers.calibrate does for our own families). Until the end the model
+keeps its own linears with the dequantized values in them. Schemes that change a decoder layer as a whole (awq, auto,
+tune=…) need to know the family, and are refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -14,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
-from crelle.formats.base import QuantTensor, nbytes
+from crelle.formats.base import QuantTensor, input_rounding, nbytes
+from crelle.integrations.transformers.block_inputs import Batch, BlockInputs, Call, calls_of, stages
 from crelle.integrations.transformers.config import CrelleConfig
 from crelle.integrations.transformers.experts import is_experts
-from crelle.integrations.transformers.layers import QuantModule
+from crelle.integrations.transformers.layers import Choice, QuantModule
 from crelle.integrations.transformers.quantizer import CrelleQuantizer, require_version
 from crelle.integrations.transformers.saving import bind_save
-from crelle.integrations.transformers.swap import swap
+from crelle.integrations.transformers.swap import matrices_of, swap
 from crelle.integrations.transformers.targets import Targets
 from crelle.quantizers.atom import Atom
 from crelle.quantizers.auto import Auto
@@ -31,7 +34,7 @@ from crelle.quantizers.base import ActivationQuantizer, Quantizer
 from crelle.quantizers.layer_api import Progress
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
 
-Batch = Tensor | Mapping[str, Any]  # input_ids, or what the model is called with
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,10 @@ class QuantizeReport:
     seconds: float
 
 
-class _SeenError(Exception):
-    """Raised once a stage has seen its input: the rest of the model need not run."""
-
-
 def quantize(
     model: Any,
     scheme: str,
-    batches: Iterable[Batch] = (),
+    batches: Iterable[Tensor | Batch] = (),
     *,
     overrides: Mapping[str, str] | None = None,
     modules_to_not_convert: Sequence[str] | None = None,
@@ -75,17 +74,100 @@ def quantize(
         raise SchemeError(f"scheme '{chosen[needing[0]]}' looks at data: give quantize() batches of inputs")
     was_training = model.training
     model.eval()
-    stages = _stages(model, needing, calls[0]) if needing else []
-    plain = [(name,) for name in chosen if name not in needing]
-    done = 0
-    for stage in (*plain, *stages):
-        _quantize_stage(model, stage, chosen, calls)
-        done += len(stage)
-        if progress:
-            progress(done, len(chosen), stage[-1])
-    _mark(model, replace_schemes(config, chosen))
+    work = _Work(model, chosen, calls, progress)
+    work.without_data([name for name in chosen if name not in needing])
+    if needing:
+        with _without_cache(model):
+            work.with_data(needing)
+    work.finish()
+    _mark(model, _carried_out(config))
     model.train(was_training)
     return _report(model, perf_counter() - begun)
+
+
+@contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    """Run without a KV cache: blocks are called again and again with the same arguments."""
+    used = getattr(model.config, "use_cache", None)
+    if used is not None:
+        model.config.use_cache = False
+    try:
+        yield
+    finally:
+        if used is not None:
+            model.config.use_cache = used
+
+
+class _Work:
+    """What is quantized so far, and how to go on."""
+
+    def __init__(
+        self, model: Any, chosen: Mapping[str, Quantizer], calls: Sequence[Batch], progress: Progress | None
+    ) -> None:
+        self.model, self.chosen, self.calls, self.progress = model, chosen, calls, progress
+        self.fitted: dict[str, list[QuantTensor]] = {}  # GPT-2's q, k and v: three of one module
+        self._hooks: list[Any] = []
+
+    @torch.no_grad()
+    def without_data(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._fit(name, None)
+
+    @torch.no_grad()
+    def with_data(self, names: Sequence[str]) -> None:
+        blocks: dict[str, list[str]] = {}
+        for name in names:
+            found = _BLOCK.match(name)
+            blocks.setdefault(found[1] if found else "", []).append(name)
+        inputs = BlockInputs(self.model, [b for b in blocks if b], self.calls)
+        for block in [*inputs.order, *([""] if "" in blocks else [])]:
+            outer = self.model.get_submodule(block)
+            calls = inputs.of(block)
+            inside = [n.removeprefix(f"{block}.") if block else n for n in blocks[block]]
+            for stage in stages(outer, inside, calls[0]):
+                self._stage(outer, block, stage, calls)
+        if missing := [n for n in names if n not in self.fitted]:
+            raise SchemeError(
+                f"'{missing[0]}' does not run on the batches: give others, or name it in modules_to_not_convert"
+            )
+
+    def _stage(self, outer: nn.Module, block: str, stage: Sequence[str], calls: Sequence[Call]) -> None:
+        whole = {n: f"{block}.{n}" if block else n for n in stage}
+        readers = torch.stack([_readers(outer.get_submodule(n)) for n in stage]).sum(0)
+        stats = replace(_stats(outer, stage[0], calls, self.calls), readers=readers)
+        by_rounding: dict[InputRounding, Stats] = {}
+        for name in stage:
+            quantizer, used = self.chosen[whole[name]], stats
+            rounding = quantizer.rounding(stats) if isinstance(quantizer, ActivationQuantizer) else None
+            if rounding is not None:
+                if rounding not in by_rounding:
+                    by_rounding[rounding] = _stats(outer, stage[0], calls, self.calls, rounding)
+                used = by_rounding[rounding]
+            self._fit(whole[name], used)
+
+    def _fit(self, name: str, stats: Stats | None) -> None:
+        """Quantize a module's matrices and put the dequantized values into it."""
+        module, quantizer = self.model.get_submodule(name), self.chosen[name]
+        try:
+            found = [quantizer.fit(w.float(), stats) for w in matrices_of(name, module)]
+        except CrelleError as e:
+            raise type(e)(f"'{name}': {e}") from e
+        self.fitted[name] = found
+        values = torch.cat([w.dequantize(torch.float32) for w in found])
+        module.weight.data = (values.T if isinstance(module, Conv1D) else values).to(module.weight)
+        rounds = input_rounding(found[0])
+        if rounds is not None:
+            self._hooks.append(module.register_forward_pre_hook(lambda _, args: (rounds(args[0]), *args[1:])))
+        if self.progress:
+            self.progress(len(self.fitted), len(self.chosen), name)
+
+    def finish(self) -> None:
+        """Put our modules in."""
+        for hook in self._hooks:
+            hook.remove()
+        for name, found in self.fitted.items():
+            weight, left = self.model.get_submodule(name).weight, iter(found)
+            swap(self.model, name, weight.data, weight.dtype, lambda _, left=left: next(left), Choice())  # type: ignore[misc]
 
 
 def _for_any_family(q: Quantizer) -> Quantizer:
@@ -98,10 +180,10 @@ def _for_any_family(q: Quantizer) -> Quantizer:
     return replace(q, folds=False) if isinstance(q, Atom) else q  # folds need to know the norms before a linear
 
 
-def replace_schemes(config: CrelleConfig, chosen: Mapping[str, Quantizer]) -> CrelleConfig:
-    """Return the config with the schemes that were carried out."""
+def _carried_out(config: CrelleConfig) -> CrelleConfig:
+    """Return the config with the schemes as they were carried out."""
     default, special = config.quantizers()
-    config.scheme = str(_for_any_family(default)) if default.calibrated else str(default)
+    config.scheme = str(_for_any_family(default))
     config.overrides = {p: str(_for_any_family(q)) for p, q in special.items()}
     return config
 
@@ -115,99 +197,28 @@ def _refuse_experts(model: nn.Module, chosen: Mapping[str, Quantizer]) -> None:
             )
 
 
-def _stages(model: nn.Module, names: Sequence[str], batch: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the linears in the order in which they run, those that read the same tensor together."""
-    read: dict[str, Tensor] = {}  # holds the tensors: the memory of one is no other's meanwhile
-    hooks = []
-    for name in names:
-
-        def see(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-            read.setdefault(name, args[0])
-
-        hooks.append(model.get_submodule(name).register_forward_pre_hook(see))
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if missing := [n for n in names if n not in read]:
-        raise SchemeError(
-            f"'{missing[0]}' does not run on the batches: give others, or name it in modules_to_not_convert"
-        )
-    by_input: dict[tuple[Any, ...], list[str]] = {}
-    for name, x in read.items():
-        by_input.setdefault((x.data_ptr(), x.shape, x.stride()), []).append(name)
-    return [tuple(stage) for stage in by_input.values()]
-
-
-@torch.no_grad()
-def _quantize_stage(
-    model: Any, stage: Sequence[str], chosen: Mapping[str, Quantizer], calls: Sequence[Mapping[str, Any]]
-) -> None:
-    weights = {name: model.get_submodule(name).weight for name in stage}
-    stats: Stats | None = None
-    by_rounding: dict[InputRounding, Stats] = {}
-    if any(chosen[name].calibrated for name in stage):
-        stats = _stats(model, stage[0], calls)
-        stats = replace(stats, readers=torch.stack([_readers(model, name) for name in stage]).sum(0))
-    for name, weight in weights.items():
-        quantizer, used = chosen[name], stats
-        if stats is not None and isinstance(quantizer, ActivationQuantizer):
-            rounding = quantizer.rounding(stats)
-            if rounding is not None:
-                if rounding not in by_rounding:
-                    by_rounding[rounding] = _stats(model, stage[0], calls, rounding)
-                used = by_rounding[rounding]
-
-        def fit(w: Tensor, quantizer: Quantizer = quantizer, used: Stats | None = used) -> QuantTensor:
-            return quantizer.fit(w.float(), used)
-
-        try:
-            swap(model, name, weight.data, weight.dtype, fit, CrelleConfig().choice)
-        except CrelleError as e:
-            raise type(e)(f"'{name}': {e}") from e
-
-
-def _readers(model: nn.Module, name: str) -> Tensor:
+def _readers(module: Any) -> Tensor:
     """Return WᵀW [K, K]."""
-    module: Any = model.get_submodule(name)
     w: Tensor = module.weight.data.float()
-    return w.T @ w if isinstance(module, nn.Linear) else w @ w.T  # Conv1D: [K, N]
+    return w @ w.T if isinstance(module, Conv1D) else w.T @ w  # Conv1D: [K, N]
 
 
-def _stats(model: Any, name: str, calls: Sequence[Mapping[str, Any]], rounding: InputRounding | None = None) -> Stats:
-    """Run the batches up to a linear and return the stats of what it reads."""
+def _stats(
+    outer: nn.Module,
+    name: str,
+    calls: Sequence[Call],
+    batches: Sequence[Batch],
+    rounding: InputRounding | None = None,
+) -> Stats:
+    """Run a block up to a linear and return the stats of what that reads."""
     collector: StatsCollector | None = None
-    for batch in calls:
-        with _seeing(model, name) as seen, torch.no_grad():
-            model(**batch)
-        for x in seen:
-            kept = _counting(x, batch.get("attention_mask"))
-            if rounding is not None:
-                kept = rounding(kept)
+    for call, batch in zip(calls, batches, strict=True):
+        for seen in calls_of(outer, name, call):
+            x = _counting(seen.args[0], batch.get("attention_mask"))
             collector = collector or StatsCollector(x.shape[-1], x.device)
-            collector.add(kept)
-    assert collector is not None  # it runs: _stages
+            collector.add(x if rounding is None else rounding(x))
+    assert collector is not None  # it runs: `stages`
     return replace(collector.stats(), rounding=rounding)
-
-
-@contextmanager
-def _seeing(model: nn.Module, name: str) -> Any:
-    """Collect what a linear reads, and stop the model there."""
-    seen: list[Tensor] = []
-
-    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0])
-        raise _SeenError
-
-    hook = model.get_submodule(name).register_forward_pre_hook(see)
-    try:
-        yield seen
-    except _SeenError:
-        pass
-    finally:
-        hook.remove()
 
 
 def _counting(x: Tensor, mask: Any) -> Tensor:

@@ -12,6 +12,7 @@ from crelle.formats.base import QuantTensor
 from crelle.integrations.transformers.layers import Choice, CrelleLinear, Encoding, JoinedLinear, quantize_embedding
 from crelle.integrations.transformers.placement import quantized_linear, tie_heads
 from crelle.models.families import families
+from crelle.models.families.base import StoredMatrix
 
 Fit = Callable[[Tensor], QuantTensor]  # of a weight [N, K]
 
@@ -36,9 +37,7 @@ def swap(model: Any, name: str, weight: Tensor, dtype: torch.dtype, fit: Fit, ho
 
 def _swap_conv1d(model: Any, name: str, module: Any, weight: Tensor, dtype: torch.dtype, fit: Fit, how: Choice) -> None:
     """Store GPT-2's linears as [outputs, inputs], and q, k and v apart, as our checkpoints have them."""
-    rule = next((r for r in families()["gpt2"].stored if name.endswith(f".{r.module}")), None)
-    if rule is None:
-        raise UnsupportedError("it is a Conv1D of an unknown kind: name it in modules_to_not_convert")
+    rule = _conv1d_rule(name)
     if module.bias.is_meta:
         raise FormatError("its bias comes after its weight")
     outer, count = name.removesuffix(rule.module), len(rule.parts)
@@ -48,3 +47,18 @@ def _swap_conv1d(model: Any, name: str, module: Any, weight: Tensor, dtype: torc
         made[part] = CrelleLinear(Encoding.of(fit(w.contiguous())), own, dtype, how)
         model.set_submodule(f"{outer}{part}", made[part])
     model.set_submodule(name, JoinedLinear(made))
+
+
+def _conv1d_rule(name: str) -> StoredMatrix:
+    rule = next((r for r in families()["gpt2"].stored if name.endswith(f".{r.module}")), None)
+    if rule is None:
+        raise UnsupportedError("it is a Conv1D of an unknown kind: name it in modules_to_not_convert")
+    return rule
+
+
+def matrices_of(name: str, module: Any) -> list[Tensor]:
+    """Return the matrices [N, K] that `swap` will have encoded, in its order."""
+    w: Tensor = module.weight.data
+    if not isinstance(module, Conv1D):
+        return [w]
+    return [part.contiguous() for part in w.T.chunk(len(_conv1d_rule(name).parts))]
