@@ -7,10 +7,12 @@ that module goes the usual way, and then the tables get our two entries.
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 _TABLES = "transformers.quantizers.auto"
 
@@ -19,18 +21,22 @@ def register() -> None:
     """Make Crelle known to transformers; a second call changes nothing."""
     from transformers.quantizers import auto
 
-    from crelle.integrations.transformers import quantizer
     from crelle.integrations.transformers.config import CrelleConfig
 
-    if not hasattr(quantizer, "CrelleQuantizer"):
-        return  # it was imported first, needs transformers, and registers when it has it
     # Not by register_quantizer and register_quantization_config: those raise where the name is known already.
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["crelle"] = CrelleConfig
-    auto.AUTO_QUANTIZER_MAPPING["crelle"] = quantizer.CrelleQuantizer
+    auto.AUTO_QUANTIZER_MAPPING["crelle"] = _quantizer  # type: ignore[assignment]
     # A config that is given beside a checkpoint may choose its precision and kernel only if its class is in this list.
     kinds = getattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES", ())
     if CrelleConfig not in kinds:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*kinds, CrelleConfig)
+
+
+def _quantizer(*args: Any, **kwargs: Any) -> Any:
+    """Make a CrelleQuantizer; its module needs transformers.quantizers, which may be half imported now."""
+    from crelle.integrations.transformers.quantizer import CrelleQuantizer
+
+    return CrelleQuantizer(*args, **kwargs)
 
 
 def register_when_imported() -> None:
@@ -69,4 +75,5 @@ class _Loader(Loader):
         self._own.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._own
-        register()
+        with suppress(ImportError, AttributeError):  # a transformers of long ago still has to be importable
+            register()

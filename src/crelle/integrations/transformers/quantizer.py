@@ -14,7 +14,6 @@ from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.ownership import INDEX
 from crelle.integrations.transformers.config import CrelleConfig
-from crelle.integrations.transformers.hook import register_when_imported
 from crelle.kernels import cpu
 
 OLDEST = (5, 16)  # whose quantizers are asked as this one expects it
@@ -147,6 +146,3 @@ def _added_offset(checkpoint: Checkpoint) -> float:
     if family is None or not family.norm_offset:
         return 0.0
     return family.norm_offset - float(checkpoint.config.get("norm_weight_offset", family.norm_offset))
-
-
-register_when_imported()
