@@ -8,11 +8,10 @@ that module goes the usual way, and then the tables get our two entries.
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any  # importlib.abc has base classes for what follows, and takes longer to import than all of crelle
 
 _TABLES = "transformers.quantizers.auto"
 
@@ -47,7 +46,7 @@ def register_when_imported() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds one module, once, by asking the others."""
 
     def find_spec(
@@ -58,18 +57,19 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
     """Loads a module as its own loader does, then registers."""
 
-    def __init__(self, own: Loader) -> None:
+    def __init__(self, own: Any) -> None:
         self._own = own
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)
+        made: ModuleType | None = self._own.create_module(spec)
+        return made
 
     def exec_module(self, module: ModuleType) -> None:
         self._own.exec_module(module)
