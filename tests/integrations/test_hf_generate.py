@@ -21,7 +21,7 @@ PROMPTS = (
 LENGTH = 32
 
 
-@pytest.fixture(scope="module", params=["bcq:bits=3,group=32,rounds=2", "mixed:four=0.25,outliers=0.002"])
+@pytest.fixture(scope="module", params=["bcq:bits=3,group=32,rounds=2", "mixed:four=0.25,outliers=0.002,refine=0"])
 def stories(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized_copy(data / "stories15M", tmp_path_factory.mktemp("stories"), request.param)
 
