@@ -4,17 +4,20 @@
 >>> llm = LLM.load("out/smollm2-3bit")                        # doctest: +SKIP
 >>> print(llm.generate("The capital of France is").text)      # doctest: +SKIP
 
-The names below load their modules on first use, so `import crelle` costs nothing.
+The names below load their modules on first use, so `import crelle` costs nothing. It also makes transformers open our
+checkpoints, now or whenever transformers is imported (crelle.integrations.transformers).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from crelle.integrations.transformers.hook import register_when_imported
 from crelle.version import __version__
 
 _HOME = {
     "LLM": "crelle.engine.llm",
     "Completion": "crelle.engine.llm",
+    "CrelleConfig": "crelle.integrations.transformers.config",
     "Sampling": "crelle.engine.sampler",
     "CrelleError": "crelle.errors",
     "perplexity": "crelle.eval.perplexity",
@@ -27,6 +30,7 @@ __all__ = [
     "LLM",
     "CalibrationData",
     "Completion",
+    "CrelleConfig",
     "CrelleError",
     "Sampling",
     "Text",  # CalibrationData under its earlier name
@@ -42,9 +46,13 @@ if TYPE_CHECKING:
     from crelle.engine.sampler import Sampling
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity
+    from crelle.integrations.transformers.config import CrelleConfig
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'crelle' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+register_when_imported()

@@ -45,6 +45,7 @@ def test_the_same_is_written_today(tmp_path: Path) -> None:
     old, new = (json.loads((p / "config.json").read_text()) for p in (AT, tmp_path / "new"))
     for config in (old, new):
         del config["quantization_config"]["shards"]  # safetensors may order a shard's bytes otherwise one day
+    assert "Crelle" in new.pop("transformers_weights")  # later than this file; no reader of ours looks at it
     assert old == new
 
 

@@ -69,6 +69,7 @@ def test_config_and_tokenizer_go_along(tiny_model: Path, tmp_path: Path) -> None
     quantize(tiny_model, tmp_path / "out", SCHEME)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == "crelle"
+    assert "Crelle" in config.pop("transformers_weights")  # what transformers says where crelle is not imported
     assert config == TINY
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tiny_model / name).read_bytes()

@@ -18,10 +18,11 @@ A reader refuses versions and keys that it does not know, and checks every shard
 It takes the shards' names from the config: earlier checkpoints, with model-*.safetensors, are read as before.
 
 Names. transformers looks for model.safetensors and model.safetensors.index.json. Finding an index, it skips a
-quant_method that it does not know and fills every missing `….weight` with random values, under a warning. Finding none,
-it fails, which is right as long as it cannot read our matrices; AutoConfig and AutoTokenizer work. An integration
-registers a quantizer for "crelle" and sets "transformers_weights": "crelle.safetensors.index.json" in the config, the
-key by which transformers 5 takes the name of an index; vLLM finds *.safetensors by itself.
+quant_method that it does not know and fills every missing `….weight` with random values, under a warning. So our files
+have other names, and config.json has "transformers_weights", the key by which transformers 5 takes the name of an
+index, with a sentence instead of a name: without crelle, from_pretrained fails and prints it (AutoConfig and
+AutoTokenizer work). With crelle imported, its quantizer (crelle.integrations.transformers) puts the real name there.
+vLLM finds *.safetensors by itself.
 
 This file reads them; checkpoint_writer.py writes them.
 """

@@ -36,6 +36,7 @@ from crelle.formats.ownership import (
     JOURNAL,
     JOURNAL_VERSION,
     STATE,
+    is_checkpoint,
     look,
     open_directory,
     remove_directory,
@@ -47,6 +48,14 @@ from crelle.formats.ownership import (
 def shard_name(index: int, count: int) -> str:
     """Return the name of a shard, counted from 1."""
     return f"crelle-{index:05d}-of-{count:05d}.safetensors"
+
+
+def transformers_notice() -> dict[str, str]:
+    """Return the entry of config.json by which transformers fails with a sentence of ours where crelle is missing.
+
+    It takes the entry for the name of a file, refuses whatever does not end as one, and prints it.
+    """
+    return {"transformers_weights": "this is a Crelle checkpoint: install crelle and `import crelle` before loading it"}
 
 
 class CheckpointWriter:
@@ -211,7 +220,8 @@ class CheckpointWriter:
         }
         write_whole(self.partial / index, to_json(where))
         # The source may name an index of its own for transformers; here it would name a file that is not there.
-        write_whole(self.partial / CONFIG, to_json({k: v for k, v in config.items() if k != "transformers_weights"}))
+        kept = {k: v for k, v in config.items() if k != "transformers_weights"}
+        write_whole(self.partial / CONFIG, to_json(kept | (transformers_notice() if is_checkpoint(config) else {})))
         with writing(self.out):
             for name in os.listdir(self._lock):
                 if name == STATE or TEMPORARY.fullmatch(name):

@@ -1,0 +1,215 @@
+"""What stands in a transformers model instead of nn.Linear and nn.Embedding: a QuantTensor's parts as buffers.
+
+A kernel's layout of the weight is made when the first input comes, whose dtype and device it depends on, and thrown
+away when the module moves. On a GPU the parts then go to the host's memory: the device has the kernel's layout only.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from crelle.errors import UnsupportedError
+from crelle.formats.base import QuantTensor, Spec, format_of
+from crelle.kernels import linear_op, ops
+from crelle.kernels.base import Prepared
+from crelle.models.nested import at_precision
+
+
+class Encoding(NamedTuple):
+    """A quantized matrix taken apart; the parts may be on meta."""
+
+    spec: Spec
+    parts: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, w: QuantTensor) -> "Encoding":
+        return cls(w.spec(), w.tensors())
+
+
+class Choice(NamedTuple):
+    """How a matrix is to be multiplied; a CrelleConfig has the defaults' other values."""
+
+    bits: int | None = None  # precision of nested planes; default: the finest
+    kernel: str | None = None  # default: the first that takes the format
+
+
+DEFAULT = Choice()
+
+
+class QuantModule(nn.Module):
+    """The parts of a quantized matrix as buffers; a mixin, which `hold` makes usable."""
+
+    spec: Spec
+    on_host: ClassVar[bool] = True  # whether the parts may go to the host once a GPU's kernel has its own layout
+
+    def hold(self, w: Encoding, dtype: torch.dtype, how: Choice) -> None:
+        """Take over a matrix, whose parts may be on meta and come later; dtype: of the layer's floats."""
+        self.spec, self.how, self.dtype = w.spec, how, dtype
+        for name, part in w.parts.items():
+            self.register_buffer(name, part)
+        self.part_names = tuple(w.parts)
+        self._made: tuple[Any, Prepared] | None = None
+        self._held: QuantTensor | None = None
+        self.number = linear_op.number(self)
+
+    def quant_tensor(self) -> QuantTensor:
+        """Return the matrix as it is stored; shares memory with the buffers."""
+        return format_of(self.spec).from_parts(self.spec, {n: getattr(self, n) for n in self.part_names})
+
+    def matrix(self) -> QuantTensor:
+        """Return the matrix at the precision that was asked for."""
+        if self._held is None:
+            self._held = at_precision(self.quant_tensor(), self.how.bits)
+        return self._held
+
+    def prepared(self, x: Tensor) -> Prepared:
+        """Return the matrix in the layout of a kernel for inputs like x."""
+        key = x.dtype, x.device
+        if self._made is None or self._made[0] != key:
+            self._made = key, ops.prepare(self.matrix().to(x.device), x.dtype, self.how.kernel)
+            if self.on_host and x.device.type != "cpu":
+                self._held = None
+                for name in self.part_names:
+                    self._buffers[name] = getattr(self, name).to("cpu")
+        return self._made[1]
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel that was chosen, as soon as there was an input to choose it for."""
+        return None if self._made is None else self._made[1].kernel.name
+
+    def __getattr__(self, name: str) -> Any:
+        """Some models look at `layer.weight.dtype`; whoever multiplies with this one is told that it is on meta."""
+        if name == "weight":
+            return torch.empty(tuple(self.spec["shape"]), dtype=self.dtype, device="meta")
+        return super().__getattr__(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move, but leave the parts in their dtype: `model.half()` must not round scales."""
+        before = {name: getattr(self, name) for name in self.part_names}
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, part in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != part.dtype:
+                self._buffers[name] = part if part.is_meta else part.to(moved.device)
+        self._made = self._held = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None, "_held": None, "number": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.number = linear_op.number(self)  # a copy is another weight
+
+    def extra_repr(self) -> str:
+        N, K = self.spec["shape"]
+        return f"in_features={K}, out_features={N}, bias={getattr(self, 'bias', None) is not None}, " + ", ".join(
+            f"{k}={v}" for k, v in self.spec.items() if k != "shape" and not isinstance(v, dict | list)
+        )
+
+
+class CrelleLinear(QuantModule):
+    """y = x @ W.T + bias, by whatever kernel takes the weight's format."""
+
+    def __init__(self, w: Encoding, bias: nn.Parameter | None, dtype: torch.dtype, how: Choice = DEFAULT) -> None:
+        super().__init__()
+        self.hold(w, dtype, how)
+        self.out_features, self.in_features = w.spec["shape"]
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.crelle.linear(x, self.number, self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class TiedLinear(nn.Module):
+    """An output head that multiplies by a quantized embedding's matrix and has none of its own."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, embedding: QuantModule, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple: the embedding is not a child of the head
+        self.out_features, self.in_features = embedding.spec["shape"]
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        found: Tensor = self._embedding[0].weight
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.crelle.linear(x, self._embedding[0].number, self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class _Rows(QuantModule, nn.Embedding):
+    """nn.Embedding whose rows are dequantized when they are looked up."""
+
+    on_host: ClassVar[bool] = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows: Tensor = torch.ops.crelle.embedding(tokens, self.number, self.embedding_dim, self.dtype)
+        return rows
+
+    def rows(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        w = self.matrix()
+        found = w.rows(tokens.flatten().to(w.device)).dequantize(dtype)
+        return found.to(tokens.device).reshape(*tokens.shape, -1)
+
+
+_CLASSES: dict[type[nn.Embedding], type[_Rows]] = {nn.Embedding: _Rows}
+
+
+def _embedding_class(cls: type[nn.Embedding]) -> type[_Rows]:
+    """Return cls over quantized rows: what cls does to tokens before and to rows behind the look-up stays."""
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"Crelle{cls.__name__}", (cls, _Rows), {})
+    return _CLASSES[cls]
+
+
+def quantize_embedding(module: nn.Embedding, w: Encoding, how: Choice = DEFAULT) -> None:
+    """Turn an embedding, of whatever class, into one with quantized rows."""
+    dtype = module.weight.dtype
+    del module.weight
+    module.__class__ = _embedding_class(type(module))
+    assert isinstance(module, _Rows)
+    module.hold(w, dtype, how)
+
+
+@torch.library.custom_op("crelle::embedding", mutates_args=())
+def embedding(tokens: Tensor, weight: int, K: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows [..., K] of a quantized matrix for tokens [...]."""
+    w = linear_op.by_number(weight)
+    if not isinstance(w, _Rows):
+        raise UnsupportedError(f"weight {weight} of crelle::embedding is no embedding")
+    return w.rows(tokens, dtype)
+
+
+@embedding.register_fake
+def _(tokens: Tensor, weight: int, K: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*tokens.shape, K, dtype=dtype, device=tokens.device)
+
+
+class JoinedLinear(nn.Module):
+    """One linear whose outputs are those of several, one behind the other: GPT-2's q, k and v, stored one by one.
+
+    The parts are children of the module around this one, under the names that a checkpoint has for them.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._parts = tuple(parts.values())  # in a tuple: no children
+
+    @property
+    def weight(self) -> Tensor:
+        """A family that initializes its own weights looks here; nothing is stored."""
+        return torch.empty(0, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [part(x) for part in self._parts]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
