@@ -1,0 +1,33 @@
+"""Crelle checkpoints in vLLM: an out-of-tree quantization method, found by the entry point `vllm.general_plugins`.
+
+    vllm serve DIR          a directory that `crelle quantize` wrote; no flags
+
+    config.py       the quantization_config of a checkpoint; which layer gets which method
+    arrival.py      a matrix while the loader hands over its tensors, cut for this rank as soon as it is whole
+    product.py      the matrices of one layer as kernels multiply by them, and the custom ops that vLLM calls
+    linear.py embedding.py experts.py      the methods
+
+arrival.py and product.py import no vLLM. vLLM loads plugins in every process, whatever model it is to serve: what is
+wrong with a Crelle checkpoint or with this installation is said when such a checkpoint is opened, not before.
+"""
+
+import logging
+
+VERSIONS = ("0.32",)  # of vLLM, that this was tested with
+
+
+def register() -> None:
+    """Make the quantization method 'crelle' known; vLLM may call this more than once."""
+    try:
+        from crelle.integrations.vllm import config  # noqa: F401  # registers its class
+    except ImportError as e:
+        logging.getLogger("vllm.crelle").warning("%s; Crelle checkpoints cannot be served: %s", wrong_version(), e)
+
+
+def wrong_version() -> str | None:
+    """Return None, or that the installed vLLM is not one that the plugin was written for."""
+    from vllm.version import __version__
+
+    if any(__version__ == v or __version__.startswith(f"{v}.") for v in VERSIONS):
+        return None
+    return f"this Crelle's vLLM plugin is for vLLM {', '.join(VERSIONS)}, and the installed one is {__version__}"

@@ -1,0 +1,116 @@
+"""The quantization_config of a Crelle checkpoint, as vLLM asks for it: which layer gets which method."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from crelle.errors import FormatError, SchemeError, UnsupportedError
+from crelle.formats.base import Spec, shape_of
+from crelle.formats.checkpoint import Checkpoint, check_quantization
+from crelle.formats.dense import DenseTensor
+from crelle.integrations.vllm import wrong_version
+from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
+from crelle.integrations.vllm.linear import CrelleLinearMethod
+
+_NUMBERED = re.compile(r"\.\d+\.")  # modules of layers
+
+
+@register_quantization_config("crelle")
+class CrelleConfig(QuantizationConfig):
+    """The specs of all matrices of a checkpoint, by module, under the names that vLLM gives to modules."""
+
+    def __init__(self, specs: dict[str, Spec]) -> None:
+        super().__init__()
+        self.specs = specs
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CrelleConfig":
+        if reason := wrong_version():
+            raise UnsupportedError(reason)
+        return cls(check_quantization(config, "config.json")["tensors"])
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Say at once what is wrong with a directory: a shard that is missing or truncated."""
+        if Path(model_name).is_dir():
+            Checkpoint(Path(model_name), verify=False)
+
+    def get_name(self) -> str:
+        return "crelle"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.specs = hf_to_vllm_mapper.apply_dict(self.specs)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            modules = self._matrices(prefix)
+            if any(_quantized(spec) for _, spec in modules):
+                return CrelleLinearMethod(modules, _bits())
+            return UnquantizedLinearMethod()
+        if isinstance(layer, VocabParallelEmbedding):
+            found = self._table(layer, prefix)
+            if found is None or not _quantized(found[1]):
+                return None
+            head = isinstance(layer, ParallelLMHead)
+            return CrelleEmbeddingMethod(*found, _bits(), looks_up=not head, multiplies=head or not self._has_head())
+        return None
+
+    def _matrices(self, prefix: str) -> list[tuple[str, Spec]]:
+        """Return what the checkpoint has for a layer: its matrix, or those that vLLM fuses into it."""
+        if prefix in self.specs:
+            return [(prefix, self.specs[prefix])]
+        before, _, last = prefix.rpartition(".")
+        names = [f"{before}.{part}" for part in self.packed_modules_mapping.get(last, [])]
+        found = [(name, self.specs[name]) for name in names if name in self.specs]
+        if found and len(found) < len(names):
+            missing = next(name for name in names if name not in self.specs)
+            raise FormatError(f"the checkpoint has '{found[0][0]}', but no '{missing}', which vLLM fuses with it")
+        return found
+
+    def _table(self, layer: VocabParallelEmbedding, prefix: str) -> tuple[str, Spec] | None:
+        """Return the matrix of an embedding or head; many models do not tell the embedding's name."""
+        if prefix in self.specs:
+            return prefix, self.specs[prefix]
+        shape = (layer.org_vocab_size, layer.embedding_dim)
+        head = isinstance(layer, ParallelLMHead) and self._has_head()
+        named = {m: s for m, s in self.specs.items() if not _NUMBERED.search(m) and m.endswith("lm_head") == head}
+        found = [(m, s) for m, s in named.items() if shape_of(s) == shape]
+        if len(found) > 1:
+            raise FormatError(f"'{found[0][0]}' and '{found[1][0]}' could both be the embedding")
+        return found[0] if found else None
+
+    def _has_head(self) -> bool:
+        """Whether the head has a matrix of its own; otherwise it is the embedding's."""
+        return any(m.endswith("lm_head") for m in self.specs)
+
+
+def _quantized(spec: Spec) -> bool:
+    return bool(spec["format"] != DenseTensor.format)
+
+
+def _bits() -> int | None:
+    """Return the precision of nested planes that the user chose: --additional-config '{"crelle": {"bits": 2}}'."""
+    config = get_current_vllm_config_or_none()
+    extra = getattr(config, "additional_config", None)
+    chosen = extra.get("crelle", {}) if isinstance(extra, dict) else {}
+    if not isinstance(chosen, dict) or set(chosen) - {"bits"} or type(chosen.get("bits", 1)) is not int:
+        raise SchemeError(f"'crelle' in the additional config should be {{\"bits\": 2}} or the like, got {chosen!r}")
+    return chosen.get("bits")
