@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -18,6 +19,7 @@ from crelle.formats.checkpoint import Checkpoint, check_quantization
 from crelle.formats.dense import DenseTensor
 from crelle.integrations.vllm import wrong_version
 from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
+from crelle.integrations.vllm.experts import CrelleExpertsMethod
 from crelle.integrations.vllm.linear import CrelleLinearMethod
 
 _NUMBERED = re.compile(r"\.\d+\.")  # modules of layers
@@ -71,6 +73,9 @@ class CrelleConfig(QuantizationConfig):
                 return None
             head = isinstance(layer, ParallelLMHead)
             return CrelleEmbeddingMethod(*found, _bits(), looks_up=not head, multiplies=head or not self._has_head())
+        if isinstance(layer, RoutedExperts):
+            specs = self._experts(layer, prefix)
+            return CrelleExpertsMethod(layer, specs, _bits()) if specs else None
         return None
 
     def _matrices(self, prefix: str) -> list[tuple[str, Spec]]:
@@ -83,6 +88,25 @@ class CrelleConfig(QuantizationConfig):
         if found and len(found) < len(names):
             missing = next(name for name in names if name not in self.specs)
             raise FormatError(f"the checkpoint has '{found[0][0]}', but no '{missing}', which vLLM fuses with it")
+        return found
+
+    def _experts(self, layer: RoutedExperts, prefix: str) -> dict[tuple[int, str], tuple[str, Spec]]:
+        """Return the matrices of all experts of a layer; {} where they are not quantized."""
+        gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        names = {"w1": gate, "w3": up, "w2": down}
+        before = prefix.removesuffix(".routed_experts")
+        found = {
+            (e, shard): (module, self.specs[module])
+            for e in range(layer.global_num_experts)
+            for shard, name in names.items()
+            if (module := f"{before}.{e}.{name}") in self.specs
+        }
+        if not any(_quantized(spec) for _, spec in found.values()):
+            return {}
+        if len(found) < layer.global_num_experts * sum(name is not None for name in names.values()):
+            raise FormatError(
+                f"'{before}': the checkpoint has {len(found)} matrices of its experts, and some are missing"
+            )
         return found
 
     def _table(self, layer: VocabParallelEmbedding, prefix: str) -> tuple[str, Spec] | None:

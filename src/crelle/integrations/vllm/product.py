@@ -1,7 +1,8 @@
 """The matrices of one layer as kernels multiply by them, and the custom ops through which a compiled model calls them.
 
-    torch.ops.crelle.layer(x, handle, N)             x [..., K] @ W.T as [..., N]
-    torch.ops.crelle.lookup(tokens, handle, K, dtype)    rows of W [tokens, K]
+    torch.ops.crelle.layer(x, handle, N)                 x [..., K] @ W.T as [..., N]
+    torch.ops.crelle.lookup(tokens, handle, K, dtype)    rows of W, [..., K]
+    torch.ops.crelle.experts(x, weights, ids, handle)    a mixture of experts
 
 W is found by `handle`, an int64 tensor of one element on the CPU, a buffer of the layer. `crelle::linear` takes a plain
 number instead, which a compiled graph would hold as a constant: every layer would then be compiled for itself, and a
@@ -10,7 +11,8 @@ graph from a cache on disk would name the layers of another process.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -64,30 +66,55 @@ class Table:
         return rows.reshape(*tokens.shape, -1)
 
 
+class Experts:
+    """A mixture of experts: of each, gate and up as one product, and down."""
+
+    def __init__(
+        self, products: Sequence[tuple[Product, Product]], activate: Callable[[Tensor], Tensor], weigh_input: bool
+    ) -> None:
+        self.products, self.activate, self.weigh_input = products, activate, weigh_input
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return the weighted sum of the experts `ids` [M, k] of each token of x [M, K]; others than ours are -1."""
+        y = torch.zeros(x.shape[0], self.products[0][1].N, dtype=torch.float32, device=x.device)
+        for e in torch.unique(ids).tolist():
+            if e < 0:
+                continue
+            into, out = self.products[e]
+            tokens, place = (ids == e).nonzero(as_tuple=True)
+            weight = weights[tokens, place, None]
+            h = x[tokens] * weight.to(x.dtype) if self.weigh_input else x[tokens]
+            h = out(self.activate(into(h))).float()
+            y.index_add_(0, tokens, h if self.weigh_input else h * weight)
+        return y.to(x.dtype)
+
+
+Layer = Product | Table | Experts
+Kind = TypeVar("Kind", Product, Table, Experts)
 _numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, Product | Table] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
 
-def handle_of(layer: Product | Table) -> Tensor:
+def handle_of(layer: Layer) -> Tensor:
     """Return a handle by which the ops of this process find a layer; the caller keeps the layer alive."""
     n = next(_numbers)
     _layers[n] = layer
     return torch.tensor(n, dtype=torch.int64, device="cpu")
 
 
-def _found(handle: Tensor) -> Product | Table:
+def _found(handle: Tensor, kind: type[Kind]) -> Kind:
     layer = _layers.get(int(handle))
-    if layer is None:
-        raise UnsupportedError(f"layer {int(handle)} of crelle::layer is gone: it was deleted, or another process's")
+    if not isinstance(layer, kind):
+        raise UnsupportedError(
+            f"there is no layer {int(handle)} of crelle::layer: it was deleted, or another process's"
+        )
     return layer
 
 
 @torch.library.custom_op("crelle::layer", mutates_args=())
 def layer(x: Tensor, handle: Tensor, N: int) -> Tensor:
     """Return x [..., K] @ W.T as [..., N]."""
-    found = _found(handle)
-    assert isinstance(found, Product)
-    return found(x)
+    return _found(handle, Product)(x)
 
 
 @layer.register_fake
@@ -98,11 +125,20 @@ def _(x: Tensor, handle: Tensor, N: int) -> Tensor:
 @torch.library.custom_op("crelle::lookup", mutates_args=())
 def lookup(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
     """Return the rows [..., K] of some tokens."""
-    found = _found(handle)
-    assert isinstance(found, Table)
-    return found(tokens, dtype)
+    return _found(handle, Table)(tokens, dtype)
 
 
 @lookup.register_fake
 def _(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
     return tokens.new_empty(*tokens.shape, K, dtype=dtype)
+
+
+@torch.library.custom_op("crelle::experts", mutates_args=())
+def experts(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts."""
+    return _found(handle, Experts)(x, weights, ids)
+
+
+@experts.register_fake
+def _(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
+    return torch.empty_like(x)
