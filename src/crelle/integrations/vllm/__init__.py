@@ -6,6 +6,7 @@
     arrival.py      a matrix while the loader hands over its tensors, cut for this rank as soon as it is whole
     product.py      the matrices of one layer as kernels multiply by them, and the custom ops that vLLM calls
     linear.py embedding.py experts.py      the methods
+    stream.py       what tensors need on their way besides their names
 
 arrival.py and product.py import no vLLM. vLLM loads plugins in every process, whatever model it is to serve: what is
 wrong with a Crelle checkpoint or with this installation is said when such a checkpoint is opened, not before.

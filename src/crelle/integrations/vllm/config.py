@@ -21,6 +21,7 @@ from crelle.integrations.vllm import wrong_version
 from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
 from crelle.integrations.vllm.experts import CrelleExpertsMethod
 from crelle.integrations.vllm.linear import CrelleLinearMethod
+from crelle.integrations.vllm.stream import CheckpointMapper
 
 _NUMBERED = re.compile(r"\.\d+\.")  # modules of layers
 
@@ -32,6 +33,9 @@ class CrelleConfig(QuantizationConfig):
     def __init__(self, specs: dict[str, Spec]) -> None:
         super().__init__()
         self.specs = specs
+        self.stored = {name: name for name in specs}  # what each is called in the checkpoint
+        self.asked: set[str] = set()  # matrices that layers asked for
+        self.norm_offset = 0.0
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CrelleConfig":
@@ -40,9 +44,13 @@ class CrelleConfig(QuantizationConfig):
         return cls(check_quantization(config, "config.json")["tensors"])
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Say at once what is wrong with a directory: a shard that is missing or truncated."""
+        """Say at once what is wrong with a directory, e.g. a shard that is missing or truncated."""
         if Path(model_name).is_dir():
             Checkpoint(Path(model_name), verify=False)
+        if (kind := getattr(hf_config, "model_type", None)) == "gpt2":
+            raise UnsupportedError("Crelle stores GPT-2's q, k and v apart, which vLLM's GPT-2 does not load")
+        if str(kind).startswith("gemma") and getattr(hf_config, "norm_weight_offset", None) == 0:
+            self.norm_offset = 1.0
 
     def get_name(self) -> str:
         return "crelle"
@@ -59,12 +67,21 @@ class CrelleConfig(QuantizationConfig):
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        self.specs = hf_to_vllm_mapper.apply_dict(self.specs)
+        names = {name: mapped for name in self.specs if (mapped := hf_to_vllm_mapper.map_name(name)) is not None}
+        self.stored = {mapped: self.stored[name] for name, mapped in names.items()}
+        self.specs = {mapped: self.specs[name] for name, mapped in names.items()}
+
+    def get_checkpoint_weight_mapper(self) -> CheckpointMapper:
+        """Return what vLLM sends the tensors through; it asks when all layers are made."""
+        plain = {self.stored[name]: spec for name, spec in self.specs.items() if name not in self.asked}
+        plain = {name: spec for name, spec in plain.items() if _quantized(spec)}
+        return CheckpointMapper(plain=plain, bits=_bits(), norm_offset=self.norm_offset)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             modules = self._matrices(prefix)
             if any(_quantized(spec) for _, spec in modules):
+                self.asked |= {name for name, _ in modules}
                 return CrelleLinearMethod(modules, _bits())
             return UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding):
@@ -72,9 +89,12 @@ class CrelleConfig(QuantizationConfig):
             if found is None or not _quantized(found[1]):
                 return None
             head = isinstance(layer, ParallelLMHead)
+            if not head or self._has_head():
+                self.asked.add(found[0])  # a tied head has the matrix from the embedding, if that is ours
             return CrelleEmbeddingMethod(*found, _bits(), looks_up=not head, multiplies=head or not self._has_head())
         if isinstance(layer, RoutedExperts):
             specs = self._experts(layer, prefix)
+            self.asked |= {name for name, _ in specs.values()}
             return CrelleExpertsMethod(layer, specs, _bits()) if specs else None
         return None
 

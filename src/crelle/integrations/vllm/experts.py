@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from crelle.errors import UnsupportedError
 from crelle.formats.base import Spec
 from crelle.integrations.vllm.arrival import Arrival, arrival
-from crelle.integrations.vllm.linear import use_vllm_threads
+from crelle.integrations.vllm.linear import stand_in, use_vllm_threads
 from crelle.integrations.vllm.product import Experts, Product, handle_of
 
 
@@ -65,7 +65,7 @@ class CrelleExpertsMethod(FusedMoEMethodBase):
                 layer.arrivals[local, shard_id].put(part, loaded_weight)
             return bool(local >= 0)
 
-        parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+        parameter = stand_in(part)
         parameter.weight_loader = load  # type: ignore[attr-defined]
         layer.register_parameter(name, parameter)
 

@@ -13,7 +13,20 @@ from crelle.integrations.vllm.arrival import Arrival, arrival, fused_shares
 from crelle.integrations.vllm.product import Product, handle_of
 from crelle.kernels import cpu
 
+# Of stored tensors that hold no floats; vLLM warns where a parameter has another dtype than what is loaded.
+_INTEGERS = {
+    torch.uint8: ("planes", "zero", "codes", "group_scale", "group_zero", "four", "row_zero", "second_zeros"),
+    torch.int8: ("outliers",),
+    torch.int16: ("first", "outlier_columns"),
+    torch.int32: ("order", "perm", "words", "halves", "outlier_rows"),
+}
+_DTYPES = {part: dtype for dtype, parts in _INTEGERS.items() for part in parts}
 _SHARDS = {"q": 0, "k": 1, "v": 2}  # what vLLM calls the parts of a fused attention layer; others have numbers
+
+
+def stand_in(part: str) -> nn.Parameter:
+    """Return an empty parameter in the place of a stored tensor."""
+    return nn.Parameter(torch.empty(0, dtype=_DTYPES.get(part, torch.float16)), requires_grad=False)
 
 
 def receive(layer: Any, arrivals: Sequence[Arrival]) -> None:
@@ -24,7 +37,7 @@ def receive(layer: Any, arrivals: Sequence[Arrival]) -> None:
         arrivals[index].put(part, tensor)
 
     for part in dict.fromkeys(part for a in arrivals for part in a.parts()):
-        parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+        parameter = stand_in(part)
 
         def load(_: nn.Parameter, tensor: Tensor, shard: str | int | None = None, part: str = part) -> None:
             put(part, tensor, shard)
