@@ -43,7 +43,7 @@ def test_vllm_understands_the_commands() -> None:
     assert len(commands) >= 7
     code = """
 import json, sys
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for words in json.load(sys.stdin):
     make_arg_parser(FlexibleArgumentParser()).parse_args(words)
