@@ -31,12 +31,16 @@ import torch
 
 from crelle import quantize
 from crelle.bench.environment import write_result
+from crelle.formats.activations import ActivationSpec
+from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.exporters.awq import AWQLayout
 from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
+from crelle.formats.grouped import GroupedTensor
 
 GROUP = 128
 GRID = f"rtn:bits=4,group={GROUP},symmetric=true"
@@ -45,6 +49,7 @@ TOKENS = 24  # generated in a timed run
 CHECKED = 0.05  # mean difference of log-probabilities that 16-bit floats and 8-bit activations explain
 SLOW = 90  # seconds to open a model and read the prompt: what takes longer is not timed
 PLAIN = "vllm float32"
+INT8 = ", 8-bit activations"  # kernel cpu-int8
 Times = dict[str, dict[str, list[float]]]  # ms of a step by engine and batch, one for each round
 
 
@@ -108,6 +113,22 @@ def write_w4a8(weights: Checkpoint, to: Path) -> Path:
     return _write(to, tensors, config)
 
 
+def write_integer(weights: Checkpoint, to: Path) -> Path:
+    """Write the same grid in Atom's format, with activations of 8 bits per token and group."""
+    activation = ActivationSpec(8, GROUP)
+    matrices: dict[str, QuantTensor] = {}
+    for m in weights.specs:
+        w = weights.matrix(m)
+        if isinstance(w, UniformTensor):
+            w = GroupedTensor.from_codes(w.codes().to(torch.int8) - 8, 4, w.scale, GROUP, activation=activation)
+        matrices[m] = w
+    others = {n: weights.read(n) for n in weights.names() if n.removesuffix(".weight") not in weights.specs}
+    with CheckpointWriter(to, {}) as writer:
+        writer.add(shard_name(1, 1), matrices, others)
+        writer.finish({k: v for k, v in weights.config.items() if k != "quantization_config"}, "atom:w=4,a=8", {})
+    return to
+
+
 def write_all(to: Path, layers: int) -> dict[str, tuple[Path, str]]:
     """Write all models; return by name where each lies and the dtype that it computes in."""
     source = write_model(to / "source", layers)
@@ -116,7 +137,9 @@ def write_all(to: Path, layers: int) -> dict[str, tuple[Path, str]]:
     weights = Checkpoint(to / "four")
     plain = write_dequantized(weights, to / "plain")
     made = {f"vllm {dtype}": (plain, dtype) for dtype in ("float32", "float16", "bfloat16")}
-    made |= {"crelle 4-bit": (to / "four", "float32"), "crelle 2-bit": (to / "two", "float32")}
+    made |= {f"crelle 4-bit{int8}": (to / "four", "float32") for int8 in ("", INT8)}
+    made |= {f"crelle 2-bit{int8}": (to / "two", "float32") for int8 in ("", INT8)}
+    made["crelle w4a8"] = (write_integer(weights, to / "integer"), "float32")
     layouts = {"gptq": GPTQLayout(1), "awq": AWQLayout(), "compressed-tensors w4a16": CompressedTensorsLayout()}
     for name, layout in layouts.items():
         export_directory(weights, to / name, layout)
@@ -149,12 +172,13 @@ def seconds_a_step(llm: Any, batch: int) -> float:
     return (run(TOKENS + 1) - run(1)) / TOKENS
 
 
-def open_engine(path: Path, dtype: str, eager: bool) -> Any:
+def open_engine(path: Path, dtype: str, eager: bool, **crelle: str) -> Any:
     from vllm import LLM
 
     return LLM(
         model=str(path), dtype=dtype, skip_tokenizer_init=True, max_model_len=128, enforce_eager=eager,
         kv_cache_memory_bytes=1 << 27, enable_prefix_caching=False, disable_log_stats=True,
+        additional_config={"crelle": crelle},
     )  # fmt: skip
 
 
@@ -195,7 +219,8 @@ def main() -> None:
                 refused[name] = reason
                 print(f"{name}: {reason}", file=sys.stderr)
                 continue
-            engines[name] = open_engine(path, dtype, not args.compiled)
+            kernel = {"kernel": "cpu-int8"} if name.endswith(INT8) else {}
+            engines[name] = open_engine(path, dtype, not args.compiled, **kernel)
             found = logprobs(engines[name])
             plain = found if name == PLAIN else plain
             differences[name] = statistics.fmean(abs(a - b) for a, b in zip(found, plain, strict=True))

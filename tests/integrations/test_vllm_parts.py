@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from crelle.errors import FormatError, UnsupportedError
+from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, format_of
 from crelle.integrations.vllm.arrival import Arrival, Share, arrival, fused_shares
-from crelle.integrations.vllm.product import Experts, Product, Table, handle_of
+from crelle.integrations.vllm.product import Experts, Product, Settings, Table, handle_of
 from crelle.kernels import cpu
 
 BCQ = {"format": "bcq", "bits": 3, "group": 32, "bias": True}
@@ -143,3 +143,17 @@ def test_without_the_extension_nothing_is_dequantized_in_silence(monkeypatch: py
     with pytest.raises(UnsupportedError, match=r"needs Crelle's C\+\+ kernels .* is not built here"):
         Product([random(BCQ)], torch.float32)
     assert Product([random(DENSE)], torch.float32).N == 64
+
+
+def test_a_kernel_may_be_named() -> None:
+    settings = Settings.of({"kernel": "cpu-int8"})
+    product = Product([random(BCQ), random(DENSE)], torch.float32, settings.kernel)
+    assert [p.kernel.name for p in product.prepared] == ["cpu-int8", "dense"]
+    with pytest.raises(UnsupportedError, match="there is no kernel 'gpu'"):
+        Product([random(BCQ)], torch.float32, "gpu")
+
+
+@pytest.mark.parametrize("chosen", [{"bit": 2}, {"bits": "2"}, {"bits": True}, 2])
+def test_settings_that_make_no_sense_are_refused(chosen: Any) -> None:
+    with pytest.raises(SchemeError, match="'crelle' in the additional config has"):
+        Settings.of(chosen)

@@ -117,7 +117,7 @@ def test_broken_checkpoints_are_refused_in_a_sentence(even: Path, tmp_path: Path
     found = [a.get("error", "") for a in run_jobs([job(truncated), job(newer), job(even, **odd)])]
     assert "the file is truncated, copy it again" in found[0]
     assert "has format version 2; this Crelle reads version 1" in found[1]
-    assert "'crelle' in the additional config should be" in found[2]
+    assert "'crelle' in the additional config has " in found[2]
 
 
 def test_without_the_extension_it_is_refused_in_a_sentence(even: Path) -> None:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from crelle.errors import FormatError, SchemeError, UnsupportedError
+from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import Spec, shape_of
 from crelle.formats.checkpoint import Checkpoint, check_quantization
 from crelle.formats.dense import DenseTensor
@@ -21,6 +21,7 @@ from crelle.integrations.vllm import wrong_version
 from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
 from crelle.integrations.vllm.experts import CrelleExpertsMethod
 from crelle.integrations.vllm.linear import CrelleLinearMethod
+from crelle.integrations.vllm.product import Settings
 from crelle.integrations.vllm.stream import CheckpointMapper
 
 _NUMBERED = re.compile(r"\.\d+\.")  # modules of layers
@@ -75,14 +76,14 @@ class CrelleConfig(QuantizationConfig):
         """Return what vLLM sends the tensors through; it asks when all layers are made."""
         plain = {self.stored[name]: spec for name, spec in self.specs.items() if name not in self.asked}
         plain = {name: spec for name, spec in plain.items() if _quantized(spec)}
-        return CheckpointMapper(plain=plain, bits=_bits(), norm_offset=self.norm_offset)
+        return CheckpointMapper(plain=plain, bits=_settings().bits, norm_offset=self.norm_offset)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             modules = self._matrices(prefix)
             if any(_quantized(spec) for _, spec in modules):
                 self.asked |= {name for name, _ in modules}
-                return CrelleLinearMethod(modules, _bits())
+                return CrelleLinearMethod(modules, _settings())
             return UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding):
             found = self._table(layer, prefix)
@@ -91,11 +92,13 @@ class CrelleConfig(QuantizationConfig):
             head = isinstance(layer, ParallelLMHead)
             if not head or self._has_head():
                 self.asked.add(found[0])  # a tied head has the matrix from the embedding, if that is ours
-            return CrelleEmbeddingMethod(*found, _bits(), looks_up=not head, multiplies=head or not self._has_head())
+            return CrelleEmbeddingMethod(
+                *found, _settings(), looks_up=not head, multiplies=head or not self._has_head()
+            )
         if isinstance(layer, RoutedExperts):
             specs = self._experts(layer, prefix)
             self.asked |= {name for name, _ in specs.values()}
-            return CrelleExpertsMethod(layer, specs, _bits()) if specs else None
+            return CrelleExpertsMethod(layer, specs, _settings()) if specs else None
         return None
 
     def _matrices(self, prefix: str) -> list[tuple[str, Spec]]:
@@ -150,11 +153,7 @@ def _quantized(spec: Spec) -> bool:
     return bool(spec["format"] != DenseTensor.format)
 
 
-def _bits() -> int | None:
-    """Return the precision of nested planes that the user chose: --additional-config '{"crelle": {"bits": 2}}'."""
-    config = get_current_vllm_config_or_none()
-    extra = getattr(config, "additional_config", None)
-    chosen = extra.get("crelle", {}) if isinstance(extra, dict) else {}
-    if not isinstance(chosen, dict) or set(chosen) - {"bits"} or type(chosen.get("bits", 1)) is not int:
-        raise SchemeError(f"'crelle' in the additional config should be {{\"bits\": 2}} or the like, got {chosen!r}")
-    return chosen.get("bits")
+def _settings() -> Settings:
+    """Return what the user chose, e.g. --additional-config '{"crelle": {"bits": 2}}'."""
+    extra = getattr(get_current_vllm_config_or_none(), "additional_config", None)
+    return Settings.of(extra.get("crelle", {}) if isinstance(extra, dict) else {})

@@ -9,14 +9,14 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from crelle.formats.base import Spec, shape_of
 from crelle.integrations.vllm.arrival import Arrival, Share
 from crelle.integrations.vllm.linear import forget, receive, use_vllm_threads
-from crelle.integrations.vllm.product import Product, Table, handle_of
+from crelle.integrations.vllm.product import Product, Settings, Table, handle_of
 
 
 class CrelleEmbeddingMethod(QuantizeMethodBase):
     """The rows of this rank's tokens: an embedding looks them up, a head multiplies by them, a tied one does both."""
 
-    def __init__(self, module: str, spec: Spec, bits: int | None, looks_up: bool, multiplies: bool) -> None:
-        self.module, self.spec, self.bits = module, spec, bits
+    def __init__(self, module: str, spec: Spec, settings: Settings, looks_up: bool, multiplies: bool) -> None:
+        self.module, self.spec, self.settings = module, spec, settings
         self.looks_up, self.multiplies = looks_up, multiplies
 
     def create_weights(
@@ -32,7 +32,10 @@ class CrelleEmbeddingMethod(QuantizeMethodBase):
         held = layer.shard_indices  # the vocabulary is padded for even shares; the checkpoint has no padding
         rows = slice(held.org_vocab_start_index, held.org_vocab_end_index)
         share = Share(rows, slice(0, shape_of(self.spec)[1]))
-        layer.arrivals, layer.params_dtype = [Arrival(self.module, self.spec, [share], self.bits)], params_dtype
+        layer.arrivals, layer.params_dtype = (
+            [Arrival(self.module, self.spec, [share], self.settings.bits)],
+            params_dtype,
+        )
         receive(layer, layer.arrivals)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
@@ -48,7 +51,7 @@ class CrelleEmbeddingMethod(QuantizeMethodBase):
             layer.table = Table(weight)
             layer.register_buffer("table_handle", handle_of(layer.table), persistent=False)
         if self.multiplies:
-            layer.product = Product([weight], layer.params_dtype)
+            layer.product = Product([weight], layer.params_dtype, self.settings.kernel)
             layer.register_buffer("product_handle", handle_of(layer.product), persistent=False)
 
     def embedding(self, layer: Any, tokens: Tensor) -> Tensor:

@@ -18,15 +18,15 @@ from crelle.errors import UnsupportedError
 from crelle.formats.base import Spec
 from crelle.integrations.vllm.arrival import Arrival, arrival
 from crelle.integrations.vllm.linear import stand_in, use_vllm_threads
-from crelle.integrations.vllm.product import Experts, Product, handle_of
+from crelle.integrations.vllm.product import Experts, Product, Settings, handle_of
 
 
 class CrelleExpertsMethod(FusedMoEMethodBase):
     """The experts of one layer; `specs`: by expert and vLLM's name of the matrix (w1 gate, w3 up, w2 down)."""
 
-    def __init__(self, layer: Any, specs: Mapping[tuple[int, str], tuple[str, Spec]], bits: int | None) -> None:
+    def __init__(self, layer: Any, specs: Mapping[tuple[int, str], tuple[str, Spec]], settings: Settings) -> None:
         super().__init__(layer.moe_config)
-        self.specs, self.bits = specs, bits
+        self.specs, self.settings = specs, settings
         config = get_current_vllm_config()
         if config.device_config.device_type != "cpu" and not config.model_config.enforce_eager:
             raise UnsupportedError("experts of a Crelle checkpoint run on a GPU without CUDA graphs: --enforce-eager")
@@ -46,7 +46,7 @@ class CrelleExpertsMethod(FusedMoEMethodBase):
         layer.arrivals, layer.params_dtype = {}, params_dtype
         for (expert, shard), (module, spec) in self.specs.items():
             if (local := layer._map_global_expert_id_to_local_expert_id(expert)) >= 0:
-                layer.arrivals[local, shard] = arrival(module, spec, *sizes[shard], rank, ranks, self.bits)
+                layer.arrivals[local, shard] = arrival(module, spec, *sizes[shard], rank, ranks, self.settings.bits)
         for (_, shard), a in layer.arrivals.items():
             for part in a.parts():
                 self._receive(layer, f"{'w2' if shard == 'w2' else 'w13'}_{part}", part)
@@ -80,7 +80,7 @@ class CrelleExpertsMethod(FusedMoEMethodBase):
 
         def product(expert: int, *shards: str) -> Product:
             weights = [w.to(device) for s in shards if (a := arrivals.get((expert, s))) for w in a.require()]
-            return Product(weights, layer.params_dtype)
+            return Product(weights, layer.params_dtype, self.settings.kernel)
 
         pairs = [(product(e, "w1", "w3"), product(e, "w2")) for e in sorted({e for e, _ in arrivals})]
         layer.experts = Experts(pairs, partial(_activate, layer.activation), layer.apply_router_weight_on_input)

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, shape_of
 from crelle.integrations.vllm.arrival import Arrival, arrival, fused_shares
-from crelle.integrations.vllm.product import Product, handle_of
+from crelle.integrations.vllm.product import Product, Settings, handle_of
 from crelle.kernels import cpu
 
 # Of stored tensors that hold no floats; vLLM warns where a parameter has another dtype than what is loaded.
@@ -64,9 +64,9 @@ def use_vllm_threads() -> None:
 class CrelleLinearMethod(LinearMethodBase):
     """The matrices of one layer, in the order of its outputs; `modules`: their names and specs."""
 
-    def __init__(self, modules: Sequence[tuple[str, Spec]], bits: int | None) -> None:
+    def __init__(self, modules: Sequence[tuple[str, Spec]], settings: Settings) -> None:
         super().__init__()
-        self.modules, self.bits = modules, bits
+        self.modules, self.settings = modules, settings
 
     def create_weights(
         self,
@@ -82,10 +82,11 @@ class CrelleLinearMethod(LinearMethodBase):
         parts, K = output_partition_sizes, input_size_per_partition
         if len(self.modules) == 1 and len(parts) > 1:
             name, spec = self.modules[0]
-            arrivals = [Arrival(name, spec, fused_shares(shape_of(spec), parts, K, rank, ranks), self.bits)]
+            arrivals = [Arrival(name, spec, fused_shares(shape_of(spec), parts, K, rank, ranks), self.settings.bits)]
         elif len(self.modules) == len(parts):
             arrivals = [
-                arrival(m, s, n, K, rank, ranks, self.bits) for (m, s), n in zip(self.modules, parts, strict=True)
+                arrival(m, s, n, K, rank, ranks, self.settings.bits)
+                for (m, s), n in zip(self.modules, parts, strict=True)
             ]
         else:
             names = ", ".join(m for m, _ in self.modules)
@@ -98,7 +99,7 @@ class CrelleLinearMethod(LinearMethodBase):
         weights = [w.to(device) for a in layer.arrivals for w in a.require()]
         del layer.arrivals
         use_vllm_threads()
-        layer.product = Product(weights, layer.params_dtype)
+        layer.product = Product(weights, layer.params_dtype, self.settings.kernel)
         layer.register_buffer("handle", handle_of(layer.product), persistent=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

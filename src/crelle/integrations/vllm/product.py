@@ -12,24 +12,41 @@ graph from a cache on disk would name the layers of another process.
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from crelle.errors import UnsupportedError
+from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.parallel import stacked
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Prepared
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may choose for a checkpoint: the "crelle" of vLLM's additional config."""
+
+    bits: int | None = None  # the precision of nested planes; default: the finest
+    kernel: str | None = None  # e.g. cpu-int8; default: the most preferred
+
+    @classmethod
+    def of(cls, chosen: Any) -> "Settings":
+        """Read them, or say what is wrong."""
+        kinds = {"bits": int, "kernel": str}
+        if not isinstance(chosen, dict) or any(type(v) is not kinds.get(k) for k, v in chosen.items()):
+            raise SchemeError(f'\'crelle\' in the additional config has "bits", "kernel" or both, got {chosen!r}')
+        return cls(**chosen)
+
+
 class Product:
     """y = [x @ W.T of each matrix, side by side]; matrices that agree in everything but rows are multiplied as one."""
 
-    def __init__(self, weights: Sequence[QuantTensor], dtype: torch.dtype) -> None:
+    def __init__(self, weights: Sequence[QuantTensor], dtype: torch.dtype, kernel: str | None = None) -> None:
         one = stacked(weights)
-        self.prepared = [_prepare(w, dtype) for w in (weights if one is None else [one])]
+        self.prepared = [_prepare(w, dtype, kernel) for w in (weights if one is None else [one])]
         self.N = sum(p.problem.N for p in self.prepared)
         first = self.prepared[0]
         # Asked once: on a GPU the answer may read memory, which a captured graph must not.
@@ -46,13 +63,13 @@ class Product:
         return y.reshape(*x.shape[:-1], self.N)
 
 
-def _prepare(w: QuantTensor, dtype: torch.dtype) -> Prepared:
+def _prepare(w: QuantTensor, dtype: torch.dtype, kernel: str | None) -> Prepared:
     """Refuse to dequantize a whole model behind the user's back where the C++ kernels are not built."""
     if w.quantized and w.device.type == "cpu" and (reason := cpu.available()) is not None:
         raise UnsupportedError(
             f"vLLM needs Crelle's C++ kernels to serve a checkpoint on a CPU: the extension {reason}"
         )
-    return ops.prepare(w, dtype)
+    return ops.prepare(w, dtype, kernel if w.quantized else None)
 
 
 class Table:
