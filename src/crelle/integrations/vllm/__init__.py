@@ -2,6 +2,7 @@
 
     vllm serve DIR          a directory that `crelle quantize` wrote; no flags
 
+    versions.py     of vLLM that this is written for
     config.py       the quantization_config of a checkpoint; which layer gets which method
     arrival.py      a matrix while the loader hands over its tensors, cut for this rank as soon as it is whole
     product.py      the matrices of one layer as kernels multiply by them, and the custom ops that vLLM calls
@@ -14,21 +15,13 @@ wrong with a Crelle checkpoint or with this installation is said when such a che
 
 import logging
 
-VERSIONS = ("0.32",)  # of vLLM, that this was tested with
-
 
 def register() -> None:
     """Make the quantization method 'crelle' known; vLLM may call this more than once."""
     try:
         from crelle.integrations.vllm import config  # noqa: F401  # registers its class
     except ImportError as e:
-        logging.getLogger("vllm.crelle").warning("%s; Crelle checkpoints cannot be served: %s", wrong_version(), e)
+        from crelle.integrations.vllm.versions import wrong_version
 
-
-def wrong_version() -> str | None:
-    """Return None, or that the installed vLLM is not one that the plugin was written for."""
-    from vllm.version import __version__
-
-    if any(__version__ == v or __version__.startswith(f"{v}.") for v in VERSIONS):
-        return None
-    return f"this Crelle's vLLM plugin is for vLLM {', '.join(VERSIONS)}, and the installed one is {__version__}"
+        reason = wrong_version() or "this vLLM is not what Crelle's plugin was written for"
+        logging.getLogger("vllm.crelle").warning("%s; Crelle checkpoints cannot be served: %s", reason, e)

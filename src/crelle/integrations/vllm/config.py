@@ -17,12 +17,12 @@ from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import Spec, shape_of
 from crelle.formats.checkpoint import Checkpoint, check_quantization
 from crelle.formats.dense import DenseTensor
-from crelle.integrations.vllm import wrong_version
 from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
 from crelle.integrations.vllm.experts import CrelleExpertsMethod
 from crelle.integrations.vllm.linear import CrelleLinearMethod
 from crelle.integrations.vllm.product import Settings
 from crelle.integrations.vllm.stream import CheckpointMapper
+from crelle.integrations.vllm.versions import wrong_version
 
 _NUMBERED = re.compile(r"\.\d+\.")  # modules of layers
 
