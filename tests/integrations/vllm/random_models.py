@@ -30,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_random(to: Path, family: str, **changes: Any) -> Path:
+def write_random(to: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """Write a random model; large enough weights that its tokens are not all the same."""
     torch.manual_seed(1)
     kind = "Gemma3Text" if family == "Gemma3" else family
@@ -44,5 +44,5 @@ def write_random(to: Path, family: str, **changes: Any) -> Path:
                 p.normal_(std=0.02 if family.startswith("Gemma") and "embed" in name else p.shape[-1] ** -0.5)
             elif "norm" in name or name.endswith("bias"):
                 p.add_(0.2 * torch.randn_like(p))
-    model.save_pretrained(to)
+    model.to(dtype).save_pretrained(to)
     return to

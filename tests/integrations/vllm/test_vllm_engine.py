@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import write_tokenizer
 from random_models import write_random
 from vllm_process import environment, run_jobs, tokens_of
@@ -27,9 +28,12 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 4 heads and 1 of keys, every linear quantized, several formats in fused layers."""
+    """A Llama of 4 heads and 1 of keys, every linear quantized, several formats in fused layers.
+
+    In f16: of an f32 model vLLM makes bf16, which ends the process with SIGILL where the CPU has no such instructions.
+    """
     to = tmp_path_factory.mktemp("even")
-    write_tokenizer(write_random(to / "source", "Llama", num_key_value_heads=1))
+    write_tokenizer(write_random(to / "source", "Llama", torch.float16, num_key_value_heads=1))
     overrides = {"*.q_proj": "bcq:bits=3,group=64,rounds=2", "*.down_proj": "bcq:bits=4,group=96,rounds=2"}
     quantize(to / "source", to / "q", "rtn:bits=4,group=32", overrides=overrides, head="rtn:bits=4,group=32")
     return to / "q"
