@@ -71,8 +71,13 @@ def crelle_tokens(checkpoint: Path, prompts: list[Any], bits: int | None = None)
 
 @pytest.mark.parametrize("case", STORIES)
 def test_tokens_equal_those_of_crelle(case: str, stories: Any) -> None:
+    """Or, where two tokens are as likely, those that crelle finds when it reads the whole sequence at once."""
     made, answers = stories
-    assert tokens_of(answers[case]) == crelle_tokens(made[case], TEXTS, STORIES[case][3])
+    found, bits = tokens_of(answers[case]), STORIES[case][3]
+    if found != crelle_tokens(made[case], TEXTS, bits):
+        assert bits is None
+        encode = LLM.load(made[case], device="cpu").tokenizer.encode
+        require_same(made[case], found, [list(encode(text)) for text in TEXTS])
 
 
 FAMILIES = ("Gemma3", "Gemma2", "Qwen2", "OPT")
@@ -97,20 +102,20 @@ def test_families_equal_crelle(family: str, families: Any) -> None:
     require_same(made[family], tokens_of(answers[family]))
 
 
-def require_same(checkpoint: Path, found: list[list[int]]) -> None:
-    """Each token behind IDS must be crelle's most likely one, or as likely as that.
+def require_same(checkpoint: Path, found: list[list[int]], prompts: list[list[int]] = IDS) -> None:
+    """Each token behind the prompts must be crelle's most likely one, or as likely as that.
 
     The logits of random models lie close together, and our kernels round x to 16 bits, so that differences of 1e-7
     before a product are 1e-5 behind it.
     """
     model = LLM.load(checkpoint, device="cpu").model
     compared = 0
-    for prompt, tokens in zip(IDS, found, strict=True):
+    for prompt, tokens in zip(prompts, found, strict=True):
         logits = model(torch.tensor([prompt + tokens[:-1]]), model.new_cache())[0, len(prompt) - 1 :]
         lost = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]  # 0: the most likely token
         assert float(lost.max()) < 1e-3 * float(logits.std()), (prompt, tokens)
         compared += int((lost == 0).sum())
-    assert compared > 0.98 * len(IDS) * TOKENS
+    assert compared > 0.98 * len(prompts) * TOKENS
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
