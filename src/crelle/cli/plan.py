@@ -175,7 +175,7 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
             )
         say(f"    {_ESTIMATE}" + (f"; not measured: {', '.join(e.unchecked)}" if e.unchecked else ""))
     if vllm["fits"]:
-        say(f"vLLM, whose cache has 16 bits, with what `crelle export` wrote: {sequences(vllm['sequences'])}")
+        say(f"vLLM with Crelle's plugin, its cache at 16 bits: {sequences(vllm['sequences'])}")
         say(f"    {vllm['command']}")
     else:
         say("vLLM, whose cache has 16 bits: not one sequence fits")

@@ -54,6 +54,36 @@ FORMAT_VERSION = 1
 _KEYS = {"quant_method": str, "format_version": int, "scheme": str, "overrides": dict, "tensors": dict, "shards": dict}
 
 
+def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
+    """Return a checkpoint's quantization_config, or say why this Crelle does not read it."""
+    if q.get("format_version") != FORMAT_VERSION:
+        raise FormatError(
+            f"{where} has format version {q.get('format_version')!r}; this Crelle reads version {FORMAT_VERSION}. "
+            "A newer Crelle may read it"
+        )
+    if unknown := sorted(set(q) - set(_KEYS)):
+        raise FormatError(f"{where}: quantization_config has the unknown key '{unknown[0]}'")
+    for key, kind in _KEYS.items():
+        if key not in q:
+            raise FormatError(f"{where}: quantization_config lacks the key '{key}'")
+        if not isinstance(q[key], kind):
+            raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {shown(q[key])}")
+    for name, spec in q["tensors"].items():
+        if not isinstance(spec, dict) or str(spec.get("format")) not in FORMATS:
+            known = ", ".join(sorted(FORMATS))
+            raise FormatError(f"{where}: '{name}' has an unknown format in {shown(spec)} (known: {known})")
+        try:
+            shape_of(spec)
+        except FormatError as e:
+            raise FormatError(f"{where}: '{name}': {e}") from e
+    for name, facts in q["shards"].items():
+        if not is_plain_name(name):
+            raise FormatError(f"{where}: the shard {shown(name)} should be a plain file name, beside config.json")
+        if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
+            raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}")
+    return q
+
+
 class Checkpoint:
     """A finished quantized model, opened for reading; weights are read when asked for."""
 
@@ -62,7 +92,7 @@ class Checkpoint:
         self.config = read_json(path / CONFIG)
         if not is_checkpoint(self.config):
             raise FormatError(f"{path} is not a Crelle checkpoint: its config.json has no crelle quantization_config")
-        self.quantization = self._understood(self.config["quantization_config"])
+        self.quantization = check_quantization(self.config["quantization_config"], path / CONFIG)
         self.specs: dict[str, Spec] = self.quantization["tensors"]
         self.scheme: str = self.quantization["scheme"]
         self._shards: dict[str, ShardReader] = {}
@@ -70,37 +100,6 @@ class Checkpoint:
             self._check_shard(path / name, facts, verify)
             self._shards[name] = ShardReader(path / name)
         self._where = {tensor: shard for shard in self._shards.values() for tensor in shard.names()}
-
-    def _understood(self, q: dict[str, Any]) -> dict[str, Any]:
-        where = self.path / CONFIG
-        if q.get("format_version") != FORMAT_VERSION:
-            raise FormatError(
-                f"{where} has format version {q.get('format_version')!r}; this Crelle reads version {FORMAT_VERSION}. "
-                "A newer Crelle may read it"
-            )
-        if unknown := sorted(set(q) - set(_KEYS)):
-            raise FormatError(f"{where}: quantization_config has the unknown key '{unknown[0]}'")
-        for key, kind in _KEYS.items():
-            if key not in q:
-                raise FormatError(f"{where}: quantization_config lacks the key '{key}'")
-            if not isinstance(q[key], kind):
-                raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {shown(q[key])}")
-        for name, spec in q["tensors"].items():
-            if not isinstance(spec, dict) or str(spec.get("format")) not in FORMATS:
-                known = ", ".join(sorted(FORMATS))
-                raise FormatError(f"{where}: '{name}' has an unknown format in {shown(spec)} (known: {known})")
-            try:
-                shape_of(spec)
-            except FormatError as e:
-                raise FormatError(f"{where}: '{name}': {e}") from e
-        for name, facts in q["shards"].items():
-            if not is_plain_name(name):
-                raise FormatError(f"{where}: the shard {shown(name)} should be a plain file name, beside config.json")
-            if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
-                raise FormatError(
-                    f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}"
-                )
-        return q
 
     @staticmethod
     def _check_shard(path: Path, facts: Mapping[str, Any], verify: bool) -> None:

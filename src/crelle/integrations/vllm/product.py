@@ -1,0 +1,161 @@
+"""The matrices of one layer as kernels multiply by them, and the custom ops through which a compiled model calls them.
+
+    torch.ops.crelle.layer(x, handle, N)                 x [..., K] @ W.T as [..., N]
+    torch.ops.crelle.lookup(tokens, handle, K, dtype)    rows of W, [..., K]
+    torch.ops.crelle.experts(x, weights, ids, handle)    a mixture of experts
+
+W is found by `handle`, an int64 tensor of one element on the CPU, a buffer of the layer. `crelle::linear` takes a plain
+number instead, which a compiled graph would hold as a constant: every layer would then be compiled for itself, and a
+graph from a cache on disk would name the layers of another process.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError, UnsupportedError
+from crelle.formats.base import QuantTensor
+from crelle.formats.parallel import stacked
+from crelle.kernels import cpu, ops
+from crelle.kernels.base import Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may choose for a checkpoint: the "crelle" of vLLM's additional config."""
+
+    bits: int | None = None  # the precision of nested planes; default: the finest
+    kernel: str | None = None  # e.g. cpu-int8; default: the most preferred
+
+    @classmethod
+    def of(cls, chosen: Any) -> "Settings":
+        """Read them, or say what is wrong."""
+        kinds = {"bits": int, "kernel": str}
+        if not isinstance(chosen, dict) or any(type(v) is not kinds.get(k) for k, v in chosen.items()):
+            raise SchemeError(f'\'crelle\' in the additional config has "bits", "kernel" or both, got {chosen!r}')
+        return cls(**chosen)
+
+
+class Product:
+    """y = [x @ W.T of each matrix, side by side]; matrices that agree in everything but rows are multiplied as one."""
+
+    def __init__(self, weights: Sequence[QuantTensor], dtype: torch.dtype, kernel: str | None = None) -> None:
+        one = stacked(weights)
+        self.prepared = [_prepare(w, dtype, kernel) for w in (weights if one is None else [one])]
+        self.N = sum(p.problem.N for p in self.prepared)
+        first = self.prepared[0]
+        # Asked once: on a GPU the answer may read memory, which a captured graph must not.
+        self.encodes_once = all(ops.shares(first, p) for p in self.prepared)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if len(self.prepared) == 1:
+            y = self.prepared[0].kernel.run(rows, self.prepared[0].data)
+        else:
+            first = self.prepared[0]
+            seen = first.kernel.encode(rows, first.data) if self.encodes_once else rows
+            y = torch.cat([p.kernel.run(seen, p.data) for p in self.prepared], -1)
+        return y.reshape(*x.shape[:-1], self.N)
+
+
+def _prepare(w: QuantTensor, dtype: torch.dtype, kernel: str | None) -> Prepared:
+    """Refuse to dequantize a whole model behind the user's back where the C++ kernels are not built."""
+    if w.quantized and w.device.type == "cpu" and (reason := cpu.available()) is not None:
+        raise UnsupportedError(
+            f"vLLM needs Crelle's C++ kernels to serve a checkpoint on a CPU: the extension {reason}"
+        )
+    return ops.prepare(w, dtype, kernel if w.quantized else None)
+
+
+class Table:
+    """Rows of a matrix, dequantized when they are looked up."""
+
+    def __init__(self, w: QuantTensor) -> None:
+        self.weight = w
+
+    def __call__(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = self.weight.rows(tokens.flatten()).dequantize(dtype)  # [tokens, K]
+        return rows.reshape(*tokens.shape, -1)
+
+
+class Experts:
+    """A mixture of experts: of each, gate and up as one product, and down."""
+
+    def __init__(
+        self, products: Sequence[tuple[Product, Product]], activate: Callable[[Tensor], Tensor], weigh_input: bool
+    ) -> None:
+        self.products, self.activate, self.weigh_input = products, activate, weigh_input
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return the weighted sum of the experts `ids` [M, k] of each token of x [M, K]; others than ours are -1."""
+        y = torch.zeros(x.shape[0], self.products[0][1].N, dtype=torch.float32, device=x.device)
+        for e in torch.unique(ids).tolist():
+            if e < 0:
+                continue
+            into, out = self.products[e]
+            tokens, place = (ids == e).nonzero(as_tuple=True)
+            weight = weights[tokens, place, None]
+            h = x[tokens] * weight.to(x.dtype) if self.weigh_input else x[tokens]
+            h = out(self.activate(into(h))).float()
+            y.index_add_(0, tokens, h if self.weigh_input else h * weight)
+        return y.to(x.dtype)
+
+
+Layer = Product | Table | Experts
+Kind = TypeVar("Kind", Product, Table, Experts)
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+
+
+def handle_of(layer: Layer) -> Tensor:
+    """Return a handle by which the ops of this process find a layer; the caller keeps the layer alive."""
+    n = next(_numbers)
+    _layers[n] = layer
+    return torch.tensor(n, dtype=torch.int64, device="cpu")
+
+
+def _found(handle: Tensor, kind: type[Kind]) -> Kind:
+    layer = _layers.get(int(handle))
+    if not isinstance(layer, kind):
+        raise UnsupportedError(
+            f"there is no layer {int(handle)} of crelle::layer: it was deleted, or another process's"
+        )
+    return layer
+
+
+@torch.library.custom_op("crelle::layer", mutates_args=())
+def layer(x: Tensor, handle: Tensor, N: int) -> Tensor:
+    """Return x [..., K] @ W.T as [..., N]."""
+    return _found(handle, Product)(x)
+
+
+@layer.register_fake
+def _(x: Tensor, handle: Tensor, N: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], N)
+
+
+@torch.library.custom_op("crelle::lookup", mutates_args=())
+def lookup(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows [..., K] of some tokens."""
+    return _found(handle, Table)(tokens, dtype)
+
+
+@lookup.register_fake
+def _(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    return tokens.new_empty(*tokens.shape, K, dtype=dtype)
+
+
+@torch.library.custom_op("crelle::experts", mutates_args=())
+def experts(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts."""
+    return _found(handle, Experts)(x, weights, ids)
+
+
+@experts.register_fake
+def _(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
+    return torch.empty_like(x)
