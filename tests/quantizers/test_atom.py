@@ -121,6 +121,20 @@ def test_every_part_lowers_the_error() -> None:
     assert error("atom:w=8,a=8,group=32,outliers=16", w, x, stats) < 1e-3
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_rotated_blocks_lose_less_of_inputs_with_long_tails(levels: int) -> None:
+    """Inputs as down has them: now and then a value is far larger than its channel's others."""
+    w, x, _ = layer(48, 144)
+    x = torch.randn(600, 144, generator=torch.Generator().manual_seed(2)).pow(3) * x.std(0)
+    collector = StatsCollector(144)
+    collector.add(x)
+    scheme = f"atom:w=4,a=4,group=128,outliers=16,levels={levels}"
+    rotated, plain = (error(f"{scheme}{more}", w, x, collector.stats()) for more in ("", ",hadamard=false"))
+    assert rotated < 0.7 * plain
+    assert fitted(scheme, w, x, collector.stats()).spec()["activation"]["hadamard"]
+    assert "hadamard" not in fitted(scheme + ",hadamard=false", w, x, collector.stats()).spec()["activation"]
+
+
 def test_one_input_has_one_rounding_and_its_clip_is_searched() -> None:
     _, _, stats = layer(8, 256)
     config = Atom(group=128, outliers=16)
