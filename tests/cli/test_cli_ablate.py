@@ -36,8 +36,8 @@ def test_atom_from_quantize_to_eval(tiny_model: Path, tmp_path: Path) -> None:
     ).json
     assert made["scheme"] == scheme
     shown = succeed("inspect", tmp_path / "q", "--json").json
-    assert any(str(layer["activation"]).startswith("int4/16+8") for layer in shown["layers"])
-    assert "int4/16+8" in succeed("inspect", tmp_path / "q").out
+    assert any(str(layer["activation"]).startswith("int4h/16+8") for layer in shown["layers"])
+    assert "int4h/16+8" in succeed("inspect", tmp_path / "q").out
     explained = succeed("explain", tmp_path / "q", "--device", "cpu").out
     assert "cpu-integer" in explained or "integer-reference" in explained
     found = succeed("eval", tmp_path / "q", "--text", text, "--context", "32", "--tokens", "64", "--json").json
