@@ -219,6 +219,7 @@ def test_layers_have_formats_of_their_own() -> None:
     assert not KVFormat.parse("16").coded
 
 
+@settings(deadline=None)
 @given(
     base=st.sampled_from(["16", "8", "4", "k4v2", "k16v4"]),
     group=st.sampled_from(["", "group=64", "group=16,rotate=false", "page=8,center=false"]),
