@@ -22,9 +22,30 @@ def test_a_row_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
     assert done["rows"][-1]["kv"] == "kv4"
     assert [row["name"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == names
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "a.partial.json").exists()
+    _resumes_from_the_rows_of_an_unfinished_run(tiny_model, tmp_path, measured, sizes)
     refused = run("ablate", "atom", tiny_model, "--w", "5", *measured)
     assert refused.code == 2
     assert "weights of 3, 4 or 8 bits" in refused.err
+
+
+def _resumes_from_the_rows_of_an_unfinished_run(
+    model: Path, folder: Path, measured: tuple[object, ...], sizes: tuple[object, ...]
+) -> None:
+    """Rows that were done are taken as they are, the last one is run; other settings are refused."""
+    whole, target = json.loads((folder / "a.json").read_text()), folder / "b.json"
+    rows = [{**row, "seconds": 12345.0} for row in whole["rows"][:-1]]
+    (folder / "b.partial.json").write_text(json.dumps({**whole, "rows": rows}))
+    command = ("ablate", "atom", model, *measured, "--out", target, "--resume")
+    again = succeed(*command, *sizes, "--json").json
+    assert again["known"] == len(rows)
+    assert again["rows"][:-1] == rows
+    assert again["rows"][-1]["perplexity"] == whole["rows"][-1]["perplexity"]
+    assert not (folder / "b.partial.json").exists()
+    (folder / "b.partial.json").write_text(json.dumps({**whole, "context": 64}))
+    refused = run(*command, *sizes)
+    assert (refused.code, "another context" in refused.err) == (2, True)
+    assert "--resume needs --out" in run("ablate", "atom", model, *measured, *sizes, "--resume").err
 
 
 def test_atom_from_quantize_to_eval(tiny_model: Path, tmp_path: Path) -> None:

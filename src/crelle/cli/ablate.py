@@ -1,13 +1,18 @@
 """crelle ablate: what each part of a method contributes."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
 from crelle.cli.console import Device, Json, Results, Threads, draw_whole, err, out, print_json, tracking, use_threads
+
+if TYPE_CHECKING:
+    from crelle.eval.ablation import Row
 
 NAME = "ablate"
 app = typer.Typer(no_args_is_help=True, help="What each part of a method contributes, as perplexities.")
@@ -31,11 +36,15 @@ def atom(
     device: Device = "auto",
     threads: Threads = None,
     target: Results = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an unfinished run that had the same --out and settings.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Add the parts of Atom one by one: outlier channels, groups, clipping, error feedback, KV cache, training.
 
-    Every row is a checkpoint that is quantized, measured by the kernels that serve it, and deleted.
+    Every row is a checkpoint that is quantized, measured by the kernels that serve it, and deleted. With --out, rows
+    are kept in NAME.partial.json as they are done, and --resume goes on from there.
 
     **Example**: `crelle ablate atom ./SmolLM2-135M --text wiki.txt --tokens 10240 --out ablation.json`
     """
@@ -53,15 +62,23 @@ def atom(
     for step in steps:
         parse(step.scheme or "fp32")  # refuse before the work what cannot be done
     corpus, calibration = read_text(text), calibration_text(calib, rows=rows, length=length)
-    found = []
+    settings = {"model": model.name, "context": context, "tokens": tokens, "calibration": [rows, length]}
+    settings["texts"] = [sha256(t.encode()).hexdigest()[:16] for t in (corpus, calibration.text)]
+    partial = None if target is None else target.with_suffix(".partial.json")
+    known = _known(partial, settings) if resume else []
+    result: dict[str, Any] = {**settings, "rows": [], "known": len(known)}
     with tracking("ablation") as track:
-        options = {"context": context, "tokens": tokens, "device": device, "progress": track}
+        options = {"context": context, "tokens": tokens, "device": device, "known": known, "progress": track}
+        found = []
         for row in ablate(model, steps, corpus, calibration, **options):  # type: ignore[arg-type]
             found.append(row)
             err.print(f"{row.name}: {row.perplexity:.3f} ({row.ratio:.3f})", highlight=False)
-    result = {"model": model.name, "context": context, "tokens": tokens, "rows": [asdict(row) for row in found]}
-    if target is not None:
+            result["rows"].append(asdict(row))
+            if partial is not None:
+                write_whole(partial, to_json({**environment(), **result}))
+    if target is not None and partial is not None:
         write_whole(target, to_json({**environment(), **result}))
+        partial.unlink()
         names, ratios = [row.name for row in found], [row.ratio for row in found]
         title = f"{model.name}: W{w}A{a}, part by part"
         draw_whole(
@@ -76,3 +93,19 @@ def atom(
         bits = f"{row.bits_per_weight:.3f}" if row.bits_per_weight else ""
         table.add_row(row.name, f"{row.perplexity:.3f}", f"{row.ratio:.3f}", bits, row.scheme)
     out.print(table)
+
+
+def _known(partial: Path | None, settings: Mapping[str, Any]) -> "list[Row]":
+    """Return the rows of an unfinished run; one with other settings is refused."""
+    from crelle.errors import CrelleError
+    from crelle.eval.ablation import Row
+    from crelle.formats.io import read_json
+
+    if partial is None:
+        raise CrelleError("--resume needs --out, whose NAME.partial.json has the rows of the unfinished run")
+    if not partial.exists():
+        return []
+    found = read_json(partial)
+    if other := [name for name, value in settings.items() if found.get(name) != value]:
+        raise CrelleError(f"cannot resume: {partial} was made with another {', '.join(other)}; delete it to begin anew")
+    return [Row(**row) for row in found["rows"]]

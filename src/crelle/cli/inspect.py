@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from crelle.cli.console import Json, Model, draw_whole, out, print_json, tracking
 from crelle.errors import SchemeError
@@ -41,7 +41,7 @@ def run(model: Model, plot: Plot = None, json: Json = False) -> None:
         return
     mixed = any(layer["shares"] for layer in facts["layers"])
     integers = any(layer["activation"] for layer in facts["layers"])
-    more = (("groups", "outliers") if mixed else ()) + (("activations",) if integers else ())
+    more = (("groups", "outliers") if mixed else ()) + ((Column("activations", no_wrap=True),) if integers else ())
     table = Table("matrix", "format", "outputs x inputs", "bits", "group", *more, "bits/weight", "MB")
     for layer in facts["layers"]:
         N, K = layer["shape"]

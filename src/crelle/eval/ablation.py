@@ -13,7 +13,7 @@ RTN                    one scale for a token or an output, nothing else
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,13 +76,22 @@ def ablate(
     context: int,
     tokens: int | None,
     device: str = "auto",
+    known: Sequence[Row] = (),
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[Row]:
-    """Quantize and measure the steps one after the other; a checkpoint is deleted when it has been measured."""
+    """Quantize and measure the steps one after the other; a checkpoint is deleted when it has been measured.
+
+    `known`: rows of an earlier run with the same model, text and calibration, which are taken as they are.
+    """
     base = None
     for i, step in enumerate(steps):
         if progress:
             progress(i, len(steps), step.name)
+        scheme = step.scheme or "as it is"
+        if row := next((r for r in known if (r.name, r.scheme) == (step.name, scheme)), None):
+            base = row.perplexity if base is None else base
+            yield row
+            continue
         with tempfile.TemporaryDirectory(prefix="crelle-ablation-") as folder:
             made, bits, seconds = source, 0.0, 0.0
             if step.scheme is not None:
@@ -91,5 +100,4 @@ def ablate(
             llm = LLM.load(made, device=device, kv=step.kv)
             found = perplexity(llm, text, context=context, tokens=tokens)
         base = found.perplexity if base is None else base
-        scheme = step.scheme or "as it is"
         yield Row(step.name, scheme, found.kv, found.perplexity, found.perplexity / base, bits, seconds)
