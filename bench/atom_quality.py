@@ -15,8 +15,9 @@ from quality import Results, Row, chosen, crelle, run_cases, shared
 
 TEXTS = {"w": ("wikitext2-test.txt", 10240), "t": ("tinystories-test.txt", 20480)}
 BOTH = "16:w 4:w 16:t 4:t"
+SMALLER = "k4v2,layers.0=4:w k4v2,layers.0-3=4:w k4v2:group=16:w"
 CASES: dict[str, tuple[str, int, str, tuple[str, ...]]] = {  # scheme, calibration rows, CACHE:TEXT …, more options
-    "fp": ("", 0, "16:w 16:t k4v2:w 4:w 3:w k4v2,layers.0=4:w k4v2,layers.0-3=4:w", ()),
+    "fp": ("", 0, f"16:w 16:t k4v2:w 4:w 3:w {SMALLER}", ()),
     "w4a4kv4-short1024-rows512": ("atom:w=4,a=4,kv=4,tune=short,steps=1024", 512, BOTH, ()),
     "w4a4kv4-short128": ("atom:w=4,a=4,kv=4,tune=short,steps=128", 128, "4:w 4:t 16:w", ()),
     "w4a4kv4-short256-rows512": ("atom:w=4,a=4,kv=4,tune=short,steps=256", 512, "4:w 4:t", ()),
