@@ -18,10 +18,10 @@
 // they are. A code that is not at the lowest bits is 4, 16, … times as large: keys have a q that is divided by that,
 // values a result. So a word of 8 codes of 4 bits is 1 shift and 4 masks.
 //
-// Values are added up over thousands of tokens, and tensor cores truncate sums instead of rounding them: what grows
+// Values are added up over thousands of tokens, and the tensor cores cut sums off instead of rounding them: what grows
 // with the tokens makes every channel too small by the same amount, and H, which is undone at the end, gathers that in
 // channel 0, sqrt(D) times as large (seen on an H200 with 64 + code: 2.5e-3 of the largest result over 32768 tokens).
-// So every other tile has the other sign: -P times the complement of the code. What truncation loses cancels.
+// So every other tile has the other sign: -P times the complement of the code. What is cut off cancels.
 #pragma once
 #include "tensorcore.cuh"
 #include "warp.cuh"
