@@ -82,7 +82,7 @@ class Atom(TrainedConfig, HessianConfig):
     clip: bool = True
     gptq: bool = True
     folds: bool = True
-    hadamard: bool = True  # of activations below 8 bits
+    hadamard: bool = True  # of activations below 8 bits, in groups of at most 128
     act_order: ClassVar[bool] = True  # type: ignore[misc]
     damp: float = 0.2
     refine: int = 1
@@ -131,7 +131,7 @@ class Atom(TrainedConfig, HessianConfig):
         if self.a == 16:
             return None
         group = K if self.levels == 2 and self.a == 8 else c.group
-        rotated = self.hadamard and self.a < 8
+        rotated = self.hadamard and self.a < 8 and c.group <= 128  # what the encoders of GPUs rotate
         return ActivationSpec(self.a, group, c.outliers, self.outlier_bits if c.outliers else 8, clip, rotated)
 
     def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:

@@ -66,12 +66,12 @@ def _lacks(problem: Problem) -> str | None:
     if found[5]:
         return "takes outlier channels of 8 bits, not floats, which are for comparisons of quality only"
     group, apart = int(found[3]), int(found[4] or 0)
-    if found[2] and group not in integer_encode.ROTATED_GROUPS:
-        return f"rotates activations in groups of 32, 64 or 128, not of {group}"
     most = max(problem.K - problem.outliers, problem.outliers)
     for size in (group, problem.group or 0):
         if size not in (32, 64) and (size == 0 or size % 128) and size < most:
             return f"takes groups of 32, 64 or a multiple of 128, not of {size}"
+    if found[2] and group not in integer_encode.ROTATED_GROUPS:
+        return f"rotates activations in groups of 32, 64 or 128, not of {group}"
     groups = -(-(problem.K - apart) // group) + -(-apart // group)
     if problem.K > integer_encode.MOST_PERMUTED:
         return f"takes rows of up to {integer_encode.MOST_PERMUTED} inputs, not of {problem.K}"
