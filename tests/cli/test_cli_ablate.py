@@ -38,7 +38,7 @@ def _resumes_from_the_rows_of_an_unfinished_run(
     (folder / "b.partial.json").write_text(json.dumps({**whole, "rows": rows}))
     command = ("ablate", "atom", model, *measured, "--out", target, "--resume")
     again = succeed(*command, *sizes, "--json").json
-    assert again["known"] == len(rows)
+    assert again["resumed_rows"] == len(rows)
     assert again["rows"][:-1] == rows
     assert again["rows"][-1]["perplexity"] == whole["rows"][-1]["perplexity"]
     assert not (folder / "b.partial.json").exists()

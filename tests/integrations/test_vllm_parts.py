@@ -110,7 +110,7 @@ def test_a_table_looks_up_rows() -> None:
 
 def test_a_layer_that_is_gone_is_said_to_be() -> None:
     handle = handle_of(Table(random(UNIFORM)))
-    with pytest.raises(UnsupportedError, match="there is no layer"):
+    with pytest.raises(UnsupportedError, match="is gone"):
         torch.ops.crelle.lookup(torch.tensor([0]), handle, 128, torch.float32)
 
 

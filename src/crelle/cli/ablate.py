@@ -66,7 +66,7 @@ def atom(
     settings["texts"] = [sha256(t.encode()).hexdigest()[:16] for t in (corpus, calibration.text)]
     partial = None if target is None else target.with_suffix(".partial.json")
     known = _known(partial, settings) if resume else []
-    result: dict[str, Any] = {**settings, "rows": [], "known": len(known)}
+    result: dict[str, Any] = {**settings, "rows": [], "resumed_rows": len(known)}
     with tracking("ablation") as track:
         options = {"context": context, "tokens": tokens, "device": device, "known": known, "progress": track}
         found = []

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor, Spec, format_of
-from crelle.kernels import linear_op, ops
+from crelle.kernels import ops
 from crelle.kernels.base import Prepared
+from crelle.kernels.handles import by_number, number
+from crelle.kernels.linear_op import LazyWeight
 from crelle.models.nested import at_precision
 
 
@@ -38,7 +39,7 @@ class Choice(NamedTuple):
 DEFAULT = Choice()
 
 
-class QuantModule(nn.Module):
+class QuantModule(nn.Module, LazyWeight):
     """The parts of a quantized matrix as buffers; a mixin, which `hold` makes usable."""
 
     spec: Spec
@@ -52,7 +53,7 @@ class QuantModule(nn.Module):
         self.part_names = tuple(w.parts)
         self._made: tuple[Any, Prepared] | None = None
         self._held: QuantTensor | None = None
-        self.number = linear_op.number(self)
+        self.number = number(self)
 
     def quant_tensor(self) -> QuantTensor:
         """Return the matrix as it is stored; shares memory with the buffers."""
@@ -103,7 +104,7 @@ class QuantModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.number = linear_op.number(self)  # a copy is another weight
+        self.number = number(self)  # a copy is another weight
 
     def extra_repr(self) -> str:
         N, K = self.spec["shape"]
@@ -184,10 +185,7 @@ def quantize_embedding(module: nn.Embedding, w: Encoding, how: Choice = DEFAULT)
 @torch.library.custom_op("crelle::embedding", mutates_args=())
 def embedding(tokens: Tensor, weight: int, K: int, dtype: torch.dtype) -> Tensor:
     """Return the rows [..., K] of a quantized matrix for tokens [...]."""
-    w = linear_op.by_number(weight)
-    if not isinstance(w, _Rows):
-        raise UnsupportedError(f"weight {weight} of crelle::embedding is no embedding")
-    return w.rows(tokens, dtype)
+    return by_number(weight, _Rows).rows(tokens, dtype)
 
 
 @embedding.register_fake

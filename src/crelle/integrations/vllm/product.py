@@ -4,16 +4,14 @@
     torch.ops.crelle.lookup(tokens, handle, K, dtype)    rows of W, [..., K]
     torch.ops.crelle.experts(x, weights, ids, handle)    a mixture of experts
 
-W is found by `handle`, an int64 tensor of one element on the CPU, a buffer of the layer. `crelle::linear` takes a plain
-number instead, which a compiled graph would hold as a constant: every layer would then be compiled for itself, and a
-graph from a cache on disk would name the layers of another process.
+W is found by `handle`, its number (crelle.kernels.handles) as an int64 tensor on the CPU, a buffer of the layer.
+`crelle::linear` takes the number itself, which a compiled graph would hold as a constant: every layer would then be
+compiled for itself, and a graph from a cache on disk would name the layers of another process.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.parallel import stacked
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Prepared
+from crelle.kernels.handles import by_number, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +106,17 @@ class Experts:
 
 
 Layer = Product | Table | Experts
-Kind = TypeVar("Kind", Product, Table, Experts)
-_numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
 
 def handle_of(layer: Layer) -> Tensor:
     """Return a handle by which the ops of this process find a layer; the caller keeps the layer alive."""
-    n = next(_numbers)
-    _layers[n] = layer
-    return torch.tensor(n, dtype=torch.int64, device="cpu")
-
-
-def _found(handle: Tensor, kind: type[Kind]) -> Kind:
-    layer = _layers.get(int(handle))
-    if not isinstance(layer, kind):
-        raise UnsupportedError(
-            f"there is no layer {int(handle)} of crelle::layer: it was deleted, or another process's"
-        )
-    return layer
+    return torch.tensor(number(layer), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("crelle::layer", mutates_args=())
 def layer(x: Tensor, handle: Tensor, N: int) -> Tensor:
     """Return x [..., K] @ W.T as [..., N]."""
-    return _found(handle, Product)(x)
+    return by_number(int(handle), Product)(x)
 
 
 @layer.register_fake
@@ -142,7 +127,7 @@ def _(x: Tensor, handle: Tensor, N: int) -> Tensor:
 @torch.library.custom_op("crelle::lookup", mutates_args=())
 def lookup(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
     """Return the rows [..., K] of some tokens."""
-    return _found(handle, Table)(tokens, dtype)
+    return by_number(int(handle), Table)(tokens, dtype)
 
 
 @lookup.register_fake
@@ -153,7 +138,7 @@ def _(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
 @torch.library.custom_op("crelle::experts", mutates_args=())
 def experts(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
     """Return the weighted sum of each token's experts."""
-    return _found(handle, Experts)(x, weights, ids)
+    return by_number(int(handle), Experts)(x, weights, ids)
 
 
 @experts.register_fake
