@@ -187,7 +187,7 @@ class Atom(TrainedConfig, HessianConfig):
         target = stats.target(weight, self.damp) if self.target and self.gptq else weight
         given = self._input(stats)
         padded = given.columns.pad(given.rotated(target[:, given.perm]))
-        fits = [self._fit_rows(padded[rows], given) for rows in row_slabs(N, padded.shape[1])]
+        fits = [self._fit_rows(padded[rows], given) for rows in row_slabs(N, padded.shape[1], padded.device)]
         store = store_one_level if self.levels == 1 else store_two_levels
         floats = None
         if self.outlier_bits == 16:

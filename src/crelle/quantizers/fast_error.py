@@ -58,7 +58,7 @@ def fast_errors(target: Tensor, by: LDLFactor, settings: Sequence[BitConfig]) ->
 
 
 def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
-    """Round columns in order, propagating each column's error (GPTQ); return the errors [K, rows]. In CUDA: sweep.cu."""
+    """Round columns in order with error feedback (GPTQ); return the errors [K, rows]. In CUDA: sweep.cu."""
     want, left = target.clone(), torch.empty_like(target)
     for begin in range(0, len(target), _BLOCK):
         end = min(begin + _BLOCK, len(target))

@@ -1,6 +1,4 @@
-"""Passes over the columns of a weight in CUDA against those in torch: in the emulator, and on a GPU where there is one."""
-
-from collections.abc import Iterator
+"""Passes over the columns of a weight in CUDA against those in torch: in the emulator, and (gpu) on a device."""
 
 import pytest
 import torch
@@ -22,12 +20,12 @@ SIZES = [(1, 1), (1, 16), (32, 64), (37, 50), (65, 131), (40, 600)]  # rows, col
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the kernels run: on a CPU in the emulator."""
     name = str(request.param)
     if name == "cpu":
         monkeypatch.setattr(kernels, "load", EmulatedKernel)
-    yield name
+    return name
 
 
 def hessian_of(K: int) -> Tensor:

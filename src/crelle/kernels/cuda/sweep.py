@@ -77,7 +77,7 @@ def sweep_table(
 
 
 def sweep_uniform(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
-    """Return the errors [K, N] of error feedback on the levels low + scale q, q = 0 … top[n]; all but top are [K, N]."""
+    """Return the errors [K, N] of error feedback on the levels low + scale q, q = 0 … top [N]; others are [K, N]."""
     K, N = target.shape
     target, mix, scale, low = (t.contiguous() for t in (target, mix, scale, low))
     left = torch.empty_like(target)
