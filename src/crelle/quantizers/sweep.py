@@ -18,14 +18,6 @@ from crelle.kernels.cuda.sweep import sweep_table
 _BLOCK = 64  # columns per block: errors reach later blocks by one matrix product
 
 
-def faster_on_cpu(N: int, K: int) -> bool:
-    """Whether a pass over a weight [N, K] that is on a GPU is faster in C++ here.
-
-    In torch a column costs about ten launches, 70 us, on any GPU; in C++ N K multiply-adds, 1e10 a second and core.
-    """
-    return cpu.available() is None and 7e5 * int(cpu.core().threads()) > N * K
-
-
 class Choice(Protocol):
     """The levels that one column may take."""
 
