@@ -2,8 +2,7 @@
 
 The kernel rounds 64 columns of all rows in one launch. Their errors reach the other columns by matrix products in two
 levels: within 512 columns after each launch, and before each 512 columns one product gathers what all others
-contribute. So K columns take K/512 large products and less than K/64 small ones, of which each element of the errors
-is written once.
+contribute: K/512 large products and less than K/64 small ones for K columns.
 
 Products are f32: with TF32 a column's want would be off by about 5e-4 of what feedback contributes to it, and codes
 would differ from the reference's not only at ties.
@@ -11,6 +10,7 @@ would differ from the reference's not only at ties.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ _LEVELS = (2, 4, 8, 16)  # in registers; with 16, columns with more are searched
 
 def variant(levels: int, descent: bool, outliers: bool) -> tuple[str, str]:
     """`levels`: the most that a column has."""
-    held = next((n for n in _LEVELS if levels <= n), _LEVELS[-1])
     flags = ", ".join(str(flag).lower() for flag in (descent, outliers))
-    return "sweep.cu", f"crelle::sweep_table<{held}, {flags}>"
+    return "sweep.cu", f"crelle::sweep_table<{_held(levels)}, {flags}>"
+
+
+def _held(levels: int) -> int:
+    return next((n for n in _LEVELS if levels <= n), _LEVELS[-1])
 
 
 UNIFORM = "sweep.cu", "crelle::sweep_uniform"
@@ -40,6 +43,26 @@ def variants() -> Iterator[tuple[str, str]]:
             yield from (variant(levels, descent, outliers) for outliers in (False, True))
 
 
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    """Keep products in f32, whatever the process has set."""
+    matmul = torch.backends.cuda.matmul
+    setting: tuple[str, Any, Any] = "", None, None  # name, value when off, value before
+    try:
+        setting = "allow_tf32", False, matmul.allow_tf32
+    except RuntimeError:  # the process has set fp32_precision, which torch 2.9 brought
+        setting = "fp32_precision", "ieee", matmul.fp32_precision
+    name, off, before = setting
+    if before != off:
+        setattr(matmul, name, off)
+    try:
+        yield
+    finally:
+        if before != off:
+            setattr(matmul, name, before)
+
+
+@_no_tf32()
 def sweep_table(
     target: Tensor,
     error: Tensor | None,
@@ -62,12 +85,11 @@ def sweep_table(
     some = None if outliers is None else outliers.contiguous()
     kept = None if some is None else torch.empty_like(target)
     found = torch.empty(K, N, dtype=torch.uint8, device=target.device)
-    left = torch.empty_like(target) if error is None else error.contiguous().clone()
+    left = torch.empty_like(target) if error is None else torch.empty_like(target).copy_(error)
     change = None if error is None else target.new_empty(min(_BLOCK, K), N)
-    file, expression = variant(most, error is not None, some is not None)
-    kernel, held = load(file, expression), int(expression.split("<")[1].split(",")[0])
-    shared = _shared_bytes(held) + 8 * _BLOCK
-
+    kernel = load(*variant(most, error is not None, some is not None))
+    shared = _shared_bytes(_held(most)) + 8 * _BLOCK
+    assert values.numel() < 1 << 32  # indices are 32 bits
     for want, b in _blocks(target, mix, left, change):
         place = None if some is None else some[b]
         outputs = left[b], change, found[b], None if kept is None else kept[b]
@@ -76,6 +98,7 @@ def sweep_table(
     return found, kept
 
 
+@_no_tf32()
 def sweep_uniform(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
     """Return the errors [K, N] of error feedback on the levels low + scale q, q = 0 … top [N]; others are [K, N]."""
     K, N = target.shape
@@ -102,21 +125,9 @@ def _blocks(target: Tensor, mix: Tensor, left: Tensor, change: Tensor | None) ->
     for begin in range(0, K, _OUTER):
         end = min(begin + _OUTER, K)
         known = begin if change is None else K
-        with _no_tf32():
-            want = torch.addmm(target[begin:end], mix[:known, begin:end].T, left[:known])
+        want = torch.addmm(target[begin:end], mix[:known, begin:end].T, left[:known])
         for b in range(begin, end, _BLOCK):
             e = min(b + _BLOCK, end)
             yield want[b - begin : e - begin], slice(b, e)
             moved = left[b:e] if change is None else change[: e - b]
-            with _no_tf32():
-                want[e - begin :].addmm_(mix[b:e, e:end].T, moved)
-
-
-@contextmanager
-def _no_tf32() -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
+            want[e - begin :].addmm_(mix[b:e, e:end].T, moved)
