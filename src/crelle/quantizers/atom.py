@@ -47,7 +47,6 @@ from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.scale_folds import fold_scales, rotate_values, signs
 from crelle.quantizers.stats import InputRounding, Stats, require_stats
-from crelle.quantizers.sweep import faster_on_cpu
 from crelle.quantizers.trained import TrainedConfig, Tune
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -180,14 +179,12 @@ class Atom(TrainedConfig, HessianConfig):
     def fit(self, weight: Tensor, stats: Stats | None = None) -> GroupedTensor | TwoLevelTensor:
         """Return the weight [N, K] in integers."""
         N, K = weight.shape
-        if weight.device.type == "cuda" and stats is not None and faster_on_cpu(N, K):
-            return self.fit(weight.cpu(), stats.to("cpu")).to(weight.device)
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
         target = stats.target(weight, self.damp) if self.target and self.gptq else weight
         given = self._input(stats)
         padded = given.columns.pad(given.rotated(target[:, given.perm]))
-        fits = [self._fit_rows(padded[rows], given) for rows in row_slabs(N, padded.shape[1])]
+        fits = [self._fit_rows(padded[rows], given) for rows in row_slabs(N, padded.shape[1], padded.device)]
         store = store_one_level if self.levels == 1 else store_two_levels
         floats = None
         if self.outlier_bits == 16:

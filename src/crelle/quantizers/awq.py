@@ -85,7 +85,7 @@ class AWQ(GroupedConfig):
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
         if self.clip:
-            weight = torch.cat([self._clipped(weight[rows], stats.hessian) for rows in row_slabs(N, K)])
+            weight = torch.cat([self._clipped(weight[rows], stats.hessian) for rows in row_slabs(N, K, weight.device)])
         return self._rounding().fit(weight)
 
     def format_settings(self) -> Spec:

@@ -43,7 +43,7 @@ class BCQ(GroupedConfig):
         weight = require_finite(weight)
         N, K = weight.shape
         group = self.group_for(K)
-        parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K)]
+        parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K, weight.device)]
         codes, alpha, z = (torch.cat(t) for t in zip(*parts, strict=True))  # [N, K], [N, C, P], [N, C]
         return BCQTensor.from_codes(codes, alpha.movedim(-1, 0), z if self.bias else None, group)
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import Spec
+from crelle.kernels import cuda
+from crelle.kernels.cuda.sweep import sweep_uniform
 from crelle.quantizers.base import BitConfig, Group
 from crelle.quantizers.gptq_solver import LDLFactor
 from crelle.quantizers.grouping import TINY, importances, to_groups
@@ -47,14 +49,16 @@ def fast_errors(target: Tensor, by: LDLFactor, settings: Sequence[BitConfig]) ->
     grids = [made[kind] for kind in kinds]
     scale, low = (torch.cat([pair[j] for pair in grids])[:, by.order].T.contiguous() for j in (0, 1))  # [K, S R]
     top = torch.tensor([2.0**s.bits - 1 for s in settings], device=target.device).repeat_interleave(R)
-    left = _feedback(target[:, by.order].T.repeat(1, len(settings)), by.mix, scale, low, top)
+    rows = target[:, by.order].T.repeat(1, len(settings))
+    run = sweep_uniform if target.device.type == "cuda" and cuda.available() is None else _feedback
+    left = run(rows, by.mix, scale, low, top)
     change = torch.empty_like(left)
     change[by.order] = left
     return change.T.reshape(len(settings), R, K)
 
 
 def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
-    """Round columns in order, propagating each column's error (GPTQ); return the errors [K, rows]."""
+    """Round columns in order with error feedback (GPTQ); return the errors [K, rows]. In CUDA: sweep.cu."""
     want, left = target.clone(), torch.empty_like(target)
     for begin in range(0, len(target), _BLOCK):
         end = min(begin + _BLOCK, len(target))

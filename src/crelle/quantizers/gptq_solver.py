@@ -30,6 +30,7 @@ from crelle.quantizers.grouping import from_groups, to_groups
 from crelle.quantizers.sweep import LevelTable, SortedLevels, sweep, sweep_levels
 
 _UNKNOWNS = 1 << 22  # entries of the row systems that are solved at one time: bounds the memory
+_UNKNOWNS_CUDA = 1 << 25  # on a GPU: C steps of five launches each, which few rows would not fill
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,24 +94,28 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
     if not torch.isfinite(hessian).all():
         raise SchemeError("the statistics of a layer's inputs hold NaN or infinity")
     K = len(hessian)
-    H = hessian.double()
-    diagonal = H.diagonal()
+    diagonal = hessian.diagonal().double()
     mean = diagonal.mean() if (diagonal > 0).any() else torch.ones_like(diagonal[0])
     if order is None:
-        order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(K, device=H.device)
+        order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(K, device=hessian.device)
     backwards = order.flip(0)  # the Cholesky factor of H with its inputs reversed is M √D reversed
-    reversed_hessian = H[backwards][:, backwards]
-    eye = torch.eye(K, dtype=H.dtype, device=H.device)
+    reversed_hessian = hessian[backwards][:, backwards]
     for ridge in (damp, *(r for r in (1e-6, 1e-4, 1e-2, 1e-1, 1.0) if r > damp)):
-        root, failed = torch.linalg.cholesky_ex(reversed_hessian + ridge * mean * eye)
+        damped = reversed_hessian.double()  # f64 matrices of 28,672 inputs have 6.6 GB each: two at a time, no more
+        damped.diagonal().add_(ridge * mean)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not failed and root.diagonal().amin() > 0:
             break
     else:
         raise SchemeError("the Hessian of a layer's inputs is not positive, however much it is damped")
     root = root.flip(0, 1)
-    scale = root.diagonal()
+    scale = root.diagonal().clone()
     cost = torch.empty_like(scale).scatter_(0, order, scale.square())
-    return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
+    mix = root.div_(scale).triu_(1).float()
+    wanted = hessian.float().clone()
+    wanted.diagonal().copy_(diagonal + ridge * mean)
+    return LDLFactor(order, mix, cost.float(), wanted)
 
 
 def inverse_diagonal(by: LDLFactor) -> Tensor:
@@ -202,7 +207,8 @@ def best_scales(target: Tensor, hessian: Tensor, fit: Fit, ridge: float = 1e-7) 
     _, C, U = levels.scales.shape
     G = levels.group
     H = torch.nn.functional.pad(hessian, (0, C * G - K, 0, C * G - K))
-    step = max(1, _UNKNOWNS // max(C * U * C * U, K * U))
+    most = _UNKNOWNS_CUDA if codes.device.type == "cuda" else _UNKNOWNS
+    step = max(1, most // max(C * U * C * U, K * U))
     parts = []
     for rows in (slice(n, n + step) for n in range(0, N, step)):
         here = Fit(codes[rows], _rows(levels, rows))

@@ -10,11 +10,12 @@ from crelle.formats.bcq import groups_in
 
 TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
 _SLAB = 1 << 22  # weights that a solver works on at one time: bounds its memory, whatever the matrix
+_SLAB_CUDA = 1 << 26  # on a GPU, where few rows would leave most of it idle
 
 
-def row_slabs(N: int, K: int) -> Iterator[slice]:
-    """Split N rows of K weights into slabs that bound a solver's memory."""
-    step = max(1, _SLAB // K)
+def row_slabs(N: int, K: int, device: torch.device, block: int = 1) -> Iterator[slice]:
+    """Split N rows of K weights into slabs that bound a solver's memory, each of whole blocks but for the last."""
+    step = max(1, (_SLAB_CUDA if device.type == "cuda" else _SLAB) // K // block) * block
     return (slice(n, min(n + step, N)) for n in range(0, N, step))
 
 

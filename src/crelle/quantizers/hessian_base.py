@@ -33,7 +33,7 @@ class HessianConfig(GroupedConfig):
         """Return codes and levels for a weight [N, K]."""
         N, K = weight.shape
         target, hessian, by = self.wanted(weight, stats)
-        fits = [self.fit_rows(target[rows], hessian, by) for rows in row_slabs(N, K)]
+        fits = [self.fit_rows(target[rows], hessian, by) for rows in row_slabs(N, K, target.device)]
         shifts = [f.levels.shift for f in fits if f.levels.shift is not None]
         levels = Levels(
             book=fits[0].levels.book,

@@ -29,14 +29,11 @@ from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, sc
 from crelle.quantizers.alternating_ls import SortedGroups
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.gptq_solver import LDLFactor, inverse_diagonal
-from crelle.quantizers.grouping import storable, to_groups
+from crelle.quantizers.grouping import row_slabs, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.mixed_solver import MixedFit, descend, feedback, search_grids, second_order, tune_scales
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.sweep import faster_on_cpu
 from crelle.quantizers.trained import TrainedConfig, Tune
-
-_SLAB = 1 << 22  # weights that are fitted at one time
 
 
 class Assignment(NamedTuple):
@@ -85,12 +82,9 @@ class Mixed(TrainedConfig, HessianConfig):
     def fit(self, weight: Tensor, stats: Stats | None = None) -> MixedTensor:
         """Return the weight [N, K] in 2, 4 and 16 bits."""
         N, K = weight.shape
-        if weight.device.type == "cuda" and stats is not None and faster_on_cpu(N, K):
-            return self.fit(weight.cpu(), stats.to("cpu")).to(weight.device)
         target, _, by = self.wanted(weight, stats)
         chosen = self.assign(target, by)
-        step = max(BLOCK, _SLAB // K // BLOCK * BLOCK)
-        slabs = [slice(n, min(n + step, N)) for n in range(0, N, step)]
+        slabs = row_slabs(N, K, target.device, BLOCK)
         fits = [self.fit_rows_of(target[rows], by, Assignment(chosen.four, chosen.outliers[rows])) for rows in slabs]
         return _stored((N, K), chosen.four, fits)
 

@@ -66,7 +66,7 @@ class Nested(HessianConfig):
     def fit(self, weight: Tensor, stats: Stats | None = None) -> NestedTensor:
         """Return the weight [N, K] as planes with a grid for each precision."""
         N, K = weight.shape
-        slabs = row_slabs(N, K * len(self.precisions))
+        slabs = row_slabs(N, K * len(self.precisions), weight.device)
         if self.data:
             target, hessian, by = self.wanted(weight, stats)
             nests = [self._by_output(target[rows], hessian, by) for rows in slabs]

@@ -40,7 +40,7 @@ class RTN(GroupedConfig):
         weight = require_finite(weight)
         N, K = weight.shape
         group = self.group_for(K)
-        parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K)]
+        parts = [self._fit_rows(weight[rows], group) for rows in row_slabs(N, K, weight.device)]
         codes, scale, zero = (torch.cat(t) for t in zip(*parts, strict=True))
         return UniformTensor.from_codes(codes, self.bits, scale, None if self.symmetric else zero, group)
 

@@ -48,18 +48,6 @@ class Stats:
     rounding: InputRounding | None = None  # of the inputs of which these are the sums
     kept: dict[Any, Any] = field(default_factory=dict)  # what is made of this once for all weights of the input
 
-    def to(self, device: str) -> "Stats":
-        """Return the same on another device, copied once for all weights of this input."""
-        if device not in self.kept:
-            cross, sample, readers = (
-                None if t is None else t.to(device) for t in (self.cross, self.sample, self.readers)
-            )
-            hessian, absmax, absmean = (t.to(device) for t in (self.hessian, self.absmax, self.absmean))
-            others = sample, readers, self.rounding
-            self.kept[device] = Stats(hessian, absmax, absmean, self.tokens, cross, *others)
-        found: Stats = self.kept[device]
-        return found
-
     def output_error(self, change: Tensor) -> float:
         """Return the mean over tokens of |change x|², summed over outputs: change is W - Ŵ [N, K]."""
         change = change.float()

@@ -1,7 +1,8 @@
 """One pass over the columns of a weight, each rounded to the level nearest to  t_i + Σ_j e_j mix[j, i].
 
 `sweep_levels` takes the levels of all groups at once; on a CPU it runs in C++ (sweep.h), where errors stay in the cache
-and a pass costs N K² multiply-adds. `sweep` asks for the levels of a column when it comes to it, in torch.
+and a pass costs N K² multiply-adds, on a GPU in CUDA (crelle.kernels.cuda.sweep), 64 columns a launch. `sweep` asks for
+the levels of a column when it comes to it, in torch, and is what both are compared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,17 +12,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from crelle.kernels import cpu
+from crelle.kernels import cpu, cuda
+from crelle.kernels.cuda.sweep import sweep_table
 
 _BLOCK = 64  # columns per block: errors reach later blocks by one matrix product
-
-
-def faster_on_cpu(N: int, K: int) -> bool:
-    """Whether a pass over a weight [N, K] that is on a GPU is faster in C++ here.
-
-    In torch a column costs about ten launches, 70 us, on any GPU; in C++ N K multiply-adds, 1e10 a second and core.
-    """
-    return cpu.available() is None and 7e5 * int(cpu.core().threads()) > N * K
 
 
 class Choice(Protocol):
@@ -114,6 +108,11 @@ def sweep_levels(
             None if kept is None else kept.numpy(),
         )
         return codes, kept
+    if target.device.type == "cuda" and cuda.available() is None:
+        of = [(table.first[g], table.count[g]) for g in group]
+        first, count = torch.tensor(of, dtype=torch.int32).T.contiguous().to(target.device)
+        most = max(table.count)
+        return sweep_table(target, error, mix, table.values, table.codes, first, count, most, outliers)
     by_group = table.sorted_levels()
     some = [] if outliers is None else outliers.any(1).tolist()
 

@@ -32,6 +32,7 @@ from crelle.kernels.cuda import (
     paged_attention,
     residual_norm_pack,
     skinny_gemm,
+    sweep,
     weight_layout,
 )
 from crelle.kernels.cuda.activations import Prologue
@@ -62,6 +63,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
             *integer_encode.variants(),
+            *sweep.variants(),
         }
     )
 
