@@ -22,9 +22,9 @@ SCHEMES = {
     "rtn:bits=4,group=64": F16,
     "bcq:bits=3,group=64,rounds=2": F16,
     "mixed:four=0.25,outliers=0.002": F16,
-    # The engine's logits are f32: an activation on the border between two integers is rounded to one or the other.
-    "atom:w=4,a=8,group=64,outliers=64": 0.1,
-    "atom:w=4,a=4,group=64,outliers=64": 0.5,
+    # f16 rounds activations to other integers than the engine's f32: a CPU in f16 is 0.024 and 0.21 away.
+    "atom:w=4,a=8,group=64,outliers=64": 0.05,
+    "atom:w=4,a=4,group=64,outliers=64": 0.4,
 }
 
 
