@@ -86,7 +86,7 @@ def tune(
         "tokens": hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest(),
     }
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
-        shrink = _in_bf16 if training.low_memory and training.half and has_half_products(device) else None
+        shrink = in_bf16 if training.low_memory and training.half and has_half_products(device) else None
         full = None if teacher is None else Network.of(open_model(teacher, device), shrink)
         coders: dict[str, TrainableWeight] = {}
         install = _installer(checkpoint, full, what, device, coders)
@@ -119,7 +119,7 @@ def _total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _in_bf16(block: Block) -> None:
+def in_bf16(block: Block) -> None:
     """Products of the teacher are bf16: so may its weights be."""
     for linear in block.linears().values():
         linear.weight = linear.weight.bfloat16()
