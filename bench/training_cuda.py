@@ -46,15 +46,17 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
     tokens = torch.randint(0, SHAPES[args.shape]["vocab_size"], (16, args.length))
     training = Training(steps=1000, batch=args.batch, warmup=1, low_memory=True)
     run = EndToEnd(student, coders, teacher, tokens, training, device)
-    before = [p.detach().flatten()[:64].clone() for c in coders for p in c.parameters()]
+    # Of the first layer; a low moves only when weights leave the grid, and none has yet.
+    watched = [p for c in coders[:7] for name, p in c.named_parameters() if name != "low"]
+    before = [p.detach().clone() for p in watched]
     seconds = []
     for step in range(args.steps):
         begun = perf_counter()
         loss = float(run._take(step))
         seconds.append(perf_counter() - begun)
         assert loss < 1e6, loss  # also where it is NaN
-    after = [p.detach().flatten()[:64] for c in coders for p in c.parameters()]
-    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a parameter did not move"
+    moved = [float((a != b).float().mean()) for a, b in zip(before, watched, strict=True)]
+    assert min(moved) > 0.5, f"some parameters hardly moved: {moved}"
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {"what": what, "layers": layers, "step_seconds": seconds, "peak_bytes": peak, "last_loss": loss}
 
