@@ -38,6 +38,7 @@ from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, Layer
 from crelle.quantizers.calibrate import Calibrator
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.stage_times import SOLVE, TRAIN, WRITE, timed
 from crelle.quantizers.stats import InputRounding, Stats
 from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
@@ -83,7 +84,7 @@ class Report:
 
 
 def quantize(
-    source: str | Path,
+    source: str | Path | Weights,
     out: str | Path,
     scheme: str,
     *,
@@ -96,7 +97,7 @@ def quantize(
     view: Callable[[Weights], Weights] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize the model at `source` into a new checkpoint at `out`.
+    """Quantize the model at `source`, a path or opened weights, into a new checkpoint at `out`.
 
     `head` is a scheme for the embedding and the output head, which otherwise stay as they are.
     `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
@@ -106,14 +107,17 @@ def quantize(
     """
     begun = perf_counter()
     out = destination(out)
-    refuse_overlap(out, source)
+    if isinstance(source, str | Path):
+        refuse_overlap(out, source)
+        weights = open_weights(source, encoded=True)
+    else:
+        weights = source
     default = parse(scheme)
-    weights = open_weights(source, encoded=True)
     weights = weights if view is None else view(weights)
     if weights.path.is_dir():
         check_copied_files(weights.path)
     if isinstance(weights, Checkpoint) and weights.scheme != str(Passthrough()):
-        raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
+        raise FormatError(f"{weights.path} is already quantized ({weights.scheme}); start from the original model")
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
     if head is not None:
@@ -147,9 +151,11 @@ def quantize(
                 if losses:
                     blocks[shard.name] = losses
                     write_whole(writer.partial / TRAINING, to_json({"losses": [], "blocks": blocks}))
-                writer.add(file, *encoded)
+                with timed(WRITE):
+                    writer.add(file, *encoded)
             else:
-                writer.add(file, *_quantize_shard(weights, shard, default, special))
+                with timed(WRITE):  # reading it too: these are mostly matrices that are copied
+                    writer.add(file, *_quantize_shard(weights, shard, default, special))
             done += shard.weights
             if progress:
                 progress(done, all_weights, shard.name)
@@ -183,6 +189,11 @@ def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     """Return the losses of the layers that have been trained already."""
     path = directory / TRAINING
     return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
+
+
+def is_layer(shard: str) -> bool:
+    """Tell whether a shard, by its name, is a decoder layer."""
+    return _LAYER.match(f"{shard}.") is not None
 
 
 def plan(weights: Weights) -> list[Shard]:
@@ -263,7 +274,7 @@ def _quantize_layer(
     def fit(module: str, weight: Tensor, stats: Stats) -> QuantTensor:
         if _keeps(module, default, special):
             return weights.matrix(module)
-        with _about(f"{module}.weight"):
+        with _about(f"{module}.weight"), timed(SOLVE):
             return chosen(module).fit(weight, stats)
 
     def rounding(module: str, stats: Stats) -> InputRounding | None:
@@ -282,19 +293,36 @@ def _quantize_layer(
     quantizes_inputs = any(isinstance(chosen(m), ActivationQuantizer) for m in layer.block.linears())
     fitted = layer.fit(fit, rounding if quantizes_inputs else None)
     if isinstance(default, LayerQuantizer):
-        with _about(shard.name):
+        with _about(shard.name), timed(TRAIN):
             trained = default.after_layer(layer, fitted)
         if trained is not fitted:
             layer.put(trained)
             fitted = trained
     layer.end()
+    with timed(WRITE):
+        return _encoded(weights, shard, default, special, fitted, changed), _finite(layer.losses)
+
+
+def _encoded(
+    weights: Weights,
+    shard: Shard,
+    default: Quantizer,
+    special: Mapping[str, Quantizer],
+    fitted: Mapping[str, QuantTensor],
+    changed: Mapping[str, Tensor],
+) -> Encoded:
+    """Return a layer's matrices and other tensors as they are stored, and warnings."""
     others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
     told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
-    losses = [loss if isfinite(loss) else None for loss in layer.losses]  # JSON has no NaN
-    return (matrices, others | stored, [t for t in told if t]), losses
+    return matrices, others | stored, [t for t in told if t]
+
+
+def _finite(losses: Sequence[float]) -> list[float | None]:
+    """JSON has no NaN."""
+    return [loss if isfinite(loss) else None for loss in losses]
 
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:
@@ -330,6 +358,8 @@ def _matrices(weights: Weights) -> list[str]:
 def _fingerprint(weights: Weights) -> list[list[str | int]]:
     """Identify the source without reading it whole: names, sizes and times of its files."""
     root = weights.path
+    if not root.exists():  # weights that were opened otherwise
+        return [[str(root), 0, 0]]
     files = [root] if root.is_file() else sorted(f for f in root.iterdir() if f.suffix in {".safetensors", ".json"})
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
