@@ -29,7 +29,7 @@ def run(
 
     The layers go through what `crelle quantize` runs, with all of the calibration data, in the real shape; nothing is
     downloaded. The last measured layer, times the number of layers, and what is done once make the whole model's time:
-    that figure is extrapolated, and the output says so. Reading is not timed: weights are sampled, not read from a disk.
+    that figure is extrapolated, and the output says so. No disk is read: weights are sampled on the device.
 
     **Example**: `crelle bench quantize --shape llama3-8b --scheme gptq:bits=3,group=128 --layers 2 --device cuda`
     """

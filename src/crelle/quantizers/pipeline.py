@@ -35,7 +35,7 @@ from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
-from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.calibrate import Calibrator, memory_for
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stage_times import SOLVE, TRAIN, WRITE, timed
@@ -63,6 +63,7 @@ class Calibration:
     tokens: Tensor  # int64 [S, T]
     open: Callable[[Weights, torch.device], CalibrationModel]
     device: torch.device
+    memory: int | None = None  # bytes of the device that may be used
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
@@ -134,6 +135,8 @@ def quantize(
     }
     if calibration is not None and calibrator is not None:
         recipe["calibration"] = calibration.fingerprint()
+        if calibration.memory is not None:  # the size of batches follows from it
+            recipe["memory"] = calibration.memory
     if stage and resume and (made := _finished_stage(out, recipe, overwrite)):
         return made
     all_weights, done, resumed = sum(s.weights for s in shards), 0, 0
@@ -260,7 +263,8 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
         raise SchemeError(f"scheme '{needing[0]}' looks at data: it needs a calibration text")
     model = calibration.open(weights, calibration.device)
     kv = KVFormat.parse(quantizers[0].kv) if isinstance(quantizers[0], CacheConfig) else None
-    return Calibrator(model, calibration.tokens, device=calibration.device, kv=kv)
+    memory = memory_for(model, calibration.tokens, calibration.device, budget=calibration.memory)
+    return Calibrator(model, calibration.tokens, device=calibration.device, kv=kv, memory=memory)
 
 
 def _quantize_layer(
