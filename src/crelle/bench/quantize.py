@@ -66,6 +66,7 @@ def bench_quantize(
     layers: int = 1,
     rows: int = 128,
     length: int = 2048,
+    memory: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
     """Quantize the first layers of a shape and say what the whole model would cost."""
@@ -81,7 +82,7 @@ def bench_quantize(
         small = SyntheticWeights(_WARM_UP, device=device)
         measure(small, scheme, synthetic_tokens(_WARM_UP["vocab_size"], 16, 64), device, layers=1)
     tokens = synthetic_tokens(config["vocab_size"], rows, length)
-    return measure(weights, scheme, tokens, device, layers=_layers(whole), progress=progress)
+    return measure(weights, scheme, tokens, device, layers=_layers(whole), memory=memory, progress=progress)
 
 
 def _layers(weights: RandomWeights) -> int:

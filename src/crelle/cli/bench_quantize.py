@@ -1,15 +1,11 @@
 """crelle bench quantize: how long quantizing a model of a real shape takes, stage by stage."""
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from crelle.cli.console import Device, Json, Results, Threads, out, print_json, tracking, use_threads
-
-if TYPE_CHECKING:
-    from crelle.engine.quantize_cost import QuantizeCost
+from crelle.cli.console import Device, Json, Results, Threads, print_json, tracking, use_threads
+from crelle.cli.quantize_cost import DeviceMemory, as_json, show
 
 NAME = "quantize"
 
@@ -21,6 +17,7 @@ def run(
     rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 128,
     length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 2048,
     device: Device = "auto",
+    memory: DeviceMemory = None,
     threads: Threads = None,
     results: Results = None,
     json: Json = False,
@@ -35,49 +32,18 @@ def run(
     """
     from crelle.bench.environment import write_result
     from crelle.bench.quantize import bench_quantize
+    from crelle.engine.memory import parse_bytes
     from crelle.models.loader import choose_device
 
     use_threads(threads)
-    where = choose_device(device)
+    where, budget = choose_device(device), None if memory is None else parse_bytes(memory)
     with tracking("quantizing") as track:
-        cost = bench_quantize(shape, scheme, where, layers=layers, rows=rows, length=length, progress=track)
+        cost = bench_quantize(
+            shape, scheme, where, layers=layers, rows=rows, length=length, memory=budget, progress=track
+        )
     if results:
         write_result(results, as_json(cost))
     if json:
         print_json(as_json(cost))
         return
     show(cost)
-
-
-def as_json(cost: "QuantizeCost") -> dict[str, Any]:
-    """Return the figures, with those that are extrapolated under a name that says so."""
-    extrapolated = {"layers": cost.layers, "seconds": cost.extrapolated_seconds, "from": _how(cost)}
-    return {**asdict(cost), "seconds_per_layer": cost.seconds_per_layer, "extrapolated": extrapolated}
-
-
-def show(cost: "QuantizeCost") -> None:
-    """Print stages by layer, memory and the extrapolation."""
-    stages = list(dict.fromkeys(name for each in (*cost.layer_seconds, cost.once_seconds) for name in each))
-    table = Table(f"{cost.model}, {cost.scheme}", *(f"layer {i}, s" for i in range(len(cost.layer_seconds))), "once, s")
-    for stage in stages:
-        table.add_row(stage, *(_seconds(each.get(stage)) for each in (*cost.layer_seconds, cost.once_seconds)))
-    table.add_row("all", *(_seconds(sum(each.values())) for each in (*cost.layer_seconds, cost.once_seconds)))
-    out.print(table)
-    lines = [
-        f"{cost.rows} sequences of {cost.length} tokens on {cost.device}, {cost.bits_per_weight:.3f} bits per weight"
-    ]
-    if cost.device_peak_bytes is not None and cost.device_reserved_bytes is not None:
-        peak, reserved = cost.device_peak_bytes / 1e9, cost.device_reserved_bytes / 1e9
-        lines.append(f"peak of GPU memory {peak:.2f} GB, {reserved:.2f} GB with what torch keeps for reuse")
-    lines.append(f"peak of host memory {cost.host_peak_bytes / 1e9:.2f} GB")
-    lines.append(f"whole model, extrapolated ({_how(cost)}): {cost.extrapolated_seconds / 60:.1f} min")
-    for line in (*lines, *cost.left_out):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _how(cost: "QuantizeCost") -> str:
-    return f"{cost.layers} x {cost.seconds_per_layer:.2f} s a layer + {sum(cost.once_seconds.values()):.2f} s once"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

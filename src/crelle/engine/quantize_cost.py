@@ -8,7 +8,7 @@ for kernels that are compiled and libraries that are loaded at their first call.
 
 import resource
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,10 @@ from crelle.models.calibration_model import open_model
 from crelle.models.loader import in_usual_form
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
+from crelle.quantizers.calibrate import memory_for
+from crelle.quantizers.device_limit import device_limit
 from crelle.quantizers.layer_api import Progress
+from crelle.quantizers.memory_plan import CalibrationMemory
 from crelle.quantizers.pipeline import Calibration
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stage_times import SEARCH, StageTimes, recording
@@ -45,6 +48,8 @@ class QuantizeCost:
     device_peak_bytes: int | None  # allocated by torch; None: not on a GPU
     device_reserved_bytes: int | None  # with what torch holds back for reuse
     host_peak_bytes: int  # of the process, from its start on
+    memory_limit: int | None  # that was asked for
+    memory_plan: CalibrationMemory | None  # None: nothing was calibrated
     bits_per_weight: float
     left_out: tuple[str, ...]  # sentences: what the figures do not hold
 
@@ -61,27 +66,43 @@ class QuantizeCost:
 def measure(
     weights: Weights,
     scheme: str,
-    tokens: Tensor,
+    tokens: Tensor | None,
     device: torch.device,
     *,
     layers: int,
+    overrides: Mapping[str, str] | None = None,
+    head: str | None = None,
+    memory: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
-    """Quantize weights that have the first layers of a model with `layers`, on sequences [S, T], and measure it."""
-    calibration = Calibration(tokens, open_model, device)
+    """Quantize weights that have the first layers of a model with `layers`, and measure it.
+
+    `tokens` are the calibration sequences [S, T], for schemes that look at data; `memory`: bytes that may be used.
+    """
+    calibration = None if tokens is None else Calibration(tokens, open_model, device, memory)
     recipe, left_out = parse(scheme), []
     if isinstance(recipe, TrainedConfig) and recipe.tune == "full":
         left_out.append("end-to-end training (tune=full) comes on top and is not in these figures")
         scheme = scheme.replace("tune=full", "tune=short")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with recording(device) as times, tempfile.TemporaryDirectory(prefix="crelle-cost-") as directory:
-        overrides = _search(recipe, weights, calibration, times) if isinstance(recipe, Auto) else {}
+    with (
+        recording(device) as times,
+        device_limit(device, memory),
+        tempfile.TemporaryDirectory(prefix="crelle-cost-") as directory,
+    ):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        overrides = dict(overrides or {})
+        if isinstance(recipe, Auto) and calibration is not None:
+            overrides |= _search(recipe, weights, calibration, times)
+        planned = None
+        if tokens is not None and recipe.calibrated:
+            planned = memory_for(open_model(weights, device), tokens, device, budget=memory)
         seen = _Shards(times, progress)
         report = pipeline.quantize(
             weights,
             Path(directory) / "out",
             scheme,
+            head=head,
             overrides=overrides,
             calibration=calibration,
             view=in_usual_form,
@@ -102,14 +123,16 @@ def measure(
         model=weights.path.name,
         scheme=str(recipe),
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        rows=tokens.shape[0],
-        length=tokens.shape[1],
+        rows=0 if tokens is None else tokens.shape[0],
+        length=0 if tokens is None else tokens.shape[1],
         layers=layers,
         layer_seconds=seen.layers,
         once_seconds=once,
         device_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         device_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
         host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        memory_limit=memory,
+        memory_plan=planned,
         bits_per_weight=report.bits_per_weight,
         left_out=tuple(left_out),
     )

@@ -23,7 +23,7 @@ from crelle.formats.kv import KVFormat
 from crelle.quantizers.half_stats import HalfStatsCollector
 from crelle.quantizers.hidden_states import Store, allocate, load
 from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
-from crelle.quantizers.memory_plan import BATCH, CalibrationMemory, plan_memory
+from crelle.quantizers.memory_plan import CalibrationMemory, plan_host_memory, plan_memory
 from crelle.quantizers.stage_times import FULL, HESSIAN, QUANTIZED, READ, timed
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
 
@@ -46,12 +46,12 @@ class HiddenStates:
 def memory_for(
     model: CalibrationModel, tokens: Tensor, device: torch.device, *, half: bool = True, budget: int | None = None
 ) -> CalibrationMemory:
-    """Plan the memory of calibrating a model on sequences [S, T]; `budget`: bytes of a GPU, default: all of it."""
-    if device.type != "cuda" or not half:
-        return CalibrationMemory(batch=BATCH)
-    free, total = torch.cuda.mem_get_info(device)
+    """Plan the memory of calibrating a model on sequences [S, T]; `budget`: bytes, default: all of a GPU."""
     shapes, width = model.shapes()
     S, T = tokens.shape
+    if device.type != "cuda" or not half:
+        return CalibrationMemory() if budget is None else plan_host_memory(shapes, S, T, width, budget)
+    free, total = torch.cuda.mem_get_info(device)
     return plan_memory(shapes, S, T, width, budget=min(budget or total, total), free=free)
 
 

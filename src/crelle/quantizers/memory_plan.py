@@ -37,6 +37,23 @@ class CalibrationMemory:
     host_bytes: int = 0  # of hidden states in pinned memory
 
 
+def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: int, budget: int) -> CalibrationMemory:
+    """Plan for a CPU, where all is f32 in host memory: products are kept where they fit."""
+    inputs, outputs = sum(K for _, K in shapes), sum(N for N, _ in shapes)
+    widest = max(K for _, K in shapes)
+    token = 4 * (outputs + 3 * widest + 6 * width)
+    work = 8 * sum(N * K for N, K in shapes) + max((8 + _FACTOR) * widest**2, BATCH * T * token)
+    need = work + 3 * 4 * S * T * width
+    kept = 4 * S * T * (inputs + outputs)
+    if need > budget:
+        raise CapacityError(
+            f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.1f} GB, and "
+            f"{budget / 1e9:.1f} GB may be used; allow more with --memory, or give fewer sequences with --rows"
+        )
+    keep = need + kept <= budget
+    return CalibrationMemory(keep=keep, device_bytes=need + kept * keep)
+
+
 def plan_memory(
     shapes: Sequence[tuple[int, int]], S: int, T: int, width: int, *, budget: int, free: int
 ) -> CalibrationMemory:

@@ -347,6 +347,12 @@ def _as_stored(weights: Weights, module: str) -> QuantTensor:
     return Cast(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
 
 
+def matching(overrides: Mapping[str, str], weights: Weights) -> dict[str, str]:
+    """Return the overrides that match a matrix of the weights."""
+    modules = _matrices(weights)
+    return {p: s for p, s in overrides.items() if any(fnmatchcase(m, p) for m in modules)}
+
+
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:
     modules = _matrices(weights)
     for pattern in special:
