@@ -92,7 +92,7 @@ def measure(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         overrides = dict(overrides or {})
-        if isinstance(recipe, Auto) and calibration is not None:
+        if isinstance(recipe, Auto) and recipe.search and calibration is not None:
             overrides |= _search(recipe, weights, calibration, times)
         planned = None
         if tokens is not None and recipe.calibrated:

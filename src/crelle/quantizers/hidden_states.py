@@ -20,10 +20,14 @@ def allocate(S: int, T: int, width: int, dtype: torch.dtype, device: torch.devic
     return torch.empty(S, T, width, dtype=dtype, pin_memory=True)
 
 
+def _in_host_memory(x: Tensor, device: torch.device) -> bool:
+    return x.device.type != device.type
+
+
 def load(x: Tensor, size: int, device: torch.device) -> Iterator[Tensor]:
     """Yield the hidden states in batches of `size` sequences, in f32 on the device."""
     parts = torch.split(x, size)
-    if x.device.type == device.type:
+    if not _in_host_memory(x, device):
         yield from (part.float() for part in parts)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -48,7 +52,7 @@ class Store:
     def __init__(self, into: Tensor, device: torch.device) -> None:
         self._into, self._at = into, 0
         self._copies: torch.cuda.Stream | None = None
-        if into.device.type != device.type:
+        if _in_host_memory(into, device):
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Store":
