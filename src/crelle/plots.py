@@ -21,19 +21,44 @@ def pyplot() -> Any:
     return plt
 
 
-def plot_bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]], title: str, unit: str) -> None:
-    """Draw one group of horizontal bars a label, one bar a series, the value at its end."""
+def plot_bars(
+    path: Path,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    unit: str,
+    between: tuple[float, float] | None = None,
+) -> None:
+    """Draw one group of horizontal bars a label, one bar a series, the value at its end.
+
+    between: the part of the axis to show; a longer bar ends at its edge, with its value.
+    """
     plt = pyplot()
     height = 0.8 / len(series)
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.45 * len(labels)), layout="constrained")
     for i, (name, values) in enumerate(series.items()):
         places = [row + (i - (len(series) - 1) / 2) * height for row in range(len(labels))]
         bars = axes.barh(places, values, height * 0.92, label=name, color=COLOURS[i % len(COLOURS)])
-        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        if between is None:
+            axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+            continue
+        for place, value in zip(places, values, strict=True):
+            beyond = value > between[1]
+            axes.annotate(
+                f"{value:.4g} →" if beyond else f"{value:.4g}",
+                (min(value, between[1]), place),
+                (-3 if beyond else 3, 0),
+                textcoords="offset points",
+                ha="right" if beyond else "left",
+                va="center",
+                fontsize=8,
+                color="white" if beyond else "black",
+            )
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel=unit)
-    axes.margins(x=0.12)
+    axes.set(title=title, xlabel=unit, xlim=between)
+    if between is None:
+        axes.margins(x=0.12)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -17,14 +17,15 @@ from crelle.kernels import cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-SCHEMES = [
-    "rtn:bits=4,group=64",
-    "bcq:bits=3,group=64,rounds=2",
-    "mixed:four=0.25,outliers=0.002",
-    "atom:w=4,a=8,group=64,outliers=64",
-    "atom:w=4,a=4,group=64,outliers=64",
-]
-F16 = 2e-2  # of the largest logit: two layers in f16, and activations whose rounding may fall on the other side
+F16 = 2e-2  # of the largest logit: two layers in f16
+SCHEMES = {
+    "rtn:bits=4,group=64": F16,
+    "bcq:bits=3,group=64,rounds=2": F16,
+    "mixed:four=0.25,outliers=0.002": F16,
+    # f16 rounds activations to other integers than the engine's f32: a CPU in f16 is 0.024 and 0.21 away.
+    "atom:w=4,a=8,group=64,outliers=64": 0.05,
+    "atom:w=4,a=4,group=64,outliers=64": 0.4,
+}
 
 
 def on_gpu(path: Path, **options: Any) -> Any:
@@ -46,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers(scheme: str, source: Path, tmp_path: Path) -> None:
     checkpoint = quantized_copy(source, tmp_path / "q", scheme)
     model = on_gpu(checkpoint)
-    assert error(logits(model), own_logits(checkpoint)) < F16
+    assert error(logits(model), own_logits(checkpoint)) < SCHEMES[scheme]
     linears = [m for m in model.modules() if isinstance(m, CrelleLinear)]
     assert len(linears) == 14
     for m in linears:

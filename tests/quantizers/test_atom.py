@@ -20,10 +20,10 @@ from crelle.models.calibration_model import open_model
 from crelle.models.loader import build
 from crelle.quantizers.atom import Atom
 from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.end_to_end import Network
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
 from crelle.quantizers.ste import trainable_weight
-from crelle.quantizers.training import Network
 
 SMALL = "w=4,a=4,kv=4,group=16,outliers=8"
 SCHEMES = (

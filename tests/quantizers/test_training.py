@@ -18,9 +18,10 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.end_to_end import EndToEnd, Network
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.ste import ScaleTuner, STEWeight, trainable
-from crelle.quantizers.training import EndToEnd, Network, Training, relative_error, tune_block
+from crelle.quantizers.training import Training, relative_error, tune_block
 
 CPU = torch.device("cpu")
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60

@@ -81,9 +81,11 @@ def atom(
         partial.unlink()
         names, ratios = [row.name for row in found], [row.ratio for row in found]
         title = f"{model.name}: W{w}A{a}, part by part"
+        # RTN may be hundreds of times full precision: the others set the axis
+        between = min(1.0, *ratios), max(1.1, 1 + 1.15 * (sorted(ratios)[-2] - 1))
         draw_whole(
             target.with_suffix(".png"),
-            lambda path: plot_bars(path, names, {"perplexity ratio": ratios}, title, "times full precision"),
+            lambda path: plot_bars(path, names, {"perplexity ratio": ratios}, title, "times full precision", between),
         )
     if json:
         print_json(result)

@@ -36,6 +36,13 @@ def run(
         float, typer.Option("--rate", help="Learning rate, in steps of the grid; scales move at half of it.")
     ] = 2e-3,
     seed: Annotated[int, typer.Option("--seed", help="For batches and for what the teacher samples.")] = 0,
+    low_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--low-memory/--fast",
+            help="8-bit Adam and activation checkpointing, or neither. Default: what the device has room for.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was killed.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
@@ -79,6 +86,7 @@ def run(
             device=device,
             resume=resume,
             overwrite=overwrite,
+            low_memory=low_memory,
             progress=track,
         )
     draw_training(report.out, report.losses, {}, report.seconds)

@@ -182,7 +182,7 @@ def _in_two_stages(
         tokens=torch.cat([rows, own]),
         open_model=open_model,
         device=device,
-        what="all",
+        what=trained.train,
         scheme=str(trained),
         resume=bool(options["resume"]),
         overwrite=bool(options["overwrite"]),
@@ -223,6 +223,7 @@ def tune_checkpoint(
     device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
+    low_memory: bool | None = None,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Train a checkpoint end to end on a text, distilling from a teacher where there is one."""
@@ -253,5 +254,6 @@ def tune_checkpoint(
         what=what,
         resume=resume,
         overwrite=overwrite,
+        low_memory=low_memory,
         progress=progress,
     )

@@ -47,7 +47,7 @@ from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.scale_folds import fold_scales, rotate_values, signs
 from crelle.quantizers.stats import InputRounding, Stats, require_stats
-from crelle.quantizers.trained import TrainedConfig, Tune
+from crelle.quantizers.trained import Train, TrainedConfig, Tune
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
@@ -91,6 +91,7 @@ class Atom(TrainedConfig, HessianConfig):
     rate: float = 0.0
     end: int = 3000
     own: int = 2048
+    train: Train = "all"
     seed: int = 0
 
     def __post_init__(self) -> None:

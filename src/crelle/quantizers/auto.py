@@ -25,7 +25,7 @@ from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.search import ParetoFront
 from crelle.quantizers.sensitivity import candidates, sensitivities
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.trained import TrainedConfig, Tune
+from crelle.quantizers.trained import Train, TrainedConfig, Tune
 
 # Matrices of 2- and 4-bit groups, 2.5 to 3.6 bits per weight: less loss there than affine grids, whose f16 scales for
 # small groups are a good part of the bits.
@@ -46,6 +46,7 @@ class Auto(TrainedConfig, GroupedConfig):
     rate: float = 0.0
     end: int = 3000
     own: int = 2048
+    train: Train = "all"
     seed: int = 0
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
 

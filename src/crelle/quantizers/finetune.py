@@ -6,8 +6,10 @@ a task is a few hundred KB). The training state is kept beside the unfinished ch
 """
 
 import hashlib
+import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -23,11 +25,12 @@ from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE
 from crelle.formats.tokenizer_files import check_copied_files
-from crelle.quantizers.layer_api import CalibrationModel, Progress
+from crelle.quantizers.end_to_end import EndToEnd, Network
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, has_half_products
 from crelle.quantizers.pipeline import plan
 from crelle.quantizers.ste import trainable
 from crelle.quantizers.ste_base import TrainableWeight
-from crelle.quantizers.training import EndToEnd, Network, Training
+from crelle.quantizers.training import Training
 from crelle.version import __version__
 
 What = Literal["scales", "all"]
@@ -59,14 +62,21 @@ def tune(
     scheme: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    low_memory: bool | None = None,
     progress: Progress | None = None,
 ) -> TuneReport:
-    """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`."""
+    """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`.
+
+    low_memory: Training.low_memory; None: where the device has too little for the fast way.
+    """
     begun = perf_counter()
     out = destination(out)
     refuse_overlap(out, checkpoint.path, None if teacher is None else teacher.path)
     check_copied_files(checkpoint.path)
     scheme = scheme or f"{checkpoint.scheme}"
+    if low_memory is None:
+        low_memory = fast_bytes(checkpoint, training.batch * tokens.shape[1]) > _total_memory(device)
+    training = replace(training, low_memory=low_memory)
     recipe = {
         "crelle": __version__,
         "format_version": FORMAT_VERSION,
@@ -76,9 +86,13 @@ def tune(
         "tokens": hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest(),
     }
     with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
-        student = Network.of(open_model(checkpoint, device))
-        full = None if teacher is None else Network.of(open_model(teacher, device))
-        coders = _install(checkpoint, student, full, what, device)
+        shrink = in_bf16 if training.low_memory and training.half and has_half_products(device) else None
+        full = None if teacher is None else Network.of(open_model(teacher, device), shrink)
+        coders: dict[str, TrainableWeight] = {}
+        install = _installer(checkpoint, full, what, device, coders)
+        student = Network.of(open_model(checkpoint, device), install, recompute=training.low_memory)
+        if not coders:
+            raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
         run = EndToEnd(student, list(coders.values()), full, tokens, training, device)
         losses = run.run(writer.partial / STATE, progress)
         tuned = {name: coder.export().to("cpu") for name, coder in coders.items()}
@@ -88,23 +102,45 @@ def tune(
     return TuneReport(out, scheme, count, losses, perf_counter() - begun, writer.all_warnings())
 
 
-def _install(
-    checkpoint: Checkpoint, student: Network, full: Network | None, what: What, device: torch.device
-) -> dict[str, TrainableWeight]:
-    """Put a trainable module into every quantized linear of the student; returns them by module name."""
+def fast_bytes(checkpoint: Checkpoint, tokens: int) -> int:
+    """Return about how much memory end-to-end training takes where it need not save any.
+
+    A weight: the teacher's f32, the trained f32, its gradient and two moments, and what products keep of it for
+    backward. A token: inputs and outputs of all linears, and its logits with the teacher's.
+    """
+    shapes = [s["shape"] for m, s in checkpoint.specs.items() if format_of(s).quantized and ".layers." in m]
+    vocabulary = int(checkpoint.config.get("vocab_size", 0))
+    return 30 * sum(map(prod, shapes)) + tokens * (8 * sum(map(sum, shapes)) + 24 * vocabulary)
+
+
+def _total_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def in_bf16(block: Block) -> None:
+    """Products of the teacher are bf16: so may its weights be."""
+    for linear in block.linears().values():
+        linear.weight = linear.weight.bfloat16()
+
+
+def _installer(
+    checkpoint: Checkpoint, full: Network | None, what: What, device: torch.device, coders: dict[str, TrainableWeight]
+) -> Callable[[Block], None]:
+    """Return what puts a trainable module into every quantized linear of a student's block, and into `coders`."""
     sources = {} if full is None else {n: one for b in full.blocks for n, one in b.linears().items()}
-    coders: dict[str, TrainableWeight] = {}
-    for block in student.blocks:
+
+    def install(block: Block) -> None:
         for name, linear in block.linears().items():
             if not format_of(checkpoint.specs[name]).quantized:
                 continue
             stored = checkpoint.matrix(name).to(device)
-            source = _source(stored, sources[name].weight) if name in sources else None
+            source = _source(stored, sources[name].weight) if what == "all" and name in sources else None
             coders[name] = trainable(stored, source, what).to(device)
-            linear.coder = coders[name]
-    if not coders:
-        raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
-    return coders
+            linear.coder, linear.weight = coders[name], torch.empty(0)  # the coder computes it
+
+    return install
 
 
 def _source(stored: QuantTensor, weight: Tensor) -> Tensor | None:

@@ -17,10 +17,15 @@ from crelle.formats.kv import KVFormat
 Progress = Callable[[int, int, str], None]  # (done, total, what), called after each piece of work
 
 
+def has_half_products(device: torch.device) -> bool:
+    """Whether the hardware has instructions for products of bf16."""
+    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
+
+
 def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
     """Autocast matrix products to bf16 where the hardware has instructions for it; sums and residuals stay f32."""
-    able = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted and able, cache_enabled=False)
+    enabled = wanted and has_half_products(device)
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 class Tape:

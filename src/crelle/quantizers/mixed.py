@@ -33,7 +33,7 @@ from crelle.quantizers.grouping import row_slabs, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.mixed_solver import MixedFit, descend, feedback, search_grids, second_order, tune_scales
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.trained import TrainedConfig, Tune
+from crelle.quantizers.trained import Train, TrainedConfig, Tune
 
 
 class Assignment(NamedTuple):
@@ -63,6 +63,7 @@ class Mixed(TrainedConfig, HessianConfig):
     rate: float = 0.0
     end: int = 3000
     own: int = 2048
+    train: Train = "all"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
     tune=none    as fitted
     tune=short   block by block: each layer against the full-precision one, when its matrices are fitted
-    tune=full    then all of the model end to end against the full-precision model (crelle.engine.quantize)
+    tune=full    then all of the model end to end against the full-precision model (crelle.engine.quantize); with
+                 train=scales codes stay as they are, which takes far less memory
 
 Which matrices can be trained, and what of them, their formats say (crelle.quantizers.ste).
 """
@@ -19,6 +20,7 @@ from crelle.quantizers.ste import trainable_weight
 from crelle.quantizers.training import Training, tune_block
 
 Tune = Literal["none", "short", "full"]
+Train = Literal["all", "scales"]
 
 
 class TrainedConfig:
@@ -30,6 +32,7 @@ class TrainedConfig:
     rate: float  # learning rate, in steps of the grid; 0: 5e-3, and more where the grid is finer than 3 bits
     end: int  # steps of end-to-end training, with tune=full
     own: int  # sequences that the model itself generates for it
+    train: Train  # what trains end to end: weights and scales, or scales alone, with the codes fixed
     seed: int
 
     @property

@@ -1,30 +1,21 @@
-"""Training a quantized model: block by block against the full-precision block, then end to end.
+"""Training quantized weights: hyperparameters, optimizer steps, and block by block against the full-precision block.
 
 Block-wise   min over a block's parameters of  mean_t |B̂(x̂_t) - y_t|² / |y_t|²     x̂ from the quantized prefix, y from
              the full-precision model. Divided by |y_t|², since the next norm divides by it: otherwise the few tokens
              with huge activations would dominate. One block is in memory.
-End to end   min over all parameters of  mean_t KL(p_t ‖ p̂_t)     p the full-precision model's next-token distribution;
-             or the plain language-model loss where there is no teacher (AlphaTuning on a task's text).
 
-Both are deterministic for a seed; end to end saves its state and resumes from it.
+Deterministic for a seed. End to end: crelle.quantizers.end_to_end.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from crelle.errors import FormatError
-from crelle.formats.io import whole_file
-from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
+from crelle.quantizers.layer_api import Block, half_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +29,7 @@ class Training:
     warmup: int = 20
     seed: int = 0
     half: bool = True  # bf16 products where the machine has them; parameters and sums stay f32
-
-
-_CHUNK = 512  # tokens whose logits are in memory at one time on a CPU
+    low_memory: bool = False  # end to end: moments of 8 bits, blocks recomputed in backward (crelle.quantizers.adam8)
 
 
 def parameter_groups(coders: Iterable[nn.Module], t: Training) -> list[dict[str, Any]]:
@@ -54,7 +43,7 @@ def parameter_groups(coders: Iterable[nn.Module], t: Training) -> list[dict[str,
     return [g for g in groups if g["params"]]
 
 
-def _rate(step: int, t: Training) -> float:
+def rate_at(step: int, t: Training) -> float:
     """Linear warm-up, then cosine decay to 1% of the rate."""
     if step < t.warmup and t.steps > 2 * t.warmup:
         return (step + 1) / t.warmup
@@ -87,7 +76,7 @@ class TrainStep:
     def __call__(self, step: int, *inputs: Tensor) -> Tensor:
         """Take step number `step` of the schedule; returns the loss before it."""
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
-            rate = base * _rate(step, self.t)
+            rate = base * rate_at(step, self.t)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -102,6 +91,12 @@ class TrainStep:
         assert self._graph is not None
         self._graph.replay()
         return self._loss.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
     def _eager(self, *inputs: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -142,116 +137,3 @@ def tune_block(
 def relative_error(out: Tensor, target: Tensor) -> Tensor:
     """Mean over tokens of the squared error divided by the squared norm."""
     return ((out - target).square().mean(-1) / target.square().mean(-1).clamp(min=1e-12)).mean()
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A whole calibration model in memory."""
-
-    model: CalibrationModel
-    blocks: Sequence[Block]
-
-    @classmethod
-    def of(cls, model: CalibrationModel) -> "Network":
-        return cls(model, [model.block(i) for i in range(model.layers)])
-
-    def hidden(self, rows: Tensor) -> Tensor:
-        """Return what the output head reads, [B, T, width], for token ids [B, T]."""
-        x = self.model.embed(rows)
-        for block in self.blocks:
-            x = block(x)
-        return self.model.finish(x)
-
-
-class EndToEnd:
-    """Trains the coders in a network on token sequences [S, T], by distillation or by the language-model loss."""
-
-    def __init__(
-        self,
-        student: Network,
-        coders: Sequence[nn.Module],
-        teacher: Network | None,
-        tokens: Tensor,
-        t: Training,
-        device: torch.device,
-    ) -> None:
-        self.student, self.coders, self.teacher = student, list(coders), teacher
-        self.tokens, self.t, self.device = tokens, t, device
-        self.step = TrainStep(self._loss_of, self.coders, t, device)
-        self.losses: list[float] = []
-
-    def run(self, state: Path | None = None, progress: Progress | None = None, save_every: float = 60.0) -> list[float]:
-        """Train to the end, from `state` if that file is there; returns the losses."""
-        if state is not None and state.exists():
-            self._load(state)
-        saved = time.monotonic()
-        pending: list[Tensor] = []
-        while len(self.losses) + len(pending) < self.t.steps:
-            pending.append(self._take(len(self.losses) + len(pending)))
-            if (
-                len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps
-            ):  # losses are copied to the host every tenth step
-                self.losses += [float(loss) for loss in pending]
-                pending.clear()
-                if progress:
-                    progress(len(self.losses), self.t.steps, f"loss {sum(self.losses[-10:]) / 10:.4f}")
-                if state is not None and time.monotonic() - saved > save_every:
-                    self._save(state)
-                    saved = time.monotonic()
-        return self.losses
-
-    def _take(self, step: int) -> Tensor:
-        # The batch of a step depends on the seed and the step alone, so that a resumed run sees the same data.
-        order = torch.Generator().manual_seed(self.t.seed * 1_000_003 + step)
-        pick = torch.randint(0, len(self.tokens), (self.t.batch,), generator=order)
-        return self.step(step, self.tokens[pick].to(self.device))
-
-    def _loss_of(self, rows: Tensor) -> Tensor:
-        with half_products(self.device, self.t.half):
-            soft = None
-            if self.teacher is not None:
-                with torch.no_grad():
-                    soft = self.teacher.hidden(rows)
-            return self._loss(self.student.hidden(rows), soft, rows)
-
-    def _loss(self, out: Tensor, soft: Tensor | None, rows: Tensor) -> Tensor:
-        flat = out[:, :-1].flatten(0, 1)
-        goal = rows[:, 1:].flatten() if soft is None else soft[:, :-1].flatten(0, 1)
-        of = self._cross_entropy if soft is None else self._divergence
-        if self.device.type == "cuda":
-            return of(flat, goal) / len(flat)
-        # Chunk by chunk, recomputed in backward: the logits of a whole batch would fill the memory.
-        parts = [
-            checkpoint(of, flat[i : i + _CHUNK], goal[i : i + _CHUNK], use_reentrant=False)
-            for i in range(0, len(flat), _CHUNK)
-        ]
-        return torch.stack(parts).sum() / len(flat)
-
-    def _divergence(self, out: Tensor, soft: Tensor) -> Tensor:
-        assert self.teacher is not None
-        mine = self.student.model.logits(out).float().log_softmax(-1)
-        with torch.no_grad():
-            theirs = self.teacher.model.logits(soft).float().log_softmax(-1)
-        return F.kl_div(mine, theirs, log_target=True, reduction="sum")
-
-    def _cross_entropy(self, out: Tensor, goal: Tensor) -> Tensor:
-        return F.cross_entropy(self.student.model.logits(out).float(), goal, reduction="sum")
-
-    def _save(self, path: Path) -> None:
-        state = {
-            "coders": [c.state_dict() for c in self.coders],
-            "optimizer": self.step.optimizer.state_dict(),
-            "losses": self.losses,
-        }
-        with whole_file(path) as f:
-            torch.save(state, f)
-
-    def _load(self, path: Path) -> None:
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            for coder, old in zip(self.coders, state["coders"], strict=True):
-                coder.load_state_dict(old)
-            self.step.optimizer.load_state_dict(state["optimizer"])
-            self.losses = list(state["losses"])
-        except (RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as e:
-            raise FormatError(f"{path} is not the state of this training ({e}); delete it to start anew") from e

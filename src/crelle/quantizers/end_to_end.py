@@ -1,0 +1,155 @@
+"""Training a whole quantized model end to end, saving its state so that a killed run goes on.
+
+    min over all parameters of  mean_t KL(p_t ‖ p̂_t)     p the full-precision model's next-token distribution;
+    or the plain language-model loss where there is no teacher (AlphaTuning on a task's text)
+
+Deterministic for a seed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from crelle.errors import FormatError
+from crelle.formats.io import whole_file
+from crelle.quantizers.adam8 import LowMemoryStep
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
+from crelle.quantizers.training import Training, TrainStep
+
+_CHUNK = 512  # tokens whose logits are in memory at one time, on a CPU and where memory is short
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A whole calibration model in memory."""
+
+    model: CalibrationModel
+    blocks: Sequence[Block]
+    recompute: bool = False  # blocks in backward (activation checkpointing)
+
+    @classmethod
+    def of(
+        cls, model: CalibrationModel, prepare: Callable[[Block], None] | None = None, recompute: bool = False
+    ) -> "Network":
+        """Build all blocks; `prepare` is called with each before the next is built, and may drop what it holds."""
+        blocks = []
+        for i in range(model.layers):
+            blocks.append(model.block(i))
+            if prepare is not None:
+                prepare(blocks[-1])
+        return cls(model, blocks, recompute)
+
+    def hidden(self, rows: Tensor) -> Tensor:
+        """Return what the output head reads, [B, T, width], for token ids [B, T]."""
+        x = self.model.embed(rows)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else block(x)
+        return self.model.finish(x)
+
+
+class EndToEnd:
+    """Trains the coders in a network on token sequences [S, T], by distillation or by the language-model loss."""
+
+    def __init__(
+        self,
+        student: Network,
+        coders: Sequence[nn.Module],
+        teacher: Network | None,
+        tokens: Tensor,
+        t: Training,
+        device: torch.device,
+    ) -> None:
+        self.student, self.coders, self.teacher = student, list(coders), teacher
+        self.tokens, self.t, self.device = tokens, t, device
+        self.step: TrainStep | LowMemoryStep = (LowMemoryStep if t.low_memory else TrainStep)(
+            self._loss_of, self.coders, t, device
+        )
+        self.losses: list[float] = []
+
+    def run(self, state: Path | None = None, progress: Progress | None = None, save_every: float = 60.0) -> list[float]:
+        """Train to the end, from `state` if that file is there; returns the losses.
+
+        The state is saved after `save_every` seconds, or later where saving would take more than a tenth of the time.
+        """
+        if state is not None and state.exists():
+            self._load(state)
+        saved = time.monotonic()
+        pending: list[Tensor] = []
+        while len(self.losses) + len(pending) < self.t.steps:
+            pending.append(self._take(len(self.losses) + len(pending)))
+            if (
+                len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps
+            ):  # losses are copied to the host every tenth step
+                self.losses += [float(loss) for loss in pending]
+                pending.clear()
+                if progress:
+                    progress(len(self.losses), self.t.steps, f"loss {sum(self.losses[-10:]) / 10:.4f}")
+                if state is not None and time.monotonic() - saved > save_every:
+                    begun = time.monotonic()
+                    self._save(state)
+                    saved = time.monotonic()
+                    save_every = max(save_every, 10 * (saved - begun))
+        return self.losses
+
+    def _take(self, step: int) -> Tensor:
+        # The batch of a step depends on the seed and the step alone, so that a resumed run sees the same data.
+        order = torch.Generator().manual_seed(self.t.seed * 1_000_003 + step)
+        pick = torch.randint(0, len(self.tokens), (self.t.batch,), generator=order)
+        return self.step(step, self.tokens[pick].to(self.device))
+
+    def _loss_of(self, rows: Tensor) -> Tensor:
+        with half_products(self.device, self.t.half):
+            soft = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    soft = self.teacher.hidden(rows)
+            return self._loss(self.student.hidden(rows), soft, rows)
+
+    def _loss(self, out: Tensor, soft: Tensor | None, rows: Tensor) -> Tensor:
+        flat = out[:, :-1].flatten(0, 1)
+        goal = rows[:, 1:].flatten() if soft is None else soft[:, :-1].flatten(0, 1)
+        of = self._cross_entropy if soft is None else self._divergence
+        if self.device.type == "cuda" and not self.t.low_memory:
+            return of(flat, goal) / len(flat)
+        # Chunk by chunk, recomputed in backward: the logits of a whole batch would fill the memory.
+        parts = [
+            checkpoint(of, flat[i : i + _CHUNK], goal[i : i + _CHUNK], use_reentrant=False)
+            for i in range(0, len(flat), _CHUNK)
+        ]
+        return torch.stack(parts).sum() / len(flat)
+
+    def _divergence(self, out: Tensor, soft: Tensor) -> Tensor:
+        assert self.teacher is not None
+        mine = self.student.model.logits(out).float().log_softmax(-1)
+        with torch.no_grad():
+            theirs = self.teacher.model.logits(soft).float().log_softmax(-1)
+        return F.kl_div(mine, theirs, log_target=True, reduction="sum")
+
+    def _cross_entropy(self, out: Tensor, goal: Tensor) -> Tensor:
+        return F.cross_entropy(self.student.model.logits(out).float(), goal, reduction="sum")
+
+    def _save(self, path: Path) -> None:
+        state = {
+            "coders": [c.state_dict() for c in self.coders],
+            "optimizer": self.step.state_dict(),
+            "losses": self.losses,
+        }
+        with whole_file(path) as f:
+            torch.save(state, f)
+
+    def _load(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            for coder, old in zip(self.coders, state["coders"], strict=True):
+                coder.load_state_dict(old)
+            self.step.load_state_dict(state["optimizer"])
+            self.losses = list(state["losses"])
+        except (RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as e:
+            raise FormatError(f"{path} is not the state of this training ({e}); delete it to start anew") from e
