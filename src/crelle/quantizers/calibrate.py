@@ -20,6 +20,7 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv import KVFormat
+from crelle.quantizers.grouping import slabs_on_gpu
 from crelle.quantizers.half_stats import HalfStatsCollector
 from crelle.quantizers.hidden_states import Store, allocate, load
 from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
@@ -195,7 +196,8 @@ class LayerCalibration:
                 found = None if rounding is None else rounding(name, stats)
                 if found is not None and found not in by_rounding:
                     by_rounding[found] = self.stats(stage[0], found)
-                fitted[name] = fit(name, weight, stats if found is None else by_rounding[found])
+                with slabs_on_gpu(self._calibrator.memory.slab):
+                    fitted[name] = fit(name, weight, stats if found is None else by_rounding[found])
             self._set({name: fitted[name] for name in stage})
         return fitted
 
@@ -249,10 +251,11 @@ class LayerCalibration:
                 linears[module].bias = v.to(self._calibrator.device, torch.float32)
 
     def _set(self, fitted: Mapping[str, QuantTensor]) -> None:
-        for name, w in fitted.items():
-            linear = self.block.linears()[name]
-            linear.weight = w.dequantize(torch.float32).to(self._calibrator.device)
-            linear.activation = input_rounding(w.to(self._calibrator.device))
+        with timed(QUANTIZED):
+            for name, w in fitted.items():
+                linear = self.block.linears()[name]
+                linear.weight = w.to(self._calibrator.device).dequantize(torch.float32)
+                linear.activation = input_rounding(w.to(self._calibrator.device))
 
     @torch.no_grad()
     def end(self) -> None:

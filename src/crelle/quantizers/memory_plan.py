@@ -7,8 +7,8 @@
     states    hidden states of all sequences, three times: of both models, and behind the layer
     kept      what the linears of a layer read and give, so that no product is computed twice
 Solver and batch are not needed at the same time. What fits is put on the device in the order of this list; states that
-do not fit go to pinned host memory, products that are not kept are computed again. That changes no result. The size of
-a batch does change the last digits, so it depends on the budget alone and not on what is free at the moment.
+do not fit go to pinned host memory, products that are not kept are computed again. That changes no result. The sizes of
+batches and slabs do change the last digits, so they depend on the budget alone and not on what is free at the moment.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from crelle.errors import CapacityError
+from crelle.quantizers.grouping import SLAB_CUDA
 
 BATCH = 8  # sequences
 _FACTOR = 28  # bytes per entry of H at the peak of its factorization
-_SLAB = 1 << 26  # weights that a solver works on at one time
-_LEVELS = 60  # bytes for each of them
+_LEVELS = 60  # bytes for each weight of a slab
+_LEAST_SLAB = 1 << 22
 _SPARE = 0.9  # of a budget: the rest is for what allocators lose between blocks
 
 
@@ -33,6 +34,7 @@ class CalibrationMemory:
     states: torch.dtype = torch.float32
     states_on_device: bool = True
     keep: bool = True  # what linears read and give
+    slab: int = SLAB_CUDA  # weights that a solver works on at one time
     device_bytes: int = 0  # expected peak
     host_bytes: int = 0  # of hidden states in pinned memory
 
@@ -63,14 +65,16 @@ def plan_memory(
     """
     inputs, outputs = sum(K for _, K in shapes), sum(N for N, _ in shapes)
     layer = 8 * sum(N * K for N, K in shapes)
-    solver = max(8 * K * K + max(_FACTOR * K * K, 8 * K * K + _LEVELS * min(N * K, _SLAB)) for N, K in shapes)
     widest = max(K for _, K in shapes)
     token = 4 * outputs + 12 * widest + 24 * width  # bytes: products in bf16 and what is made of them, sums' inputs
     room = int(_SPARE * budget)
     batch = min(BATCH, S)
     while batch > 1 and layer + 10 * widest**2 + batch * T * token > room:
         batch //= 2
-    work = layer + max(solver, 10 * widest**2 + batch * T * token)
+    slab = SLAB_CUDA
+    while slab > _LEAST_SLAB and layer + _solver_bytes(shapes, slab) > room:
+        slab //= 2
+    work = layer + max(_solver_bytes(shapes, slab), 10 * widest**2 + batch * T * token)
     if work > room:
         raise CapacityError(
             f"a layer of this model takes about {work / 1e9:.1f} GB of GPU memory to quantize, and {room / 1e9:.1f} GB "
@@ -82,4 +86,9 @@ def plan_memory(
     kept = S * T * (2 * outputs + 4 * inputs)
     keep = on_device and states + kept <= left
     used = work + states * on_device + kept * keep
-    return CalibrationMemory(batch, torch.bfloat16, on_device, keep, used, 0 if on_device else states)
+    return CalibrationMemory(batch, torch.bfloat16, on_device, keep, slab, used, 0 if on_device else states)
+
+
+def _solver_bytes(shapes: Sequence[tuple[int, int]], slab: int) -> int:
+    """Return the peak of a solver: its factorization, or the factors and a slab of rows."""
+    return max(8 * K * K + max(_FACTOR * K * K, 8 * K * K + _LEVELS * min(N * K, slab)) for N, K in shapes)
