@@ -84,6 +84,13 @@ class PlannedShape:
         return sum(m.N * m.K * m.count for m in self.matrices if m.expert == expert)
 
 
+def config_named(shape: str) -> dict[str, Any]:
+    """Return the config of a named shape, or say which there are."""
+    if (config := SHAPES.get(shape) or LARGE.get(shape)) is None:
+        raise SchemeError(f"there is no shape '{shape}'; choose one of: {', '.join(NAMES)}")
+    return dict(config)
+
+
 def planned_shape(model: str) -> PlannedShape:
     """Describe a named shape or the model that lies at a path, or say what there is."""
     if config := SHAPES.get(model) or LARGE.get(model):

@@ -9,6 +9,7 @@ from crelle.cli import (
     bench_gemm,
     bench_gemv,
     bench_plot,
+    bench_quantize,
     bench_serve,
     bench_startup,
 )
@@ -24,6 +25,7 @@ COMMANDS = (
     bench_attention,
     bench_decode,
     bench_serve,
+    bench_quantize,
     bench_accuracy,
     bench_startup,
     bench_plot,

@@ -7,6 +7,7 @@ import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
 from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads, warn
+from crelle.cli.quantize_cost import DeviceMemory, as_json, show
 from crelle.cli.training_plot import draw_training
 from crelle.errors import SchemeError
 
@@ -35,6 +36,10 @@ def run(
     length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
     own: Annotated[int, typer.Option("--own", help="Sequences sampled from the model besides, for other text.")] = 0,
     device: Device = "cpu",
+    memory: DeviceMemory = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing: measure a layer, print what all would take.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was killed.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
@@ -82,9 +87,14 @@ def run(
 
     `crelle quantize model.gguf out/m --scheme bcq:bits=2,group=64 --head 4`
 
+    `--dry-run` quantizes the first layer only, into a temporary directory, and prints stages, minutes and gigabytes
+    that the whole model would take on this machine. `--memory 16GB` bounds what calibration uses of a GPU.
+
     A run that was killed continues with `--resume` and ends in the same bytes. A scheme that trains leaves its losses
     in OUT/training.json and plots them in OUT/training.png.
     """
+    from crelle.engine.memory import parse_bytes
+    from crelle.engine.quantize import dry_run as measured
     from crelle.engine.quantize import quantize
     from crelle.formats.destination import destination, refuse_overlap
     from crelle.quantizers.scheme import parse
@@ -104,18 +114,27 @@ def run(
         raise SchemeError("name a recipe with --scheme, e.g. --scheme auto:bits=3.35, or a plan with --plan")
     looks = any(parse(s).calibrated for s in (scheme, *overrides.values()))
     text = calibration_text(calib, rows=rows, length=length, own=own) if looks else None
+    options = {
+        "text": text,
+        "device": device,
+        "head": head_scheme(head),
+        "overrides": overrides,
+        "memory": None if memory is None else parse_bytes(memory),
+    }
+    if dry_run:
+        with tracking("measuring") as track:
+            cost = measured(source, scheme, progress=track, **options)  # type: ignore[arg-type]
+        print_json(as_json(cost)) if json else show(cost)
+        return
     with tracking("quantizing") as track:
         report = quantize(
             source,
             target,
             scheme,
-            text=text,
-            device=device,
-            head=head_scheme(head),
-            overrides=overrides,
             resume=resume,
             overwrite=overwrite,
             progress=track,
+            **options,  # type: ignore[arg-type]
         )
     draw_training(report.out, report.losses, report.block_losses)
     warn(report.warnings)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
+from crelle.engine.first_layers import FirstLayers, layer_count
+from crelle.engine.quantize_cost import PLANNING_ROWS, QuantizeCost, measure
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.checkpoint import Checkpoint
@@ -23,6 +25,7 @@ from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, choose_device, in_usual_form, read_spec
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
+from crelle.quantizers.device_limit import device_limit
 from crelle.quantizers.finetune import TuneReport, What, tune
 from crelle.quantizers.layer_api import Progress
 from crelle.quantizers.pipeline import Calibration, Report
@@ -30,7 +33,6 @@ from crelle.quantizers.scheme import parse
 from crelle.quantizers.trained import TrainedConfig
 from crelle.quantizers.training import Training
 
-_PLANNING_ROWS = 16
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 _PROMPT = 16  # tokens of the text that the model continues
 
@@ -44,11 +46,15 @@ def quantize(
     device: str = "auto",
     head: str | None = None,
     overrides: Mapping[str, str] | None = None,
+    memory: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize `source` into a checkpoint at `out`; schemes that calibrate need `text`."""
+    """Quantize `source` into a checkpoint at `out`; schemes that calibrate need `text`.
+
+    `memory`: bytes that calibration may use of the device.
+    """
     begun = perf_counter()
     out = destination(out)
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
@@ -62,7 +68,7 @@ def quantize(
     if any(q.calibrated for q in chosen):
         if text is None:
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
-        calibration = _calibration(source, text, choose_device(device), progress)
+        calibration = replace(_calibration(source, text, choose_device(device), progress), memory=memory)
     if isinstance(chosen[0], Auto) and calibration is not None:
         overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
     options = {
@@ -73,14 +79,47 @@ def quantize(
         "overwrite": overwrite,
         "progress": progress,
     }
-    if staged:
-        assert trained is not None
-        assert calibration is not None
-        assert text is not None
-        report = _in_two_stages(source, out, trained, calibration, text, options)  # type: ignore[arg-type]
-    else:
-        report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
+    with device_limit(choose_device(device), memory):
+        if staged:
+            assert trained is not None
+            assert calibration is not None
+            assert text is not None
+            report = _in_two_stages(source, out, trained, calibration, text, options)  # type: ignore[arg-type]
+        else:
+            report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
     return replace(report, seconds=perf_counter() - begun)
+
+
+def dry_run(
+    source: str | Path,
+    scheme: str,
+    *,
+    text: CalibrationData | None = None,
+    device: str = "auto",
+    head: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> QuantizeCost:
+    """Quantize the first layer of a model (on a GPU two: the first one warms up) and say what all of it would cost."""
+    weights = open_weights(source, encoded=True)
+    if isinstance(weights, Checkpoint):
+        raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
+    where, count = choose_device(device), layer_count(weights)
+    first = FirstLayers(weights, min(count, 2 if where.type == "cuda" else 1))
+    tokens, left_out = None, []
+    if any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())):
+        if text is None:
+            raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
+        length = min(text.length, read_spec(weights).context)
+        tokens = rows_of(Tokenizer.of(weights), text.text, length, text.rows + text.own, text.seed)
+        if text.own:
+            left_out.append(f"sampling {text.own} sequences from the model comes on top and is not in these figures")
+    matching = pipeline.matching(overrides or {}, in_usual_form(first))
+    cost = measure(
+        first, scheme, tokens, where, layers=count, overrides=matching, head=head, memory=memory, progress=progress
+    )
+    return replace(cost, left_out=(*left_out, *cost.left_out))
 
 
 def _calibration(
@@ -98,7 +137,7 @@ def _calibration(
 def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Progress | None) -> dict[str, str]:
     """Choose bits and group for every matrix."""
     model = calibration.open(open_weights(source), calibration.device)
-    return auto.plan(model, calibration.tokens[:_PLANNING_ROWS], calibration.device, progress)
+    return auto.plan(model, calibration.tokens[:PLANNING_ROWS], calibration.device, progress)
 
 
 def _own_rows(

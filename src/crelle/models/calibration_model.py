@@ -1,5 +1,6 @@
 """Models for calibration and training: the layers that are served, over linears whose weights can be replaced."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,7 +18,9 @@ from crelle.models.cache import attention, key_center
 from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, OutputLayer, capped
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
+from crelle.models.read_ahead import ReadAhead
 from crelle.models.rope import angles
+from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads
 
 
@@ -91,6 +94,11 @@ class CalibrationBlock(nn.Module):
         self._tape: Tape | None = None
         self._kv: KVFormat | None = None
         self._center: Tensor | None = None
+
+    def twin(self) -> "CalibrationBlock":
+        shared = [self.spec, self.spec.attention, *(t for m in self._linears.values() for t in (m.weight, m.bias))]
+        layer = deepcopy(self.layer, {id(one): one for one in shared if one is not None})
+        return CalibrationBlock(layer, self._arch, self._index, self._compute).eval()
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x, _NoCache(self._tape, self._kv, self._center))
@@ -168,7 +176,8 @@ class CalibrationModel:
     def __init__(self, weights: Weights, device: torch.device | str = "cpu") -> None:
         self.weights, self.device = in_usual_form(weights), torch.device(device)
         self.arch = architecture(self.weights)
-        self._build = _OpenBuilder(self.weights, frozenset(self.weights.names()), torch.float32, self.device, None)
+        self._ahead = ReadAhead(self.weights)
+        self._build = _OpenBuilder(self._ahead, frozenset(self.weights.names()), torch.float32, self.device, None)
         self._compute = _WholeSequences()
 
     @property
@@ -181,6 +190,23 @@ class CalibrationModel:
 
     def layer_name(self, i: int) -> str:
         return self.arch.names.layer.format(i)
+
+    def shapes(self) -> tuple[list[tuple[int, int]], int]:
+        inside = f"{self.layer_name(0)}."
+        found = [(s[0], s[1]) for n, s in tensor_shapes(self.arch).items() if n.startswith(inside) and len(s) == 2]
+        return found, self.arch.spec.width
+
+    def read_ahead(self, i: int) -> None:
+        inside = f"{self.layer_name(i)}."
+        self._ahead.begin(n.removesuffix(".weight") for n in self._matrices if n.startswith(inside))
+
+    @cached_property
+    def _matrices(self) -> list[str]:
+        return [n for n in self.weights.names() if n.endswith(".weight") and len(self.weights.shape(n)) == 2]
+
+    def drop_tables(self) -> None:
+        for name in ("_embedding", "_head"):
+            self.__dict__.pop(name, None)
 
     def block(self, i: int) -> Block:
         return CalibrationBlock(Layer(self._build, self.arch, i), self.arch, i, self._compute).eval()

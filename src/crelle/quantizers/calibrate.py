@@ -5,8 +5,10 @@ inputs that reach it from everything quantized before, so later matrices compens
 
 A token's weight in the sums is 1/|y_t|², y the residual stream after the layer: the next norm divides by it, and
 without it a handful of tokens with huge activations would dominate. In memory: one layer (twice), both hidden states
-[S, T, width], what each stage reads in the full-precision layer [S, T, K], what each linear of the quantized layer
-returns [S, T, N], one K² Hessian.
+[S, T, width], one K² Hessian; and where there is room, what each stage reads in the full-precision layer [S, T, K] and
+what each linear of the quantized layer returns [S, T, N], which otherwise are computed again. On a GPU hidden states
+are bf16, in host memory where they do not fit (crelle.quantizers.memory_plan), and Hessians are sums of products of
+bf16 inputs (crelle.quantizers.half_stats); the next layer is read while this one is quantized.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +20,13 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv import KVFormat
+from crelle.quantizers.grouping import slabs_on_gpu
+from crelle.quantizers.half_stats import HalfStatsCollector
+from crelle.quantizers.hidden_states import Store, allocate, load
 from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
+from crelle.quantizers.memory_plan import CalibrationMemory, plan_host_memory, plan_memory
+from crelle.quantizers.stage_times import FULL, HESSIAN, QUANTIZED, READ, timed
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
-from crelle.quantizers.training import relative_error
 
 Fit = Callable[[str, Tensor, Stats], QuantTensor]  # (module, weight, stats of its input)
 Rounding = Callable[[str, Stats], InputRounding | None]  # how a module's input is to be quantized, by its stats
@@ -38,6 +44,18 @@ class HiddenStates:
     quantized: Tensor  # in the model as quantized so far
 
 
+def memory_for(
+    model: CalibrationModel, tokens: Tensor, device: torch.device, *, half: bool = True, budget: int | None = None
+) -> CalibrationMemory:
+    """Plan the memory of calibrating a model on sequences [S, T]; `budget`: bytes, default: all of a GPU."""
+    shapes, width = model.shapes()
+    S, T = tokens.shape
+    if device.type != "cuda" or not half:
+        return CalibrationMemory() if budget is None else plan_host_memory(shapes, S, T, width, budget)
+    free, total = torch.cuda.mem_get_info(device)
+    return plan_memory(shapes, S, T, width, budget=min(budget or total, total), free=free)
+
+
 class Calibrator:
     """Runs sequences through the model; `begin` (or `skip`) is called for each layer in turn."""
 
@@ -47,16 +65,39 @@ class Calibrator:
         tokens: Tensor,
         *,
         device: torch.device | str = "cpu",
-        batch: int = 8,
+        batch: int | None = None,  # sequences; default: by the memory plan
         half: bool = True,  # bf16 products where the machine has them
         kv: KVFormat | None = None,  # the cache that the quantized model reads keys and values from
+        memory: CalibrationMemory | None = None,  # default: what `memory_for` plans
     ) -> None:
         self.kv = kv if kv is not None and kv.coded else None
-        self.model, self.device, self.batch, self.half = model, torch.device(device), batch, half
-        with torch.no_grad():
-            x = torch.cat([model.embed(t.to(self.device)) for t in torch.split(tokens, batch)])
-        self.hidden = HiddenStates(x, x.clone())
+        self.model, self.device, self.half = model, torch.device(device), half
+        self.memory = memory or memory_for(model, tokens, self.device, half=half)
+        self.batch = batch or self.memory.batch
         self.next = 0
+        parts = torch.split(tokens, self.batch)
+        with torch.no_grad(), timed(READ):
+            self._shape = len(tokens), tokens.shape[1], model.shapes()[1]
+            full = self._room()
+            with Store(full, self.device) as store:
+                for part in parts:
+                    store.put(model.embed(part.to(self.device)))
+            self.hidden = HiddenStates(full, self._room().copy_(full))
+        model.drop_tables()
+        self._spare: Tensor | None = None  # hidden states that nobody needs any more
+
+    def _room(self) -> Tensor:
+        return allocate(*self._shape, self.memory.states, self.device, on_device=self.memory.states_on_device)
+
+    def take_room(self) -> Tensor:
+        """Return room for hidden states: what earlier layers no longer need, or new."""
+        found, self._spare = self._spare, None
+        return self._room() if found is None else found
+
+    def collector(self, K: int) -> StatsCollector:
+        """Return a collector of stats in the accuracy of this device."""
+        half = self.half and self.memory.states == torch.bfloat16
+        return HalfStatsCollector(K, self.device) if half else StatsCollector(K, self.device, cross=True)
 
     def at(self, name: str) -> bool:
         """Tell whether a shard is the next layer."""
@@ -65,16 +106,27 @@ class Calibrator:
     @torch.no_grad()
     def begin(self, stats: bool = True) -> "LayerCalibration":
         """Build the next layer and run the full-precision hidden states through it; stats: some will be asked for."""
-        full, block = self.model.block(self.next), self.model.block(self.next)
+        with timed(READ):
+            full = self.model.block(self.next)
+            if self.device.type == "cuda" and self.next + 1 < self.model.layers:
+                self.model.read_ahead(self.next + 1)
+            block = full.twin()
         if self.kv is not None:
-            block.round_cache(self.kv, self.hidden.full)
-        read: dict[str, list[Tensor]] = {stage[0]: [] for stage in full.stages()} if stats else {}
+            block.round_cache(self.kv, self.hidden.full[:1].to(self.device, torch.float32))
+        read: dict[str, list[Tensor]] = {}
+        if stats and self.memory.keep:
+            read = {stage[0]: [] for stage in full.stages()}
         for name, inputs in read.items():
             full.linears()[name].watch = inputs.append
-        after = self._through(full, self.hidden.full)
+        after, weights = self.take_room(), []
+        with timed(FULL), Store(after, self.device) as store:
+            for x in self.batches(self.hidden.full):
+                y = self.through(full, x)
+                weights.append(y.float().square().mean(-1).clamp(min=1e-12).reciprocal_())  # [B, T]
+                store.put(y)
         for name in read:
             full.linears()[name].watch = None
-        return LayerCalibration(self, full, block, after, read)
+        return LayerCalibration(self, full, block, after, torch.cat(weights), read)
 
     @torch.no_grad()
     def skip(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
@@ -83,32 +135,47 @@ class Calibrator:
         layer.put(fitted, vectors)
         layer.end()
 
-    def _through(self, block: Block, x: Tensor, tapes: Sequence[Tape] = ()) -> Tensor:
-        after = []
-        with half_products(self.device, self.half):
-            for i, part in enumerate(torch.split(x, self.batch)):
-                with _on_tape(block, tapes[i] if tapes else None):
-                    after.append(block(part))
-        return torch.cat(after)
+    def batches(self, states: Tensor) -> Iterator[Tensor]:
+        """Yield hidden states batch by batch, f32 on the device."""
+        return load(states, self.batch, self.device)
+
+    def through(self, block: Block, x: Tensor, tape: Tape | None = None) -> Tensor:
+        """Run a batch through a layer."""
+        with half_products(self.device, self.half), _on_tape(block, tape):
+            return block(x)
+
+    def moved_on(self, layer: "LayerCalibration") -> None:
+        """Take the hidden states behind a layer for those before the next one."""
+        self._spare, self.hidden.full = self.hidden.full, layer.after
+        self.next += 1
 
 
 class LayerCalibration:
     """Calibration of one layer: its full-precision and its quantized copy, and the hidden states before it."""
 
     def __init__(
-        self, calibrator: Calibrator, full: Block, block: Block, after: Tensor, read: Mapping[str, list[Tensor]]
+        self,
+        calibrator: Calibrator,
+        full: Block,
+        block: Block,
+        after: Tensor,
+        token_weight: Tensor,  # [S, T]
+        read: Mapping[str, list[Tensor]],
     ) -> None:
         self.full, self.block, self.after = full, block, after
         self._calibrator, self._read = calibrator, dict(read)
         self.losses: list[float] = []  # of block-wise training
         self.changed = False  # whether its weights are no longer those of the source, though it computes the same
-        weight = after.square().mean(-1).clamp(min=1e-12).reciprocal_()  # [S, T]
-        self._token_weight = (weight / weight.mean()).sqrt_()
+        self._token_weight = (token_weight / token_weight.mean()).sqrt_()
         self._tapes: list[Tape] = []  # of the batches, while the stages are quantized one after the other
 
     @property
     def hidden(self) -> HiddenStates:
         return self._calibrator.hidden
+
+    @property
+    def device(self) -> torch.device:
+        return self._calibrator.device
 
     @torch.no_grad()
     def fit(self, fit: Fit, rounding: Rounding | None = None) -> dict[str, QuantTensor]:
@@ -117,7 +184,8 @@ class LayerCalibration:
         Where `rounding` quantizes the input of a matrix, that matrix is fitted to the quantized input.
         """
         fitted: dict[str, QuantTensor] = {}
-        self._tapes = [Tape() for _ in self._batches()]  # what stands before a stage no longer changes
+        if self._calibrator.memory.keep:
+            self._tapes = [Tape() for _ in self._weights()]  # what stands before a stage no longer changes
         for stage in self.block.stages():
             weights = {name: self.full.linears()[name].weight for name in stage}
             stats = self.stats(stage[0])
@@ -128,34 +196,45 @@ class LayerCalibration:
                 found = None if rounding is None else rounding(name, stats)
                 if found is not None and found not in by_rounding:
                     by_rounding[found] = self.stats(stage[0], found)
-                fitted[name] = fit(name, weight, stats if found is None else by_rounding[found])
+                with slabs_on_gpu(self._calibrator.memory.slab):
+                    fitted[name] = fit(name, weight, stats if found is None else by_rounding[found])
             self._set({name: fitted[name] for name in stage})
         return fitted
 
     @torch.no_grad()
     def stats(self, name: str, rounding: InputRounding | None = None) -> Stats:
         """Return the stats of the input of one linear, as the block stands now."""
-        K = self.block.linears()[name].weight.shape[1]
-        collector = StatsCollector(K, self._calibrator.device, cross=True)
+        calibrator, hidden = self._calibrator, self.hidden
+        collector = calibrator.collector(self.block.linears()[name].weight.shape[1])
         read = self._read.get(name, [])
-        known = len(read) * self._calibrator.batch >= len(self.hidden.full)  # not where an expert missed a batch
-        for i, (weight, full, quantized) in enumerate(self._batches()):
-            with half_products(self._calibrator.device, self._calibrator.half):
-                x = _input(self.block, name, quantized, self._tapes[i] if self._tapes else None)
-                x_full = read[i] if known else _input(self.full, name, full)
+        known = len(read) * calibrator.batch >= len(hidden.full)  # not where an expert missed a batch
+        full_inputs = iter(read) if known else self._inputs(FULL, self.full, name, hidden.full)
+        inputs = self._inputs(QUANTIZED, self.block, name, hidden.quantized, self._tapes)
+        for weight, x, x_full in zip(self._weights(), inputs, full_inputs, strict=True):
             x = x if rounding is None else rounding(x)
-            collector.add(weight[..., None] * x, weight[..., None] * x_full)
-        return replace(collector.stats(), rounding=rounding)
+            with timed(HESSIAN):
+                collector.add(weight[..., None] * x, weight[..., None] * x_full)
+        with timed(HESSIAN):
+            return replace(collector.stats(), rounding=rounding)
+
+    def _inputs(
+        self, kind: str, block: Block, name: str, states: Tensor, tapes: Sequence[Tape] = ()
+    ) -> Iterator[Tensor]:
+        """Yield what one linear reads, batch by batch."""
+        batches = self._calibrator.batches(states)
+        for i in range(len(self._weights())):
+            with timed(kind), half_products(self._calibrator.device, self._calibrator.half):
+                found = _input(block, name, next(batches), tapes[i] if tapes else None)
+            yield found
 
     def full_changed(self) -> None:
         """Forget what the full-precision layer's linears read: it has been changed."""
         self._read.clear()
         self.changed = True
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        size = self._calibrator.batch
-        parts = (torch.split(t, size) for t in (self._token_weight, self.hidden.full, self.hidden.quantized))
-        return zip(*parts, strict=True)
+    def _weights(self) -> Sequence[Tensor]:
+        """Return the roots of the tokens' weights, by batch."""
+        return torch.split(self._token_weight, self._calibrator.batch)
 
     @torch.no_grad()
     def put(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:
@@ -172,18 +251,20 @@ class LayerCalibration:
                 linears[module].bias = v.to(self._calibrator.device, torch.float32)
 
     def _set(self, fitted: Mapping[str, QuantTensor]) -> None:
-        for name, w in fitted.items():
-            linear = self.block.linears()[name]
-            linear.weight = w.dequantize(torch.float32).to(self._calibrator.device)
-            linear.activation = input_rounding(w.to(self._calibrator.device))
+        with timed(QUANTIZED):
+            for name, w in fitted.items():
+                linear = self.block.linears()[name]
+                linear.weight = w.to(self._calibrator.device).dequantize(torch.float32)
+                linear.activation = input_rounding(w.to(self._calibrator.device))
 
     @torch.no_grad()
-    def end(self) -> float:
-        """Move both hidden states past the layer; returns the relative error of the quantized ones."""
-        self.hidden.quantized = self._calibrator._through(self.block, self.hidden.quantized, self._tapes)
-        self.hidden.full = self.after
-        self._calibrator.next += 1
-        return float(relative_error(self.hidden.quantized, self.hidden.full))
+    def end(self) -> None:
+        """Move both hidden states past the layer."""
+        calibrator, states = self._calibrator, self.hidden.quantized
+        with timed(QUANTIZED), Store(states, calibrator.device) as store:
+            for i, x in enumerate(calibrator.batches(states)):
+                store.put(calibrator.through(self.block, x, self._tapes[i] if self._tapes else None))
+        calibrator.moved_on(self)
 
 
 @contextmanager

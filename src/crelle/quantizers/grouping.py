@@ -1,6 +1,8 @@
 """Rows split into groups: every solver works on a plain matrix of groups, whatever K and the group size are."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -10,12 +12,23 @@ from crelle.formats.bcq import groups_in
 
 TINY = 2.0**-24  # the smallest positive f16: a group of zeros gets this scale, so that nothing divides by 0
 _SLAB = 1 << 22  # weights that a solver works on at one time: bounds its memory, whatever the matrix
-_SLAB_CUDA = 1 << 26  # on a GPU, where few rows would leave most of it idle
+SLAB_CUDA = 1 << 26  # on a GPU, where few rows would leave most of it idle
+_slab_cuda: ContextVar[int] = ContextVar("slab_cuda", default=SLAB_CUDA)
+
+
+@contextmanager
+def slabs_on_gpu(weights: int) -> Iterator[None]:
+    """Let solvers on a GPU work on at most so many weights at one time while the block runs."""
+    token = _slab_cuda.set(weights)
+    try:
+        yield
+    finally:
+        _slab_cuda.reset(token)
 
 
 def row_slabs(N: int, K: int, device: torch.device, block: int = 1) -> Iterator[slice]:
     """Split N rows of K weights into slabs that bound a solver's memory, each of whole blocks but for the last."""
-    step = max(1, (_SLAB_CUDA if device.type == "cuda" else _SLAB) // K // block) * block
+    step = max(1, (_slab_cuda.get() if device.type == "cuda" else _SLAB) // K // block) * block
     return (slice(n, min(n + step, N)) for n in range(0, N, step))
 
 

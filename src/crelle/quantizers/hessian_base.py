@@ -9,6 +9,7 @@ from crelle.errors import SchemeError
 from crelle.quantizers.base import GroupedConfig
 from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, factor
 from crelle.quantizers.grouping import require_finite, row_slabs
+from crelle.quantizers.stage_times import FACTOR, TARGET, timed
 from crelle.quantizers.stats import Stats, require_stats
 
 
@@ -48,10 +49,12 @@ class HessianConfig(GroupedConfig):
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
-        target = stats.target(weight, self.damp) if self.target else weight
+        with timed(TARGET):
+            target = stats.target(weight, self.damp) if self.target else weight
         key = self.damp, self.act_order
         if key not in stats.kept:
-            stats.kept[key] = factor(stats.hessian, self.damp, act_order=self.act_order)
+            with timed(FACTOR):
+                stats.kept[key] = factor(stats.hessian, self.damp, act_order=self.act_order)
         return target, stats.hessian, stats.kept[key]
 
     def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:

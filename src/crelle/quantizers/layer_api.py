@@ -100,6 +100,10 @@ class Block(Protocol):
         """Take products that are on the tape from there, and write the others to it, from now on."""
         ...
 
+    def twin(self) -> "Block":
+        """Return a copy that shares the linears' weights with this one, until they are replaced; not the norms."""
+        ...
+
     def linears(self) -> dict[str, TrainableLinear]:
         """Return the linears by full name, in execution order."""
         ...
@@ -135,7 +139,19 @@ class CalibrationModel(Protocol):
         """Return hidden states [B, T, width] of tokens [B, T]."""
         ...
 
+    def shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """Return the shapes (N, K) of a layer's linears, and the width of the hidden states."""
+        ...
+
     def block(self, i: int) -> Block: ...
+
+    def read_ahead(self, i: int) -> None:
+        """Start reading the weights of a layer that will be asked for next."""
+        ...
+
+    def drop_tables(self) -> None:
+        """Forget embedding and output head until they are asked for again."""
+        ...
 
     def finish(self, x: Tensor) -> Tensor:
         """Apply the final norm: returns what the output head reads."""

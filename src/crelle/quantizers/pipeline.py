@@ -35,9 +35,10 @@ from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
-from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.calibrate import Calibrator, memory_for
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.stage_times import SOLVE, TRAIN, WRITE, timed
 from crelle.quantizers.stats import InputRounding, Stats
 from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
@@ -62,6 +63,7 @@ class Calibration:
     tokens: Tensor  # int64 [S, T]
     open: Callable[[Weights, torch.device], CalibrationModel]
     device: torch.device
+    memory: int | None = None  # bytes of the device that may be used
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
@@ -83,7 +85,7 @@ class Report:
 
 
 def quantize(
-    source: str | Path,
+    source: str | Path | Weights,
     out: str | Path,
     scheme: str,
     *,
@@ -96,7 +98,7 @@ def quantize(
     view: Callable[[Weights], Weights] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize the model at `source` into a new checkpoint at `out`.
+    """Quantize the model at `source`, a path or opened weights, into a new checkpoint at `out`.
 
     `head` is a scheme for the embedding and the output head, which otherwise stay as they are.
     `overrides` maps patterns of module names ("*.down_proj", "model.layers.0.*", "lm_head") to other schemes;
@@ -106,14 +108,17 @@ def quantize(
     """
     begun = perf_counter()
     out = destination(out)
-    refuse_overlap(out, source)
+    if isinstance(source, str | Path):
+        refuse_overlap(out, source)
+        weights = open_weights(source, encoded=True)
+    else:
+        weights = source
     default = parse(scheme)
-    weights = open_weights(source, encoded=True)
     weights = weights if view is None else view(weights)
     if weights.path.is_dir():
         check_copied_files(weights.path)
     if isinstance(weights, Checkpoint) and weights.scheme != str(Passthrough()):
-        raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
+        raise FormatError(f"{weights.path} is already quantized ({weights.scheme}); start from the original model")
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
     if head is not None:
@@ -130,6 +135,8 @@ def quantize(
     }
     if calibration is not None and calibrator is not None:
         recipe["calibration"] = calibration.fingerprint()
+        if calibration.memory is not None:  # the size of batches follows from it
+            recipe["memory"] = calibration.memory
     if stage and resume and (made := _finished_stage(out, recipe, overwrite)):
         return made
     all_weights, done, resumed = sum(s.weights for s in shards), 0, 0
@@ -147,9 +154,11 @@ def quantize(
                 if losses:
                     blocks[shard.name] = losses
                     write_whole(writer.partial / TRAINING, to_json({"losses": [], "blocks": blocks}))
-                writer.add(file, *encoded)
+                with timed(WRITE):
+                    writer.add(file, *encoded)
             else:
-                writer.add(file, *_quantize_shard(weights, shard, default, special))
+                with timed(WRITE):  # reading it too: these are mostly matrices that are copied
+                    writer.add(file, *_quantize_shard(weights, shard, default, special))
             done += shard.weights
             if progress:
                 progress(done, all_weights, shard.name)
@@ -183,6 +192,11 @@ def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     """Return the losses of the layers that have been trained already."""
     path = directory / TRAINING
     return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
+
+
+def is_layer(shard: str) -> bool:
+    """Tell whether a shard, by its name, is a decoder layer."""
+    return _LAYER.match(f"{shard}.") is not None
 
 
 def plan(weights: Weights) -> list[Shard]:
@@ -249,7 +263,8 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
         raise SchemeError(f"scheme '{needing[0]}' looks at data: it needs a calibration text")
     model = calibration.open(weights, calibration.device)
     kv = KVFormat.parse(quantizers[0].kv) if isinstance(quantizers[0], CacheConfig) else None
-    return Calibrator(model, calibration.tokens, device=calibration.device, kv=kv)
+    memory = memory_for(model, calibration.tokens, calibration.device, budget=calibration.memory)
+    return Calibrator(model, calibration.tokens, device=calibration.device, kv=kv, memory=memory)
 
 
 def _quantize_layer(
@@ -263,7 +278,7 @@ def _quantize_layer(
     def fit(module: str, weight: Tensor, stats: Stats) -> QuantTensor:
         if _keeps(module, default, special):
             return weights.matrix(module)
-        with _about(f"{module}.weight"):
+        with _about(f"{module}.weight"), timed(SOLVE):
             return chosen(module).fit(weight, stats)
 
     def rounding(module: str, stats: Stats) -> InputRounding | None:
@@ -282,19 +297,36 @@ def _quantize_layer(
     quantizes_inputs = any(isinstance(chosen(m), ActivationQuantizer) for m in layer.block.linears())
     fitted = layer.fit(fit, rounding if quantizes_inputs else None)
     if isinstance(default, LayerQuantizer):
-        with _about(shard.name):
+        with _about(shard.name), timed(TRAIN):
             trained = default.after_layer(layer, fitted)
         if trained is not fitted:
             layer.put(trained)
             fitted = trained
     layer.end()
+    with timed(WRITE):
+        return _encoded(weights, shard, default, special, fitted, changed), _finite(layer.losses)
+
+
+def _encoded(
+    weights: Weights,
+    shard: Shard,
+    default: Quantizer,
+    special: Mapping[str, Quantizer],
+    fitted: Mapping[str, QuantTensor],
+    changed: Mapping[str, Tensor],
+) -> Encoded:
+    """Return a layer's matrices and other tensors as they are stored, and warnings."""
     others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
     told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
-    losses = [loss if isfinite(loss) else None for loss in layer.losses]  # JSON has no NaN
-    return (matrices, others | stored, [t for t in told if t]), losses
+    return matrices, others | stored, [t for t in told if t]
+
+
+def _finite(losses: Sequence[float]) -> list[float | None]:
+    """JSON has no NaN."""
+    return [loss if isfinite(loss) else None for loss in losses]
 
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:
@@ -315,6 +347,12 @@ def _as_stored(weights: Weights, module: str) -> QuantTensor:
     return Cast(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
 
 
+def matching(overrides: Mapping[str, str], weights: Weights) -> dict[str, str]:
+    """Return the overrides that match a matrix of the weights."""
+    modules = _matrices(weights)
+    return {p: s for p, s in overrides.items() if any(fnmatchcase(m, p) for m in modules)}
+
+
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:
     modules = _matrices(weights)
     for pattern in special:
@@ -330,6 +368,8 @@ def _matrices(weights: Weights) -> list[str]:
 def _fingerprint(weights: Weights) -> list[list[str | int]]:
     """Identify the source without reading it whole: names, sizes and times of its files."""
     root = weights.path
+    if not root.exists():  # weights that were opened otherwise
+        return [[str(root), 0, 0]]
     files = [root] if root.is_file() else sorted(f for f in root.iterdir() if f.suffix in {".safetensors", ".json"})
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 

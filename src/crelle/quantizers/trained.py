@@ -58,7 +58,7 @@ class TrainedConfig:
             linears[name].coder = coder
         x, y = layer.hidden.quantized, layer.after
         with torch.enable_grad():
-            layer.losses = tune_block(layer.block, list(coders.values()), x, y, self.block_training(), x.device)
+            layer.losses = tune_block(layer.block, list(coders.values()), x, y, self.block_training(), layer.device)
         for name in coders:
             linears[name].coder = None
         return fitted | {n: c.export() for n, c in coders.items()}

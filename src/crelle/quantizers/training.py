@@ -130,7 +130,8 @@ def tune_block(
     losses: list[Tensor] = []
     for i in range(t.steps):
         pick = torch.randint(0, len(x), (t.batch,), generator=order)
-        losses.append(step(i, x[pick].to(device, torch.float32), target[pick].to(device, torch.float32)))
+        parts = (states[pick].to(device).float() for states in (x, target))  # widened there: they may come from a host
+        losses.append(step(i, *parts))
     return [float(one) for one in losses]
 
 

@@ -1,0 +1,162 @@
+"""What quantizing a model costs, measured on its first layers: seconds by stage, peak memory, and the whole model's.
+
+The layers go through the pipeline that quantizes (crelle.quantizers.pipeline), with all of the calibration data; their
+checkpoint goes to a temporary directory. The whole model is then what is done once (embedding and head are read and
+written, bits are searched for) and the last measured layer as often as the model has layers: earlier ones may have paid
+for kernels that are compiled and libraries that are loaded at their first call.
+"""
+
+import resource
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from crelle.errors import SchemeError
+from crelle.formats.open import Weights
+from crelle.models.calibration_model import open_model
+from crelle.models.loader import in_usual_form
+from crelle.quantizers import pipeline
+from crelle.quantizers.auto import Auto
+from crelle.quantizers.calibrate import memory_for
+from crelle.quantizers.device_limit import device_limit
+from crelle.quantizers.layer_api import Progress
+from crelle.quantizers.memory_plan import CalibrationMemory
+from crelle.quantizers.pipeline import Calibration
+from crelle.quantizers.scheme import parse
+from crelle.quantizers.stage_times import SEARCH, StageTimes, recording
+from crelle.quantizers.trained import TrainedConfig
+
+PLANNING_ROWS = 16  # sequences on which sensitivities are measured
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeCost:
+    """Seconds and bytes of the first layers, and what follows from them for the whole model."""
+
+    model: str
+    scheme: str
+    device: str
+    rows: int
+    length: int
+    layers: int  # of the whole model
+    layer_seconds: Sequence[dict[str, float]]  # of each measured layer, by stage
+    once_seconds: dict[str, float]  # of what is done once, by stage
+    device_peak_bytes: int | None  # allocated by torch; None: not on a GPU
+    device_reserved_bytes: int | None  # with what torch holds back for reuse
+    host_peak_bytes: int  # of the process, from its start on
+    memory_limit: int | None  # that was asked for
+    memory_plan: CalibrationMemory | None  # None: nothing was calibrated
+    bits_per_weight: float
+    left_out: tuple[str, ...]  # sentences: what the figures do not hold
+
+    @property
+    def seconds_per_layer(self) -> float:
+        return sum(self.layer_seconds[-1].values())
+
+    @property
+    def extrapolated_seconds(self) -> float:
+        """Return the seconds for the whole model."""
+        return sum(self.once_seconds.values()) + self.layers * self.seconds_per_layer
+
+
+def measure(
+    weights: Weights,
+    scheme: str,
+    tokens: Tensor | None,
+    device: torch.device,
+    *,
+    layers: int,
+    overrides: Mapping[str, str] | None = None,
+    head: str | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> QuantizeCost:
+    """Quantize weights that have the first layers of a model with `layers`, and measure it.
+
+    `tokens` are the calibration sequences [S, T], for schemes that look at data; `memory`: bytes that may be used.
+    """
+    calibration = None if tokens is None else Calibration(tokens, open_model, device, memory)
+    recipe, left_out = parse(scheme), []
+    if isinstance(recipe, TrainedConfig) and recipe.tune == "full":
+        left_out.append("end-to-end training (tune=full) comes on top and is not in these figures")
+        scheme = scheme.replace("tune=full", "tune=short")
+    with (
+        recording(device) as times,
+        device_limit(device, memory),
+        tempfile.TemporaryDirectory(prefix="crelle-cost-") as directory,
+    ):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        overrides = dict(overrides or {})
+        if isinstance(recipe, Auto) and recipe.search and calibration is not None:
+            overrides |= _search(recipe, weights, calibration, times)
+        planned = None
+        if tokens is not None and recipe.calibrated:
+            planned = memory_for(open_model(weights, device), tokens, device, budget=memory)
+        seen = _Shards(times, progress)
+        report = pipeline.quantize(
+            weights,
+            Path(directory) / "out",
+            scheme,
+            head=head,
+            overrides=overrides,
+            calibration=calibration,
+            view=in_usual_form,
+            progress=seen,
+        )
+    if not seen.layers:
+        raise SchemeError(f"{weights.path} has no layers to measure")
+    once = dict(seen.once)
+    if SEARCH in once:  # its cost is of each layer, and of the head
+        measured = len(seen.layers)
+        once[SEARCH] *= layers / measured
+        if measured < layers:
+            left_out.append(
+                f"the search for bits is taken to cost {layers / measured:g} times that of {measured} layers"
+            )
+    on_gpu = device.type == "cuda"
+    return QuantizeCost(
+        model=weights.path.name,
+        scheme=str(recipe),
+        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        rows=0 if tokens is None else tokens.shape[0],
+        length=0 if tokens is None else tokens.shape[1],
+        layers=layers,
+        layer_seconds=seen.layers,
+        once_seconds=once,
+        device_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        device_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        memory_limit=memory,
+        memory_plan=planned,
+        bits_per_weight=report.bits_per_weight,
+        left_out=tuple(left_out),
+    )
+
+
+class _Shards:
+    """Progress of the pipeline that notes the seconds of every shard."""
+
+    def __init__(self, times: StageTimes, progress: Progress | None) -> None:
+        self.layers: list[dict[str, float]] = []
+        self.once: dict[str, float] = {}
+        self._times, self._progress = times, progress
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        taken = self._times.take()
+        if pipeline.is_layer(name):
+            self.layers.append(taken)
+        else:
+            self.once = {k: self.once.get(k, 0.0) + taken.get(k, 0.0) for k in {**self.once, **taken}}
+        if self._progress:
+            self._progress(done, total, name)
+
+
+def _search(auto: Auto, weights: Weights, calibration: Calibration, times: StageTimes) -> dict[str, str]:
+    with times.stage(SEARCH):
+        model = calibration.open(weights, calibration.device)
+        return auto.plan(model, calibration.tokens[:PLANNING_ROWS], calibration.device, None)

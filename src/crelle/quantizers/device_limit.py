@@ -1,0 +1,30 @@
+"""A limit on the memory that torch takes of a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from crelle.errors import CapacityError
+
+
+@contextmanager
+def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
+    """Keep torch within `limit` bytes of a GPU while the block runs, blocks that it keeps for reuse included.
+
+    Running out of memory, with a limit or without, becomes a sentence.
+    """
+    limited = device.type == "cuda" and limit is not None
+    if limited and limit is not None:
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise CapacityError(
+            f"the GPU's memory does not suffice ({str(e).splitlines()[0]}); allow more with --memory, or give fewer or "
+            "shorter sequences with --rows and --length"
+        ) from e
+    finally:
+        if limited:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -1,0 +1,69 @@
+"""Stats by tensor cores: inputs rounded to bf16, products exact, sums in f32.
+
+    hessian   X̂ᵀ X̂, one triangle in slabs of rows, the other is its mirror image
+    cross     (X - X̂)ᵀ X̂ + hessian: rounding the difference keeps the digits that count
+
+A rounded input is off by at most 2^-9 of itself, without bias, so an entry of H over T tokens is off by about 2^-9/√T
+of the diagonal: less than what T tokens say of others, 1/√T, by a factor of 500. X is what a layer multiplies in any
+case, in bf16; rounded besides is its product with a token's weight. On other devices the same is computed in f32 from
+rounded inputs, to see on a CPU what a GPU gives.
+"""
+
+import torch
+from torch import Tensor
+
+from crelle.quantizers.stats import Stats, StatsCollector
+
+_SLAB = 2048  # rows of a sum that are updated at one time
+_TOKENS = 2048  # whose rounding takes memory in f32 at one time
+_SAMPLE = 128  # inputs of every batch that are kept as they are
+
+
+class HalfStatsCollector(StatsCollector):
+    """Collects the sums of StatsCollector, in both models, from inputs that are rounded to bf16."""
+
+    def __init__(self, K: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(K, device, cross=True)
+
+    def add(self, x: Tensor, full: Tensor | None = None) -> None:
+        """Add inputs [..., K]; `full`: those of the full-precision model, where they differ."""
+        x = x.detach().flatten(0, -2)
+        full = x if full is None else full.detach().flatten(0, -2)
+        T, K = x.shape
+        here, difference = (torch.empty(T, K, dtype=torch.bfloat16, device=x.device) for _ in range(2))
+        for begin in range(0, T, _TOKENS):
+            some = slice(begin, begin + _TOKENS)
+            wide = x[some].float()
+            here[some] = wide
+            difference[some] = full[some].float() - wide
+            size = wide.abs()
+            self._absmax = torch.maximum(self._absmax, size.amax(0))
+            self._abssum += size.sum(0)
+        assert self._cross is not None
+        for begin in range(0, K, _SLAB):
+            end = min(begin + _SLAB, K)
+            self._hessian[begin:end, begin:] += _product(here[:, begin:end].T, here[:, begin:])
+            self._cross[begin:end] += _product(difference[:, begin:end].T, here)
+        self._tokens += T
+        self._sample.append(x[:: max(1, T // _SAMPLE)].float())
+
+    def stats(self) -> Stats:
+        """Return the stats; the sums become part of them, so that nothing can be added afterwards."""
+        T = max(1, self._tokens)
+        assert self._cross is not None
+        hessian, K = self._hessian.div_(T), len(self._hessian)
+        for begin in range(0, K, _SLAB):
+            end = min(begin + _SLAB, K)
+            here = hessian[begin:end, begin:end]
+            here.copy_(here.triu() + here.triu(1).T)
+            hessian[end:, begin:end] = hessian[begin:end, end:].T
+        cross = self._cross.div_(T).add_(hessian)
+        sample = torch.cat(self._sample) if self._sample else None
+        return Stats(hessian, self._absmax, self._abssum / T, self._tokens, cross, sample)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b of bf16 matrices in f32."""
+    if a.device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8 and later
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
