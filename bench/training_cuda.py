@@ -9,6 +9,7 @@ be finite and the parameters must move.
 """
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from time import perf_counter
@@ -55,6 +56,7 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
         loss = float(run._take(step))
         seconds.append(perf_counter() - begun)
         assert loss < 1e6, loss  # also where it is NaN
+    run.step.close()
     moved = [float((a != b).float().mean()) for a, b in zip(before, watched, strict=True)]
     assert min(moved) > 0.5, f"some parameters hardly moved: {moved}"
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
@@ -78,6 +80,7 @@ def main() -> None:
     for what in args.what.split(","):
         rows = []
         for layers in map(int, args.layers.split(",")):
+            gc.collect()  # models before, which hold themselves in a circle
             if args.device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -82,8 +82,15 @@ class LowMemoryStep:
         self.optimizer = torch.optim.AdamW(self.scales, lr=t.scale_rate, betas=_BETAS, weight_decay=0.0, fused=True)
         self.step = 0
         self._chance = torch.Generator(device)
-        for i, p in enumerate(self.weights):
+        self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._update, i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.weights)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the weights: through them the weights hold this object, and it holds the models."""
+        for hook in self._hooks:
+            hook.remove()
 
     def __call__(self, step: int, *inputs: Tensor) -> Tensor:
         """Take step number `step` of the schedule; returns the loss before it."""

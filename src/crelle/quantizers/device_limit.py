@@ -15,9 +15,10 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
     Running out of memory, with a limit or without, becomes a sentence.
     """
     limited = device.type == "cuda" and limit is not None
+    index = torch.cuda.current_device() if limited and device.index is None else device.index
     if limited and limit is not None:
         total = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
     try:
         yield
     except torch.OutOfMemoryError as e:
@@ -27,4 +28,4 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
         ) from e
     finally:
         if limited:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0, index)

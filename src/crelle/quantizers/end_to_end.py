@@ -96,6 +96,7 @@ class EndToEnd:
                     self._save(state)
                     saved = time.monotonic()
                     save_every = max(save_every, 10 * (saved - begun))
+        self.step.close()
         return self.losses
 
     def _take(self, step: int) -> Tensor:

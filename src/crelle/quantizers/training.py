@@ -98,6 +98,9 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
+    def close(self) -> None:
+        """Nothing outlives this object."""
+
     def _eager(self, *inputs: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*inputs)
