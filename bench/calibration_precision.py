@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 
 def product_in_bf16(self: TrainableLinear, x: Tensor) -> Tensor:
     """Return what autocast gives on a GPU: both factors and the result rounded, sums in f32."""
-    return F.linear(x.to(BF16).float(), self.weight.to(BF16).float(), self.bias).to(BF16)
+    return F.linear(x.to(BF16).float(), self.weight.to(BF16).float(), self.bias).to(BF16).float()
 
 
 def quantized(model: CalibrationModel, tokens: Tensor, scheme: str, layers: int, half: bool) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     plain, full = open_perplexity(model, test, cpu), states(model, test, layers, {})
     result: dict[str, object] = {"scheme": scheme, "layers": layers, "rows": rows, "length": 512, "perplexity": plain}
-    for name, half in (("f32", False), ("bf16", True)):
+    for name, half in (("bf16", True), ("f32", False)):
         begun = perf_counter()
         found = quantized(model, tokens, scheme, layers, half)
         off = float(relative_error(states(model, test, layers, found), full))
