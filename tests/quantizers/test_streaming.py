@@ -79,6 +79,14 @@ def test_equal_inputs_have_no_difference_between_the_models() -> None:
     assert torch.equal(stats.hessian, stats.cross)
 
 
+def test_batches_are_not_kept_for_the_sake_of_a_sample() -> None:
+    collector = HalfStatsCollector(8)
+    for _ in range(3):
+        collector.add(torch.randn(4096, 8))
+    kept = sum(t.untyped_storage().nbytes() for t in collector._sample)
+    assert kept <= 3 * 4 * 8 * 130  # f32, about 128 inputs of a batch
+
+
 def test_calibrating_in_bf16_costs_little(tiny_model: Path) -> None:
     """Relative errors of the last hidden states: with bf16 states and Hessians, and in f32."""
     errors = []

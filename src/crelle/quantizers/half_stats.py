@@ -45,7 +45,8 @@ class HalfStatsCollector(StatsCollector):
             self._hessian[begin:end, begin:] += _product(here[:, begin:end].T, here[:, begin:])
             self._cross[begin:end] += _product(difference[:, begin:end].T, here)
         self._tokens += T
-        self._sample.append(x[:: max(1, T // _SAMPLE)].float())
+        some_inputs = x[:: max(1, T // _SAMPLE)]
+        self._sample.append(some_inputs.to(torch.float32, copy=True))  # a view would keep the whole batch in memory
 
     def stats(self) -> Stats:
         """Return the stats; the sums become part of them, so that nothing can be added afterwards."""
