@@ -1,5 +1,5 @@
-// NEON with dot products of bytes (Armv8.2 and newer): uniform grids, mixed and integer matrices by sdot, planes (bcq)
-// as on NEON.
+// NEON with dot products of bytes (Armv8.2 and newer): uniform and affine grids, mixed and integer matrices by sdot,
+// planes (bcq) as on NEON.
 #include <arm_neon.h>
 
 #include <array>
@@ -24,7 +24,7 @@ namespace dotprod {
 #include "sdot_codes.h"
 #include "read_bandwidth.h"
 
-Stream stream(Kind kind, int) { return kind == Kind::Uniform ? Stream::Fields : Stream::BytePlanes; }
+Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
 
 void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
   if (takes_tables(a.stream))

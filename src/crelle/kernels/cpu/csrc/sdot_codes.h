@@ -1,4 +1,4 @@
-// Uniform grids of 1 to 8 bits by sdot, four inputs of four outputs at a time: see Stream::Fields.
+// Uniform and affine grids of 1 to 8 bits by sdot, four inputs of four outputs at a time: see Stream::Fields.
 //
 // A vector of codes has 16 bytes: inputs 4 u ... 4 u + 3 of the chunk for outputs 4 q ... 4 q + 3 of the block (quad
 // q). One instruction multiplies it by four integers of x. With x in two bytes (Precision::Exact) that is 16
@@ -71,9 +71,15 @@ CRELLE_INLINE float32x4_t quad_scales(const Weight &w, const uint8_t *at, int q)
                        : vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at + 8 * q)));
 }
 
-// Zero points times scales, of quad q.
+// What a sum of x, not of codes, is multiplied by and taken from the products of quad q: zero points times scales.
 template <int P>
-CRELLE_INLINE float32x4_t quad_offsets(const Weight &w, const uint8_t *zeros, int q, float32x4_t scales) {
+CRELLE_INLINE float32x4_t quad_offsets(const Weight &w, const uint8_t *group, const uint8_t *zeros, int q,
+                                       float32x4_t scales) {
+  constexpr float kStored = P == 8 ? kByteZero : 0;  // codes are less by that
+  if (w.kind == Kind::Affine) {
+    const float32x4_t low = quad_scales(w, group + kSdotRows * w.scale_size(), q);
+    return vnegq_f32(vfmaq_n_f32(low, scales, kStored));
+  }
   float32x4_t zero = vdupq_n_f32(1 << (P - 1));
   if (w.bias) {
     uint32_t four;
@@ -81,8 +87,7 @@ CRELLE_INLINE float32x4_t quad_offsets(const Weight &w, const uint8_t *zeros, in
     const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
     zero = vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
   }
-  if constexpr (P == 8) zero = vsubq_f32(zero, vdupq_n_f32(kByteZero));
-  return vmulq_f32(zero, scales);
+  return vmulq_f32(vsubq_f32(zero, vdupq_n_f32(kStored)), scales);
 }
 
 // What there is of up to kSdotTokens rows of x.
@@ -138,7 +143,8 @@ void few_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, size
   const float *x_scale = in.scales, *x_sum = in.sums;
   for (int g = 0; g < w.partition.groups; ++g, zeros += kSdotRows, x_sum += kSdotTokens) {
     float32x4_t scales[kQuads];
-    for (int q = 0; q < kQuads; ++q) scales[q] = quad_scales(w, at, q);
+    const uint8_t *const group = at;
+    for (int q = 0; q < kQuads; ++q) scales[q] = quad_scales(w, group, q);
     at += w.scale_bytes;
     for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks, x_scale += kSdotTokens) {
       const int n = left < kSegmentChunks ? left : kSegmentChunks;
@@ -147,7 +153,7 @@ void few_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, size
       x += n * kChunk * D;
     }
     for (int q = 0; q < kQuads; ++q) {
-      const float32x4_t offset = quad_offsets<P>(w, zeros, q, scales[q]);
+      const float32x4_t offset = quad_offsets<P>(w, group, zeros, q, scales[q]);
       for (int m = 0; m < M; ++m) f(q, m) = vfmsq_n_f32(f(q, m), offset, x_sum[m]);
     }
   }
@@ -203,7 +209,8 @@ void many_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, siz
   const float *x_scale = in.scales, *x_sum = in.sums;
   for (int g = 0; g < w.partition.groups; ++g, zeros += kSdotRows, x_sum += kSdotTokens) {
     float32x4_t scales[kQuads];
-    for (int q = 0; q < kQuads; ++q) scales[q] = quad_scales(w, at, q);
+    const uint8_t *const group = at;
+    for (int q = 0; q < kQuads; ++q) scales[q] = quad_scales(w, group, q);
     at += w.scale_bytes;
     for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks, x_scale += kSdotTokens) {
       const int n = left < kSegmentChunks ? left : kSegmentChunks;
@@ -216,7 +223,7 @@ void many_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, siz
       x += n * kChunk * D;
     }
     for (int q = 0; q < kQuads; ++q) {
-      const float32x4_t offset = quad_offsets<P>(w, zeros, q, scales[q]);
+      const float32x4_t offset = quad_offsets<P>(w, group, zeros, q, scales[q]);
       for (int m = 0; m < in.rows; ++m) f(q, m) = vfmsq_n_f32(f(q, m), offset, x_sum[m]);
     }
   }

@@ -122,6 +122,7 @@ void pack_block(const Weight &w, const Stored &s, int b, uint8_t *out) {
       if (w.bias) put_scales(w, s.z + at, C, rows, out + w.P * set);
     } else {
       put_scales(w, s.scale + at, C, rows, out);
+      if (w.kind == Kind::Affine) put_scales(w, s.z + at, C, rows, out + set);
     }
     out += w.scale_bytes;
     for (int c = 0; c < w.partition.chunks_of(g); ++c, out += w.chunk_bytes) pack_chunk(w, src, b, g, c, out);
@@ -147,12 +148,12 @@ Weight prepare_weight(const Stored &s, const Isa &isa) {
   w.partition = KPartition(s.K, s.G);
   w.R = isa.rows;
   w.blocks = (s.N + w.R - 1) / w.R;
-  const bool bcq = s.kind == Kind::Bcq;
+  const bool bcq = s.kind == Kind::Bcq, affine = s.kind == Kind::Affine;
   w.bias = bcq ? s.z != nullptr : s.zero != nullptr;
   const size_t each = size_t(s.N) * w.partition.groups;
-  w.wide_scales = !all_fit_half(s.scale, bcq ? s.P * each : each) || (bcq && w.bias && !all_fit_half(s.z, each));
+  w.wide_scales = !all_fit_half(s.scale, bcq ? s.P * each : each) || (s.z && !all_fit_half(s.z, each));
   w.chunk_bytes = size_t(w.R) * (w.stream == Stream::Bytes ? 32 : 4 * s.P);
-  w.scale_bytes = padded(w.R * w.scale_size() * (bcq ? s.P + w.bias : 1));
+  w.scale_bytes = padded(w.R * w.scale_size() * (bcq ? s.P + w.bias : affine ? 2 : 1));
   w.zeros_bytes = !bcq && w.bias ? padded(size_t(w.partition.groups) * w.R) : 0;
   w.block_bytes = w.zeros_bytes + w.partition.chunks * w.chunk_bytes + w.partition.groups * w.scale_bytes;
   w.data.grow(w.blocks * w.block_bytes);
@@ -217,6 +218,8 @@ void dequantize_row(const Weight &w, int n, float *out) {
       if (w.kind == Kind::Uniform) {
         const int zero = w.bias ? zeros[g * w.R + r] : 1 << (w.P - 1);
         o[k] = scale(scales) * static_cast<float>(q - zero);
+      } else if (w.kind == Kind::Affine) {
+        o[k] = scale(scales + set) + scale(scales) * static_cast<float>(q);
       } else {
         float sum = 0;
         for (int p = w.P - 1; p >= 0; --p) {
