@@ -34,33 +34,36 @@ int row_of_byte(int i, int R) { return i % 2 ? R / 2 + i / 2 : i / 2; }
 
 void put_dword(uint8_t *at, uint32_t v) { std::memcpy(at, &v, 4); }
 
-// Where the bit of weight 2^place lies of input k of row r, in a chunk of Stream::Fields.
-struct FieldBit {
-  size_t byte;
-  int bit;
+// The field that holds the bit of weight 2^place of codes of P bits: see Stream::Fields.
+struct Field {
+  int first = 0, width = 8, bit;  // vectors and lower bits before it; its bits; which of them
 
-  FieldBit(int P, int r, int k, int place) {
-    int first = 0, width = 8;  // of the field that holds the bit
+  Field(int P, int place) {
     for (; !(P & width) || place >= first + width; width /= 2) first += P & width;
-    const int bits = k / 4 * width;
-    byte = ((size_t(r / 4) * P + first + bits / 8) * 4 + r % 4) * 4 + k % 4;
-    bit = bits % 8 + place - first;
+    bit = place - first;
   }
+  // Inputs 4 u ... 4 u + 3 of row r: where their bytes lie in a chunk, and the bit's place in each.
+  size_t at(int P, int r, int u) const { return ((size_t(r / 4) * P + first + u * width / 8) * 4 + r % 4) * 4; }
+  int shift(int u) const { return u * width % 8 + bit; }
 };
 
 void pack_fields(const Weight &w, const Source &src, int first, int g, int c, uint8_t *out) {
   std::fill_n(out, w.chunk_bytes, uint8_t{0});
-  for (int r = 0; r < w.R; ++r)
-    for (int p = 0; p < w.P; ++p) {
-      const uint32_t inverted = w.P == 8 && p == 0 ? 0x01010101u : 0;  // q - kByteZero
-      for (int k = 0; k < kChunk; k += 4) {
-        const FieldBit to(w.P, r, k, w.P - 1 - p);
-        const uint32_t bits = kSpread[src.byte(p, first + r, g, c, k / 8) >> k % 8 & 15] ^ inverted;
-        uint32_t four;
-        std::memcpy(&four, out + to.byte, 4);
-        put_dword(out + to.byte, four | bits << to.bit);
+  for (int p = 0; p < w.P; ++p) {
+    const Field field(w.P, w.P - 1 - p);
+    const uint32_t inverted = w.P == 8 && p == 0 ? 0x01010101u : 0;  // q - kByteZero
+    for (int r = 0; r < w.R; ++r)
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t eight = src.byte(p, first + r, g, c, j);
+        for (int half = 0; half < 2; ++half) {
+          const int u = 2 * j + half;
+          uint8_t *const to = out + field.at(w.P, r, u);
+          uint32_t four;
+          std::memcpy(&four, to, 4);
+          put_dword(to, four | (kSpread[eight >> 4 * half & 15] ^ inverted) << field.shift(u));
+        }
       }
-    }
+  }
 }
 
 void pack_chunk(const Weight &w, const Source &src, int b, int g, int c, uint8_t *out) {
@@ -199,8 +202,8 @@ void dequantize_row(const Weight &w, int n, float *out) {
       case Stream::Nibbles: return chunk[(j * w.R + r) * 4 + i % 4] >> (i < 4 ? 0 : 4) & 15;
       case Stream::Fields:
         for (int place = 0; place < w.P; ++place) {
-          const FieldBit from(w.P, r, k, place);
-          value |= (chunk[from.byte] >> from.bit & 1) << place;
+          const Field field(w.P, place);
+          value |= (chunk[field.at(w.P, r, k / 4) + k % 4] >> field.shift(k / 4) & 1) << place;
         }
         return w.P == 8 ? value ^ kByteZero : value;
       case Stream::Bytes: return chunk[((j * 2 + i / 4) * w.R + r) * 4 + i % 4];
