@@ -3,8 +3,8 @@
     python bench/cpu_rows.py bench/results/cpu-rows-neoverse-n1.json --scheme uniform:4 --scheme uniform:2
 
 Each product is compared with f64 of the dequantized weight before it is timed. Times are processor time of one thread
-(what else the machine does counts less), the smallest of those that fit a quarter of a second, all candidates taking
-turns over two rounds; weights are hot where they fit the cache.
+(what else the machine does counts less), the smallest of at least three calls in each of two rounds in which all
+candidates take turns; weights are hot where they fit the cache.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from crelle.kernels.reference import matmul_fp64
 
 SHAPES = ("576x576", "1536x576", "4096x4096", "11008x4096")
 TOLERANCE: dict[Precision, float] = {"exact": 1e-4, "int8": 1.5e-2}
-BUDGET, ROUNDS = 0.25, 2
+ROUNDS = 2
 
 
-def microseconds(run: Callable[[], object]) -> float:
+def microseconds(run: Callable[[], object], budget: float) -> float:
     """Return the least processor time of a call."""
     run()
     best, begun, calls = float("inf"), time.perf_counter(), 0
-    while calls < 3 or time.perf_counter() - begun < BUDGET:
+    while calls < 3 or time.perf_counter() - begun < budget:
         at = time.process_time()
         run()
         best, calls = min(best, time.process_time() - at), calls + 1
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--scheme", action="append", required=True, help="uniform:BITS or bcq:BITS")
     parser.add_argument("--shape", nargs="*", default=SHAPES)
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--budget", type=float, default=0.25, help="seconds for each candidate and round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     core().set_threads(1)
@@ -89,7 +90,7 @@ def main() -> None:
                 best = dict.fromkeys(runs, float("inf"))
                 for _ in range(ROUNDS):
                     for name, run in runs.items():
-                        best[name] = min(best[name], microseconds(lambda run=run, x=x: run(x)))  # type: ignore[misc]
+                        best[name] = min(best[name], microseconds(lambda run=run, x=x: run(x), args.budget))  # type: ignore[misc]
                 rows.append({"shape": shape, "scheme": scheme, "rows": M, "microseconds": best})
                 print(shape, scheme, M, {n: round(t) for n, t in best.items()}, flush=True)
     write_result(args.out, {"what": "processor time of one thread, microseconds", "rows": rows})
