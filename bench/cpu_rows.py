@@ -8,6 +8,7 @@ candidates take turns; weights are hot where they fit the cache.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,8 @@ def main() -> None:
                         best[name] = min(best[name], microseconds(lambda run=run, x=x: run(x), args.budget))  # type: ignore[misc]
                 rows.append({"shape": shape, "scheme": scheme, "rows": M, "microseconds": best})
                 print(shape, scheme, M, {n: round(t) for n, t in best.items()}, flush=True)
-    write_result(args.out, {"what": "processor time of one thread, microseconds", "rows": rows})
+    command = " ".join(["python", "bench/cpu_rows.py", *sys.argv[1:]])
+    write_result(args.out, {"command": command, "what": "processor time of one thread, microseconds", "rows": rows})
 
 
 if __name__ == "__main__":
