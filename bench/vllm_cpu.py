@@ -5,8 +5,9 @@
 One random Llama (layers of real size) is rounded to a symmetric 4-bit grid. All 4-bit models hold
 exactly these weights, and so do the plain ones, up to their dtype; the 2-bit one is rounded anew. Each engine is first
 tried in a process of its own, because some end it (bf16 where the CPU has no bf16 instructions). Those that run live in
-one process and take turns, so that what else the machine does meets them alike: read the ratios. Checked before
-anything is timed: the log-probabilities of a prompt agree with those of the plain f32 model.
+one process and take turns, so that what else the machine does meets them alike: read the ratios. On a busy machine
+those of processor time (all threads) are the steadier ones. Checked before anything is timed: the log-probabilities of
+a prompt agree with those of the plain f32 model.
 """
 
 import argparse
@@ -157,19 +158,20 @@ def logprobs(llm: Any) -> list[float]:
     return [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], PROMPT[1:], strict=True)]
 
 
-def seconds_a_step(llm: Any, batch: int) -> float:
-    """Return the time of one decoding step: that of TOKENS + 1 tokens less that of one."""
+def seconds_a_step(llm: Any, batch: int) -> tuple[float, float]:
+    """Return the time of one decoding step, that of TOKENS + 1 tokens less that of one, and its processor time."""
     from vllm import SamplingParams, TokensPrompt
 
     prompts = [TokensPrompt(prompt_token_ids=[1, 2 + i, 30]) for i in range(batch)]
 
-    def run(tokens: int) -> float:
+    def run(tokens: int) -> tuple[float, float]:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        begun = time.perf_counter()
+        begun = time.perf_counter(), time.process_time()
         llm.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - begun
+        return time.perf_counter() - begun[0], time.process_time() - begun[1]
 
-    return (run(TOKENS + 1) - run(1)) / TOKENS
+    (wall, processor), (one_wall, one_processor) = run(TOKENS + 1), run(1)
+    return (wall - one_wall) / TOKENS, (processor - one_processor) / TOKENS
 
 
 def open_engine(path: Path, dtype: str, eager: bool, **crelle: str) -> Any:
@@ -230,10 +232,15 @@ def main() -> None:
             if "2-bit" not in name and differences[name] > CHECKED:
                 raise SystemExit(f"{name}: log-probabilities differ from those of {PLAIN} by {differences[name]:.3f}")
     times: Times = {name: {"1": [], "8": []} for name in engines}
+    processor: Times = {name: {"1": [], "8": []} for name in engines}
+    load = [os.getloadavg()[0]]
     for _ in range(args.rounds):
         for batch in (1, 8):
             for name, llm in engines.items():
-                times[name][str(batch)].append(1e3 * seconds_a_step(llm, batch))
+                wall, busy = seconds_a_step(llm, batch)
+                times[name][str(batch)].append(1e3 * wall)
+                processor[name][str(batch)].append(1e3 * busy)
+        load.append(os.getloadavg()[0])
     speeds = {n: {b: int(b) * 1e3 / statistics.median(t) for b, t in by.items()} for n, by in times.items()}
     measured = {
         "command": " ".join(["python", "bench/vllm_cpu.py", *sys.argv[1:]]),
@@ -246,13 +253,17 @@ def main() -> None:
         "refused": refused,
         "logprob_difference_to_plain": differences,
         "milliseconds_a_step": times,
+        "processor_milliseconds_a_step": processor,
+        "load_average": load,
         "tokens_per_second": speeds,
         "speed_against": {name: medians(times, name) for name in engines if name.startswith("vllm")},
+        "processor_speed_against": {name: medians(processor, name) for name in engines if name.startswith("vllm")},
     }
     write_result(args.out, measured)
     for name, by in speeds.items():
         ratio = {b: round(r, 2) for b, r in measured["speed_against"][PLAIN][name].items()}
-        print(f"{name:40} {by['1']:8.1f} {by['8']:8.1f} tokens/s, against {PLAIN}: {ratio}")
+        busy = {b: round(r, 2) for b, r in measured["processor_speed_against"][PLAIN][name].items()}
+        print(f"{name:40} {by['1']:8.1f} {by['8']:8.1f} tokens/s, against {PLAIN}: {ratio}, processor time: {busy}")
 
 
 if __name__ == "__main__":

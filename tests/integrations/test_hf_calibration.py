@@ -93,3 +93,17 @@ def test_refusals(tmp_path: Path) -> None:
         quantize(model, "rtn:bits=4,group=32")
     with pytest.raises(UnsupportedError, match="holds experts"):
         quantize(load(write_model("qwen3_moe", tmp_path / "e")), "gptq:bits=3,group=16", BATCHES)
+
+
+def test_command_line_on_a_family_that_only_transformers_runs(crelle: Any, tmp_path: Path) -> None:
+    """Schemes without data write a checkpoint; for others the error has the lines to run, which do what they say."""
+    source, out = write_model("phi", tmp_path / "m"), tmp_path / "calibrated"
+    assert crelle("quantize", source, tmp_path / "rounded", "--scheme", "rtn:bits=4,group=32").returncode == 0
+    assert torch.isfinite(logits(load(tmp_path / "rounded"))).all()
+    done = crelle("quantize", source, out, "--scheme", "gptq:bits=4,group=32")
+    assert done.returncode != 0
+    assert "'phi' is not one that Crelle runs" in done.stderr
+    lines = [line.strip() for line in done.stderr.splitlines() if line.startswith("    ")]
+    exec("\n".join(lines), {})
+    assert torch.isfinite(logits(load(out))).all()
+    assert (out / "tokenizer.json").is_file()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.mixed import GROUPS, MixedTensor
 from crelle.kernels.base import Problem
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 # Relative error (Frobenius) of x @ W.T that each precision may have on Gaussian inputs.
 TOLERANCE: dict[Precision, float] = {"int8": 1.5e-2, "exact": 1e-4}
 PRECISIONS: list[Precision] = ["int8", "exact"]
-KINDS = ["bcq", "uniform", "mixed"]
+KINDS = ["bcq", "uniform", "affine", "mixed"]
 
 # N, K, G: whole blocks; odd everything; groups of 8, 24 and 32; row-wise; several segments to a group; a last group
 # that is shorter, and one that is shorter than a chunk.
@@ -44,7 +45,7 @@ SHAPES = [
 
 def weight(
     kind: str, N: int, K: int, P: int, G: int, *, bias: bool, dtype: torch.dtype = torch.float16, seed: int = 0
-) -> BCQTensor | UniformTensor | MixedTensor:
+) -> BCQTensor | UniformTensor | AffineTensor | MixedTensor:
     """Mixed: a group size that it takes, more groups of 4 bits the larger P is, outliers where `bias` says so."""
     if kind == "mixed":
         return mixed_weight(N, K, nearest_group(G), (P - 1) / 7, 0.02 if bias else 0.0, dtype=dtype, seed=seed)
@@ -56,6 +57,9 @@ def weight(
         z = (torch.randn(N, C, generator=rng) * 0.02).to(dtype) if bias else None
         return BCQTensor.from_codes(codes, alpha, z, G)
     scale = (torch.rand(N, C, generator=rng) * 0.02 + 0.01).to(dtype)
+    if kind == "affine":  # `low` is near the negative middle of the grid, as for real weights
+        low = (-scale * (2**P - 1) * (0.4 + 0.2 * torch.rand(N, C, generator=rng))).to(dtype)
+        return AffineTensor.from_codes(codes, P, scale, low, G)
     zero = torch.randint(0, 2**P, (N, C), generator=rng, dtype=torch.uint8) if bias else None
     return UniformTensor.from_codes(codes, P, scale, zero, G)
 
@@ -111,7 +115,8 @@ def test_prepared_weight_holds_the_same_numbers(isa: str, kind: str, dtype: torc
             w = weight(kind, N, K, P, G, bias=bias, dtype=dtype)
             out = torch.full(w.shape, float("nan"))
             Cpu().prepare(w, torch.float32).data.dequantize(out.numpy())
-            torch.testing.assert_close(out, w.dequantize(), rtol=1e-6, atol=1e-7)
+            atol = 2e-6 if kind == "affine" else 1e-7  # low and the codes may nearly cancel
+            torch.testing.assert_close(out, w.dequantize(), rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,13 +16,13 @@ from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_row
 from crelle.engine.first_layers import FirstLayers, layer_count
 from crelle.engine.quantize_cost import PLANNING_ROWS, QuantizeCost, measure
 from crelle.engine.tokenizer import Tokenizer
-from crelle.errors import FormatError, SchemeError
+from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.destination import PARTIAL, destination, refuse_existing, refuse_overlap
 from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, remove_directory
 from crelle.models.calibration_model import open_model
-from crelle.models.loader import build, choose_device, in_usual_form, read_spec
+from crelle.models.loader import build, choose_device, family_of, in_usual_form, read_spec
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.device_limit import device_limit
@@ -35,6 +35,17 @@ from crelle.quantizers.training import Training
 
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 _PROMPT = 16  # tokens of the text that the model continues
+
+_BY_TRANSFORMERS = """{reason}, so that '{scheme}' cannot calibrate on it here. Schemes that look at no data (rtn, \
+bcq) can be used all the same; gptq, hbcq, mixed and atom (without tune) calibrate inside transformers:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from crelle.integrations.transformers import quantize
+    model = AutoModelForCausalLM.from_pretrained({source!r})
+    tokenizer = AutoTokenizer.from_pretrained({source!r})
+    batches = [tokenizer(text, return_tensors="pt") for text in ["…"]]  # texts like those that the model will see
+    quantize(model, {scheme!r}, batches)
+    model.save_pretrained({out!r})
+    tokenizer.save_pretrained({out!r})"""
 
 
 def quantize(
@@ -68,6 +79,7 @@ def quantize(
     if any(q.calibrated for q in chosen):
         if text is None:
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
+        _require_family(source, scheme, out)
         calibration = replace(_calibration(source, text, choose_device(device), progress), memory=memory)
     if isinstance(chosen[0], Auto) and calibration is not None:
         overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
@@ -120,6 +132,19 @@ def dry_run(
         first, scheme, tokens, where, layers=count, overrides=matching, head=head, memory=memory, progress=progress
     )
     return replace(cost, left_out=(*left_out, *cost.left_out))
+
+
+def _require_family(source: str | Path, scheme: str, out: Path) -> None:
+    """Calibration runs the model: for one that only transformers runs, say how it is calibrated there."""
+    weights = open_weights(source)
+    try:
+        family_of(weights)
+    except UnsupportedError as e:
+        reason = f"{weights.path}: {e}"
+        if not weights.path.is_dir() or not isinstance(weights.config.get("model_type"), str):
+            raise UnsupportedError(reason) from e
+        lines = _BY_TRANSFORMERS.format(reason=reason, source=str(source), scheme=scheme, out=str(out))
+        raise UnsupportedError(lines) from e
 
 
 def _calibration(

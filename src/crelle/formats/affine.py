@@ -23,7 +23,6 @@ from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import Spec, expect, register_format, take
 from crelle.formats.bcq import (
     SCALE_DTYPES,
-    BCQTensor,
     Planes,
     expand_groups,
     groups_in,
@@ -95,13 +94,6 @@ class AffineTensor(_Grid):
         wide = torch.promote_types(dtype, torch.float32)
         w = self.codes().to(wide).mul_(expand_groups(self.scale.to(wide), self.group, self.K))
         return w.add_(expand_groups(self.low.to(wide), self.group, self.K)).to(dtype)
-
-    def to_bcq(self) -> BCQTensor:
-        """Return the same grid as planes with alphas, in f32; z is rounded once (within 2^-24 of the largest level)."""
-        scale, low = self.scale.to(torch.float32), self.low.to(torch.float32)
-        place = torch.tensor([2.0 ** (self.bits - 2 - p) for p in range(self.bits)], device=self.device)
-        z = low + scale * ((2**self.bits - 1) / 2)
-        return BCQTensor(self.planes, self.K, self.group, place[:, None, None] * scale, z)
 
     def rows(self, which: slice | Tensor) -> "AffineTensor":
         return AffineTensor(self.planes[:, which], self.K, self.group, self.scale[which], self.low[which])

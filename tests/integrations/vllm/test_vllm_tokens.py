@@ -12,6 +12,7 @@ import torch
 from conftest import write_tokenizer
 from dequantized_model import write_dequantized
 from foreign_packers import gptq, write_models
+from greedy import IDS, TEXTS, TOKENS
 from random_models import write_random
 from vllm_process import Job, environment, run_jobs, tokens_of
 
@@ -22,9 +23,6 @@ from crelle.formats.open import open_weights
 
 pytestmark = pytest.mark.vllm
 
-TEXTS = ["Once upon a time", "The little dog", "One day, a girl named Lily", "The sun was", "Tom had a red ball"]
-IDS = [[1, 5, 9, 200, 33], [1, 77, 12], [1, 100, 101, 102, 103, 250, 7], [1, 3], [1, 40, 41]]
-TOKENS = 32
 AS_LIKELY = 0.001  # in standard deviations of the logits
 
 # (scheme, overrides, head, bits to serve)

@@ -49,8 +49,6 @@ class Cpu(FloatInput):
         return takes_floats(problem) or available()
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CpuWeight:
-        if isinstance(w, AffineTensor):
-            w = w.to_bcq()
         if isinstance(w, MixedTensor):
             return CpuWeight(_mixed(w), self.precision)
         planes = numpy_of(getattr(w, "planes", torch.empty(0)))
@@ -60,6 +58,8 @@ class Cpu(FloatInput):
         elif isinstance(w, UniformTensor):
             zero = None if w.zero is None else numpy_of(w.zeros())
             data = core().prepare_uniform(planes, w.K, w.group, numpy_of(w.scale.float()), zero)
+        elif isinstance(w, AffineTensor):
+            data = core().prepare_affine(planes, w.K, w.group, numpy_of(w.scale.float()), numpy_of(w.low.float()))
         else:
             raise UnsupportedError(f"kernel 'cpu' cannot lay out the format '{w.format}'")
         return CpuWeight(data, self.precision)

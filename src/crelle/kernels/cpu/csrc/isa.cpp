@@ -65,15 +65,6 @@ bool has_dotprod() {
 #endif
 }
 
-// The streams of NEON; mixed and integer matrices by dot products of bytes.
-Isa with_dotprod() {
-  Isa isa = kNeon;
-  isa.name = "dotprod";
-  isa.mixed = &kMixedDotprod;
-  isa.integer = &kIntegerDotprod;
-  return isa;
-}
-
 }  // namespace
 #endif
 
@@ -88,8 +79,7 @@ const std::vector<const Isa *> &isas() {
     if (f.avx512) v.push_back(&kAvx512);
     if (f.avx2) v.push_back(&kAvx2);
 #elif defined(__aarch64__)
-    static const Isa dotprod = with_dotprod();
-    if (has_dotprod()) v.push_back(&dotprod);
+    if (has_dotprod()) v.push_back(&kDotprod);
     v.push_back(&kNeon);
 #endif
     v.push_back(&kGeneric);

@@ -51,9 +51,7 @@ extern const Isa kGeneric;
 extern const Isa kAvx2, kAvx512, kVbmi;
 extern const IntegerKernel kIntegerAmx;
 #elif defined(__aarch64__)
-extern const Isa kNeon;
-extern const MixedKernel kMixedDotprod;
-extern const IntegerKernel kIntegerDotprod;
+extern const Isa kNeon, kDotprod;
 #endif
 
 const std::vector<const Isa *> &isas();  // those this machine can run, the best first

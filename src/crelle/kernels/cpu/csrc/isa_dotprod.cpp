@@ -1,6 +1,8 @@
-// NEON with dot products of bytes (Armv8.2 and newer): mixed and integer matrices by sdot.
+// NEON with dot products of bytes (Armv8.2 and newer): uniform and affine grids, mixed and integer matrices by sdot,
+// planes (bcq) as on NEON.
 #include <arm_neon.h>
 
+#include <array>
 #include <utility>
 
 #include "isa.h"
@@ -19,11 +21,29 @@ namespace dotprod {
 #include "integer_encode.h"
 #include "integer_kernel.h"
 #include "integer_neon.h"
+#include "sdot_codes.h"
+#include "read_bandwidth.h"
+
+Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
+
+void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
+  if (takes_tables(a.stream))
+    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
+  else
+    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
+}
+
+void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+  (w.stream == Stream::Fields ? sdot_matmul : kNeon.matmul)(w, a, y, ldy, b0, b1);
+}
+
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 
 }  // namespace dotprod
 }  // namespace
 
-const MixedKernel kMixedDotprod{dotprod::encode_mixed, dotprod::mixed_matmul<dotprod::MixedV>};
-const IntegerKernel kIntegerDotprod{dotprod::encode_integer, dotprod::integer_matmul<dotprod::IntegerV>, 64};
+const Isa kDotprod{"dotprod",       dotprod::kSdotRows, dotprod::stream,  dotprod::encode,
+                   dotprod::matmul, dotprod::read_all,  &dotprod::kMixed, &dotprod::kInteger};
 
 }  // namespace crelle::cpu

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <stdexcept>
+#include <vector>
 
 #include "bindings.h"
 #include "isa.h"
@@ -48,6 +50,24 @@ Weight prepare_uniform(In<uint8_t, 3> planes, int K, int G, In<float, 2> scale, 
   s.scale = scale.data();
   s.zero = zero ? zero->data() : nullptr;
   nb::gil_scoped_release release;
+  return prepare_weight(s, isa());
+}
+
+// Instruction sets without a layout for it take it as planes with alphas: w = z + scale q = middle + sum_p alpha_p b_p.
+Weight prepare_affine(In<uint8_t, 3> planes, int K, int G, In<float, 2> scale, In<float, 2> low) {
+  Stored s = stored(Kind::Affine, planes, K, G);
+  const size_t C = KPartition(K, G).groups, each = s.N * C;
+  for (const auto &a : {scale, low})
+    require(a.shape(0) == size_t(s.N) && a.shape(1) == C, "scale and low must be [N, ceil(K/G)]");
+  s.scale = scale.data(), s.z = low.data();
+  nb::gil_scoped_release release;
+  if (isa().stream(Kind::Affine, s.P) == Stream::Fields) return prepare_weight(s, isa());
+  std::vector<float> alpha(s.P * each), middle(each);
+  for (size_t i = 0; i < each; ++i) {
+    for (int p = 0; p < s.P; ++p) alpha[p * each + i] = std::ldexp(s.scale[i], s.P - 2 - p);
+    middle[i] = s.z[i] + s.scale[i] * (0.5f * ((1 << s.P) - 1));
+  }
+  s.kind = Kind::Bcq, s.scale = alpha.data(), s.z = middle.data();
   return prepare_weight(s, isa());
 }
 
@@ -180,6 +200,7 @@ NB_MODULE(_core, m) {
                    [](const Weight &w) {
                      return w.kind == Kind::Bcq       ? "bcq"
                             : w.kind == Kind::Uniform ? "uniform"
+                            : w.kind == Kind::Affine  ? "affine"
                             : w.kind == Kind::Mixed   ? "mixed"
                                                       : "integer";
                    })
@@ -200,6 +221,8 @@ NB_MODULE(_core, m) {
         "z"_a.none().noconvert() = nb::none());
   m.def("prepare_uniform", &prepare_uniform, "planes"_a.noconvert(), "K"_a, "group"_a, "scale"_a.noconvert(),
         "zero"_a.none().noconvert() = nb::none());
+  m.def("prepare_affine", &prepare_affine, "planes"_a.noconvert(), "K"_a, "group"_a, "scale"_a.noconvert(),
+        "low"_a.noconvert());
   m.def("prepare_mixed", &py_prepare_mixed, "K"_a, "block"_a, "four"_a.noconvert(), "codes2"_a.noconvert(),
         "codes4"_a.noconvert(), "scale_codes"_a.noconvert(), "zeros"_a.noconvert(), "second_zeros"_a.noconvert(),
         "second_scale"_a.noconvert(), "row"_a.none() = nb::none(), "outliers"_a.none() = nb::none());

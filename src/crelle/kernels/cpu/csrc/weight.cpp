@@ -34,6 +34,38 @@ int row_of_byte(int i, int R) { return i % 2 ? R / 2 + i / 2 : i / 2; }
 
 void put_dword(uint8_t *at, uint32_t v) { std::memcpy(at, &v, 4); }
 
+// The field that holds the bit of weight 2^place of codes of P bits: see Stream::Fields.
+struct Field {
+  int first = 0, width = 8, bit;  // vectors and lower bits before it; its bits; which of them
+
+  Field(int P, int place) {
+    for (; !(P & width) || place >= first + width; width /= 2) first += P & width;
+    bit = place - first;
+  }
+  // Inputs 4 u ... 4 u + 3 of row r: where their bytes lie in a chunk, and the bit's place in each.
+  size_t at(int P, int r, int u) const { return ((size_t(r / 4) * P + first + u * width / 8) * 4 + r % 4) * 4; }
+  int shift(int u) const { return u * width % 8 + bit; }
+};
+
+void pack_fields(const Weight &w, const Source &src, int first, int g, int c, uint8_t *out) {
+  std::fill_n(out, w.chunk_bytes, uint8_t{0});
+  for (int p = 0; p < w.P; ++p) {
+    const Field field(w.P, w.P - 1 - p);
+    const uint32_t inverted = w.P == 8 && p == 0 ? 0x01010101u : 0;  // q - kByteZero
+    for (int r = 0; r < w.R; ++r)
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t eight = src.byte(p, first + r, g, c, j);
+        for (int half = 0; half < 2; ++half) {
+          const int u = 2 * j + half;
+          uint8_t *const to = out + field.at(w.P, r, u);
+          uint32_t four;
+          std::memcpy(&four, to, 4);
+          put_dword(to, four | (kSpread[eight >> 4 * half & 15] ^ inverted) << field.shift(u));
+        }
+      }
+  }
+}
+
 void pack_chunk(const Weight &w, const Source &src, int b, int g, int c, uint8_t *out) {
   const int first = b * w.R;
   if (w.stream == Stream::BytePlanes) {
@@ -49,6 +81,7 @@ void pack_chunk(const Weight &w, const Source &src, int b, int g, int c, uint8_t
           for (int j = 0; j < 4; ++j) *out++ = src.byte(p, first + r + i, g, c, j);
     return;
   }
+  if (w.stream == Stream::Fields) return pack_fields(w, src, first, g, c, out);
   for (int j = 0; j < 4; ++j)
     for (int half = 0; half < (w.stream == Stream::Bytes ? 2 : 1); ++half)
       for (int r = 0; r < w.R; ++r, out += 4) {
@@ -92,6 +125,7 @@ void pack_block(const Weight &w, const Stored &s, int b, uint8_t *out) {
       if (w.bias) put_scales(w, s.z + at, C, rows, out + w.P * set);
     } else {
       put_scales(w, s.scale + at, C, rows, out);
+      if (w.kind == Kind::Affine) put_scales(w, s.z + at, C, rows, out + set);
     }
     out += w.scale_bytes;
     for (int c = 0; c < w.partition.chunks_of(g); ++c, out += w.chunk_bytes) pack_chunk(w, src, b, g, c, out);
@@ -117,12 +151,12 @@ Weight prepare_weight(const Stored &s, const Isa &isa) {
   w.partition = KPartition(s.K, s.G);
   w.R = isa.rows;
   w.blocks = (s.N + w.R - 1) / w.R;
-  const bool bcq = s.kind == Kind::Bcq;
+  const bool bcq = s.kind == Kind::Bcq, affine = s.kind == Kind::Affine;
   w.bias = bcq ? s.z != nullptr : s.zero != nullptr;
   const size_t each = size_t(s.N) * w.partition.groups;
-  w.wide_scales = !all_fit_half(s.scale, bcq ? s.P * each : each) || (bcq && w.bias && !all_fit_half(s.z, each));
+  w.wide_scales = !all_fit_half(s.scale, bcq ? s.P * each : each) || (s.z && !all_fit_half(s.z, each));
   w.chunk_bytes = size_t(w.R) * (w.stream == Stream::Bytes ? 32 : 4 * s.P);
-  w.scale_bytes = padded(w.R * w.scale_size() * (bcq ? s.P + w.bias : 1));
+  w.scale_bytes = padded(w.R * w.scale_size() * (bcq ? s.P + w.bias : affine ? 2 : 1));
   w.zeros_bytes = !bcq && w.bias ? padded(size_t(w.partition.groups) * w.R) : 0;
   w.block_bytes = w.zeros_bytes + w.partition.chunks * w.chunk_bytes + w.partition.groups * w.scale_bytes;
   w.data.grow(w.blocks * w.block_bytes);
@@ -166,6 +200,12 @@ void dequantize_row(const Weight &w, int n, float *out) {
         return value;
       }
       case Stream::Nibbles: return chunk[(j * w.R + r) * 4 + i % 4] >> (i < 4 ? 0 : 4) & 15;
+      case Stream::Fields:
+        for (int place = 0; place < w.P; ++place) {
+          const Field field(w.P, place);
+          value |= (chunk[field.at(w.P, r, k / 4) + k % 4] >> field.shift(k / 4) & 1) << place;
+        }
+        return w.P == 8 ? value ^ kByteZero : value;
       case Stream::Bytes: return chunk[((j * 2 + i / 4) * w.R + r) * 4 + i % 4];
       case Stream::Mixed:
       case Stream::Integer: break;
@@ -181,6 +221,8 @@ void dequantize_row(const Weight &w, int n, float *out) {
       if (w.kind == Kind::Uniform) {
         const int zero = w.bias ? zeros[g * w.R + r] : 1 << (w.P - 1);
         o[k] = scale(scales) * static_cast<float>(q - zero);
+      } else if (w.kind == Kind::Affine) {
+        o[k] = scale(scales + set) + scale(scales) * static_cast<float>(q);
       } else {
         float sum = 0;
         for (int p = w.P - 1; p >= 0; --p) {

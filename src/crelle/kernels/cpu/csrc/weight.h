@@ -4,7 +4,7 @@
 //
 //   zeros   uint8 [groups][R]                            uniform grids with stored zero points only
 //   for each group:
-//     scales  f16 or f32 [P][R] (BCQ), [R] (uniform)     then z [R] (BCQ with bias); padded to 64 bytes
+//     scales  f16 or f32 [P][R] (BCQ), [R] (others)      then z [R] (BCQ with bias, affine); padded to 64 bytes
 //     codes   [chunk][...]                               see Stream
 //
 // so that a thread reads one long run of memory: the hardware prefetcher follows it, and no second stream of scales
@@ -28,6 +28,7 @@ struct Isa;
 enum class Kind : uint8_t {
   Bcq,      // w = z + sum_p alpha_p b_p
   Uniform,  // w = scale (q - zero)
+  Affine,   // w = z + scale q; Stream::Fields only
   Mixed,    // groups of 2 and of 4 bits, outliers: see mixed_weight.h
   Integer,  // integers for integer activations: see integer_weight.h
 };
@@ -45,11 +46,19 @@ enum class Stream : uint8_t {
   Nibbles,
   // 8-bit codes: [chunk][8][R/16][16 rows][4 bytes]. Activations: int8 digits.
   Bytes,
+  // Codes of 1 to 8 bits: [chunk][R/4][P][4 rows][4 bytes]. P is a sum of fields of 8, 4, 2 and 1 bits; the widest come
+  // first and hold the lowest bits of the codes. Field i of a byte is F bits from bit F i on, and the fields of a
+  // byte's vectors in order are inputs j, 4 + j, 8 + j ... of the chunk, for byte j of a row. Codes of 8 bits are
+  // stored
+  // less kByteZero. Activations: int8 digits, four to a lane (sdot).
+  Fields,
   // Codes of 2 and 4 bits and outliers: see mixed_weight.h. Activations: int8 digits, and x itself.
   Mixed,
   // Integers for integer activations: see integer_weight.h.
   Integer,
 };
+
+constexpr int kByteZero = 128;
 
 inline bool takes_tables(Stream s) { return s == Stream::QuadPlanes || s == Stream::BytePlanes; }
 
@@ -84,7 +93,7 @@ struct Stored {
   int N, K, P, G;
   const uint8_t *planes;  // [P, N, ceil(K/8)], plane 0 is the most significant
   const float *scale;     // BCQ alpha [P, N, C]; uniform scale [N, C]
-  const float *z;         // BCQ bias [N, C] or null
+  const float *z;         // BCQ bias [N, C] or null; affine: the lowest level [N, C]
   const uint8_t *zero;    // uniform zero points [N, C] or null
 };
 
