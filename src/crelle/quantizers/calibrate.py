@@ -136,7 +136,7 @@ class LayerCalibration:
     def stats(self, name: str, rounding: InputRounding | None = None) -> Stats:
         """Return the stats of the input of one linear, as the block stands now."""
         K = self.block.linears()[name].weight.shape[1]
-        collector = StatsCollector(K, self._calibrator.device, cross=True)
+        collector = StatsCollector(K, self._calibrator.device, cross=True, half=self._calibrator.half)
         read = self._read.get(name, [])
         known = len(read) * self._calibrator.batch >= len(self.hidden.full)  # not where an expert missed a batch
         for i, (weight, full, quantized) in enumerate(self._batches()):

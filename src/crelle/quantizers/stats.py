@@ -19,8 +19,10 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.activations import ActivationSpec
+from crelle.quantizers.layer_api import bf16_sums
 
 _SAMPLE = 128  # inputs of every batch that are kept as they are
+_BLOCK = 192  # columns of a Hessian that are summed at one time, down to the diagonal: the rest is their mirror image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +74,13 @@ class Stats:
         """
         if self.cross is None:
             return weight
-        ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
-        damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
+        key = "root", damp
+        if key not in self.kept:
+            ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
+            damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
+            self.kept[key] = torch.linalg.cholesky(damped)
         missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
-        return weight.float() + torch.cholesky_solve(missing.T, torch.linalg.cholesky(damped)).T
+        return weight.float() + torch.cholesky_solve(missing.T, self.kept[key]).T
 
 
 def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
@@ -90,9 +95,10 @@ def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
 class StatsCollector:
     """Collects the Stats of one input: in the quantized model and, for `cross`, in the full-precision one."""
 
-    def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False) -> None:
+    def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False, half: bool = False) -> None:
+        self._half = half  # bf16 products where the machine has them
         self._hessian = torch.zeros(K, K, device=device)
-        self._cross = torch.zeros(K, K, device=device) if cross else None
+        self._cross = torch.zeros(K, K, device=device) if cross else None  # less the Hessian: it needs few digits
         self._absmax, self._abssum = torch.zeros(K, device=device), torch.zeros(K, device=device)
         self._tokens = 0
         self._sample: list[Tensor] = []
@@ -100,16 +106,23 @@ class StatsCollector:
     def add(self, x: Tensor, full: Tensor | None = None) -> None:
         """Add inputs [..., K]."""
         x = x.detach().flatten(0, -2).float()
-        self._hessian.addmm_(x.T, x)
-        if self._cross is not None and full is not None:
-            self._cross.addmm_(full.detach().flatten(0, -2).float().T, x)
-        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
-        self._abssum += x.abs().sum(0)
+        K = x.shape[1]
+        with bf16_sums(x.device, self._half):
+            for begin in range(0, K, _BLOCK):
+                end = min(begin + _BLOCK, K)
+                self._hessian[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
+            if self._cross is not None and full is not None:
+                self._cross.addmm_((full.detach().flatten(0, -2).float() - x).T, x)
+        size = x.abs()
+        self._absmax = torch.maximum(self._absmax, size.amax(0))
+        self._abssum += size.sum(0)
         self._tokens += len(x)
         self._sample.append(x[:: max(1, len(x) // _SAMPLE)].clone())
 
     def stats(self) -> Stats:
         T = max(1, self._tokens)
-        cross = None if self._cross is None else self._cross / T
         sample = torch.cat(self._sample) if self._sample else None
-        return Stats(self._hessian / T, self._absmax, self._abssum / T, self._tokens, cross, sample)
+        hessian = self._hessian.triu() / T
+        hessian += hessian.triu(1).T
+        cross = None if self._cross is None else self._cross / T + hessian
+        return Stats(hessian, self._absmax, self._abssum / T, self._tokens, cross, sample)
