@@ -1,0 +1,59 @@
+"""Inner loops of quantizers in C++, for weights on a CPU; crelle.quantizers has them in torch too, as the reference.
+
+Groups of weights are [R, G]; importances [C, G], where that of group r is row r modulo C, 0 for padding; None: all 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from crelle.kernels import cpu
+
+
+def usable(w: Tensor) -> bool:
+    """Whether the loops of this module can work on a tensor."""
+    return w.device.type == "cpu" and w.dtype == torch.float32 and cpu.available() is None
+
+
+def binary_scales(w: Tensor, importance: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
+    """Return alpha [R, P] and z [R] of binary coding by alternating least squares; rounds=0: greedy."""
+    alpha, z = torch.empty(len(w), P), torch.empty(len(w))
+    cpu.core().binary_scales(w.contiguous().numpy(), _array(importance), rounds, bias, alpha.numpy(), z.numpy())
+    return alpha, z
+
+
+def binary_codes(w: Tensor, alpha: Tensor, z: Tensor) -> Tensor:
+    """Return the code of the level nearest to each weight, uint8 [R, G]."""
+    codes = torch.empty(w.shape, dtype=torch.uint8)
+    cpu.core().binary_codes(w.contiguous().numpy(), alpha.contiguous().numpy(), z.contiguous().numpy(), codes.numpy())
+    return codes
+
+
+def uniform_grids(
+    w: Tensor, importance: Tensor | None, bits: int, shrinks: Sequence[float], *, symmetric: bool, aside: int
+) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point [R] of the grid scale (code - zero) with the least error.
+
+    Tried are parts of each group's range, and zero points up to `aside` steps off.
+    """
+    scale, zero = torch.empty(len(w)), torch.empty(len(w))
+    tried = torch.tensor(shrinks).numpy()
+    weights = w.contiguous().numpy()
+    cpu.core().uniform_grids(weights, _array(importance), bits, symmetric, tried, aside, scale.numpy(), zero.numpy())
+    return scale, zero
+
+
+def affine_grids(
+    w: Tensor, importance: Tensor | None, bits: int, shrinks: Sequence[float], rounds: int
+) -> tuple[Tensor, Tensor]:
+    """Return scale and lowest level [R] of the grid low + scale code: the best clipped range, then least squares."""
+    scale, low = torch.empty(len(w)), torch.empty(len(w))
+    tried = torch.tensor(shrinks).numpy()
+    weights = w.contiguous().numpy()
+    cpu.core().affine_grids(weights, _array(importance), bits, tried, rounds, scale.numpy(), low.numpy())
+    return scale, low
+
+
+def _array(importance: Tensor | None) -> object:
+    return None if importance is None else importance.contiguous().numpy()
