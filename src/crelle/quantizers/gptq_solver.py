@@ -26,10 +26,12 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.bcq import expand_groups
+from crelle.kernels.cpu import solver
 from crelle.quantizers.grouping import from_groups, to_groups
 from crelle.quantizers.sweep import LevelTable, SortedLevels, sweep, sweep_levels
 
 _UNKNOWNS = 1 << 22  # entries of the row systems that are solved at one time: bounds the memory
+_LANES = 256  # unknowns of a row up to which 16 rows are solved side by side in C++: 4 MB for each thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,14 +130,16 @@ def _level_table(levels: Levels) -> LevelTable:
         return LevelTable(torch.cat(each), None, [0, *accumulate(levels.count)][:-1], levels.count)
     values, codes = levels.values().permute(1, 2, 0).contiguous().sort(1)  # [C, L, N]
     C, L, _ = values.shape
-    return LevelTable(values.flatten(0, 1), codes.to(torch.uint8).flatten(0, 1), range(0, C * L, L), [L] * C)
+    places = torch.arange(L, device=codes.device)[:, None]
+    named = None if bool((codes == places).all()) else codes.to(torch.uint8).flatten(0, 1)
+    return LevelTable(values.flatten(0, 1), named, range(0, C * L, L), [L] * C)
 
 
 def feedback(target: Tensor, by: LDLFactor, levels: Levels) -> Fit:
     """Choose the codes with error feedback."""
     group_of = (by.order // levels.group).tolist()
     codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
-    codes[by.order], _ = sweep_levels(target[:, by.order].T, None, by.mix, _level_table(levels), group_of)
+    codes[by.order], _ = sweep_levels(target.T.contiguous()[by.order], None, by.mix, _level_table(levels), group_of)
     return Fit(codes.T.contiguous(), levels)
 
 
@@ -180,6 +184,8 @@ def mixing(hessian: Tensor) -> Tensor:
 def row_errors(target: Tensor, hessian: Tensor, fit: Fit) -> Tensor:
     """Return the output error of each row [N]."""
     error = target - fit.levels.decode(fit.codes)
+    if solver.usable(error):
+        return solver.row_errors(error, hessian)
     return ((error @ hessian) * error).sum(1)
 
 
@@ -201,6 +207,9 @@ def best_scales(target: Tensor, hessian: Tensor, fit: Fit, ridge: float = 1e-7) 
     N, K = codes.shape
     _, C, U = levels.scales.shape
     G = levels.group
+    if solver.usable(target) and C * U <= _LANES:
+        error, features = target - levels.decode(codes), levels.features(codes)
+        return levels.scales.double() + solver.solve_scales(error, hessian, features, G, ridge)
     H = torch.nn.functional.pad(hessian, (0, C * G - K, 0, C * G - K))
     step = max(1, _UNKNOWNS // max(C * U * C * U, K * U))
     parts = []

@@ -55,5 +55,24 @@ def affine_grids(
     return scale, low
 
 
+def row_errors(error: Tensor, hessian: Tensor) -> Tensor:
+    """Return error H error' of each row [N] of an error [N, K]."""
+    result = torch.empty(len(error))
+    cpu.core().row_errors(hessian.contiguous().numpy(), error.T.contiguous().numpy(), result.numpy())
+    return result
+
+
+def solve_scales(error: Tensor, hessian: Tensor, features: Tensor, group: int, ridge: float) -> Tensor:
+    """Return the change of scales [N, C, U] that lowers error H error' of each row most.
+
+    error [N, K]; features [U, N, K]: the factor of each scale in each weight. NaN where the equations are singular.
+    """
+    N, K = error.shape
+    change = torch.empty(-(-K // group), len(features), N)
+    given = (t.contiguous().numpy() for t in (hessian, error.T, features.mT))
+    cpu.core().solve_scales(*given, group, ridge, change.numpy())
+    return change.permute(2, 0, 1)
+
+
 def _array(importance: Tensor | None) -> object:
     return None if importance is None else importance.contiguous().numpy()

@@ -2,6 +2,7 @@
 // which are the lanes of a vector, since rows are independent of one another (crelle.quantizers.gptq_solver).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace crelle::cpu {
@@ -46,6 +47,32 @@ struct GridSearch {
   const float *weight, *importance;  // [K, N]; of importance 0: does not count
   const float *shrink;               // [tries]
   float *scale, *zero;               // [groups, N], written
+};
+
+// Least squares for the scales of a row, the codes fixed: weight k is sum_u scale[group of k][u] features[u][k], and
+// the change of all scales that lowers error' H error most solves  A x = b,
+//   A[cu][dv] = sum_{i in c, j in d} features[u][i] H[i][j] features[v][j]     b[cu] = sum_i features[u][i] (H
+//   error)[i]
+struct ScaleSolve {
+  int N, K, G, U;
+  const float *hessian;   // [K, K], symmetric
+  const float *error;     // [K, N]
+  const float *features;  // [U, K, N]
+  double ridge;           // added to the diagonal, which is scaled to 1
+  float *change;          // [groups, U, N], written; NaN where A is not positive
+
+  int groups() const { return (K + G - 1) / G; }
+  int unknowns() const { return groups() * U; }
+  size_t floats() const { return size_t(2 * U + 1) * K * kSweepRows; }  // of scratch
+  size_t doubles() const { return size_t(unknowns()) * (unknowns() + 5) / 2 * kSweepRows; }
+};
+
+// error' H error of each row.
+struct RowErrors {
+  int N, K;
+  const float *hessian;  // [K, K], symmetric
+  const float *error;    // [K, N]
+  float *result;         // [N], written
 };
 
 }  // namespace crelle::cpu

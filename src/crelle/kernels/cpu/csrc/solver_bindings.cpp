@@ -94,6 +94,35 @@ void search_grids(In<float, 2> weight, In<float, 2> importance, int G, In<float,
   for_each_tile(tiles_of(N), 0, [&](int tile, float *scratch) { ops.search_grids(s, tile, scratch); });
 }
 
+void row_errors(In<float, 2> hessian, In<float, 2> error, Out<float, 1> result) {
+  const size_t K = error.shape(0), N = error.shape(1);
+  require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
+  require(result.shape(0) == N, "the result must be [N]");
+  const RowErrors s{int(N), int(K), hessian.data(), error.data(), result.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.row_errors(s, tile, scratch); });
+}
+
+void solve_scales(In<float, 2> hessian, In<float, 2> error, In<float, 3> features, int G, double ridge,
+                  Out<float, 3> change) {
+  const size_t K = error.shape(0), N = error.shape(1), U = features.shape(0);
+  require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
+  require(G >= 1 && U >= 1, "a group has columns and scales");
+  require(features.shape(1) == K && features.shape(2) == N, "features must be [U, K, N]");
+  const ScaleSolve s{int(N), int(K), G, int(U), hessian.data(), error.data(), features.data(), ridge, change.data()};
+  require(change.shape(0) == size_t(s.groups()) && change.shape(1) == U && change.shape(2) == N,
+          "the change must be [groups, U, N]");
+  const Ops &ops = ops_of(isa());
+  const int tiles = tiles_of(N);
+  nb::gil_scoped_release release;
+  Pool::get().run([&](int t, int n) {
+    std::vector<float> scratch(s.floats());
+    std::vector<double> wide(s.doubles());
+    for (int tile = part(tiles, t, n); tile < part(tiles, t + 1, n); ++tile)
+      ops.solve_scales(s, tile, scratch.data(), wide.data());
+  });
+}
+
 }  // namespace
 
 void bind_solver(nb::module_ &m) {
@@ -105,6 +134,9 @@ void bind_solver(nb::module_ &m) {
         "scale2"_a.noconvert(), "codes"_a.noconvert());
   m.def("search_grids", &search_grids, "weight"_a.noconvert(), "importance"_a.noconvert(), "G"_a,
         "shrink"_a.noconvert(), "scale"_a.noconvert(), "zero"_a.noconvert());
+  m.def("row_errors", &row_errors, "hessian"_a.noconvert(), "error"_a.noconvert(), "result"_a.noconvert());
+  m.def("solve_scales", &solve_scales, "hessian"_a.noconvert(), "error"_a.noconvert(), "features"_a.noconvert(), "G"_a,
+        "ridge"_a, "change"_a.noconvert());
 }
 
 }  // namespace crelle::cpu
