@@ -27,6 +27,7 @@ from crelle.quantizers.gptq_solver import (
     improve,
     row_errors,
     solve,
+    solve_damped,
 )
 
 quick = settings(deadline=None, max_examples=25)
@@ -274,6 +275,12 @@ def test_statistics_that_are_no_hessian_are_refused() -> None:
     with pytest.raises(SchemeError, match="not positive"):
         factor(H, 0.01, act_order=True)
     assert stats_of(torch.eye(3)).output_error(torch.ones(1, 3)) == 3.0
+
+
+def test_the_factor_solves_for_the_damped_hessian() -> None:
+    by = factor(correlated(40).hessian, 0.01, act_order=True)
+    b = weight(7, 40)
+    torch.testing.assert_close(solve_damped(by, b) @ by.damped, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core")

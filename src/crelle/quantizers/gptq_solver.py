@@ -115,6 +115,14 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
     return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
 
 
+def solve_damped(by: LDLFactor, b: Tensor) -> Tensor:
+    """Return b H⁻¹ [N, K] for the damped Hessian."""
+    x = torch.linalg.solve_triangular(by.mix, b.T.contiguous()[by.order], upper=True, unitriangular=True)
+    x /= by.cost[by.order][:, None]
+    x = torch.linalg.solve_triangular(by.mix.T, x, upper=False, unitriangular=True)
+    return torch.empty_like(x).index_copy_(0, by.order, x).T
+
+
 def inverse_diagonal(by: LDLFactor) -> Tensor:
     """Return the diagonal of H⁻¹ [K], in the original order of inputs."""
     eye = torch.eye(len(by.mix), device=by.mix.device)

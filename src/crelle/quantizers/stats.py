@@ -11,6 +11,7 @@ quantized, X̂ is what the integers stand for (`rounding`); how to quantize them
 have a sample of inputs and, of the weights W that read them, readers = Σ Wᵀ W.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,20 +68,20 @@ class Stats:
         change = change.float()
         return float(((change @ self.hessian) * change).sum().clamp(min=0))
 
-    def target(self, weight: Tensor, damp: float = 0.01) -> Tensor:
+    def target(self, weight: Tensor, damp: float = 0.01, solve: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the weight whose outputs on the quantized model's inputs are nearest to the full-precision outputs.
 
         Solved with a ridge towards the weight itself: directions that the data never shows stay as they are.
+        `solve` returns b H⁻¹ for the damped Hessian, where that has been factorized already.
         """
         if self.cross is None:
             return weight
-        key = "root", damp
-        if key not in self.kept:
-            ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
-            damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
-            self.kept[key] = torch.linalg.cholesky(damped)
         missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
-        return weight.float() + torch.cholesky_solve(missing.T, self.kept[key]).T
+        if solve is not None:
+            return weight.float() + solve(missing)
+        ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
+        damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
+        return weight.float() + torch.cholesky_solve(missing.T, torch.linalg.cholesky(damped)).T
 
 
 def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
