@@ -69,7 +69,7 @@ def test_uniform_grids_are_those_of_the_reference(config: GPTQ, G: int) -> None:
     g, h = groups(60, G), importances(4, G, padding=G // 5)
     s = SortedGroups.of(g, h.repeat(15, 1))
     book = torch.arange(2.0**config.bits)[:, None]
-    (scale, zero), (want_scale, want_zero) = config._grids(g, h), config.grid(s)
+    (scale, zero), (want_scale, want_zero) = config.grids(g, h), config.grid(s)
     assert ((scale == want_scale) & (zero == want_zero)).float().mean() > 0.95
     now, before = (
         squared_error(s, a[:, None], -a * o, book).sum() for a, o in ((scale, zero), (want_scale, want_zero))
@@ -83,7 +83,7 @@ def test_affine_grids_have_the_error_of_the_reference(bits: int, G: int) -> None
     g, h = groups(60, G), importances(4, G, padding=G // 5)
     config, s = GPTQ(bits=bits, free=True), SortedGroups.of(g, h.repeat(15, 1))
     book = torch.arange(2.0**bits)[:, None]
-    found, wanted = config._grids(g, h), config._free(s)
+    found, wanted = config.grids(g, h), config._free(s)
     now, before = (squared_error(s, a[:, None], low, book).sum() for a, low in (found, wanted))
     assert now <= before * 1.001 + 1e-12
     assert torch.isclose(found[0], wanted[0], rtol=2e-3).float().mean() > 0.95
@@ -92,7 +92,7 @@ def test_affine_grids_have_the_error_of_the_reference(bits: int, G: int) -> None
 def test_equal_weights_have_a_grid() -> None:
     g = torch.full((4, 16), 0.25)
     for config in (GPTQ(bits=3), GPTQ(bits=3, free=True)):
-        scale, _ = config._grids(g, torch.ones(2, 16))
+        scale, _ = config.grids(g, torch.ones(2, 16))
         assert (scale > 0).all()
         assert scale.isfinite().all()
     alpha, z = bcq.binary_scales(g, None, 2, 20, True)
@@ -102,4 +102,4 @@ def test_equal_weights_have_a_grid() -> None:
 
 def test_a_scale_beyond_f16_is_refused() -> None:
     with pytest.raises(SchemeError, match="beyond the range of f16"):
-        GPTQ(bits=2)._grids(torch.tensor([[-4e5, 4e5]]), torch.ones(1, 2))
+        GPTQ(bits=2).grids(torch.tensor([[-4e5, 4e5]]), torch.ones(1, 2))

@@ -85,7 +85,7 @@ class GPTQ(HessianConfig):
         """Return the grids with the least error on the weights [N, K], column k weighted by cost[k]."""
         g, _ = to_groups(w, group)
         N, C, _ = g.shape
-        found = self._grids(g.flatten(0, 1), importances(cost, group))
+        found = self.grids(g.flatten(0, 1), importances(cost, group))
         book = torch.arange(2.0**self.bits, device=w.device)[:, None]
         if self.free:
             scales = torch.stack(found, -1).reshape(N, C, 2)
@@ -93,7 +93,7 @@ class GPTQ(HessianConfig):
         scale, zero = found
         return Levels(book, scale.reshape(N, C, 1), group, zero.reshape(N, C, 1))
 
-    def _grids(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    def grids(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero point (free: lowest level) [R] of groups [R, G] of rows with importances [C, G]."""
         if not solver.usable(g):
             s = SortedGroups.of(g, h.repeat(len(g) // len(h), 1))

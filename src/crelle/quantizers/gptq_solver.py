@@ -85,6 +85,7 @@ class LDLFactor(NamedTuple):
     mix: Tensor  # f32 [K, K], M - I, both axes in that order
     cost: Tensor  # f32 [K], D in the original order of inputs
     damped: Tensor  # f32 [K, K], H as it was decomposed, in the original order
+    kept: dict[str, Tensor]  # what is made of this once for all weights of the input
 
 
 def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | None = None) -> LDLFactor:
@@ -112,7 +113,7 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
     root = root.flip(0, 1)
     scale = root.diagonal()
     cost = torch.empty_like(scale).scatter_(0, order, scale.square())
-    return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float())
+    return LDLFactor(order, (root / scale).triu_(1).float(), cost.float(), (H + ridge * mean * eye).float(), {})
 
 
 def solve_damped(by: LDLFactor, b: Tensor) -> Tensor:
@@ -125,10 +126,13 @@ def solve_damped(by: LDLFactor, b: Tensor) -> Tensor:
 
 def inverse_diagonal(by: LDLFactor) -> Tensor:
     """Return the diagonal of H⁻¹ [K], in the original order of inputs."""
+    if "inverse" in by.kept:
+        return by.kept["inverse"]
     eye = torch.eye(len(by.mix), device=by.mix.device)
     inverse = torch.linalg.solve_triangular(by.mix + eye, eye, upper=True, unitriangular=True)  # M⁻¹
     found = (inverse.square() / by.cost[by.order][:, None]).sum(0)
-    return torch.empty_like(found).scatter_(0, by.order, found)
+    by.kept["inverse"] = torch.empty_like(found).scatter_(0, by.order, found)
+    return by.kept["inverse"]
 
 
 def _level_table(levels: Levels) -> LevelTable:

@@ -93,6 +93,19 @@ def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
     return stats
 
 
+def add_upper(sums: Tensor, x: Tensor) -> None:
+    """Add xᵀ x of inputs [T, K] to sums [K, K]: to the upper triangle, and to little of the lower one."""
+    for begin in range(0, len(sums), _BLOCK):
+        end = min(begin + _BLOCK, len(sums))
+        sums[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
+
+
+def mirrored(sums: Tensor) -> Tensor:
+    """Return the symmetric matrix of which `sums` has the upper triangle."""
+    upper = sums.triu()
+    return upper + upper.triu(1).T
+
+
 class StatsCollector:
     """Collects the Stats of one input: in the quantized model and, for `cross`, in the full-precision one."""
 
@@ -107,11 +120,8 @@ class StatsCollector:
     def add(self, x: Tensor, full: Tensor | None = None) -> None:
         """Add inputs [..., K]."""
         x = x.detach().flatten(0, -2).float()
-        K = x.shape[1]
         with bf16_sums(x.device, self._half):
-            for begin in range(0, K, _BLOCK):
-                end = min(begin + _BLOCK, K)
-                self._hessian[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
+            add_upper(self._hessian, x)
             if self._cross is not None and full is not None:
                 self._cross.addmm_((full.detach().flatten(0, -2).float() - x).T, x)
         size = x.abs()
@@ -123,7 +133,6 @@ class StatsCollector:
     def stats(self) -> Stats:
         T = max(1, self._tokens)
         sample = torch.cat(self._sample) if self._sample else None
-        hessian = self._hessian.triu() / T
-        hessian += hessian.triu(1).T
+        hessian = mirrored(self._hessian) / T
         cross = None if self._cross is None else self._cross / T + hessian
         return Stats(hessian, self._absmax, self._abssum / T, self._tokens, cross, sample)
