@@ -55,6 +55,17 @@ def affine_grids(
     return scale, low
 
 
+def affine_sweep(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
+    """Round the columns of target [K, N] in order, with error feedback, to low + scale (0 … top); return the errors.
+
+    scale, low [K, N], top [N]; mix [K, K] is upper triangular, of the error of one column in the later ones.
+    """
+    error = torch.empty_like(target)
+    given = (t.contiguous().numpy() for t in (target, mix.T, scale, low, top))
+    cpu.core().affine_sweep(*given, error.numpy())
+    return error
+
+
 def row_errors(error: Tensor, hessian: Tensor) -> Tensor:
     """Return error H error' of each row [N] of an error [N, K]."""
     result = torch.empty(len(error))

@@ -112,6 +112,7 @@ struct Ops {
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
   // 16 rows of a weight that is being quantized: see solver.h; scratch of 16 (K + 130) floats
   void (*sweep)(const Sweep &s, int tile, float *scratch);
+  void (*affine_sweep)(const AffineSweep &s, int tile, float *scratch);
   void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
   void (*search_grids)(const GridSearch &s, int tile, float *scratch);
   void (*row_errors)(const RowErrors &s, int tile, float *scratch);

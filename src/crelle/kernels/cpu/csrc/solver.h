@@ -26,6 +26,16 @@ struct Sweep {
   float *kept;                   // [K, N] or null, written: the outliers' weights, 0 elsewhere
 };
 
+// The same with error feedback on affine grids, low + scale * (0 … top), that differ from row to row.
+struct AffineSweep {
+  int N, K;
+  const float *target;       // [K, N]
+  const float *mix;          // [K, K], row i of it is 0 from i on
+  const float *scale, *low;  // [K, N]
+  const float *top;          // [N]
+  float *error;              // [K, N], written
+};
+
 // Scales of 2-bit groups, scale2[tile][j] (code[j] + zero2[tile][j]) with codes of 0 … top[j], set group by group to
 // the best values that can be stored, the codes of weights fixed: weight = scale * factor.
 struct ScaleDescent {

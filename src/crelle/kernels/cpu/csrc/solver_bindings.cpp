@@ -62,6 +62,18 @@ void sweep(In<float, 2> target, In<float, 2> mix, bool triangular, In<float, 2> 
   for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.sweep(s, tile, scratch); });
 }
 
+void affine_sweep(In<float, 2> target, In<float, 2> mix, In<float, 2> scale, In<float, 2> low, In<float, 1> top,
+                  Out<float, 2> error) {
+  const size_t K = target.shape(0), N = target.shape(1);
+  const auto alike = [&](const auto &a) { return a.shape(0) == K && a.shape(1) == N; };
+  require(mix.shape(0) == K && mix.shape(1) == K, "mix must be [K, K]");
+  require(alike(scale) && alike(low) && alike(error), "target, scale, low and error must be [K, N]");
+  require(top.shape(0) == N, "top must be [N]");
+  const AffineSweep s{int(N), int(K), target.data(), mix.data(), scale.data(), low.data(), top.data(), error.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.affine_sweep(s, tile, scratch); });
+}
+
 void descend_scales(In<float, 2> hessian, In<int32_t, 1> columns, int G, In<float, 2> factor, In<float, 2> zero2,
                     In<float, 1> top, Out<float, 2> error, Out<float, 2> scale2, Out<float, 2> codes) {
   const size_t K = factor.shape(0), N = factor.shape(1), groups = columns.shape(0), tiles = tiles_of(N);
@@ -129,6 +141,8 @@ void bind_solver(nb::module_ &m) {
   m.def("sweep", &sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "triangular"_a, "levels"_a.noconvert(),
         "level_codes"_a.none().noconvert(), "first"_a.noconvert(), "count"_a.noconvert(), "group"_a.noconvert(),
         "outliers"_a.none().noconvert(), "error"_a.noconvert(), "codes"_a.noconvert(), "kept"_a.none().noconvert());
+  m.def("affine_sweep", &affine_sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "scale"_a.noconvert(),
+        "low"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert());
   m.def("descend_scales", &descend_scales, "hessian"_a.noconvert(), "columns"_a.noconvert(), "G"_a,
         "factor"_a.noconvert(), "zero2"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert(),
         "scale2"_a.noconvert(), "codes"_a.noconvert());

@@ -153,6 +153,28 @@ CRELLE_INLINE V rounded(V v) {
   return (v + kShift) - kShift;
 }
 
+// error: scratch of 16 K floats.
+inline void affine_sweep_tile(const AffineSweep &s, int tile, float *error) {
+  const int N = s.N, K = s.K, row0 = tile * kLanes;
+  const Vec top = lanes_of(s.top, row0, N);
+  Vec before[kColumns] = {};
+  for (int i = 0; i < K; ++i) {
+    const int column = i % kColumns, begin = i - column;
+    const bool blocked = begin + kColumns <= K;
+    const float *const mix = s.mix + size_t(i) * K;
+    if (blocked && column == 0) weighted_sums(mix, K, error, begin, before);
+    const Vec target = lanes_of(s.target + size_t(i) * N, row0, N);
+    Vec want = target + (blocked ? before[column] : weighted_sum(mix, error, begin));
+    for (int j = begin; j < i; ++j) want += mix[j] * load(error + size_t(j) * kLanes);
+    const Vec low = lanes_of(s.low + size_t(i) * N, row0, N), given = lanes_of(s.scale + size_t(i) * N, row0, N);
+    const Vec scale = given > 0 ? given : all(1.0f);  // behind the last row it is 0
+    const Vec code = rounded(smaller(larger((want - low) / scale, all(0.0f)), top));
+    const Vec left = target - (low + scale * code);
+    store(error + size_t(i) * kLanes, left);
+    store_lanes(s.error + size_t(i) * N, row0, N, left);
+  }
+}
+
 inline void descend_scales_tile(const ScaleDescent &s, int tile, float *error) {
   constexpr float kTiny = 0x1p-24f;
   const int N = s.N, K = s.K, row0 = tile * kLanes;
