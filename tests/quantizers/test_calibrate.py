@@ -53,6 +53,19 @@ def test_stats_are_the_sums_of_their_definition(K: int) -> None:
     assert stats.output_error(change) == pytest.approx(float((x @ change.T).square().sum() / 40), rel=1e-4)
 
 
+def test_bf16_sums_leave_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with AMX: factors are rounded to bf16 there, so entries are within 2^-8 of their scale."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    x = torch.randn(500, 70)
+    collector = StatsCollector(70, cross=True, half=True)
+    collector.add(x, 1.1 * x)
+    assert torch.get_float32_matmul_precision() == before
+    stats = collector.stats()
+    torch.testing.assert_close(stats.hessian, x.T @ x / 500, rtol=0, atol=2**-8)
+    torch.testing.assert_close(stats.cross, 1.1 * x.T @ x / 500, rtol=0, atol=2**-8)
+
+
 def test_the_target_undoes_the_error_that_came_in() -> None:
     """The wanted weight on the inputs as they come is nearer to the full-precision output than the weight itself."""
     generator = torch.Generator().manual_seed(1)
