@@ -19,14 +19,14 @@ def usable(w: Tensor) -> bool:
 def binary_scales(w: Tensor, importance: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
     """Return alpha [R, P] and z [R] of binary coding by alternating least squares; rounds=0: greedy."""
     alpha, z = torch.empty(len(w), P), torch.empty(len(w))
-    cpu.core().binary_scales(w.contiguous().numpy(), _array(importance), rounds, bias, alpha.numpy(), z.numpy())
+    cpu.core().binary_scales(_array(w), _array(importance), rounds, bias, alpha.numpy(), z.numpy())
     return alpha, z
 
 
 def binary_codes(w: Tensor, alpha: Tensor, z: Tensor) -> Tensor:
     """Return the code of the level nearest to each weight, uint8 [R, G]."""
     codes = torch.empty(w.shape, dtype=torch.uint8)
-    cpu.core().binary_codes(w.contiguous().numpy(), alpha.contiguous().numpy(), z.contiguous().numpy(), codes.numpy())
+    cpu.core().binary_codes(_array(w), _array(alpha), _array(z), codes.numpy())
     return codes
 
 
@@ -39,7 +39,7 @@ def uniform_grids(
     """
     scale, zero = torch.empty(len(w)), torch.empty(len(w))
     tried = torch.tensor(shrinks).numpy()
-    weights = w.contiguous().numpy()
+    weights = _array(w)
     cpu.core().uniform_grids(weights, _array(importance), bits, symmetric, tried, aside, scale.numpy(), zero.numpy())
     return scale, zero
 
@@ -50,7 +50,7 @@ def affine_grids(
     """Return scale and lowest level [R] of the grid low + scale code: the best clipped range, then least squares."""
     scale, low = torch.empty(len(w)), torch.empty(len(w))
     tried = torch.tensor(shrinks).numpy()
-    weights = w.contiguous().numpy()
+    weights = _array(w)
     cpu.core().affine_grids(weights, _array(importance), bits, tried, rounds, scale.numpy(), low.numpy())
     return scale, low
 
@@ -60,8 +60,8 @@ def affine_sweep(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: T
 
     scale, low [K, N], top [N]; mix [K, K] is upper triangular, of the error of one column in the later ones.
     """
-    error = torch.empty_like(target)
-    given = (t.contiguous().numpy() for t in (target, mix.T, scale, low, top))
+    error = torch.empty(target.shape)
+    given = (_array(t) for t in (target, mix.T, scale, low, top))
     cpu.core().affine_sweep(*given, error.numpy())
     return error
 
@@ -69,7 +69,7 @@ def affine_sweep(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: T
 def row_errors(error: Tensor, hessian: Tensor) -> Tensor:
     """Return error H error' of each row [N] of an error [N, K]."""
     result = torch.empty(len(error))
-    cpu.core().row_errors(hessian.contiguous().numpy(), error.T.contiguous().numpy(), result.numpy())
+    cpu.core().row_errors(_array(hessian), _array(error.T), result.numpy())
     return result
 
 
@@ -80,10 +80,10 @@ def solve_scales(error: Tensor, hessian: Tensor, features: Tensor, group: int, r
     """
     N, K = error.shape
     change = torch.empty(-(-K // group), len(features), N)
-    given = (t.contiguous().numpy() for t in (hessian, error.T, features.mT))
+    given = (_array(t) for t in (hessian, error.T, features.mT))
     cpu.core().solve_scales(*given, group, ridge, change.numpy())
     return change.permute(2, 0, 1)
 
 
-def _array(importance: Tensor | None) -> object:
-    return None if importance is None else importance.contiguous().numpy()
+def _array(t: Tensor | None) -> object:
+    return None if t is None else t.detach().contiguous().numpy()
