@@ -37,9 +37,10 @@ def test_the_open_model_computes_what_the_model_computes(tiny_model: Path) -> No
     torch.testing.assert_close(opened.logits(opened.finish(x)), model(tokens, model.new_cache(6)), rtol=1e-5, atol=1e-5)
 
 
-def test_stats_are_the_sums_of_their_definition() -> None:
-    x, full = torch.randn(40, 5), torch.randn(40, 5)
-    collector = StatsCollector(5, cross=True)
+@pytest.mark.parametrize("K", [5, 400])  # more than one block of columns
+def test_stats_are_the_sums_of_their_definition(K: int) -> None:
+    x, full = torch.randn(40, K), torch.randn(40, K)
+    collector = StatsCollector(K, cross=True)
     for part in (slice(0, 7), slice(7, 40)):
         collector.add(x[part], full[part])
     stats = collector.stats()
@@ -47,8 +48,22 @@ def test_stats_are_the_sums_of_their_definition() -> None:
     torch.testing.assert_close(stats.cross, full.T @ x / 40)
     torch.testing.assert_close(stats.absmax, x.abs().amax(0))
     torch.testing.assert_close(stats.absmean, x.abs().mean(0))
-    change = torch.randn(3, 5)
+    assert torch.equal(stats.hessian, stats.hessian.T)
+    change = torch.randn(3, K)
     assert stats.output_error(change) == pytest.approx(float((x @ change.T).square().sum() / 40), rel=1e-4)
+
+
+def test_bf16_sums_leave_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with AMX: factors are rounded to bf16 there, so entries are within 2^-8 of their scale."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    x = torch.randn(500, 70)
+    collector = StatsCollector(70, cross=True, half=True)
+    collector.add(x, 1.1 * x)
+    assert torch.get_float32_matmul_precision() == before
+    stats = collector.stats()
+    torch.testing.assert_close(stats.hessian, x.T @ x / 500, rtol=0, atol=2**-8)
+    torch.testing.assert_close(stats.cross, 1.1 * x.T @ x / 500, rtol=0, atol=2**-8)
 
 
 def test_the_target_undoes_the_error_that_came_in() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.kernels import cpu
+from crelle.kernels.cpu.check import instruction_set
 from crelle.quantizers import gptq_solver as tools
 from crelle.quantizers import sweep as passes
 from crelle.quantizers.bcq import signs
@@ -26,6 +27,7 @@ from crelle.quantizers.gptq_solver import (
     improve,
     row_errors,
     solve,
+    solve_damped,
 )
 
 quick = settings(deadline=None, max_examples=25)
@@ -273,3 +275,32 @@ def test_statistics_that_are_no_hessian_are_refused() -> None:
     with pytest.raises(SchemeError, match="not positive"):
         factor(H, 0.01, act_order=True)
     assert stats_of(torch.eye(3)).output_error(torch.ones(1, 3)) == 3.0
+
+
+def test_the_factor_solves_for_the_damped_hessian() -> None:
+    by = factor(correlated(40).hessian, 0.01, act_order=True)
+    b = weight(7, 40)
+    torch.testing.assert_close(solve_damped(by, b) @ by.damped, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core")
+@pytest.mark.parametrize("isa", cpu.core().isas() if cpu.available() is None else [])
+@every_kind
+@pytest.mark.parametrize(("N", "K"), [(5, 23), (37, 130)])
+def test_scales_and_errors_in_cpp_are_those_in_torch(
+    isa: str, kind: str, N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, stats = weight(N, K), correlated(K)
+    by = factor(stats.hessian, 0.01, act_order=True)
+    fit = feedback(w, by, levels_of(kind, w, 2, 16))
+    with instruction_set(isa):
+        scales, errors = best_scales(w, by.damped, fit), row_errors(w, stats.hessian, fit)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "available", lambda: "is not asked")
+        wanted, wanted_errors = best_scales(w, by.damped, fit), row_errors(w, stats.hessian, fit)
+    torch.testing.assert_close(errors, wanted_errors, rtol=1e-4, atol=1e-7)
+    assert scales.shape == wanted.shape
+    now, before = (
+        row_errors(w, by.damped, Fit(fit.codes, replace(fit.levels, scales=s.float()))) for s in (scales, wanted)
+    )
+    torch.testing.assert_close(now, before, rtol=1e-3, atol=1e-7)

@@ -36,7 +36,7 @@ from crelle.quantizers.search import (
     stored_bits,
     uniform,
 )
-from crelle.quantizers.sensitivity import Sensitivity, backward_stats, candidates, sensitivities
+from crelle.quantizers.sensitivity import Sensitivity, backward_stats, candidates, sample_tokens, sensitivities
 
 SETTINGS = (BitConfig(1, 32), BitConfig(2, 32), BitConfig(3, 64), BitConfig(4, "row"))
 
@@ -152,6 +152,13 @@ def test_a_plan_s_size_is_that_of_the_model_it_leads_to(opened: CalibrationModel
 # Sensitivities
 
 
+def test_tokens_are_sampled_by_their_chances() -> None:
+    chances = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0])
+    found = sample_tokens(chances.expand(20000, 5), torch.Generator().manual_seed(0)).bincount(minlength=5) / 20000
+    torch.testing.assert_close(found, chances, rtol=0, atol=0.02)
+    assert not found[chances == 0].any()
+
+
 def test_what_is_heard_is_what_autograd_says(opened: CalibrationModel) -> None:
     """Against plain autograd through the whole model at once, with the same tokens drawn."""
     tokens = text(3, 17)
@@ -169,7 +176,7 @@ def test_what_is_heard_is_what_autograd_says(opened: CalibrationModel) -> None:
             linear.register_forward_hook(listen)
         x = block(x)
     logits = opened.logits(opened.finish(x)).flatten(0, 1)
-    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(5))[:, 0]
+    drawn = sample_tokens(logits.detach().softmax(-1), torch.Generator().manual_seed(5))
     gradients = torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), list(outputs.values()))
     assert set(got) == set(outputs)
     for name, g in zip(outputs, gradients, strict=True):

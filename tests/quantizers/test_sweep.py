@@ -9,6 +9,7 @@ from torch import Tensor
 
 from crelle.kernels import cpu
 from crelle.kernels.cpu.check import instruction_set
+from crelle.quantizers.fast_error import _feedback
 from crelle.quantizers.gptq_solver import factor, inverse_diagonal, mixing
 from crelle.quantizers.mixed import Assignment, Mixed
 from crelle.quantizers.mixed_solver import MixedFit, descend, search_grids, tune_scales
@@ -130,3 +131,21 @@ def test_an_assignment_of_nothing_but_outliers_has_a_grid() -> None:
     fit = config.fit_rows_of(target, by, Assignment(four, torch.ones(16, 64, dtype=torch.bool)))
     torch.testing.assert_close(fit.weight(), target, rtol=0.05, atol=0.05)
     assert torch.isfinite(fit.dense()).all()
+
+
+@every_isa
+@pytest.mark.parametrize(("N", "K"), SIZES)
+def test_a_pass_on_affine_grids_in_cpp_is_that_in_torch(
+    isa: str, N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = torch.Generator().manual_seed(N + K)
+    target, mix = weight(N, K).T.contiguous(), factor(correlated(K).hessian, 0.01, act_order=False).mix
+    scale = torch.rand(K, N, generator=chance) * 0.02 + 0.01
+    low = -2 * scale
+    top = torch.where(torch.arange(N) % 2 == 0, 3.0, 7.0)
+    with instruction_set(isa):
+        found = _feedback(target, mix, scale, low, top)
+    wanted = in_torch(monkeypatch, _feedback, target, mix, scale, low, top)
+    assert isinstance(wanted, Tensor)
+    same = torch.isclose(found, wanted, rtol=1e-3, atol=1e-5).all(0)  # but for ties
+    assert same.float().mean() > 0.95

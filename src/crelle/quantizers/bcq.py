@@ -16,6 +16,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
+from crelle.kernels.cpu import solver
 from crelle.quantizers.alternating_ls import SortedGroups, alternate_from, better, levels_of
 from crelle.quantizers.base import Group, GroupedConfig
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
@@ -66,6 +67,9 @@ def binary_scales(g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) 
 
     In canonical order: alphas positive and descending, so plane 0 is the most significant.
     """
+    if solver.usable(g):
+        alpha, z = solver.binary_scales(g, h, P, rounds, bias)
+        return alpha.abs().sort(-1, descending=True).values, z
     alpha, z = _greedy(g, h, P, bias)
     if rounds:
         alpha, z = _best(SortedGroups.of(g, h), g, h, alpha, z, rounds, bias)
@@ -125,6 +129,8 @@ def _uniform(sums: SortedGroups, P: int, bias: bool) -> tuple[Tensor, Tensor]:
 
 def _nearest(g: Tensor, alpha: Tensor, z: Tensor) -> Tensor:
     """Return the code of the level nearest to each weight, uint8 [R, G]."""
+    if solver.usable(g):
+        return solver.binary_codes(g, alpha, z)
     levels, order = levels_of(alpha, z, signs(alpha.shape[1], g.device))
     return order.gather(1, _ranks(g, levels)).to(torch.uint8)
 

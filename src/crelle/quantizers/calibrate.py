@@ -96,8 +96,9 @@ class Calibrator:
 
     def collector(self, K: int) -> StatsCollector:
         """Return a collector of stats in the accuracy of this device."""
-        half = self.half and self.memory.states == torch.bfloat16
-        return HalfStatsCollector(K, self.device) if half else StatsCollector(K, self.device, cross=True)
+        if self.half and self.memory.states == torch.bfloat16:
+            return HalfStatsCollector(K, self.device)
+        return StatsCollector(K, self.device, cross=True, half=self.half)
 
     def at(self, name: str) -> bool:
         """Tell whether a shard is the next layer."""

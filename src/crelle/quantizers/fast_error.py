@@ -12,12 +12,14 @@ from torch import Tensor
 
 from crelle.formats.base import Spec
 from crelle.kernels import cuda
+from crelle.kernels.cpu import solver
 from crelle.kernels.cuda.sweep import sweep_uniform
 from crelle.quantizers.base import BitConfig, Group
 from crelle.quantizers.gptq_solver import LDLFactor
 from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
+_REGRESSIONS = 2
 _BLOCK = 128  # columns per block: errors reach later blocks by one matrix product
 
 
@@ -59,6 +61,8 @@ def fast_errors(target: Tensor, by: LDLFactor, settings: Sequence[BitConfig]) ->
 
 def _feedback(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
     """Round columns in order with error feedback (GPTQ); return the errors [K, rows]. In CUDA: sweep.cu."""
+    if solver.usable(target):
+        return solver.affine_sweep(target, mix, scale, low, top)
     want, left = target.clone(), torch.empty_like(target)
     for begin in range(0, len(target), _BLOCK):
         end = min(begin + _BLOCK, len(target))
@@ -76,6 +80,11 @@ def _grid(w: Tensor, cost: Tensor, bits: int, G: int) -> tuple[Tensor, Tensor]:
     K, top = w.shape[1], 2.0**bits - 1
     g, real = to_groups(w, G)  # [R, C, G]
     h = importances(cost, G)
+    group_of = torch.arange(K, device=w.device) // G
+    if solver.usable(g):
+        found = solver.affine_grids(g.flatten(0, 1), h, bits, _SHRINK, _REGRESSIONS)
+        scale, low = (t.reshape(g.shape[:2])[:, group_of] for t in found)
+        return scale, low
     padded = torch.zeros_like(g, dtype=torch.bool) if real is None else ~real
     lowest, highest = g.masked_fill(padded, torch.inf).amin(-1), g.masked_fill(padded, -torch.inf).amax(-1)
     middle, width = (lowest + highest) / 2, ((highest - lowest) / top).clamp(min=TINY)
@@ -91,14 +100,13 @@ def _grid(w: Tensor, cost: Tensor, bits: int, G: int) -> tuple[Tensor, Tensor]:
     for f in _SHRINK:
         keep_better(width * f, middle - width * f * (top / 2))
     mass = h.sum(-1)
-    for _ in range(2):
+    for _ in range(_REGRESSIONS):
         q = _codes(g, scale, low, top)
         mean_q, mean_w = (q * h).sum(-1) / mass, (g * h).sum(-1) / mass
         spread_q = q - mean_q[..., None]
         slope = (spread_q * g * h).sum(-1) / (spread_q.square() * h).sum(-1).clamp(min=1e-12)
         a = torch.where(slope > 0, slope, scale)
         keep_better(a, mean_w - a * mean_q)
-    group_of = torch.arange(K, device=w.device) // G
     return scale[:, group_of], low[:, group_of]
 
 

@@ -19,6 +19,7 @@ from crelle.errors import SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor
+from crelle.kernels.cpu import solver
 from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, squared_error
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, feedback_by_group, improve, solve
@@ -27,6 +28,7 @@ from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
 
 _SHRINK = [1.0 - 0.65 * i / 7 for i in range(8)]  # 1 … 0.35
+_ROUNDS = 10  # of codes and least squares for a free grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,27 @@ class GPTQ(HessianConfig):
     def levels(self, w: Tensor, cost: Tensor, group: int) -> Levels:
         """Return the grids with the least error on the weights [N, K], column k weighted by cost[k]."""
         g, _ = to_groups(w, group)
-        N, C, G = g.shape
-        h = importances(cost, group).expand(N, C, G).flatten(0, 1)
-        s = SortedGroups.of(g.flatten(0, 1), h)
+        N, C, _ = g.shape
+        found = self.grids(g.flatten(0, 1), importances(cost, group))
         book = torch.arange(2.0**self.bits, device=w.device)[:, None]
         if self.free:
-            scales = torch.stack(self._free(s, book), -1).reshape(N, C, 2)
+            scales = torch.stack(found, -1).reshape(N, C, 2)
             return Levels(torch.nn.functional.pad(book, (0, 1), value=1.0), scales, group)
-        scale, zero = self.grid(s)
+        scale, zero = found
         return Levels(book, scale.reshape(N, C, 1), group, zero.reshape(N, C, 1))
+
+    def grids(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point (free: lowest level) [R] of groups [R, G] of rows with importances [C, G]."""
+        if not solver.usable(g):
+            s = SortedGroups.of(g, h.repeat(len(g) // len(h), 1))
+            return self._free(s) if self.free else self.grid(s)
+        shrinks = self._shrinks()
+        if self.free:
+            scale, low = solver.affine_grids(g, h, self.bits, shrinks, _ROUNDS)
+            return scale, storable(low).float()
+        aside = max(self._aside())
+        scale, zero = solver.uniform_grids(g, h, self.bits, shrinks, symmetric=self.symmetric, aside=aside)
+        return storable(scale).float(), zero
 
     def grid(self, s: SortedGroups) -> tuple[Tensor, Tensor]:
         """Return scale and zero point [R] of the uniform grid with the least error, for each group."""
@@ -101,10 +115,9 @@ class GPTQ(HessianConfig):
             high = torch.maximum(-low, high)
             low = -high
         top = 2**self.bits - 1
-        aside = (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)  # a shifted zero point clips one end more
         best = torch.full_like(s.squares, torch.inf)
         scale, zero = torch.full_like(low, TINY), torch.zeros_like(low)
-        for shrink, step in product(self._shrinks(), aside):
+        for shrink, step in product(self._shrinks(), self._aside()):
             a = storable(((high - low) * (shrink / top)).clamp(min=TINY)).float()
             middle = torch.full_like(a, 2.0 ** (self.bits - 1))
             o = middle if self.symmetric else ((-low * shrink / a).round() + step).clamp(0, top)
@@ -117,13 +130,18 @@ class GPTQ(HessianConfig):
         """Return the clipping factors to try; with many levels strong clipping never pays."""
         return _SHRINK if self.bits <= 4 else _SHRINK[:3]
 
-    def _free(self, s: SortedGroups, book: Tensor) -> tuple[Tensor, Tensor]:
+    def _aside(self) -> tuple[int, ...]:
+        """Return how far off the zero point to try others: a shifted one clips one end more."""
+        return (0,) if self.symmetric or self.bits > 4 else (0, -1, 1)
+
+    def _free(self, s: SortedGroups) -> tuple[Tensor, Tensor]:
+        book = torch.arange(2.0**self.bits, device=s.w.device)[:, None]
         low, high = s.range()
         top = 2**self.bits - 1
         middle, width = (low + high) / 2, ((high - low) / top).clamp(min=TINY)
         starts = [(width[:, None] * f, middle - width * f * (top / 2)) for f in self._shrinks()]
         start = better(s, starts, book)
-        scales, low = alternate(s, *start, book, 10, bias=True)
+        scales, low = alternate(s, *start, book, _ROUNDS, bias=True)
         low = torch.where(scales[:, 0] < 0, low + top * scales[:, 0], low)  # the same levels, the lowest first
         scales, low = better(s, [start, (scales.abs().clamp(min=TINY), low)], book)
         return scales[:, 0], storable(low).float()

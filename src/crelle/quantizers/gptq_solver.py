@@ -26,11 +26,13 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.bcq import expand_groups
+from crelle.kernels.cpu import solver
 from crelle.quantizers.grouping import from_groups, to_groups
 from crelle.quantizers.sweep import LevelTable, SortedLevels, sweep, sweep_levels
 
 _UNKNOWNS = 1 << 22  # entries of the row systems that are solved at one time: bounds the memory
 _UNKNOWNS_CUDA = 1 << 25  # on a GPU: C steps of five launches each, which few rows would not fill
+_LANES = 256  # unknowns of a row up to which 16 rows are solved side by side in C++: 4 MB for each thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +86,7 @@ class LDLFactor(NamedTuple):
     mix: Tensor  # f32 [K, K], M - I, both axes in that order
     cost: Tensor  # f32 [K], D in the original order of inputs
     damped: Tensor  # f32 [K, K], H as it was decomposed, in the original order
+    kept: dict[str, Tensor]  # what is made of this once for all weights of the input
 
 
 def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | None = None) -> LDLFactor:
@@ -115,15 +118,26 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
     mix = root.div_(scale).triu_(1).float()
     wanted = hessian.float().clone()
     wanted.diagonal().copy_(diagonal + ridge * mean)
-    return LDLFactor(order, mix, cost.float(), wanted)
+    return LDLFactor(order, mix, cost.float(), wanted, {})
+
+
+def solve_damped(by: LDLFactor, b: Tensor) -> Tensor:
+    """Return b H⁻¹ [N, K] for the damped Hessian."""
+    x = torch.linalg.solve_triangular(by.mix, b.T.contiguous()[by.order], upper=True, unitriangular=True)
+    x /= by.cost[by.order][:, None]
+    x = torch.linalg.solve_triangular(by.mix.T, x, upper=False, unitriangular=True)
+    return torch.empty_like(x).index_copy_(0, by.order, x).T
 
 
 def inverse_diagonal(by: LDLFactor) -> Tensor:
     """Return the diagonal of H⁻¹ [K], in the original order of inputs."""
+    if "inverse" in by.kept:
+        return by.kept["inverse"]
     eye = torch.eye(len(by.mix), device=by.mix.device)
     inverse = torch.linalg.solve_triangular(by.mix + eye, eye, upper=True, unitriangular=True)  # M⁻¹
     found = (inverse.square() / by.cost[by.order][:, None]).sum(0)
-    return torch.empty_like(found).scatter_(0, by.order, found)
+    by.kept["inverse"] = torch.empty_like(found).scatter_(0, by.order, found)
+    return by.kept["inverse"]
 
 
 def _level_table(levels: Levels) -> LevelTable:
@@ -133,14 +147,16 @@ def _level_table(levels: Levels) -> LevelTable:
         return LevelTable(torch.cat(each), None, [0, *accumulate(levels.count)][:-1], levels.count)
     values, codes = levels.values().permute(1, 2, 0).contiguous().sort(1)  # [C, L, N]
     C, L, _ = values.shape
-    return LevelTable(values.flatten(0, 1), codes.to(torch.uint8).flatten(0, 1), range(0, C * L, L), [L] * C)
+    places = torch.arange(L, device=codes.device)[:, None]
+    named = None if bool((codes == places).all()) else codes.to(torch.uint8).flatten(0, 1)
+    return LevelTable(values.flatten(0, 1), named, range(0, C * L, L), [L] * C)
 
 
 def feedback(target: Tensor, by: LDLFactor, levels: Levels) -> Fit:
     """Choose the codes with error feedback."""
     group_of = (by.order // levels.group).tolist()
     codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
-    codes[by.order], _ = sweep_levels(target[:, by.order].T, None, by.mix, _level_table(levels), group_of)
+    codes[by.order], _ = sweep_levels(target.T.contiguous()[by.order], None, by.mix, _level_table(levels), group_of)
     return Fit(codes.T.contiguous(), levels)
 
 
@@ -185,6 +201,8 @@ def mixing(hessian: Tensor) -> Tensor:
 def row_errors(target: Tensor, hessian: Tensor, fit: Fit) -> Tensor:
     """Return the output error of each row [N]."""
     error = target - fit.levels.decode(fit.codes)
+    if solver.usable(error):
+        return solver.row_errors(error, hessian)
     return ((error @ hessian) * error).sum(1)
 
 
@@ -206,6 +224,9 @@ def best_scales(target: Tensor, hessian: Tensor, fit: Fit, ridge: float = 1e-7) 
     N, K = codes.shape
     _, C, U = levels.scales.shape
     G = levels.group
+    if solver.usable(target) and C * U <= _LANES:
+        error, features = target - levels.decode(codes), levels.features(codes)
+        return levels.scales.double() + solver.solve_scales(error, hessian, features, G, ridge)
     H = torch.nn.functional.pad(hessian, (0, C * G - K, 0, C * G - K))
     most = _UNKNOWNS_CUDA if codes.device.type == "cuda" else _UNKNOWNS
     step = max(1, most // max(C * U * C * U, K * U))

@@ -58,7 +58,9 @@ class HBCQ(HessianConfig):
 
     def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         levels = self._levels(target, by.cost, self.group_for(target.shape[1]))
-        alone = by._replace(mix=torch.zeros_like(by.mix))  # no error propagation: each weight takes the nearest level
+        alone = by._replace(
+            mix=torch.zeros_like(by.mix), kept={}
+        )  # no error propagation: each weight takes the nearest level
         fit = feedback(target, by if self.feedback else alone, levels)
         scales = [solve] if self.solve else []
         return improve(target, hessian, by.damped, fit, scales + [descend, *scales] * self.refine)

@@ -1,5 +1,6 @@
 """Base of the quantizers that use the Hessian of a layer's inputs: settings, and from a weight to codes and levels."""
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.quantizers.base import GroupedConfig
-from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, factor
+from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, factor, solve_damped
 from crelle.quantizers.grouping import require_finite, row_slabs
 from crelle.quantizers.stage_times import FACTOR, TARGET, timed
 from crelle.quantizers.stats import Stats, require_stats
@@ -49,13 +50,14 @@ class HessianConfig(GroupedConfig):
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
         weight = require_finite(weight)
-        with timed(TARGET):
-            target = stats.target(weight, self.damp) if self.target else weight
         key = self.damp, self.act_order
         if key not in stats.kept:
             with timed(FACTOR):
                 stats.kept[key] = factor(stats.hessian, self.damp, act_order=self.act_order)
-        return target, stats.hessian, stats.kept[key]
+        by: LDLFactor = stats.kept[key]
+        with timed(TARGET):
+            target = stats.target(weight, self.damp, partial(solve_damped, by)) if self.target else weight
+        return target, stats.hessian, by
 
     def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         """Return codes and levels for some rows of the target weight."""

@@ -4,7 +4,8 @@ Quantizers are a layer below models in the import order, so the protocols that c
 here, and models/ implements them with the very decoder layers that are served: only the linears are TrainableLinear.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,23 @@ def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
     """Autocast matrix products to bf16 where the hardware has instructions for it; sums and residuals stay f32."""
     enabled = wanted and has_half_products(device)
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+@contextmanager
+def bf16_sums(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """Let a CPU with AMX round the factors of f32 products to bf16; sums and results stay f32, unlike autocast's.
+
+    For Hessians: the products of the layers round their inputs to bf16 there too, so H is that of what they multiply.
+    """
+    if not wanted or device.type != "cpu" or not torch.cpu._is_amx_tile_supported():
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Tape:

@@ -26,7 +26,6 @@ from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.mixed import BLOCK, GROUPS, MixedTensor
 from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, scale_widths
-from crelle.quantizers.alternating_ls import SortedGroups
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.gptq_solver import LDLFactor, inverse_diagonal
 from crelle.quantizers.grouping import row_slabs, storable, to_groups
@@ -152,8 +151,7 @@ class Mixed(TrainedConfig, HessianConfig):
         if C4:
             here = importance[:, column4]
             none = (here > 0).sum(-1, keepdim=True) == 0
-            rows = SortedGroups.of(target[:, column4], torch.where(none, 1.0, here))
-            row_scale, row_zero = GPTQ(bits=4, group="row").grid(rows)
+            row_scale, row_zero = GPTQ(bits=4, group="row").grids(target[:, column4], torch.where(none, 1.0, here))
         codes = torch.zeros_like(target, dtype=torch.uint8)
         return MixedFit(chosen.four, chosen.outliers, G, zero, second, row_scale, row_zero, codes, target)
 

@@ -29,7 +29,8 @@ from crelle.quantizers.base import BitConfig
 from crelle.quantizers.fast_error import Setting, fast_errors
 from crelle.quantizers.gptq_solver import factor
 from crelle.quantizers.grouping import require_finite
-from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, TrainableLinear, half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, TrainableLinear, bf16_sums, half_products
+from crelle.quantizers.stats import add_upper, mirrored
 
 Measure = Literal["fisher", "residual"]
 
@@ -96,24 +97,31 @@ def sensitivities(
 class GradientStats:
     """Second moments of one linear's inputs and output gradients; sums over tokens."""
 
-    def __init__(self, linear: TrainableLinear) -> None:
+    def __init__(self, linear: TrainableLinear, half: bool = False, *, calibrated: bool = True) -> None:
+        self._half = half  # bf16 products where the machine has them
         N, K = linear.weight.shape
         device = linear.weight.device
         self.squares = torch.zeros(N, device=device)  # of gradients
-        self.hessian = torch.zeros(K, K, device=device)  # tokens weighted by their gradients
-        self.calibrated = torch.zeros(K, K, device=device)  # tokens weighted as in calibration
+        self._hessian = torch.zeros(K, K, device=device)  # tokens weighted by their gradients
+        # Tokens weighted as in calibration; the same for all linears of an input, so only one of them sums it up.
+        self._calibrated = torch.zeros(K, K, device=device) if calibrated else None
         self.tokens = 0
 
     def add(self, x: Tensor, gradient: Tensor, root: Tensor) -> None:
         """Add inputs [..., K], gradients [..., N] and the roots of the calibration's token weights [..., 1]."""
         x, g = x.float().flatten(0, -2), gradient.float().flatten(0, -2).square()
         self.squares += g.sum(0)
-        for sums, scaled in (
-            (self.hessian, x * g.sum(1, keepdim=True).sqrt()),
-            (self.calibrated, x * root.flatten(0, -2)),
-        ):
-            sums.addmm_(scaled.T, scaled)
+        with bf16_sums(x.device, self._half):
+            add_upper(self._hessian, x * g.sum(1, keepdim=True).sqrt())
+            if self._calibrated is not None:
+                add_upper(self._calibrated, x * root.flatten(0, -2))
         self.tokens += len(x)
+
+    @property
+    def calibrated(self) -> Tensor:
+        """The Hessian [K, K] as calibration sums it up."""
+        assert self._calibrated is not None
+        return mirrored(self._calibrated) / self.tokens
 
     @property
     def importance(self) -> Tensor:
@@ -123,7 +131,7 @@ class GradientStats:
     @property
     def weighted(self) -> Tensor:
         """H [K, K]."""
-        return self.hessian / self.squares.sum().clamp(min=1e-38)
+        return mirrored(self._hessian) / self.squares.sum().clamp(min=1e-38)
 
 
 def backward_stats(
@@ -162,7 +170,9 @@ def backward_stats(
             signs = torch.randint(0, 2, after.shape, generator=rng, device=device).float() * 2 - 1
             pull = signs / after.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
         root = after.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-        stats = {name: GradientStats(linear) for name, linear in block.linears().items()}
+        first = {stage[0] for stage in block.stages()}
+        linears = block.linears().items()
+        stats = {name: GradientStats(linear, half, calibrated=name in first) for name, linear in linears}
         parts = zip(torch.split(x, batch), torch.split(pull, batch), torch.split(root, batch), strict=True)
         pull, after = torch.cat([_back(block, through, *part, stats) for part in parts]), x
         yield block, stats
@@ -175,9 +185,16 @@ def _sampled_loss_gradient(model: CalibrationModel, x: Tensor, rng: torch.Genera
         here = part.detach().requires_grad_()
         with half_products(x.device, half):
             logits = model.logits(model.finish(here)).float()
-        sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
+        sampled = sample_tokens(logits.detach().softmax(-1), rng)
         parts.append(torch.autograd.grad(F.cross_entropy(logits, sampled, reduction="sum"), here)[0])
     return torch.cat(parts).reshape(x.shape)
+
+
+def sample_tokens(chances: Tensor, rng: torch.Generator) -> Tensor:
+    """Sample one of V by the chances [T, V]: one random number a row, where torch.multinomial takes V."""
+    sums = chances.cumsum(-1)
+    at = torch.rand(len(sums), 1, generator=rng, device=sums.device) * sums[:, -1:]
+    return torch.searchsorted(sums, at, right=True)[:, 0].clamp(max=sums.shape[1] - 1)
 
 
 def _back(
@@ -213,7 +230,7 @@ def _stage(
     rng: torch.Generator,
 ) -> list[Sensitivity]:
     """Predict for linears that share an input: their rows go through one pass of error feedback."""
-    by = factor(stage[0][1].calibrated / stage[0][1].tokens, 0.01, act_order=True)
+    by = factor(stage[0][1].calibrated, 0.01, act_order=True)
     picks = [_pick(stats.importance, weight_rows, rng) for _, stats in stage]
     target = torch.cat([require_finite(m.weight)[rows] for (m, _), (rows, _) in zip(stage, picks, strict=True)])
     grids = [s for s in settings if isinstance(s, BitConfig)]

@@ -11,6 +11,7 @@ quantized, X̂ is what the integers stand for (`rounding`); how to quantize them
 have a sample of inputs and, of the weights W that read them, readers = Σ Wᵀ W.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.activations import ActivationSpec
+from crelle.quantizers.layer_api import bf16_sums
 
 _SAMPLE = 128  # inputs of every batch that are kept as they are
+_BLOCK = 192  # columns of a Hessian that are summed at one time, down to the diagonal: the rest is their mirror image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,16 +56,19 @@ class Stats:
         change = change.float()
         return float(((change @ self.hessian) * change).sum().clamp(min=0))
 
-    def target(self, weight: Tensor, damp: float = 0.01) -> Tensor:
+    def target(self, weight: Tensor, damp: float = 0.01, solve: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the weight whose outputs on the quantized model's inputs are nearest to the full-precision outputs.
 
         Solved with a ridge towards the weight itself: directions that the data never shows stay as they are.
+        `solve` returns b H⁻¹ for the damped Hessian, where that has been factorized already.
         """
         if self.cross is None:
             return weight
+        missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
+        if solve is not None:
+            return weight.float() + solve(missing)
         ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
         damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
-        missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
         return weight.float() + torch.cholesky_solve(missing.T, torch.linalg.cholesky(damped)).T
 
 
@@ -75,12 +81,26 @@ def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
     return stats
 
 
+def add_upper(sums: Tensor, x: Tensor) -> None:
+    """Add xᵀ x of inputs [T, K] to sums [K, K]: to the upper triangle, and to little of the lower one."""
+    for begin in range(0, len(sums), _BLOCK):
+        end = min(begin + _BLOCK, len(sums))
+        sums[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
+
+
+def mirrored(sums: Tensor) -> Tensor:
+    """Return the symmetric matrix of which `sums` has the upper triangle."""
+    upper = sums.triu()
+    return upper + upper.triu(1).T
+
+
 class StatsCollector:
     """Collects the Stats of one input: in the quantized model and, for `cross`, in the full-precision one."""
 
-    def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False) -> None:
+    def __init__(self, K: int, device: torch.device | str = "cpu", *, cross: bool = False, half: bool = False) -> None:
+        self._half = half  # bf16 products where the machine has them
         self._hessian = torch.zeros(K, K, device=device)
-        self._cross = torch.zeros(K, K, device=device) if cross else None
+        self._cross = torch.zeros(K, K, device=device) if cross else None  # less the Hessian: it needs few digits
         self._absmax, self._abssum = torch.zeros(K, device=device), torch.zeros(K, device=device)
         self._tokens = 0
         self._sample: list[Tensor] = []
@@ -88,16 +108,19 @@ class StatsCollector:
     def add(self, x: Tensor, full: Tensor | None = None) -> None:
         """Add inputs [..., K]."""
         x = x.detach().flatten(0, -2).float()
-        self._hessian.addmm_(x.T, x)
-        if self._cross is not None and full is not None:
-            self._cross.addmm_(full.detach().flatten(0, -2).float().T, x)
-        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
-        self._abssum += x.abs().sum(0)
+        with bf16_sums(x.device, self._half):
+            add_upper(self._hessian, x)
+            if self._cross is not None and full is not None:
+                self._cross.addmm_((full.detach().flatten(0, -2).float() - x).T, x)
+        size = x.abs()
+        self._absmax = torch.maximum(self._absmax, size.amax(0))
+        self._abssum += size.sum(0)
         self._tokens += len(x)
         self._sample.append(x[:: max(1, len(x) // _SAMPLE)].clone())
 
     def stats(self) -> Stats:
         T = max(1, self._tokens)
-        cross = None if self._cross is None else self._cross / T
         sample = torch.cat(self._sample) if self._sample else None
-        return Stats(self._hessian / T, self._absmax, self._abssum / T, self._tokens, cross, sample)
+        hessian = mirrored(self._hessian) / T
+        cross = None if self._cross is None else self._cross / T + hessian
+        return Stats(hessian, self._absmax, self._abssum / T, self._tokens, cross, sample)

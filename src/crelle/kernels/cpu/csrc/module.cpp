@@ -232,6 +232,7 @@ NB_MODULE(_core, m) {
   bind_decoder(m);
   bind_ops(m);
   bind_solver(m);
+  bind_groups(m);
   bind_integer(m);
   m.def(
       "isas",

@@ -4,7 +4,7 @@
 //   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
-//   sweep.h       inner loops of quantizers
+//   sweep.h, normal_equations.h   inner loops of quantizers
 // A result depends on its inputs only, never on which thread computed it.
 #pragma once
 
@@ -112,8 +112,11 @@ struct Ops {
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
   // 16 rows of a weight that is being quantized: see solver.h; scratch of 16 (K + 130) floats
   void (*sweep)(const Sweep &s, int tile, float *scratch);
+  void (*affine_sweep)(const AffineSweep &s, int tile, float *scratch);
   void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
   void (*search_grids)(const GridSearch &s, int tile, float *scratch);
+  void (*row_errors)(const RowErrors &s, int tile, float *scratch);
+  void (*solve_scales)(const ScaleSolve &s, int tile, float *scratch, double *wide);  // scratch: as ScaleSolve says
 };
 
 // A norm of either kind over one row, or over a tile; y may be x.

@@ -2,6 +2,7 @@
 // which are the lanes of a vector, since rows are independent of one another (crelle.quantizers.gptq_solver).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace crelle::cpu {
@@ -25,6 +26,16 @@ struct Sweep {
   float *kept;                   // [K, N] or null, written: the outliers' weights, 0 elsewhere
 };
 
+// The same with error feedback on affine grids, low + scale * (0 … top), that differ from row to row.
+struct AffineSweep {
+  int N, K;
+  const float *target;       // [K, N]
+  const float *mix;          // [K, K], row i of it is 0 from i on
+  const float *scale, *low;  // [K, N]
+  const float *top;          // [N]
+  float *error;              // [K, N], written
+};
+
 // Scales of 2-bit groups, scale2[tile][j] (code[j] + zero2[tile][j]) with codes of 0 … top[j], set group by group to
 // the best values that can be stored, the codes of weights fixed: weight = scale * factor.
 struct ScaleDescent {
@@ -46,6 +57,32 @@ struct GridSearch {
   const float *weight, *importance;  // [K, N]; of importance 0: does not count
   const float *shrink;               // [tries]
   float *scale, *zero;               // [groups, N], written
+};
+
+// Least squares for the scales of a row, the codes fixed: weight k is sum_u scale[group of k][u] features[u][k], and
+// the change of all scales that lowers error' H error most solves  A x = b,
+//   A[cu][dv] = sum_{i in c, j in d} features[u][i] H[i][j] features[v][j]     b[cu] = sum_i features[u][i] (H
+//   error)[i]
+struct ScaleSolve {
+  int N, K, G, U;
+  const float *hessian;   // [K, K], symmetric
+  const float *error;     // [K, N]
+  const float *features;  // [U, K, N]
+  double ridge;           // added to the diagonal, which is scaled to 1
+  float *change;          // [groups, U, N], written; NaN where A is not positive
+
+  int groups() const { return (K + G - 1) / G; }
+  int unknowns() const { return groups() * U; }
+  size_t floats() const { return size_t(2 * U + 1) * K * kSweepRows; }  // of scratch
+  size_t doubles() const { return size_t(unknowns()) * (unknowns() + 5) / 2 * kSweepRows; }
+};
+
+// error' H error of each row.
+struct RowErrors {
+  int N, K;
+  const float *hessian;  // [K, K], symmetric
+  const float *error;    // [K, N]
+  float *result;         // [N], written
 };
 
 }  // namespace crelle::cpu

@@ -62,6 +62,18 @@ void sweep(In<float, 2> target, In<float, 2> mix, bool triangular, In<float, 2> 
   for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.sweep(s, tile, scratch); });
 }
 
+void affine_sweep(In<float, 2> target, In<float, 2> mix, In<float, 2> scale, In<float, 2> low, In<float, 1> top,
+                  Out<float, 2> error) {
+  const size_t K = target.shape(0), N = target.shape(1);
+  const auto alike = [&](const auto &a) { return a.shape(0) == K && a.shape(1) == N; };
+  require(mix.shape(0) == K && mix.shape(1) == K, "mix must be [K, K]");
+  require(alike(scale) && alike(low) && alike(error), "target, scale, low and error must be [K, N]");
+  require(top.shape(0) == N, "top must be [N]");
+  const AffineSweep s{int(N), int(K), target.data(), mix.data(), scale.data(), low.data(), top.data(), error.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.affine_sweep(s, tile, scratch); });
+}
+
 void descend_scales(In<float, 2> hessian, In<int32_t, 1> columns, int G, In<float, 2> factor, In<float, 2> zero2,
                     In<float, 1> top, Out<float, 2> error, Out<float, 2> scale2, Out<float, 2> codes) {
   const size_t K = factor.shape(0), N = factor.shape(1), groups = columns.shape(0), tiles = tiles_of(N);
@@ -94,17 +106,51 @@ void search_grids(In<float, 2> weight, In<float, 2> importance, int G, In<float,
   for_each_tile(tiles_of(N), 0, [&](int tile, float *scratch) { ops.search_grids(s, tile, scratch); });
 }
 
+void row_errors(In<float, 2> hessian, In<float, 2> error, Out<float, 1> result) {
+  const size_t K = error.shape(0), N = error.shape(1);
+  require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
+  require(result.shape(0) == N, "the result must be [N]");
+  const RowErrors s{int(N), int(K), hessian.data(), error.data(), result.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.row_errors(s, tile, scratch); });
+}
+
+void solve_scales(In<float, 2> hessian, In<float, 2> error, In<float, 3> features, int G, double ridge,
+                  Out<float, 3> change) {
+  const size_t K = error.shape(0), N = error.shape(1), U = features.shape(0);
+  require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
+  require(G >= 1 && U >= 1, "a group has columns and scales");
+  require(features.shape(1) == K && features.shape(2) == N, "features must be [U, K, N]");
+  const ScaleSolve s{int(N), int(K), G, int(U), hessian.data(), error.data(), features.data(), ridge, change.data()};
+  require(change.shape(0) == size_t(s.groups()) && change.shape(1) == U && change.shape(2) == N,
+          "the change must be [groups, U, N]");
+  const Ops &ops = ops_of(isa());
+  const int tiles = tiles_of(N);
+  nb::gil_scoped_release release;
+  Pool::get().run([&](int t, int n) {
+    std::vector<float> scratch(s.floats());
+    std::vector<double> wide(s.doubles());
+    for (int tile = part(tiles, t, n); tile < part(tiles, t + 1, n); ++tile)
+      ops.solve_scales(s, tile, scratch.data(), wide.data());
+  });
+}
+
 }  // namespace
 
 void bind_solver(nb::module_ &m) {
   m.def("sweep", &sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "triangular"_a, "levels"_a.noconvert(),
         "level_codes"_a.none().noconvert(), "first"_a.noconvert(), "count"_a.noconvert(), "group"_a.noconvert(),
         "outliers"_a.none().noconvert(), "error"_a.noconvert(), "codes"_a.noconvert(), "kept"_a.none().noconvert());
+  m.def("affine_sweep", &affine_sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "scale"_a.noconvert(),
+        "low"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert());
   m.def("descend_scales", &descend_scales, "hessian"_a.noconvert(), "columns"_a.noconvert(), "G"_a,
         "factor"_a.noconvert(), "zero2"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert(),
         "scale2"_a.noconvert(), "codes"_a.noconvert());
   m.def("search_grids", &search_grids, "weight"_a.noconvert(), "importance"_a.noconvert(), "G"_a,
         "shrink"_a.noconvert(), "scale"_a.noconvert(), "zero"_a.noconvert());
+  m.def("row_errors", &row_errors, "hessian"_a.noconvert(), "error"_a.noconvert(), "result"_a.noconvert());
+  m.def("solve_scales", &solve_scales, "hessian"_a.noconvert(), "error"_a.noconvert(), "features"_a.noconvert(), "G"_a,
+        "ridge"_a, "change"_a.noconvert());
 }
 
 }  // namespace crelle::cpu

@@ -41,6 +41,29 @@ CRELLE_INLINE Vec weighted_sum(const float *by, const float *x, int n) {
   return sum;
 }
 
+// sums[c] = sum_k rows[c ld + k] x[k] for kColumns rows: an x is read once for all of them.
+#if defined(__AVX512F__)
+constexpr int kColumns = 8;
+#else
+constexpr int kColumns = 4;
+#endif
+CRELLE_INLINE void weighted_sums(const float *rows, size_t ld, const float *x, int n, Vec *sums) {
+  Part total[kColumns][kParts] = {};
+  for (int k = 0; k < n; ++k)
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      Part v;
+      __builtin_memcpy(&v, x + size_t(k) * kLanes + p * (kLanes / kParts), sizeof v);
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) total[c][p] += rows[c * ld + k] * v;
+    }
+#pragma GCC unroll 8
+  for (int c = 0; c < kColumns; ++c)
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p)
+      __builtin_memcpy(reinterpret_cast<char *>(sums + c) + p * sizeof(Part), &total[c][p], sizeof(Part));
+}
+
 CRELLE_INLINE float as_half(float f) { return float_of_half(half_of_float(f)); }
 
 CRELLE_INLINE int rows_of(int row0, int N) { return N - row0 < kLanes ? N - row0 : kLanes; }
@@ -51,28 +74,72 @@ CRELLE_INLINE Vec lanes_of(const float *row, int row0, int N) {
 }
 CRELLE_INLINE void store_lanes(float *row, int row0, int N, Vec v) { store_first(row + row0, v, rows_of(row0, N)); }
 
+// The nearest of `count` ascending levels, 16 rows side by side and `next` floats from one to the next, and its place.
+CRELLE_INLINE void nearest_level(const Vec &want, const float *levels, size_t next, int count, Vec &value, Int &place) {
+  using PartInt = int __attribute__((vector_size(sizeof(Part))));
+  constexpr int kWidth = kLanes / kParts;
+  for (int p = 0; p < kParts; ++p) {
+    Part w, low, found;
+    __builtin_memcpy(&w, reinterpret_cast<const char *>(&want) + p * sizeof w, sizeof w);
+    __builtin_memcpy(&low, levels + p * kWidth, sizeof low);
+    found = low;
+    PartInt at = {};
+    for (int l = 1; l < count; ++l) {
+      Part high;
+      __builtin_memcpy(&high, levels + l * next + p * kWidth, sizeof high);
+      const PartInt above = w > (low + high) * 0.5f;
+      found = above ? high : found;
+      at -= above;
+      low = high;
+    }
+    __builtin_memcpy(reinterpret_cast<char *>(&value) + p * sizeof found, &found, sizeof found);
+    __builtin_memcpy(reinterpret_cast<char *>(&place) + p * sizeof at, &at, sizeof at);
+  }
+}
+
 // error: scratch of 16 K floats.
 inline void sweep_tile(const Sweep &s, int tile, float *error) {
   const int N = s.N, K = s.K, row0 = tile * kLanes, rows = rows_of(row0, N);
   for (int k = 0; k < K; ++k) store(error + size_t(k) * kLanes, lanes_of(s.error + size_t(k) * N, row0, N));
+  float tail[256 * kLanes];                          // levels of a tile of fewer rows
+  Vec before[kColumns] = {}, behind[kColumns] = {};  // what reaches the columns of a block from outside it
   for (int i = 0; i < K; ++i) {
+    const int column = i % kColumns, begin = i - column, end = begin + kColumns;
+    const bool blocked = end <= K;
+    const float *const mix = s.mix + size_t(i) * K;
+    if (blocked && column == 0) {
+      weighted_sums(mix, K, error, begin, before);
+      if (!s.triangular) weighted_sums(mix + end, K, error + size_t(end) * kLanes, K - end, behind);
+    }
     const size_t at = size_t(i) * N + row0;
     const Vec target = lanes_of(s.target + size_t(i) * N, row0, N);
-    const Vec want = target + weighted_sum(s.mix + size_t(i) * K, error, s.triangular ? i : K);
-    const int g = s.group[i], first = s.first[g], count = s.count[g];
-    Vec low = lanes_of(s.levels + size_t(first) * N, row0, N), value = low;
-    Int place = {};
-    for (int l = 1; l < count; ++l) {
-      const Vec high = lanes_of(s.levels + size_t(first + l) * N, row0, N);
-      const Int above = want > (low + high) * 0.5f;
-      value = above ? high : value;
-      place -= above;
-      low = high;
+    Vec want = target;
+    if (blocked) {
+      want += before[column] + behind[column];
+      for (int j = begin; j < (s.triangular ? i : end); ++j) want += mix[j] * load(error + size_t(j) * kLanes);
+    } else {
+      want += weighted_sum(mix, error, s.triangular ? i : K);
     }
-    for (int r = 0; r < rows; ++r) {
-      s.codes[at + r] = s.level_codes ? s.level_codes[size_t(first + place[r]) * N + row0 + r] : uint8_t(place[r]);
-      if (s.kept) s.kept[at + r] = 0;
-      if (s.outliers && s.outliers[at + r]) s.kept[at + r] = value[r] = as_half(want[r]);
+    const int g = s.group[i], first = s.first[g], count = s.count[g];
+    const float *levels = s.levels + size_t(first) * N + row0;
+    size_t next = N;  // floats to the next level
+    if (rows < kLanes) {
+      for (int l = 0; l < count; ++l) store(tail + l * kLanes, load_first(levels + size_t(l) * N, rows));
+      levels = tail, next = kLanes;
+    }
+    Vec value;
+    Int place;
+    nearest_level(want, levels, next, count, value, place);
+    if (!s.level_codes && !s.kept) {
+      using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+      const Bytes codes = __builtin_convertvector(place, Bytes);
+      __builtin_memcpy(s.codes + at, &codes, rows);
+    } else {
+      for (int r = 0; r < rows; ++r) {
+        s.codes[at + r] = s.level_codes ? s.level_codes[size_t(first + place[r]) * N + row0 + r] : uint8_t(place[r]);
+        if (s.kept) s.kept[at + r] = 0;
+        if (s.outliers && s.outliers[at + r]) s.kept[at + r] = value[r] = as_half(want[r]);
+      }
     }
     store(error + size_t(i) * kLanes, target - value);
   }
@@ -84,6 +151,28 @@ template <class V>
 CRELLE_INLINE V rounded(V v) {
   constexpr float kShift = 0x1.8p23f;
   return (v + kShift) - kShift;
+}
+
+// error: scratch of 16 K floats.
+inline void affine_sweep_tile(const AffineSweep &s, int tile, float *error) {
+  const int N = s.N, K = s.K, row0 = tile * kLanes;
+  const Vec top = lanes_of(s.top, row0, N);
+  Vec before[kColumns] = {};
+  for (int i = 0; i < K; ++i) {
+    const int column = i % kColumns, begin = i - column;
+    const bool blocked = begin + kColumns <= K;
+    const float *const mix = s.mix + size_t(i) * K;
+    if (blocked && column == 0) weighted_sums(mix, K, error, begin, before);
+    const Vec target = lanes_of(s.target + size_t(i) * N, row0, N);
+    Vec want = target + (blocked ? before[column] : weighted_sum(mix, error, begin));
+    for (int j = begin; j < i; ++j) want += mix[j] * load(error + size_t(j) * kLanes);
+    const Vec low = lanes_of(s.low + size_t(i) * N, row0, N), given = lanes_of(s.scale + size_t(i) * N, row0, N);
+    const Vec scale = given > 0 ? given : all(1.0f);  // behind the last row it is 0
+    const Vec code = rounded(smaller(larger((want - low) / scale, all(0.0f)), top));
+    const Vec left = target - (low + scale * code);
+    store(error + size_t(i) * kLanes, left);
+    store_lanes(s.error + size_t(i) * N, row0, N, left);
+  }
 }
 
 inline void descend_scales_tile(const ScaleDescent &s, int tile, float *error) {
