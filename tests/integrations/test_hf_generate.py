@@ -46,8 +46,12 @@ def test_random_gemma_equals_crelle(family: str, tmp_path: Path) -> None:
     require_same_tokens(tmp_path / "q", IDS, IDS)
 
 
+TIE = 1e-3  # standard deviations of the logits: what kernels that round x to 16 bits leave
+
+
 def require_same_tokens(checkpoint: Path, ids: list[list[int]], prompts: list[Any]) -> None:
-    """Greedy tokens of transformers behind `ids` must be those of Crelle behind the same prompts."""
+    """Greedy tokens of transformers behind `ids` must be those of Crelle behind the same prompts, up to a tie."""
+    ties = 0
     # eager: transformers' other attention kernels leave out Gemma 2's cap on scores
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     llm = LLM.load(checkpoint, device="cpu")
@@ -56,8 +60,16 @@ def require_same_tokens(checkpoint: Path, ids: list[list[int]], prompts: list[An
         found = model.generate(
             given, attention_mask=torch.ones_like(given), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0
         )[0, len(row) :].tolist()
-        assert found == list(llm.generate(prompt, Sampling(max_tokens=TOKENS, temperature=0)).tokens)
         assert len(found) == TOKENS  # none ended early
+        ours = list(llm.generate(prompt, Sampling(max_tokens=TOKENS, temperature=0)).tokens)
+        if found == ours:
+            continue
+        first = next(i for i, (a, b) in enumerate(zip(found, ours, strict=False)) if a != b)
+        with torch.no_grad():
+            logits = model(torch.tensor([row + found[:first]])).logits[0, -1]
+        assert float(logits[found[first]] - logits[ours[first]]) < TIE * float(logits.std())
+        ties += 1
+    assert ties <= 1
 
 
 def test_compiled(tmp_path: Path) -> None:
