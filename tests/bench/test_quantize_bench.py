@@ -105,7 +105,7 @@ def test_a_stage_within_a_stage_counts_for_itself() -> None:
         taken = times.take()
     assert set(taken) == {OTHER, SOLVE, FACTOR}
     assert taken[FACTOR] > taken[SOLVE]
-    with stage(SOLVE):  # nobody records
+    with stage(SOLVE):  # without a recording
         pass
 
 

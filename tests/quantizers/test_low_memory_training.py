@@ -1,21 +1,19 @@
 """Training in less memory: moments of 8 bits against exact Adam, the whole model, and runs that die and go on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from end_to_end_runs import fresh_run, killed_at_10
 from torch import nn
 
 from crelle.engine.calibration_data import CalibrationData
 from crelle.engine.quantize import quantize, tune_checkpoint
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
-from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.adam8 import LowMemoryStep, Moments
-from crelle.quantizers.end_to_end import EndToEnd, Network
 from crelle.quantizers.finetune import fast_bytes
-from crelle.quantizers.ste import trainable
 from crelle.quantizers.training import Training
 
 CPU = torch.device("cpu")
@@ -93,38 +91,15 @@ def test_the_loss_falls_as_it_does_the_fast_way(checkpoint: Path, tiny_model: Pa
 
 
 def test_a_training_that_died_goes_on_to_the_same_weights(checkpoint: Path, tiny_model: Path, tmp_path: Path) -> None:
-    training = Training(steps=20, batch=2, half=False, low_memory=True)
-    tokens = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(0))
-
-    def fresh(low: bool = True) -> EndToEnd:
-        c = Checkpoint(checkpoint)
-        student = Network.of(CalibrationModel(c), recompute=True)
-        coders = []
-        for block in student.blocks:
-            for name, linear in block.linears().items():
-                linear.coder = trainable(c.matrix(name), None, "all")
-                coders.append(linear.coder)
-        teacher = Network.of(CalibrationModel(open_weights(tiny_model)))
-        how = training if low else Training(steps=20, batch=2, half=False)
-        return EndToEnd(student, coders, teacher, tokens, how, CPU)
-
-    whole = fresh()
+    training, state = Training(steps=20, batch=2, half=False, low_memory=True), tmp_path / "state"
+    whole, resumed = (fresh_run(checkpoint, tiny_model, training) for _ in range(2))
     whole.run()
-
-    def dying(done: int, total: int, note: str) -> None:
-        if done == 10:
-            half._save(state)
-            raise KeyboardInterrupt
-
-    state, half = tmp_path / "state", fresh()
-    with pytest.raises(KeyboardInterrupt):
-        half.run(state, dying)
-    resumed = fresh()
+    killed_at_10(fresh_run(checkpoint, tiny_model, training), state)
     resumed.run(state)
     for a, b in zip(whole.coders, resumed.coders, strict=True):
         torch.testing.assert_close(a(), b(), rtol=1e-5, atol=1e-6)
     with pytest.raises(FormatError, match="not the state of this training"):
-        fresh(low=False).run(state)
+        fresh_run(checkpoint, tiny_model, replace(training, low_memory=False)).run(state)
 
 
 def test_scales_alone_by_the_scheme(tiny_model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from end_to_end_runs import fresh_run, killed_at_10
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.end_to_end import EndToEnd, Network
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.ste import ScaleTuner, STEWeight, trainable
 from crelle.quantizers.training import Training, relative_error, tune_block
@@ -158,37 +158,16 @@ def test_without_a_teacher_the_text_is_the_goal(checkpoint: Path, tmp_path: Path
 
 
 def test_a_training_that_died_goes_on_from_its_state(checkpoint: Path, tiny_model: Path, tmp_path: Path) -> None:
-    training = Training(steps=20, batch=2, half=False)
-    tokens = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(0))
-
-    def fresh() -> EndToEnd:
-        c = Checkpoint(checkpoint)
-        student, teacher = (Network.of(CalibrationModel(w)) for w in (c, open_weights(tiny_model)))
-        coders = []
-        for block in student.blocks:
-            for name, linear in block.linears().items():
-                linear.coder = trainable(c.matrix(name), None, "all")
-                coders.append(linear.coder)
-        return EndToEnd(student, coders, teacher, tokens, training, CPU)
-
-    whole = fresh()
+    training, state = Training(steps=20, batch=2, half=False), tmp_path / "state"
+    whole, resumed = (fresh_run(checkpoint, tiny_model, training) for _ in range(2))
     losses = whole.run()
-
-    def dying(done: int, total: int, note: str) -> None:
-        if done == 10:
-            half._save(state)
-            raise KeyboardInterrupt
-
-    state, half = tmp_path / "state", fresh()
-    with pytest.raises(KeyboardInterrupt):
-        half.run(state, dying)
-    resumed = fresh()
+    killed_at_10(fresh_run(checkpoint, tiny_model, training), state)
     assert resumed.run(state) == pytest.approx(losses, rel=1e-5)
     for a, b in zip(whole.coders, resumed.coders, strict=True):
         torch.testing.assert_close(a(), b(), rtol=1e-4, atol=1e-5)
     state.write_bytes(state.read_bytes()[:100])
     with pytest.raises(FormatError, match="delete it to start anew"):
-        fresh().run(state)
+        fresh_run(checkpoint, tiny_model, training).run(state)
 
 
 def test_auto_in_full(tiny_model: Path, tmp_path: Path) -> None:

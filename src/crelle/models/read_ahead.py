@@ -23,7 +23,7 @@ class ReadAhead:
         self._begun: dict[str, Future[QuantTensor]] = {}
 
     def begin(self, modules: Iterable[str]) -> None:
-        """Start reading matrices; those of an earlier call that nobody asked for are forgotten."""
+        """Start reading matrices; those of an earlier call that were not asked for are forgotten."""
         self._begun = {module: self._pool.submit(self._matrix, module) for module in modules}
 
     def matrix(self, module: str) -> QuantTensor:

@@ -84,7 +84,7 @@ class Calibrator:
                     store.put(model.embed(part.to(self.device)))
             self.hidden = HiddenStates(full, self._room().copy_(full))
         model.drop_tables()
-        self._spare: Tensor | None = None  # hidden states that nobody needs any more
+        self._spare: Tensor | None = None  # hidden states that are no longer needed
 
     def _room(self) -> Tensor:
         return allocate(*self._shape, self.memory.states, self.device, on_device=self.memory.states_on_device)

@@ -1,0 +1,39 @@
+"""End-to-end trainings of a small checkpoint, whole and killed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.open import open_weights
+from crelle.models.calibration_model import CalibrationModel
+from crelle.quantizers.end_to_end import EndToEnd, Network
+from crelle.quantizers.ste import trainable
+from crelle.quantizers.training import Training
+
+
+def fresh_run(checkpoint: Path, teacher: Path, training: Training) -> EndToEnd:
+    """All weights of a checkpoint, on random tokens."""
+    tokens = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(0))
+    c = Checkpoint(checkpoint)
+    student = Network.of(CalibrationModel(c), recompute=training.low_memory)
+    coders = []
+    for block in student.blocks:
+        for name, linear in block.linears().items():
+            linear.coder = trainable(c.matrix(name), None, "all")
+            coders.append(linear.coder)
+    full = Network.of(CalibrationModel(open_weights(teacher)))
+    return EndToEnd(student, coders, full, tokens, training, torch.device("cpu"))
+
+
+def killed_at_10(run: EndToEnd, state: Path) -> None:
+    """Train up to the tenth step, whose state is saved, and no further."""
+
+    def dying(done: int, total: int, note: str) -> None:
+        if done == 10:
+            run._save(state)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(state, dying)
