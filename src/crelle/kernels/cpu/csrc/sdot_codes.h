@@ -134,11 +134,11 @@ CRELLE_INLINE void store_block(const Weight &w, int b, int rows, float *y, size_
     }
 }
 
-// Block b for M rows of x, codes straight from their fields.
-template <int P, int D, int M>
-void few_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, size_t ldy) {
-  float32x4_t sums[kQuads][M] = {};
-  const auto f = [&](int q, int m) __attribute__((always_inline)) -> float32x4_t & { return sums[q][m]; };
+// Block b: goes through the weight's groups, adds up segments of them by `add`(x, scales of x, codes, scales, chunks)
+// in f(quad, row), subtracts the groups' offsets and stores.
+template <int P, int D, class Sums, class Add>
+CRELLE_INLINE void sum_block(const Weight &w, const SdotInputs &in, int b, int rows, float *y, size_t ldy, Sums &&f,
+                             Add &&add) {
   const uint8_t *zeros = w.block(b), *at = zeros + w.zeros_bytes, *x = in.digits;
   const float *x_scale = in.scales, *x_sum = in.sums;
   for (int g = 0; g < w.partition.groups; ++g, zeros += kSdotRows, x_sum += kSdotTokens) {
@@ -148,16 +148,27 @@ void few_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, size
     at += w.scale_bytes;
     for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks, x_scale += kSdotTokens) {
       const int n = left < kSegmentChunks ? left : kSegmentChunks;
-      add_segment<P, D, M>(x, in.row_bytes, x_scale, at, scales, n, f);
+      add(x, x_scale, at, scales, n);
       at += n * w.chunk_bytes;
       x += n * kChunk * D;
     }
     for (int q = 0; q < kQuads; ++q) {
       const float32x4_t offset = quad_offsets<P>(w, group, zeros, q, scales[q]);
-      for (int m = 0; m < M; ++m) f(q, m) = vfmsq_n_f32(f(q, m), offset, x_sum[m]);
+      for (int m = 0; m < rows; ++m) f(q, m) = vfmsq_n_f32(f(q, m), offset, x_sum[m]);
     }
   }
-  store_block(w, b, M, y, ldy, f);
+  store_block(w, b, rows, y, ldy, f);
+}
+
+// Block b for M rows of x, codes straight from their fields.
+template <int P, int D, int M>
+void few_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, size_t ldy) {
+  float32x4_t sums[kQuads][M] = {};
+  const auto f = [&](int q, int m) __attribute__((always_inline)) -> float32x4_t & { return sums[q][m]; };
+  const auto add =
+      [&](const uint8_t *x, const float *x_scale, const uint8_t *codes, const float32x4_t(&scales)[kQuads], int n)
+          __attribute__((always_inline)) { add_segment<P, D, M>(x, in.row_bytes, x_scale, codes, scales, n, f); };
+  sum_block<P, D>(w, in, b, M, y, ldy, f, add);
 }
 
 template <int P>
@@ -205,29 +216,15 @@ void many_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, siz
   for (int q = 0; q < kQuads; ++q)
     for (int m = 0; m < in.rows; ++m) f(q, m) = vdupq_n_f32(0);
   alignas(64) uint8_t bytes[kSegmentChunks * kQuads * kSteps * 16];
-  const uint8_t *zeros = w.block(b), *at = zeros + w.zeros_bytes, *x = in.digits;
-  const float *x_scale = in.scales, *x_sum = in.sums;
-  for (int g = 0; g < w.partition.groups; ++g, zeros += kSdotRows, x_sum += kSdotTokens) {
-    float32x4_t scales[kQuads];
-    const uint8_t *const group = at;
-    for (int q = 0; q < kQuads; ++q) scales[q] = quad_scales(w, group, q);
-    at += w.scale_bytes;
-    for (int left = w.partition.chunks_of(g); left > 0; left -= kSegmentChunks, x_scale += kSdotTokens) {
-      const int n = left < kSegmentChunks ? left : kSegmentChunks;
-      if constexpr (P < 8) unpack<P>(at, n, bytes);
-      for (int m = 0; m < in.rows; m += kMostRows<D>) {
-        const int count = in.rows - m < kMostRows<D> ? in.rows - m : kMostRows<D>;
-        kAdd[count - 1](x, in.row_bytes, x_scale, P < 8 ? bytes : at, scales, n, sums, m);
-      }
-      at += n * w.chunk_bytes;
-      x += n * kChunk * D;
+  const auto add = [&](const uint8_t *x, const float *x_scale, const uint8_t *codes, const float32x4_t(&scales)[kQuads],
+                       int n) __attribute__((always_inline)) {
+    if constexpr (P < 8) unpack<P>(codes, n, bytes);
+    for (int m = 0; m < in.rows; m += kMostRows<D>) {
+      const int count = in.rows - m < kMostRows<D> ? in.rows - m : kMostRows<D>;
+      kAdd[count - 1](x, in.row_bytes, x_scale, P < 8 ? bytes : codes, scales, n, sums, m);
     }
-    for (int q = 0; q < kQuads; ++q) {
-      const float32x4_t offset = quad_offsets<P>(w, group, zeros, q, scales[q]);
-      for (int m = 0; m < in.rows; ++m) f(q, m) = vfmsq_n_f32(f(q, m), offset, x_sum[m]);
-    }
-  }
-  store_block(w, b, in.rows, y, ldy, f);
+  };
+  sum_block<P, D>(w, in, b, in.rows, y, ldy, f, add);
 }
 
 template <int P, int D>
