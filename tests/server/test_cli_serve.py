@@ -147,11 +147,12 @@ def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -
     assert says in result.err
 
 
-def test_without_aiohttp_the_remedy_is_named() -> None:
+@pytest.mark.parametrize("missing", ["aiohttp", "msgspec", "prometheus_client"])
+def test_without_its_libraries_the_remedy_is_named(missing: str) -> None:
     code = (
-        "import sys; sys.modules['aiohttp'] = None; sys.argv = ['crelle', 'serve', 'x']\n"
+        f"import sys; sys.modules['{missing}'] = None; sys.argv = ['crelle', 'serve', 'x']\n"
         "from crelle.cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "pip install 'crelle[server]'" in done.stderr
+    assert f"crelle serve needs {missing}: pip install 'crelle[server]'" in done.stderr

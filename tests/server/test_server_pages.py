@@ -14,7 +14,7 @@ from tiny_server import CONTEXT, Running, body_of, post, serving, slow_down, sta
 from crelle import LLM
 from crelle.errors import FormatError, SchemeError
 from crelle.server import handlers
-from crelle.server.metrics import Histogram, Rate
+from crelle.server.metrics import Rate, histogram
 from crelle.server.responses import TextOffset
 from crelle.server.settings import Keys, is_loopback
 from crelle.server.token_text import TokenTexts
@@ -109,11 +109,12 @@ def test_metrics_count(llm: LLM) -> None:
 
 
 def test_histogram_and_rate() -> None:
-    histogram = Histogram("h", "", (1.0, 2.0))
+    counted = histogram("h", "", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 5.0):
-        histogram.observe(value)
-    buckets = [line for line in histogram.lines() if "bucket" in line]
-    assert buckets == ['h_bucket{le="1.0"} 2', 'h_bucket{le="2.0"} 3', 'h_bucket{le="+Inf"} 4']
+        counted.observe(value)
+    (metric,) = counted.collect()
+    buckets = [(sample.labels["le"], sample.value) for sample in metric.samples if sample.name == "h_bucket"]
+    assert buckets == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
     rate = Rate()
     for second in range(20):
         rate.sample(10 * second, now=float(second))
