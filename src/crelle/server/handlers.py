@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError

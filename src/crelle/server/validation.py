@@ -9,7 +9,6 @@ msgspec.convert does the checking. What it does not do is done here:
 """
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -32,11 +31,12 @@ _NAMES = {
 }
 _UNITS = {"str": "characters", "array": "items", "object": "names"}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most"}
-_AT = re.compile(r"(.*?)(?: - at `\$((?:\.\w+|\[\d+\])*)`)?", re.DOTALL)
 _BOUND = re.compile(r"Expected `(?:int|float)` (>=|>|<=) (.+)")
 _LENGTH = re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)")
 _KIND = re.compile(r"Expected `([a-z |]+)`, got `[a-z]+`")
-_FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 class Checker(Protocol):
@@ -127,9 +127,8 @@ def _convert(value: Any, kind: type[T], at: str) -> T:
     except msgspec.ValidationError as e:
         if "got `float`" not in str(e):
             _raise(e, value, kind, at)
-    value = _integers(value)
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(_integers(value), kind)
     except msgspec.ValidationError as e:
         _raise(e, value, kind, at)
 
@@ -151,52 +150,39 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _raise(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> NoReturn:
-    """Put an error of msgspec's into words; what it does not know is said in its own."""
-    match = _AT.fullmatch(str(error))
-    assert match is not None, "anything matches"
-    said, path = match[1], match[2] or ""
-    at = (at + path).removeprefix(".")
-    steps = [int(index) if index else name for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path)]
-    with suppress(LookupError, TypeError):  # a name that a client made up may look like a path
-        for step in steps:
-            value = value[step]
-    if found := _FIELD.fullmatch(said):
-        name = found[2]
-        if found[1] == "missing required":
-            raise wrong(f"{at}.{name}" if at else name, "is missing") from None
-        raise wrong(at, f"has an unknown parameter {show(name)}; nothing is ignored silently") from None
+    """Put an error of msgspec's into words, and its path into our form."""
+    said, name = str(error), ""
+    fields = getattr(kind, "__struct_fields__", None)
+    unknown = [name for name in value if name not in fields] if fields and isinstance(value, dict) else []
+    if unknown:  # looked up, since a name that a client made up may look like a path
+        said = f"Object contains unknown field `{unknown[0]}`"
+    elif " - at `$" in said:
+        said, _, path = said.rpartition(" - at `$")
+        at = (at + path[:-1]).removeprefix(".")
+        for name, index in _STEP.findall(path):
+            value = value[name or int(index)]
+    if missing := _MISSING.fullmatch(said):
+        raise wrong(f"{at}.{missing[1]}".removeprefix("."), "is missing") from None
+    raise wrong(at, _words(said, value, kind, name)) from None
+
+
+def _words(said: str, value: Any, kind: Any, name: str) -> str:
+    if found := _UNKNOWN.fullmatch(said):
+        return f"has an unknown parameter {show(found[1])}; nothing is ignored silently"
     if found := _KIND.fullmatch(said):
-        names = " or ".join(_NAMES[name] for name in found[1].split(" | "))
-        raise wrong(at, f"must be {names}, not {show(value)}") from None
+        return f"must be {' or '.join(_NAMES[n] for n in found[1].split(' | '))}, not {show(value)}"
     if found := _BOUND.fullmatch(said):
-        raise wrong(at, f"must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}, not {show(value)}") from None
+        return f"must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}, not {show(value)}"
     if found := _LENGTH.fullmatch(said):
-        what, bound, n = f"has {len(value)} {_UNITS[found[1]]}", found[2], int(found[3])
-        if n == 0:
-            raise wrong(at, f"{what}, but must be empty") from None
-        raise wrong(
-            at, f"{what}, but {f'needs at least {n}' if bound == '>=' else f'at most {n} are allowed'}"
-        ) from None
+        bound = f"needs at least {found[3]}" if found[2] == ">=" else f"at most {found[3]} are allowed"
+        return f"has {len(value)} {_UNITS[found[1]]}, but {'must be empty' if found[3] == '0' else bound}"
     if said.startswith("Invalid enum value"):
-        raise wrong(at, f"must be one of {', '.join(_literals(kind, steps))}, not {show(value)}") from None
-    raise wrong(at, f"is not what it should be: {said[:200]}") from None
+        return f"must be one of {', '.join(_literals(kind, name))}, not {show(value)}"
+    return f"is not what it should be: {said[:200]}"
 
 
-def _literals(kind: Any, steps: list[str | int]) -> list[str]:
-    """Return the values that a Literal allows, which stands in a type at the end of a path."""
-    (schema,), named = msgspec.json.schema_components([kind], ref_template="{name}")
-    options = [schema]
-    for step in [*steps, None]:
-        flat: list[dict[str, Any]] = []
-        for option in options:
-            option = named[option["$ref"]] if "$ref" in option else option
-            flat += option.get("anyOf", [option])
-        flat = [named[option["$ref"]] if "$ref" in option else option for option in flat]
-        if step is None:
-            return [dumps(value) for option in flat for value in option.get("enum", ())]
-        options = [
-            option["items"] if isinstance(step, int) else option["properties"][step]
-            for option in flat
-            if ("items" if isinstance(step, int) else "properties") in option
-        ]
-    return []
+def _literals(kind: Any, name: str) -> list[str]:
+    """Return the values that a field may have, which is a Literal in some struct of a type."""
+    _, structs = msgspec.json.schema_components([kind])
+    fields = (struct["properties"].get(name, {}) for struct in structs.values())
+    return next([dumps(value) for value in field["enum"]] for field in fields if "enum" in field)
