@@ -147,6 +147,20 @@ def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -
     assert says in result.err
 
 
+def test_bench_of_a_model_without_a_chat_template_asks_for_completions(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "base", max_position_embeddings=512)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with serving(LLM.load(model, device="cpu")) as server:
+        load = ("--clients", "2", "--seconds", "0.5", "--prompt", "4", "--tokens", "3", "--ignore-eos")
+        done = run("bench", "serve", "--url", server.url, *load, "--json")
+        assert done.code == 0, done.err
+        assert (done.json["chat"], done.json["failures"]) == (False, 0)
+        assert done.json["tokens"] > 0
+        assert server.state.metrics.requests["/v1/chat/completions", 400] == 1, "one to find out"
+
+
 @pytest.mark.parametrize("missing", ["aiohttp", "msgspec", "prometheus_client"])
 def test_without_its_libraries_the_remedy_is_named(missing: str) -> None:
     code = (
