@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from conftest import Run, write_tiny_model
 from in_process import run
-from tiny_server import nested_llm, nested_model
+from tiny_server import nested_llm, nested_model, serving
 
-from crelle import Sampling
+from crelle import LLM, Sampling
 
 
 @contextmanager
