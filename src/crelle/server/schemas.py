@@ -57,17 +57,13 @@ class Generate(Strict):
     temperature: Annotated[float, Meta(ge=0, le=2, description="0: always the most likely token")] | None = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="keep the likeliest tokens of this total")] | None = 1.0
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1, description="keep the k likeliest tokens; 0: all")] | None = 0
-    min_p: (
-        Annotated[float, Meta(ge=0, le=1, description="drop what is less likely than this share of the best")] | None
-    ) = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="drop tokens below this share of the best")] | None = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="above 1: repeat less")] | None = 1.0
     seed: Annotated[int, Meta(ge=0, le=_SEED, description="same seed, same text")] | None = None
     n: int | None = 1
     precision: Any = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=_STOPS)] | None = None
-    ignore_eos: Annotated[bool, Meta(description="go on behind the model's end tokens; for measurements")] | None = (
-        False
-    )
+    ignore_eos: Annotated[bool, Meta(description="go on behind end tokens; for measurements")] | None = False
     stream: Annotated[bool, Meta(description="send server-sent events while the text is sampled")] | None = False
     stream_options: StreamOptions | None = None
     frequency_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
@@ -226,11 +222,8 @@ class RequestSchemas:
         most = Annotated[int, Meta(ge=1, le=info.max_tokens, description="of the answer at most")] | None
         prompt = Annotated[Any, checked_by(Prompt(info), "the text to continue, or several")]
         messages = _messages(info)
-        limits: dict[str, Any] = {
-            "max_tokens": (most, None),
-            "max_completion_tokens": (most, None),
-        }  # the smaller holds
-        limit = (most, min(16, info.max_tokens))
+        limit, no_limit = (most, min(16, info.max_tokens)), (most, None)
+        limits = {"max_tokens": no_limit, "max_completion_tokens": no_limit}  # two names; the smaller one holds
         self.completion = Schema[Completion](_bounded(Completion, info, prompt=(prompt, ...), max_tokens=limit))
         self.chat = Schema[Chat](_bounded(Chat, info, messages=(messages, ...), **limits))
         self.tokenize = TokenizeSchema(info, messages)
