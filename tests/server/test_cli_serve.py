@@ -171,3 +171,17 @@ def test_without_its_libraries_the_remedy_is_named(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"crelle serve needs {missing}: pip install 'crelle[server]'" in done.stderr
+
+
+def test_all_else_works_without_the_servers_libraries() -> None:
+    """As on a machine that only measures: every module of crelle but the server's can be imported."""
+    code = (
+        "import pkgutil, sys, importlib\n"
+        "for name in ('aiohttp', 'msgspec', 'prometheus_client'): sys.modules[name] = None\n"
+        "import crelle.bench, crelle.cli, crelle.engine, crelle.eval\n"
+        "for package in (crelle.bench, crelle.cli, crelle.engine, crelle.eval):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
