@@ -43,7 +43,7 @@ class GPTQ(HessianConfig):
     symmetric: bool = False
     act_order: bool = True
     static: bool = True  # scales fixed before the feedback; otherwise when it reaches their group
-    damp: float = 0.01
+    damp: float = 0.2
     refine: int = 1
     target: bool = True
 
