@@ -75,7 +75,7 @@ class Report:
 
     out: Path
     scheme: str
-    bits_per_weight: float  # over the quantized matrices, every scale counted
+    bits_per_weight: float  # over the quantized matrices of the layers, every scale counted
     bytes: int  # of those matrices
     seconds: float
     resumed_units: int
@@ -194,9 +194,9 @@ def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
 
 
-def is_layer(shard: str) -> bool:
-    """Tell whether a shard, by its name, is a decoder layer."""
-    return _LAYER.match(f"{shard}.") is not None
+def is_layer(name: str) -> bool:
+    """Tell whether a shard or module, by its name, is a decoder layer or in one."""
+    return _LAYER.match(f"{name}.") is not None
 
 
 def plan(weights: Weights) -> list[Shard]:
@@ -375,7 +375,7 @@ def _fingerprint(weights: Weights) -> list[list[str | int]]:
 
 
 def measure(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return (bytes, weights) of the quantized matrices; of all matrices in the layers if there are none."""
-    encoded = [m for m, spec in checkpoint.specs.items() if format_of(spec).quantized]
-    chosen = encoded or [m for m in checkpoint.specs if _LAYER.match(f"{m}.")]
+    """Return (bytes, weights) of the quantized matrices in the layers; of all matrices there if there are none."""
+    inside = [m for m in checkpoint.specs if is_layer(m)]
+    chosen = [m for m in inside if format_of(checkpoint.specs[m]).quantized] or inside
     return sum(nbytes(checkpoint.matrix(m)) for m in chosen), sum(prod(checkpoint.specs[m]["shape"]) for m in chosen)
