@@ -18,7 +18,7 @@ SECTIONS = {  # title: module, and the names in it; without names, its __all__
     "Errors": ("crelle.errors", None),
 }
 PREFIX = re.compile(r"\b(?:crelle|collections|pathlib|typing|torch)(?:\.[a-z_]+)*\.(?=[A-Z])")
-WIDTH = 100
+WIDTH = 84
 
 
 def text() -> str:
@@ -32,7 +32,7 @@ def _section(title: str, module: str, names: list[str] | None) -> list[str]:
         names = getattr(home, "__all__", None) or [
             name for name, o in vars(home).items() if inspect.isclass(o) and o.__module__ == module
         ]
-    parts = [f"## {title}\n", f"`{module}`\n"]
+    parts = [f"## {title}\n"] + [f"`{module}`\n"] * (title != module)
     documented = [(name, getattr(home, name)) for name in names if not name.startswith("_")]
     seen: set[int] = set()
     for name, thing in documented:
@@ -67,7 +67,7 @@ def _signature(name: str, thing: Any) -> str:
         return ""
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     word = "@dataclass\nclass " if dataclasses.is_dataclass(thing) else "class " if inspect.isclass(thing) else "def "
-    returned = "" if inspect.isclass(thing) else str(signature).rpartition(" -> ")[2]
+    returned = "" if inspect.isclass(thing) else str(signature).rpartition(" -> ")[2].strip("'")
     plain = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
     end = f" -> {returned}" if " -> " in str(signature) and returned else ""
     line = PREFIX.sub("", f"{word}{name}{plain}{end}")

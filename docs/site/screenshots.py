@@ -33,6 +33,7 @@ def take(browser: Browser, root: str, name: str, colours: str) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(root + PAGES[name], wait_until="networkidle")
+    page.add_style_tag(content="::-webkit-scrollbar { display: none }")  # headless, it would be an empty stripe
     wide = page.evaluate("document.documentElement.scrollWidth")
     picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
     to = ROOT / "docs" / "images" / f"site-{name}-{colours}.png"
@@ -49,9 +50,7 @@ def main() -> None:
     Thread(target=server.serve_forever, daemon=True).start()
     program = chromium()
     with sync_playwright() as p:
-        browser = p.chromium.launch(
-            executable_path=program, args=[*ARGUMENTS, "--hide-scrollbars"], env=dict(environment(program))
-        )
+        browser = p.chromium.launch(executable_path=program, args=ARGUMENTS, env=dict(environment(program)))
         for name in SIZES:
             for colours in ("light", "dark"):
                 take(browser, f"http://127.0.0.1:{server.server_port}/", name, colours)

@@ -15,40 +15,24 @@ import diagrams
 from pages import spaced
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` builds it."""
-    out = tmp_path_factory.mktemp("docs")
-    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), str(out)]
+def test_site_builds_strictly_and_is_whole(tmp_path: Path) -> None:
+    """One test, so that one worker builds it once."""
+    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return out / "site"
-
-
-def text(site: Path, page: str) -> str:
-    return (site / page / "index.html").read_text(encoding="utf-8")
-
-
-def test_nothing_is_loaded_from_elsewhere_and_links_lead_somewhere(site: Path) -> None:
-    assert check.faults(site) == []
-    assert "fonts.googleapis" not in "".join(p.read_text(encoding="utf-8") for p in site.rglob("*.html"))
-
-
-def test_every_page_is_on_the_site(site: Path) -> None:
-    pages = [p.relative_to(ROOT / "docs").with_suffix("") for p in (ROOT / "docs").rglob("*.md")]
-    wanted = [site / "index.html" if str(p) == "index" else site / p / "index.html" for p in pages]
-    assert [p for p in wanted if not p.is_file()] == []
-
-
-def test_reference_lists_commands_names_and_formats(site: Path) -> None:
-    commands = text(site, "reference/command-line")
-    assert all(f"crelle {name}</h" in commands or f">crelle {name}<" in commands for name in ("quantize", "bench gemv"))
-    assert "--override" in commands
-    assert "Stream the continuation of a prompt" in text(site, "reference/python")
-    assert "eeeeemmmmmzzzzzz" in text(site, "reference/formats")
-
-
-def test_linked_sources_and_results_are_on_the_site(site: Path) -> None:
+    site = tmp_path / "out" / "site"
+    assert check.faults(site) == []  # nothing is loaded from elsewhere, and links lead somewhere
+    pages = {p: p.read_text(encoding="utf-8") for p in site.rglob("*.html")}
+    assert "fonts.googleapis" not in "".join(pages.values())
+    for page in (ROOT / "docs").rglob("*.md"):
+        path = page.relative_to(ROOT / "docs").with_suffix("")
+        assert (site / "index.html" if str(path) == "index" else site / path / "index.html") in pages
+    reference = {
+        name: pages[site / "reference" / name / "index.html"] for name in ("command-line", "python", "formats")
+    }
+    assert all(words in reference["command-line"] for words in ("crelle quantize", "crelle bench gemv", "--override"))
+    assert "Stream the continuation of a prompt" in reference["python"]
+    assert "eeeeemmmmmzzzzzz" in reference["formats"]
     assert (site / "files" / "bench" / "results" / "h200-gemv.json").is_file()
     assert (site / "files" / "src" / "crelle" / "formats" / "bcq.py.txt").is_file()
 
