@@ -4,6 +4,7 @@ Pages are staged (pages.py), the reference is written from the code (reference.p
 warning an error, and what came out is checked (check.py). OUT/site is the site; nothing in it is loaded from elsewhere.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def build(out: Path) -> Path:
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(out / "zensical.toml")]
     done = subprocess.run(command, cwd=out, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\nthe documentation has the faults above")
+        told, _, _ = done.stderr.partition("Traceback")  # of the generator's own, behind the faults
+        sys.exit(re.sub(r"\x1b\[[0-9;]*m", "", f"{done.stdout}{told}the documentation has the faults above"))
     if faults := check.faults(out / "site"):
         sys.exit("\n".join([*faults, "the documentation has the faults above"]))
     return out / "site"

@@ -1,4 +1,4 @@
-"""What must hold of the built site: links and anchors lead somewhere, and nothing is loaded from another host."""
+"""What must hold of the built site: links lead somewhere, Markdown is rendered, nothing comes from another host."""
 
 import re
 from html.parser import HTMLParser
@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
+RAW = re.compile(r"^\||\n\s*(?:\||[-*] |\d+\. )")  # a table or a list that was taken for text
 STYLED = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)")
 
 
@@ -15,9 +16,14 @@ class Page(HTMLParser):
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.paragraphs: list[str] = []
+        self._inside = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag == "p" or (self._inside and tag in ("a", "code", "strong", "em"))
+        if tag == "p":
+            self.paragraphs.append("")
         given = {name: value or "" for name, value in attrs}
         self.ids |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
@@ -25,6 +31,13 @@ class Page(HTMLParser):
         if tag in LOADED and LOADED[tag] in given and given.get("rel") not in ("canonical", "next", "prev"):
             self.loaded.append(given[LOADED[tag]])
         self.loaded += (found[0] or found[1] for found in STYLED.findall(given.get("style", "")))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "p"
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.paragraphs[-1] += data
 
 
 def faults(site: Path) -> list[str]:
@@ -34,6 +47,7 @@ def faults(site: Path) -> list[str]:
     for path, page in pages.items():
         name = path.relative_to(site)
         found += [f"{name}: loads {url} from elsewhere" for url in page.loaded if _foreign(url)]
+        found += [f"{name}: '{p.strip()[:60]}' was not rendered" for p in page.paragraphs if RAW.search(p)]
         if name.as_posix() != "404.html":  # it is shown at any address, so its links begin at the root
             links = (link for link in page.links + page.loaded if not _foreign(link))
             found += [f"{name}: {link} leads nowhere" for link in links if not _leads(link, path, pages)]

@@ -73,7 +73,7 @@ def spaced(text: str) -> str:
     kind, fenced = "", False
     for line in text.splitlines():
         if FENCE.match(line):
-            fenced, kind = not fenced, ""
+            fenced, kind = not fenced, "code"
         elif not fenced:
             before, kind = kind, _kind(line, kind)
             if before and kind in ("list", "table") and kind != before:

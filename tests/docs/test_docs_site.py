@@ -44,6 +44,7 @@ def test_site_builds_strictly_and_is_whole(tmp_path: Path) -> None:
         ('<link rel="stylesheet" href="//cdn.example/x.css">', "loads //cdn.example/x.css from elsewhere"),
         ('<a href="missing/">x</a>', "missing/ leads nowhere"),
         ('<a href="#missing">x</a>', "#missing leads nowhere"),
+        ("<p>| a | <code>b</code> |</p>", "'| a | b |' was not rendered"),
     ],
 )
 def test_faults_are_found(tmp_path: Path, html: str, fault: str) -> None:
@@ -59,6 +60,7 @@ def test_outside_links_and_good_anchors_are_no_faults(tmp_path: Path) -> None:
 def test_lists_and_tables_get_an_empty_line() -> None:
     assert spaced("Text:\n- one\n  more\n- two\n") == "Text:\n\n- one\n  more\n- two\n"
     assert spaced("Text:\n| a |\n|---|\n") == "Text:\n\n| a |\n|---|\n"
+    assert spaced("```\ncode\n```\n| a |\n") == "```\ncode\n```\n\n| a |\n"
     assert spaced("```\nText:\n- one\n```\n") == "```\nText:\n- one\n```\n"
 
 
