@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from crelle.cli.console import Device, Json, Threads, draw_whole, err, out, print_json, tracking, use_threads
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NAME = "demo"
 # The recommended recipes without their training and search, which would take a CPU minutes each.
 SCHEMES = ("gptq:bits=4,group=64", "gptq:bits=3,group=64", "mixed:group=16,four=0.05,outliers=0")
+_LABELS = dict(zip(SCHEMES, ("4 bits", "3 bits", "2 bits"), strict=True))
 # What the picture compares them with: schemes that look at no data.
 PLAIN = ("rtn:bits=4,group=64", "rtn:bits=3,group=64", "bcq:bits=3,group=64", "rtn:bits=2,group=64")
 PROMPT = "Python is a programming language that"
@@ -73,8 +74,14 @@ def run(
         return
     out.print(_table(rows))
     for r in rows:
-        out.print(f"\n[bold]{r.scheme}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
-    said = [f"picture: {picture}", f"figures: {directory / 'demo.json'}", "", *_next(directory / targets[SCHEMES[0]])]
+        label = f"{_LABELS[r.scheme]}, {r.scheme}" if r.scheme in _LABELS else r.scheme
+        out.print(f"\n[bold]{label}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
+    said = [
+        f"picture: {picture}",
+        f"figures: {directory / 'demo.json'}",
+        "",
+        *_next(directory / list(targets.values())[:2][-1]),
+    ]
     out.print("\n" + "\n".join(said), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -154,12 +161,12 @@ def _next(directory: Path) -> list[str]:
 
 def _table(rows: "list[Row]") -> Table:
     """Return size, perplexity and speed, each beside that of the model as it was."""
-    table = Table(
-        Column("scheme", no_wrap=True), "bits/weight", "MB", "perplexity", "x fp16", "tokens/s", "x fp16", "quantize s"
-    )
+    table = Table("model", "bits/weight", "MB", "perplexity", "x fp16", "tokens/s", "x fp16", "made in s")
     first = rows[0]
     for r in rows:
         worse, faster = r.perplexity / first.perplexity, r.tokens_per_second / first.tokens_per_second
         values = (r.bits_per_weight, r.megabytes, r.perplexity, worse, r.tokens_per_second, faster, r.quantize_seconds)
-        table.add_row(r.scheme, *(f"{n:.{d}f}" for n, d in zip(values, (3, 1, 2, 3, 1, 2, 1), strict=True)))
+        table.add_row(
+            _LABELS.get(r.scheme, r.scheme), *(f"{n:.{d}f}" for n, d in zip(values, (3, 1, 2, 3, 1, 2, 1), strict=True))
+        )
     return table
