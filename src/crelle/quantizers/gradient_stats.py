@@ -11,6 +11,7 @@ crelle.quantizers.search_memory. None of that changes a result beyond the roundi
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -224,15 +225,13 @@ class _Passes:
     ) -> Tensor | None:
         """Backpropagate through a layer, adding to the stats; return the gradient before it, if that is wanted."""
         found = self._room() if wanted else None
-        store = None if found is None else Store(found, self.device)
         parts = zip(self._batches(x), self._batches(pull), self._batches(after), strict=True)
-        for here, gradient, behind in parts:
-            root = behind.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-            below = self._back(block, here, gradient, root, stats)
-            if store is not None:
-                store.put(below)
-        if store is not None:
-            store.__exit__()
+        with nullcontext() if found is None else Store(found, self.device) as store:
+            for here, gradient, behind in parts:
+                root = behind.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+                below = self._back(block, here, gradient, root, stats)
+                if store is not None:
+                    store.put(below)
         return found
 
     def _back(self, block: Block, x: Tensor, pull: Tensor, root: Tensor, stats: dict[str, GradientStats]) -> Tensor:
