@@ -14,7 +14,8 @@ from torch import Tensor
 
 from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
 from crelle.engine.first_layers import FirstLayers, layer_count
-from crelle.engine.quantize_cost import PLANNING_ROWS, QuantizeCost, measure
+from crelle.engine.quantize_cost import QuantizeCost, measure
+from crelle.engine.quantize_plan import SUFFIX, forget_plan, planned, refuse_other_file
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
@@ -71,8 +72,10 @@ def quantize(
     chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
     trained = chosen[0] if isinstance(chosen[0], TrainedConfig) else None
     staged = trained is not None and trained.tune == "full"
-    refuse_overlap(out, source, beside=(PARTIAL, _STAGE, _STAGE + PARTIAL) if staged else (PARTIAL,))
+    refuse_overlap(out, source, beside=(PARTIAL, SUFFIX, *((_STAGE, _STAGE + PARTIAL) if staged else ())))
     refuse_existing(out, resume=resume, overwrite=overwrite)
+    if isinstance(chosen[0], Auto):
+        refuse_other_file(out)
     if staged:
         _refuse_stage(_stage_of(out), resume, overwrite)
     calibration = None
@@ -82,7 +85,7 @@ def quantize(
         _require_family(source, scheme, out)
         calibration = replace(_calibration(source, text, choose_device(device), progress), memory=memory)
     if isinstance(chosen[0], Auto) and calibration is not None:
-        overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
+        overrides = _plan(chosen[0], source, out, calibration, overrides or {}, resume, overwrite, progress)
     options = {
         "view": in_usual_form,
         "head": head,
@@ -99,6 +102,8 @@ def quantize(
             report = _in_two_stages(source, out, trained, calibration, text, options)  # type: ignore[arg-type]
         else:
             report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
+    if isinstance(chosen[0], Auto):
+        forget_plan(out)
     return replace(report, seconds=perf_counter() - begun)
 
 
@@ -159,10 +164,19 @@ def _calibration(
     return Calibration(rows, open_model, device)
 
 
-def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Progress | None) -> dict[str, str]:
-    """Choose bits and group for every matrix."""
-    model = calibration.open(open_weights(source), calibration.device)
-    return auto.plan(model, calibration.tokens[:PLANNING_ROWS], calibration.device, progress)
+def _plan(
+    auto: Auto,
+    source: str | Path,
+    out: Path,
+    calibration: Calibration,
+    given: Mapping[str, str],
+    resume: bool,
+    overwrite: bool,
+    progress: Progress | None,
+) -> dict[str, str]:
+    """Choose bits and group for every matrix that was not given another scheme."""
+    chosen = planned(auto, source, out, calibration, resume=resume, overwrite=overwrite, progress=progress)
+    return dict(given) | {module: scheme for module, scheme in chosen.items() if module not in given}
 
 
 def _own_rows(

@@ -30,8 +30,6 @@ from crelle.quantizers.scheme import parse
 from crelle.quantizers.stage_times import SEARCH, StageTimes, recording
 from crelle.quantizers.trained import TrainedConfig
 
-PLANNING_ROWS = 16  # sequences on which sensitivities are measured
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCost:
@@ -111,7 +109,7 @@ def measure(
     if not seen.layers:
         raise SchemeError(f"{weights.path} has no layers to measure")
     once = dict(seen.once)
-    if SEARCH in once:  # its cost is of each layer, and of the head
+    if SEARCH in once:  # its cost is of each layer; the output head is a stage of its own
         measured = len(seen.layers)
         once[SEARCH] *= layers / measured
         if measured < layers:
@@ -159,4 +157,4 @@ class _Shards:
 def _search(auto: Auto, weights: Weights, calibration: Calibration, times: StageTimes) -> dict[str, str]:
     with times.stage(SEARCH):
         model = calibration.open(weights, calibration.device)
-        return auto.plan(model, calibration.tokens[:PLANNING_ROWS], calibration.device, None)
+        return auto.plan(model, calibration.tokens, calibration.device, None, calibration.memory)

@@ -23,6 +23,7 @@ from crelle.formats.activations import ActivationSpec
 from crelle.quantizers.layer_api import bf16_sums
 
 _SAMPLE = 128  # inputs of every batch that are kept as they are
+_SLAB = 2048  # rows of a sum that are mirrored at one time
 _BLOCK = 192  # columns of a Hessian that are summed at one time, down to the diagonal: the rest is their mirror image
 
 
@@ -92,6 +93,16 @@ def mirrored(sums: Tensor) -> Tensor:
     """Return the symmetric matrix of which `sums` has the upper triangle."""
     upper = sums.triu()
     return upper + upper.triu(1).T
+
+
+def mirror_(sums: Tensor) -> Tensor:
+    """Do the same in place: one matrix of 28,672 inputs has 3.3 GB."""
+    for begin in range(0, len(sums), _SLAB):
+        end = min(begin + _SLAB, len(sums))
+        here = sums[begin:end, begin:end]
+        here.copy_(here.triu() + here.triu(1).T)
+        sums[end:, begin:end] = sums[begin:end, end:].T
+    return sums
 
 
 class StatsCollector:
