@@ -24,6 +24,7 @@ SOLVE = "solve"
 TRAIN = "train"
 SEARCH = "search"
 WRITE = "pack and write"
+COMMUNICATION = "communication"  # between ranks, and waiting for them
 OTHER = "other"
 
 
