@@ -81,7 +81,7 @@ class _Rank:
     def hear(self, progress: Progress | None) -> bool:
         """Take a message; return whether more may come."""
         try:
-            kind, content = self.messages.recv()
+            kind, content = pickle.loads(self.messages.recv_bytes())
         except (EOFError, OSError):
             return False
         if kind == "progress" and progress is not None:
@@ -168,22 +168,26 @@ def main(messages: int, store: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the one that watches ends us
     to_parent = connection.Connection(messages, readable=False)
     status = 1
+
+    def tell(kind: str, content: Any) -> None:
+        to_parent.send_bytes(pickle.dumps((kind, content)))  # `send` would share tensors, which ends with the process
+
     try:
         job: _Job = pickle.load(sys.stdin.buffer)
         _die_with(job.parent)
         set_threads(job.threads)
 
         def progress(done: int, total: int, what: str) -> None:
-            to_parent.send(("progress", (done, total, what)))
+            tell("progress", (done, total, what))
 
         with join(job.rank, job.size, torch.device(job.device), f"/proc/self/fd/{store}") as place:
             result = job.work(device=job.device, progress=progress if place.first else None, **job.arguments)
-        to_parent.send(("done", result if place.first else None))
+        tell("done", result if place.first else None)
         status = 0
     except CrelleError as e:
-        to_parent.send(("error", e))
+        tell("error", e)
     except BaseException:
-        to_parent.send(("trace", traceback.format_exc()))
+        tell("trace", traceback.format_exc())
     os._exit(status)  # at once: after a failure, libraries would wait here for ranks that are gone
 
 
