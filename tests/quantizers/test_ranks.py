@@ -165,8 +165,20 @@ def in_a_fork(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # its threads are not needed after the fork
+@pytest.mark.parametrize(
+    "victims",  # in calibration and in training; None: the process that watches
+    [
+        pytest.param((None, 1), id="parent, rank 1"),
+        pytest.param((0, None), id="rank 0, parent", marks=pytest.mark.slow),
+    ],
+)
 def test_whoever_is_killed_all_end_and_a_resumed_run_has_the_same_bytes(
-    model: Path, folder: Path, two: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victims: tuple[int | None, ...],
+    model: Path,
+    folder: Path,
+    two: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started, pids, out = Started(monkeypatch), tmp_path / "pids", tmp_path / "out"
 
@@ -174,26 +186,19 @@ def test_whoever_is_killed_all_end_and_a_resumed_run_has_the_same_bytes(
         options = {"text": TEXT, "devices": "cpu,cpu", "resume": resume, "progress": progress}
         quantize(model, out, SCHEMES["full"], **options)
 
-    def kill(victim: int | None, moment: str) -> Callable[[int, int, str], None]:
-        def progress(done: int, total: int, note: str) -> None:
+    for victim, moment in zip(victims, ("layers.0", "loss"), strict=True):
+
+        def kill(done: int, total: int, note: str, victim: int | None = victim, moment: str = moment) -> None:
             if moment in note:
                 pids.write_text(" ".join(map(str, started.pids)))
                 os.kill(os.getpid() if victim is None else started.pids[victim], signal.SIGKILL)
 
-        return progress
-
-    for resume, victim, moment in (
-        (False, None, "layers.0"),
-        (True, 1, "layers.1"),
-        (True, None, "loss"),
-        (True, 0, "loss"),
-    ):
-        progress = kill(victim, moment)
+        resume = moment == "loss"
         if victim is None:
-            assert in_a_fork(lambda r=resume, p=progress: run(r, p)) == -signal.SIGKILL
+            assert in_a_fork(lambda r=resume, p=kill: run(r, p)) == -signal.SIGKILL
         else:
             with pytest.raises(ProcessError, match=rf"rank {victim} \(cpu\) was killed .* run again with --resume"):
-                run(resume, progress)
+                run(resume, kill)
         started.pids[:] = [int(pid) for pid in pids.read_text().split()]
         assert len(started.pids) == 2
         assert started.gone()
@@ -206,7 +211,7 @@ def test_whoever_is_killed_all_end_and_a_resumed_run_has_the_same_bytes(
     assert not Path(f"{out}{PARTIAL}").exists()
 
 
-@pytest.mark.parametrize("how", ["sentence", "bug"])
+@pytest.mark.parametrize("how", ["sentence", pytest.param("bug", marks=pytest.mark.slow)])
 def test_the_error_of_a_rank_ends_all(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started = Started(monkeypatch)
     kind, words = (SchemeError, "^rank says no$") if how == "sentence" else (RuntimeError, "(?s)rank 1.*a bug")

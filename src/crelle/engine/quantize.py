@@ -206,7 +206,7 @@ def dry_run_on(
         if text is None:
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
         length = min(text.length, read_spec(weights).context)
-        tokens = rows_of(Tokenizer.of(weights), text.text, length, text.rows + text.own, text.seed)
+        tokens = _rows(weights, text.text, length, text.rows + text.own, text.seed)
         if text.own:
             left_out.append(f"sampling {text.own} sequences from the model comes on top and is not in these figures")
     matching = pipeline.matching(overrides or {}, in_usual_form(first))
@@ -234,11 +234,16 @@ def _calibration(
 ) -> Calibration:
     weights = open_weights(source)
     length = min(text.length, read_spec(weights).context)
-    rows = rows_of(Tokenizer.of(weights), text.text, length, text.rows, text.seed)
+    rows = _rows(weights, text.text, length, text.rows, text.seed)
     if text.own:
         own = _own_rows(weights, rows, text.own, length, device, text.seed, progress)
         rows = torch.cat([rows, own])
     return Calibration(rows, open_model, device)
+
+
+def _rows(weights: Weights, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
+    """Split a text into sequences; of several ranks the first one does."""
+    return world().once_tensor(lambda: rows_of(Tokenizer.of(weights), text, length, limit, seed))
 
 
 def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Progress | None) -> dict[str, str]:
@@ -260,9 +265,7 @@ def _own_rows(
     The first half stays close to the text's domain, the other covers whatever else the model knows. Of several ranks
     the first one samples, so that they are the same sequences as with one.
     """
-    sampled: dict[str, Tensor] = {}
-    world().once(lambda: sampled.update(rows=_sample(weights, rows, count, length, device, seed, progress)))
-    return world().tensors(sampled)["rows"].cpu()
+    return world().once_tensor(lambda: _sample(weights, rows, count, length, device, seed, progress))
 
 
 def _sample(
@@ -293,7 +296,7 @@ def _in_two_stages(
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_spec(weights).context)
-    rows = rows_of(Tokenizer.of(weights), text.text, length)
+    rows = _rows(weights, text.text, length)
     own = _own_rows(weights, rows, trained.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
     report = tune(
         Checkpoint(base),
@@ -408,7 +411,7 @@ def tune_on(
     full = None if teacher is None else open_weights(teacher)
     where = choose_device(device)
     length = min(length, read_spec(checkpoint).context)
-    rows = rows_of(Tokenizer.of(checkpoint), text, length)
+    rows = _rows(checkpoint, text, length)
     if own and full is not None:
         rows = torch.cat([rows, _own_rows(full, rows, own, length, where, training.seed, progress)])
     return tune(

@@ -140,6 +140,7 @@ def _watch(ranks: Sequence[_Rank], progress: Progress | None) -> None:
     """Wait until all ranks are done; raise the error that explains why they are not."""
     open_ends: dict[Any, _Rank] = {rank.messages: rank for rank in ranks}
     silent: list[_Rank] = []  # ended without a result or an error
+    failed: list[_Rank] = []  # by an exception that is not for the user: the first one lets the others fail too
     until: float | None = None
     while open_ends and (until is None or time.monotonic() < until):
         for end in connection.wait(list(open_ends), None if until is None else max(0.0, until - time.monotonic())):
@@ -148,9 +149,11 @@ def _watch(ranks: Sequence[_Rank], progress: Progress | None) -> None:
                 del open_ends[end]
                 if not (rank.done or rank.error or rank.trace):
                     silent.append(rank)
-        if any(rank.error for rank in ranks):
+            elif rank.trace:
+                failed.append(rank)
+        if silent or any(rank.error for rank in ranks):
             break
-        if until is None and (silent or any(rank.trace for rank in ranks)):
+        if until is None and failed:
             until = time.monotonic() + _GRACE
     if error := next((rank.error for rank in ranks if rank.error), None):
         raise error
@@ -159,8 +162,8 @@ def _watch(ranks: Sequence[_Rank], progress: Progress | None) -> None:
             f"{silent[0].name} {silent[0].how_it_ended()}, so the others were ended too; what is finished is kept, run "
             "again with --resume"
         )
-    if failed := next((rank for rank in ranks if rank.trace), None):
-        raise RuntimeError(f"{failed.name} failed:\n{failed.trace}")
+    if failed:
+        raise RuntimeError(f"{failed[0].name} failed:\n{failed[0].trace}")
 
 
 def main(messages: int, store: int) -> None:

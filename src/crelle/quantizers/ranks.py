@@ -166,6 +166,12 @@ class World:
         self.wait_for_first()
         return self.value(value)
 
+    def once_tensor(self, work: Callable[[], Tensor]) -> Tensor:
+        """Do the same for a tensor, which is in host memory."""
+        made: dict[str, Tensor] = {}
+        self.once(lambda: made.update(it=work()))
+        return self.tensors(made)["it"].cpu()
+
     def wait_for_first(self) -> None:
         """Wait until the first rank is here, too."""
         if self.store is None:
