@@ -10,7 +10,7 @@ from end_to_end_runs import fresh_run
 from torch import Tensor, nn
 
 from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize_on
+from crelle.engine.quantize import dry_run_on, quantize_on, tune_on
 from crelle.errors import SchemeError
 from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
@@ -165,11 +165,34 @@ def layer_stats(device: str, progress: Any, source: Path) -> dict[str, Tensor]:
     return {**found, "losses": torch.tensor(layer.losses)}
 
 
+def tuned(device: str, progress: Any, source: Path, checkpoint: Path, folder: Path) -> dict[str, list[float]]:
+    """Train a checkpoint end to end both ways; return the losses."""
+    training = Training(steps=4, batch=3, half=False)
+    given = {"text": TEXT.text, "own": 0, "length": 32, "device": device, "resume": False, "overwrite": False}
+    losses = {}
+    for name, low_memory, what in (("fast", False, "all"), ("low memory", True, "all"), ("scales", None, "scales")):
+        out = folder / f"tuned {name}"
+        report = tune_on(
+            checkpoint, source, out, training, what=what, low_memory=low_memory, progress=progress, **given
+        )
+        losses[name] = report.losses
+    return losses
+
+
+def dry(device: str, progress: Any, source: Path, scheme: str) -> dict[str, Any]:
+    """Return what a dry run says."""
+    given = {"head": None, "overrides": None, "memory": None, "progress": progress}
+    cost = dry_run_on(source, scheme, text=TEXT, device=device, **given)
+    return {"devices": cost.devices, "layers": len(cost.layer_seconds), "stages": list(cost.layer_seconds[-1])}
+
+
 def everything(device: str, progress: Any, source: Path, folder: Path, schemes: Mapping[str, str]) -> dict[str, Any]:
     """Do all that can be done in one world; checkpoints go to the folder."""
     return {
         "losses": quantize_all(device, progress, source, {str(folder / n): s for n, s in schemes.items()}),
         "resumed": resumed_training(device, progress, source, folder / "auto", folder / "state"),
+        "tuned": tuned(device, progress, source, folder / "auto", folder),
+        "dry": dry(device, progress, source, schemes["gptq"]),
         "layer": layer_stats(device, progress, source),
         "primitives": primitives(device, progress),
     }

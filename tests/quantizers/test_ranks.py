@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Run, write_tiny_model
-from rank_jobs import TEXT, everything, fails
+from rank_jobs import TEXT, everything, fails, tuned
 from torch import Tensor
 
 from crelle.engine import rank_devices, rank_processes
@@ -30,6 +30,7 @@ from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.end_to_end import Network
 from crelle.quantizers.ranks import deal, world
+from crelle.quantizers.stage_times import COMMUNICATION
 from crelle.quantizers.training import Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
@@ -115,6 +116,22 @@ def test_stats_and_block_losses_are_those_of_one_rank(one: dict[str, Any], two: 
     assert two["layer"].keys() == one["layer"].keys()
     for name, found in two["layer"].items():
         assert close(found, one["layer"][name], 1e-3 if name == "losses" else 1e-5), name
+
+
+def test_end_to_end_losses_are_those_of_one_rank(
+    model: Path, folder: Path, one: dict[str, Any], two: dict[str, Any], tmp_path: Path
+) -> None:
+    same_start = tuned("cpu", None, model, folder / "two" / "auto", tmp_path)
+    for name, losses in two["tuned"].items():
+        assert losses == pytest.approx(same_start[name], rel=1e-3)
+        assert (folder / "two" / f"tuned {name}" / "config.json").exists()
+
+
+def test_a_dry_run_measures_on_all(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert (one["dry"]["devices"], two["dry"]["devices"]) == (1, 2)
+    assert two["dry"]["layers"] == 1
+    assert COMMUNICATION in two["dry"]["stages"]
+    assert COMMUNICATION not in one["dry"]["stages"]
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -138,13 +138,14 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(self.device)
         self._graphs = [torch.cuda.CUDAGraph()]
-        with torch.cuda.graph(self._graphs[0]):
+        mode = "global" if self._world.alone else "thread_local"  # a thread of NCCL's asks for the state of its events
+        with torch.cuda.graph(self._graphs[0], capture_error_mode=mode):
             self._loss = self._backward(*self._inputs)
             if self._world.alone:
                 self._update()
         if not self._world.alone:  # communication is left out of graphs
             self._graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(self._graphs[1]):
+            with torch.cuda.graph(self._graphs[1], capture_error_mode=mode):
                 self._update()
 
 
