@@ -27,7 +27,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.fast_error import Setting, fast_errors
-from crelle.quantizers.gptq_solver import LDLFactor, factor
+from crelle.quantizers.gptq_solver import DAMP, LDLFactor, factor
 from crelle.quantizers.gradient_stats import GradientStats, Measure, backward_stats
 from crelle.quantizers.grouping import require_finite, to_groups
 from crelle.quantizers.interpolate import fill_in, to_measure
@@ -185,7 +185,7 @@ def _stage(
     rng: torch.Generator,
 ) -> list[Sensitivity]:
     """Predict for linears that share an input: their rows go through one pass of error feedback."""
-    by = factor(stage[0][1].take_calibrated(), 0.01, act_order=True)
+    by = factor(stage[0][1].take_calibrated(), DAMP, act_order=True)
     K = len(by.order)
     taken = to_measure(dict.fromkeys(_in_row(s, K) for s in settings))
     grids, others = [s for s in taken if isinstance(s, BitConfig)], [s for s in taken if not isinstance(s, BitConfig)]
