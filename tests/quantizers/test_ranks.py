@@ -326,6 +326,10 @@ def test_a_world_of_one_gpu_by_nccl(model: Path, folder: Path) -> None:
     assert there["resumed"] == [True, True, True]
     for name, found in there["layer"].items():
         assert close(found, here["layer"][name], 1e-2 if name == "losses" else 1e-5), name
+    for name, losses in there["tuned"].items():
+        assert losses == pytest.approx(here["tuned"][name], rel=0.1)
+    quantize(model, folder / "chosen", SCHEMES["gptq"], text=TEXT, devices="0")  # one device: no ranks
+    assert contents(folder / "chosen") == contents(folder / "here" / "gptq")
     for name in names:
         mine, theirs = (divergence(folder / where / name, model) for where in ("nccl", "here"))
         assert mine == pytest.approx(theirs, rel=0.1)
