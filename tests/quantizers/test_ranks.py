@@ -306,7 +306,18 @@ def test_one_device_is_the_way_without_ranks(
 ) -> None:
     monkeypatch.setattr(rank_processes, "subprocess", None)
     (tmp_path / "text").write_text(TEXT.text)
-    given = ["--scheme", SCHEMES["gptq"], "--calib", tmp_path / "text", "--rows", TEXT.rows, "--length", TEXT.length]
+    given = [
+        "--scheme",
+        SCHEMES["gptq"],
+        "--calib",
+        tmp_path / "text",
+        "--rows",
+        TEXT.rows,
+        "--length",
+        TEXT.length,
+        "--head",
+        "none",
+    ]
     done = crelle("quantize", model, tmp_path / "q", *given, "--devices", "cpu")
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "q") == contents(folder / "one" / "gptq")
