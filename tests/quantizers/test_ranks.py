@@ -165,10 +165,18 @@ class Started:
     def gone(self) -> bool:
         """Tell whether none of them is there any more, and forget them."""
         until, left = time.monotonic() + 10, self.pids
-        while (left := [pid for pid in left if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        while (left := [pid for pid in left if runs(pid)]) and time.monotonic() < until:
             time.sleep(0.01)
         self.pids.clear()
         return not left
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process runs; one that has ended may wait for an init that never asks for it."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def in_a_fork(work: Callable[[], object]) -> int:
