@@ -62,21 +62,18 @@ class _Rank:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),  # what this process can import, that one can
             **device.environment(),
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self.stderr,
-            pass_fds=(theirs.fileno(), store),
-            env=environment,
-        )
+        with tempfile.TemporaryFile() as stdin:  # not a pipe: that would have to wait until the process reads it
+            pickle.dump(job, stdin)
+            stdin.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                pass_fds=(theirs.fileno(), store),
+                env=environment,
+            )
         theirs.close()
-        assert self.process.stdin is not None
-        try:
-            pickle.dump(job, self.process.stdin)
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has died: `messages` will say so
 
     def hear(self, progress: Progress | None) -> bool:
         """Take a message; return whether more may come."""

@@ -10,7 +10,7 @@ the sum to all: 2 (R - 1) / R of the tensor's bytes leave a rank, as in any band
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,14 +79,23 @@ class World:
         if self.alone:
             return
         together: list[Tensor] = []
-        for t in (*tensors, None):
-            if together and (t is None or sum(one.numel() for one in (*together, t)) > _PIECE):
-                total = self.add(torch.cat([one.reshape(-1) for one in together]))
-                for one, new in zip(together, torch.split(total, [one.numel() for one in together]), strict=True):
-                    one.copy_(new.view_as(one))
-                together = []
-            if t is not None:
-                together.append(t)
+        count = 0
+        for t in tensors:
+            if together and count + t.numel() > _PIECE:
+                self._add_together(together)
+                together, count = [], 0
+            together.append(t)
+            count += t.numel()
+        self._add_together(together)
+
+    def _add_together(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) < 2:
+            for t in tensors:
+                self.add(t)
+            return
+        total = self.add(torch.cat([t.reshape(-1) for t in tensors]))
+        for t, new in zip(tensors, torch.split(total, [t.numel() for t in tensors]), strict=True):
+            t.copy_(new.view_as(t))
 
     def largest(self, t: Tensor) -> Tensor:
         """Take the maximum over the ranks, in place."""
