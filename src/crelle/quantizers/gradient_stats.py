@@ -39,7 +39,7 @@ class GradientStats:
         self._hessian = torch.zeros(K, K, device=device)  # tokens weighted by their gradients
         # Tokens weighted as in calibration; the same for all linears of an input, so only one of them sums it up.
         self._calibrated = torch.zeros(K, K, device=device) if calibrated else None
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, x: Tensor, gradient: Tensor, root: Tensor) -> None:
         """Add inputs [..., K], gradients [..., N] and the roots of the calibration's token weights [..., 1]."""
@@ -48,7 +48,7 @@ class GradientStats:
         self._add(self._hessian, x * g.sum(1, keepdim=True).sqrt())
         if self._calibrated is not None:
             self._add(self._calibrated, x * root.flatten(0, -2))
-        self._tokens += len(x)
+        self.tokens += len(x)
 
     def _add(self, sums: Tensor, x: Tensor) -> None:
         if self._half and x.device.type == "cuda":
@@ -59,7 +59,7 @@ class GradientStats:
 
     def importance(self) -> Tensor:
         """Return G [N]."""
-        return self._squares / max(1, self._tokens)
+        return self._squares / max(1, self.tokens)
 
     def take_weighted(self) -> Tensor:
         """Return H [K, K]; the sums become part of it, and are forgotten here."""
@@ -70,7 +70,7 @@ class GradientStats:
         """Return the Hessian [K, K] as calibration sums it up; the same holds for its sums."""
         assert self._calibrated is not None
         sums, self._calibrated = self._calibrated, None
-        return mirror_(sums).div_(max(1, self._tokens))
+        return mirror_(sums).div_(max(1, self.tokens))
 
 
 def backward_stats(

@@ -9,7 +9,8 @@
     states    hidden states before every layer, of the layer that is at work and of the gradients. On a GPU in bf16, in
               pinned host memory where they do not fit; on a CPU only those before every k-th layer are kept where not
               all fit, and the others computed again: one more forward pass in all
-Batch and fits are not needed at the same time. As in calibration, sizes of batches depend on the budget alone.
+Batch and fits are not needed at the same time. Embedding and output head in f32, and up to an eighth of the budget for
+logits, are there while no layer is, and are not in the plan. As in calibration, batches depend on the budget alone.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _TOKENS = 2048  # of a batch
 _FACTOR = 28  # bytes per entry of a Hessian at the peak of its factorization
 _FITS = 1 << 28  # bytes of rows at several settings that are worked on at one time, on a CPU
 _FITS_CUDA = 1 << 30
-_LOGITS = 1 << 29  # bytes of logits, their softmax and its sums
+_LOGITS = 1 << 29
 _SPARE = 0.9  # of a budget on a GPU: the rest is for what allocators lose between blocks
 
 
@@ -38,7 +39,8 @@ class SearchMemory:
     states_on_device: bool = True
     stride: int = 1  # hidden states before every so many layers are kept
     sums: int | None = None  # bytes of the Hessians of one backward pass; None: those of a layer at once
-    fits: int = _FITS
+    fits: int = _FITS  # bytes of rows at several settings
+    logits: int = _LOGITS  # bytes of logits, their softmax and its sums
     device_bytes: int = 0  # expected peak
     host_bytes: int = 0  # of hidden states in pinned memory
 
@@ -57,7 +59,7 @@ class SearchMemory:
 
     def tokens_of_logits(self, V: int) -> int:
         """Return how many tokens' logits over V may be in memory."""
-        return max(1, min(1024, _LOGITS // (16 * V)))
+        return max(1, min(1024, self.logits // (16 * V)))
 
 
 def _sum_bytes(K: int, linears: int) -> int:
@@ -120,14 +122,23 @@ def plan_device(
     on_device = all_states + sums <= left
     used = layer.weights + sums + work + all_states * on_device
     bound = None if sums == layer.sums else sums
-    return SearchMemory(batch, torch.bfloat16, on_device, 1, bound, _FITS_CUDA, used, 0 if on_device else all_states)
+    return SearchMemory(
+        batch,
+        torch.bfloat16,
+        on_device,
+        sums=bound,
+        fits=_FITS_CUDA,
+        logits=min(_LOGITS, budget // 8),
+        device_bytes=used,
+        host_bytes=0 if on_device else all_states,
+    )
 
 
 def plan_host(shapes: Sequence[tuple[int, int]], width: int, S: int, T: int, layers: int, budget: int) -> SearchMemory:
     """Plan for a CPU, where all is f32 in host memory."""
     layer, state = _Layer(shapes, width, half=False), 4 * S * T * width
     batch = max(1, min(S, _TOKENS // T))
-    fits = min(_FITS, max(1 << 20, budget // 8))
+    fits, logits = (min(most, max(1 << 16, budget // 8)) for most in (_FITS, _LOGITS))
     stride = min(range(1, layers + 1), key=lambda k: (_states_held(layers, k), k))  # the fewest states
     least = layer.weights + layer.least_sums + _states_held(layers, stride) * state
     while batch > 1 and least + layer.batch(batch, T) > budget:
@@ -139,7 +150,8 @@ def plan_host(shapes: Sequence[tuple[int, int]], width: int, S: int, T: int, lay
     sums = min(layer.sums, room - _states_held(layers, stride) * state)  # going backward again costs more than forward
     stride = next(k for k in range(1, stride + 1) if _states_held(layers, k) * state + sums <= room)
     used = work + layer.weights + sums + _states_held(layers, stride) * state
-    return SearchMemory(batch, stride=stride, sums=None if sums == layer.sums else sums, fits=fits, device_bytes=used)
+    bound = None if sums == layer.sums else sums
+    return SearchMemory(batch, stride=stride, sums=bound, fits=fits, logits=logits, device_bytes=used)
 
 
 def _states_held(layers: int, stride: int) -> int:

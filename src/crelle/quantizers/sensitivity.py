@@ -14,6 +14,9 @@ crelle.quantizers.calibrate (tokens weighted by 1/|y_t|², y the layer's output)
     are sampled with probability p_n in proportion to what they will probably lose: G_n times the squared ranges of
     their groups, weighted as error feedback does. Each then counts 1/p_n times. Their spread says how far off the sum
     is: while that is more than a tenth, more rows are taken, up to four times as many.
+D is fitted to the very tokens that tell its error, to which it looks smaller. With error feedback the error is a sum
+over columns of what a regression on those before leaves, in sample too little by the factor 1 - columns/T, T the
+tokens: 1 - d/2T on average, d = tr(H (H + λ)⁻¹) the inputs that the damping λ leaves free. Losses are divided by it.
 Settings between others are interpolated (crelle.quantizers.interpolate). Passes, fits and memory grow in proportion to
 the weights, but for the factorizations of K inputs.
 """
@@ -27,7 +30,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.fast_error import Setting, fast_errors
-from crelle.quantizers.gptq_solver import DAMP, LDLFactor, factor
+from crelle.quantizers.gptq_solver import DAMP, LDLFactor, factor, inverse_diagonal
 from crelle.quantizers.gradient_stats import GradientStats, Measure, backward_stats
 from crelle.quantizers.grouping import require_finite, to_groups
 from crelle.quantizers.interpolate import fill_in, to_measure
@@ -39,6 +42,7 @@ _TOKENS = 4096  # to measure on, or more where a matrix has more inputs
 _UNSURE = 0.1  # relative standard error of a loss at which more rows are taken
 _PORTIONS = 4  # at most
 _RANGE = 64  # inputs over whose range the loss of a row is guessed
+_LEAST = 0.2  # of an error that is seen in sample: with fewer tokens than inputs the factor would be 0
 _COPIES = 32  # bytes of a fit for each weight and setting
 
 
@@ -163,10 +167,10 @@ class _Matrix:
         assert isinstance(self._sums, Tensor)
         return not self._complete and self._variance**0.5 > _UNSURE * float(self._sums.max())
 
-    def sensitivity(self, measured: Sequence[Setting], settings: Sequence[Setting]) -> Sensitivity:
+    def sensitivity(self, measured: Sequence[Setting], settings: Sequence[Setting], in_sample: float) -> Sensitivity:
         N, K = self.weight.shape
         assert isinstance(self._sums, Tensor)
-        losses = dict(zip(measured, (self._sums / self._portions).tolist(), strict=True))
+        losses = dict(zip(measured, (self._sums / (self._portions * in_sample)).tolist(), strict=True))
         every = fill_in(losses, {_in_row(s, K) for s in settings})
         return Sensitivity(self._name, (N, K), {s: every[_in_row(s, K)] for s in settings})
 
@@ -185,8 +189,10 @@ def _stage(
     rng: torch.Generator,
 ) -> list[Sensitivity]:
     """Predict for linears that share an input: their rows go through one pass of error feedback."""
-    by = factor(stage[0][1].take_calibrated(), DAMP, act_order=True)
-    K = len(by.order)
+    hessian, T = stage[0][1].take_calibrated(), stage[0][1].tokens
+    by = factor(hessian, DAMP, act_order=True)
+    K, in_sample = len(by.order), _in_sample(hessian, by, T)
+    del hessian
     taken = to_measure(dict.fromkeys(_in_row(s, K) for s in settings))
     grids, others = [s for s in taken if isinstance(s, BitConfig)], [s for s in taken if not isinstance(s, BitConfig)]
     matrices = [_Matrix(linear, stats, by) for linear, stats in stage]
@@ -207,7 +213,14 @@ def _stage(
         left = [m for m in left if m.unsure]
         if not left:
             break
-    return [m.sensitivity([*grids, *others], settings) for m in matrices]
+    return [m.sensitivity([*grids, *others], settings, in_sample) for m in matrices]
+
+
+def _in_sample(hessian: Tensor, by: LDLFactor, T: int) -> float:
+    """Return the factor by which errors look smaller to the T tokens that they were fitted to."""
+    damping = float((by.damped.diagonal() - hessian.diagonal()).double().mean())
+    free = len(hessian) - damping * float(inverse_diagonal(by).double().sum())
+    return max(_LEAST, 1 - free / (2 * max(1, T)))
 
 
 def _guess(weight: Tensor, cost: Tensor) -> Tensor:
