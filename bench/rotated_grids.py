@@ -1,6 +1,6 @@
 """What rotating inputs and outputs gains a scalar grid: GPTQ behind Hadamard rotations, at equal bits.
 
-    python bench/rotated_grids.py smollm2|stories15M OUT.json DATA [--only 'bits=2'] [--rows 64] [--device cuda] [--jobs 6]
+    python bench/rotated_grids.py smollm2|stories15M OUT.json DATA [--only 'bits=2'] [--rows 64] [--jobs 6]
 
 A weight W becomes U W Rᵀ, with R and U products of Hadamard matrices and random signs, its inputs' Hessian R H Rᵀ; it
 is fitted on a grid as ever and rotated back, and the model that is evaluated is not quantized otherwise, so that no
