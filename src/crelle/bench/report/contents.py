@@ -1,0 +1,169 @@
+"""What the page shows, in its order: sections of figures, and the headline table above them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from crelle.bench.cost import CostModel
+from crelle.bench.report import quality_figures as quality
+from crelle.bench.report import speed_figures as speed
+from crelle.bench.report.figures import Figure, Section, grouped, number, whose_scheme
+from crelle.bench.report.rows import (
+    PEER,
+    REFERENCE,
+    Ablation,
+    Accuracy,
+    Attention,
+    CacheQuality,
+    Product,
+    Quality,
+    Quantizing,
+    Row,
+    Source,
+    Step,
+    Throughput,
+)
+
+T = TypeVar("T")
+_BITS = (2.6, 3.6, 4.65)  # classes of the headline: at most so many bits per weight
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A line of the table at the top."""
+
+    what: str
+    value: str
+    against: str
+    source: Source
+
+
+def sections(rows: Sequence[Row], prices: CostModel | None = None) -> list[Section]:
+    """Return sections that have figures, figures of kinds that are there."""
+    products, loads = _of(Product, rows), _of(Throughput, rows)
+    steps = [_priced(r, prices) for r in _of(Step, rows)]
+    how = _price_list(prices) if prices else "as the files' commands say"
+    whole = [
+        Section("Quality", [*quality.perplexity_over_bits(_of(Quality, rows))]),
+        Section("Latency", [*speed.latency_over_bytes(products), *speed.decoding_over_bytes(steps)]),
+        Section("Throughput", [*speed.throughput_over_batch(loads), *speed.throughput_within_memory(loads)]),
+        Section("Energy and cost per token", [*speed.energy(steps), *speed.cost(steps, how)]),
+        Section("More of quality", [*quality.accuracy_over_bits(_of(Accuracy, rows))]),
+        Section("More of speed", [*speed.decoding_beside_peers(steps), *speed.products_over_batch(products)]),
+    ]
+    whole[2].figures.extend(speed.traces(loads))
+    whole[4].figures.extend(quality.caches(_of(CacheQuality, rows)))
+    whole[4].figures.extend(quality.ablations(_of(Ablation, rows)))
+    whole[5].figures.extend(speed.attention(_of(Attention, rows)))
+    whole[5].figures.extend(speed.quantizing(_of(Quantizing, rows)))
+    return [section for section in whole if section.figures]
+
+
+def headlines(rows: Sequence[Row], prices: CostModel | None = None) -> list[Headline]:
+    """Return the best of each kind that is there; what it is the best of is said in its line."""
+    return [
+        *_quality(_of(Quality, rows)),
+        *_products(_of(Product, rows)),
+        *_steps([_priced(r, prices) for r in _of(Step, rows)]),
+        *_loads(_of(Throughput, rows)),
+    ]
+
+
+def _of(kind: type[T], rows: Iterable[object]) -> list[T]:
+    return [r for r in rows if isinstance(r, kind)]
+
+
+def _priced(row: Step, prices: CostModel | None) -> Step:
+    """Return a step with its cost by the prices given, where the power is given or was measured."""
+    watt = row.joules and row.joules * row.tokens_per_second
+    if prices is None or (prices.watt is None and watt is None):
+        return row if prices is None else replace(row, cost=None)
+    return replace(row, cost=prices.per_million(row.tokens_per_second, watt).total)
+
+
+def _price_list(prices: CostModel) -> str:
+    power = "the measured power" if prices.watt is None else f"{prices.watt:g} W"
+    return f"price {prices.price:g} over {prices.years:g} years, {power}, {prices.kwh:g} a kWh"
+
+
+def _quality(rows: Sequence[Quality]) -> Iterator[Headline]:
+    own = [r for r in rows if not r.who and whose_scheme(r.scheme) != REFERENCE]
+    for (model, text), some in grouped(own, lambda r: (r.model, r.text)).items():
+        least = 0.0
+        for most in _BITS:
+            fits = [r for r in some if least < r.bits <= most]
+            if fits:
+                best = min(fits, key=lambda r: r.ratio)
+                what = f"{model}, {text}: lowest perplexity of {len(fits)} at {least:g} to {most:g} bits per weight"
+                value = f"{best.ratio:.3f} times full precision"
+                yield Headline(what, value, f"{best.scheme}, {number(best.bits, 3)} bits", best.source)
+            least = most
+
+
+def _products(rows: Sequence[Product]) -> Iterator[Headline]:
+    gpu = [r for r in rows if r.batch == 1 and not r.setting]
+    for device, some in grouped(gpu, lambda r: r.device).items():
+        N, K = max((r.shape for r in some), key=lambda s: s[0] * s[1])
+        for (n, k), of in grouped(some, lambda r: r.shape).items():
+            if (n, k) in ((12288, 12288), (N, K)):
+                low, high = min(of, key=lambda r: r.speedup), max(of, key=lambda r: r.speedup)
+                value = f"{low.speedup:.2f} to {high.speedup:.2f} times as fast"
+                against = f"{high.baseline}; {low.scheme} to {high.scheme}"
+                yield Headline(f"{n} x {k} by one row, from x to y, {device}", value, against, high.source)
+    for figure in speed.latency_over_bytes(gpu):
+        if figure.fit:
+            value = f"R² = {figure.fit.r2:.3f} over {figure.fit.count} points"
+            yield Headline(figure.title, value, "a straight line", figure.sources[0])
+
+
+def _steps(rows: Sequence[Step]) -> Iterator[Headline]:
+    for (device, model), some in grouped(
+        [r for r in rows if not r.who and r.weight_bytes], lambda r: (r.device, r.model)
+    ).items():
+        yield from _best(some, f"decoding {model}, {device}", lambda r: -r.tokens_per_second, _tokens)
+        measured = [r for r in some if r.joules]
+        yield from _best(measured, f"energy of a token, {model}, {device}", lambda r: r.joules or 0, _joules)
+        paid = [r for r in some if r.cost]
+        yield from _best(paid, f"a million tokens, {model}, {device}", lambda r: r.cost or 0, _cost)
+
+
+def _loads(rows: Sequence[Throughput]) -> Iterator[Headline]:
+    batches = [r for r in rows if r.over == "batch" and r.whose != PEER]
+    for (device, model, memory), some in grouped(batches, lambda r: (r.device, r.model, r.memory)).items():
+        where = f"throughput of {model}, {device}" + f", within {memory}" * bool(memory)
+        yield from _best(some, where, lambda r: -r.tokens_per_second, _sequences)
+
+
+def _best(
+    rows: Sequence[Any], what: str, key: Callable[[Any], float], tell: Callable[[Any], str]
+) -> Iterator[Headline]:
+    """Tell the best row, beside the best of full precision where that was measured too."""
+    if rows:
+        best = min(rows, key=key)
+        plain = [r for r in rows if whose_scheme(getattr(r, "scheme", "")) == REFERENCE or _is_plain(r)]
+        against = f"full precision: {tell(min(plain, key=key))}" if plain else "not measured in full precision"
+        yield Headline(f"{what}, best of {len(rows)}", tell(best), against, best.source)
+
+
+def _is_plain(row: Any) -> bool:
+    return getattr(row, "whose", "") == REFERENCE
+
+
+def _tokens(r: Step) -> str:
+    return f"{number(r.tokens_per_second)} tokens/s ({r.scheme})"
+
+
+def _joules(r: Step) -> str:
+    return f"{number(r.joules, 3)} J ({r.scheme})"
+
+
+def _cost(r: Step) -> str:
+    return f"{number(r.cost, 3)} ({r.scheme})"
+
+
+def _sequences(r: Throughput) -> str:
+    return f"{number(r.tokens_per_second)} tokens/s ({r.series}, batch {r.count})"
+
+
+def figures(parts: Iterable[Section]) -> list[Figure]:
+    return [figure for section in parts for figure in section.figures]
