@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from crelle.bench.cost import CostModel
 from crelle.bench.report import quality_figures as quality
 from crelle.bench.report import speed_figures as speed
-from crelle.bench.report.figures import Figure, Section, grouped, number, whose_scheme
+from crelle.bench.report.figures import Figure, Section, by_size, grouped, number, unique_sources, whose_scheme
 from crelle.bench.report.rows import (
     PEER,
     REFERENCE,
@@ -26,6 +27,7 @@ from crelle.bench.report.rows import (
 
 T = TypeVar("T")
 _BITS = (2.6, 3.6, 4.65)  # classes of the headline: at most so many bits per weight
+_SHAPE = (12288, 12288)  # of the headline, as in the papers; else the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Headline:
     what: str
     value: str
     against: str
-    source: Source
+    sources: Sequence[Source]
 
 
 def sections(rows: Sequence[Row], prices: CostModel | None = None) -> list[Section]:
@@ -87,44 +89,57 @@ def _price_list(prices: CostModel) -> str:
 
 
 def _quality(rows: Sequence[Quality]) -> Iterator[Headline]:
+    """For each text, the lowest ratio in each class of sizes, with how many schemes it is the lowest of."""
     own = [r for r in rows if not r.who and whose_scheme(r.scheme) != REFERENCE]
-    for (model, text), some in grouped(own, lambda r: (r.model, r.text)).items():
-        least = 0.0
-        for most in _BITS:
-            fits = [r for r in some if least < r.bits <= most]
-            if fits:
-                best = min(fits, key=lambda r: r.ratio)
-                what = f"{model}, {text}: lowest perplexity of {len(fits)} at {least:g} to {most:g} bits per weight"
-                value = f"{best.ratio:.3f} times full precision"
-                yield Headline(what, value, f"{best.scheme}, {number(best.bits, 3)} bits", best.source)
-            least = most
+    for (model, text), some in by_size(grouped(own, lambda r: (r.model, r.text))):
+        classes = [[r for r in some if low < r.bits <= high] for low, high in pairwise((0.0, *_BITS))]
+        best = [(min(fits, key=lambda r: r.ratio), len(fits)) for fits in classes if fits]
+        if best:
+            value = ", ".join(f"{number(r.ratio)} at {number(r.bits, 3)} bits" for r, _ in best)
+            how = "; ".join(f"{r.scheme} (lowest of {count})" for r, count in best)
+            what = f"perplexity of {model} on {text}, times full precision"
+            yield Headline(what, value, how, unique_sources(r.source for r, _ in best))
 
 
 def _products(rows: Sequence[Product]) -> Iterator[Headline]:
     gpu = [r for r in rows if r.batch == 1 and not r.setting]
     for device, some in grouped(gpu, lambda r: r.device).items():
-        N, K = max((r.shape for r in some), key=lambda s: s[0] * s[1])
-        for (n, k), of in grouped(some, lambda r: r.shape).items():
-            if (n, k) in ((12288, 12288), (N, K)):
-                low, high = min(of, key=lambda r: r.speedup), max(of, key=lambda r: r.speedup)
-                value = f"{low.speedup:.2f} to {high.speedup:.2f} times as fast"
-                against = f"{high.baseline}; {low.scheme} to {high.scheme}"
-                yield Headline(f"{n} x {k} by one row, from x to y, {device}", value, against, high.source)
-    for figure in speed.latency_over_bytes(gpu):
-        if figure.fit:
-            value = f"R² = {figure.fit.r2:.3f} over {figure.fit.count} points"
-            yield Headline(figure.title, value, "a straight line", figure.sources[0])
+        shapes = grouped(some, lambda r: r.shape)
+        N, K = _SHAPE if _SHAPE in shapes else max(shapes, key=lambda s: s[0] * s[1])
+        ordered = sorted(shapes[N, K], key=lambda r: r.speedup)
+        value = f"{ordered[0].speedup:.2f} to {ordered[-1].speedup:.2f} times as fast"
+        how = f"{ordered[0].baseline}; {ordered[0].scheme} to {ordered[-1].scheme}"
+        what = f"{N} x {K} by one row, from x to y, {device}"
+        yield Headline(what, value, how, unique_sources(r.source for r in ordered))
+        fits = [figure for figure in speed.latency_over_bytes(some) if figure.fit]
+        if fits:
+            value = ", ".join(f"{f.fit.r2:.3f} ({_shape(f)})" for f in fits if f.fit)
+            how = f"a straight line through {', '.join(str(f.fit.count) for f in fits if f.fit)} points"
+            what = f"latency follows bytes: R², {device}"
+            yield Headline(what, value, how, unique_sources(s for f in fits for s in f.sources))
+
+
+def _shape(figure: Figure) -> str:
+    return figure.title.partition(": ")[2].partition(",")[0]
 
 
 def _steps(rows: Sequence[Step]) -> Iterator[Headline]:
-    for (device, model), some in grouped(
-        [r for r in rows if not r.who and r.weight_bytes], lambda r: (r.device, r.model)
-    ).items():
+    whole = [r for r in rows if not r.who and r.weight_bytes]
+    alone: list[Step] = []
+    for (device, model), some in grouped(whole, lambda r: (r.device, r.model)).items():
+        fastest = max(some, key=lambda r: r.tokens_per_second)
+        if not any(whose_scheme(r.scheme) == REFERENCE for r in some):
+            alone.append(fastest)
+            continue
         yield from _best(some, f"decoding {model}, {device}", lambda r: -r.tokens_per_second, _tokens)
         measured = [r for r in some if r.joules]
         yield from _best(measured, f"energy of a token, {model}, {device}", lambda r: r.joules or 0, _joules)
         paid = [r for r in some if r.cost]
         yield from _best(paid, f"a million tokens, {model}, {device}", lambda r: r.cost or 0, _cost)
+    for device, best in grouped(alone, lambda r: r.device).items():
+        value = "; ".join(f"{r.model} {_tokens(r)}" for r in best)
+        how = "fastest scheme of each; not measured in full precision"
+        yield Headline(f"decoding, {device}", value, how, unique_sources(r.source for r in best))
 
 
 def _loads(rows: Sequence[Throughput]) -> Iterator[Headline]:
@@ -142,7 +157,7 @@ def _best(
         best = min(rows, key=key)
         plain = [r for r in rows if whose_scheme(getattr(r, "scheme", "")) == REFERENCE or _is_plain(r)]
         against = f"full precision: {tell(min(plain, key=key))}" if plain else "not measured in full precision"
-        yield Headline(f"{what}, best of {len(rows)}", tell(best), against, best.source)
+        yield Headline(f"{what}, best of {len(rows)}", tell(best), against, [best.source])
 
 
 def _is_plain(row: Any) -> bool:

@@ -81,6 +81,11 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
+def by_size(groups: dict[K, list[T]]) -> list[tuple[K, list[T]]]:
+    """Return groups, those with the most items first."""
+    return sorted(groups.items(), key=lambda item: -len(item[1]))
+
+
 def fit_line(points: Sequence[tuple[float, float]]) -> Fit | None:
     """Return the least-squares line with its coefficient of determination; None without two different x and y."""
     n = len(points)

@@ -43,9 +43,15 @@ def _between(dates: Sequence[str]) -> str:
 def _headline(lines: Sequence[Headline]) -> str:
     if not lines:
         return ""
-    rows = [(h.what, h.value, h.against, f"{h.source.file}: {h.source.machine}, {h.source.date}") for h in lines]
+    rows = [(h.what, h.value, h.against, _where(h.sources)) for h in lines]
     table = _table(("what", "figure", "against, or how", "file and machine"), rows, "headline")
     return f"<h2>In short</h2>\n{table}"
+
+
+def _where(sources: Sequence[Source]) -> str:
+    """Return files, machines and dates of a line."""
+    files, machines = ", ".join({s.file: 0 for s in sources}), "; ".join({s.machine: 0 for s in sources})
+    return f"{files}: {machines}, {_between(sorted(s.date for s in sources))}"
 
 
 def _section(part: Section) -> str:
@@ -87,7 +93,7 @@ def _sources(sources: Sequence[Source]) -> str:
 def _left_out(files: Sequence[LeftOut]) -> str:
     if not files:
         return ""
-    items = "".join(f'<li>{escape(f.file)}: <span class="soft">{escape(f.reason)}</span></li>' for f in files)
+    items = "".join(f"<li>{escape(f.reason)}</li>" for f in files)
     told = f"{len(files)} file{'s' * (len(files) != 1)} that the report does not show"
     return (
         f'<h2 id="left-out">Left out</h2>\n<details><summary>{told}</summary><ul class="left">{items}</ul></details>\n'

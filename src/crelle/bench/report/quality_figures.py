@@ -1,5 +1,6 @@
 """Figures of quality: perplexity and accuracy over bits, caches, ablations."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from crelle.bench.report.figures import (
@@ -8,6 +9,7 @@ from crelle.bench.report.figures import (
     Figure,
     Point,
     Series,
+    by_size,
     grouped,
     number,
     slug,
@@ -21,7 +23,7 @@ _MOST_RATIO = 4.0  # beyond it a model is of no use, and how far beyond would hi
 
 
 def perplexity_over_bits(rows: Sequence[Quality]) -> Iterator[Figure]:
-    for (model, text), all_rows in grouped(rows, lambda r: (r.model, r.text)).items():
+    for (model, text), all_rows in by_size(grouped(rows, lambda r: (r.model, r.text))):
         own = [r for r in all_rows if whose_scheme(r.scheme) != REFERENCE]
         if not own:
             continue
@@ -37,7 +39,8 @@ def perplexity_over_bits(rows: Sequence[Quality]) -> Iterator[Figure]:
         yield Figure(
             slug("perplexity", model, text),
             f"Perplexity over bits: {model}, {text}",
-            "Relative to full precision, lower is better; every scale is counted in the bits.",
+            "Relative to full precision, lower is better; every scale is counted in the bits."
+            + f" Arrows: above {_MOST_RATIO:g}, see the table." * any(r.ratio > _MOST_RATIO for r in own),
             ("who", "scheme", "bits per weight", "ratio", "perplexity", "file"),
             table,
             unique_sources(r.source for r in all_rows),
@@ -56,6 +59,7 @@ def accuracy_over_bits(rows: Sequence[Accuracy]) -> Iterator[Figure]:
             Series(name, [Point(r.bits, r.mean, f"{r.scheme}: {r.mean:.3f}") for r in of])
             for name, of in sorted(grouped(own, lambda r: family(r.scheme)).items())
         ]
+        error = max(math.hypot(*(e for _, e in r.tasks.values())) / len(r.tasks) for r in some)
         table = [
             (
                 r.scheme,
@@ -69,7 +73,8 @@ def accuracy_over_bits(rows: Sequence[Accuracy]) -> Iterator[Figure]:
         yield Figure(
             slug("accuracy", model),
             f"Zero-shot accuracy over bits: {model}",
-            f"Mean of {', '.join(tasks)}; the line is full precision. The table has each task with its standard error.",
+            f"Mean of {', '.join(tasks)}, whose standard error is up to {error:.3f}; the line is full precision. "
+            "The table has each task with its own.",
             ("scheme", "bits per weight", "mean", *tasks, "file"),
             table,
             unique_sources(r.source for r in some),

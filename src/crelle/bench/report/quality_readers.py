@@ -76,6 +76,8 @@ def read_demo(file: Fields, source: Source) -> Iterator[Row]:
     for row in rows:
         scheme, bits, perplexity = row.text("scheme"), row.number("bits_per_weight"), row.number("perplexity")
         yield Quality(source, model, "the demo's text", scheme, bits, perplexity / plain, perplexity)
+        if "machine" not in file:
+            continue  # a speed says nothing without its machine
         size, speed = 1e6 * row.number("megabytes"), row.number("tokens_per_second")
         yield Step(source, cpu_device(file), model, scheme, "crelle demo", 1, speed, size)
 

@@ -38,9 +38,9 @@ def scale(axis: Axis, values: Sequence[float], from_zero: bool = False) -> Scale
 
 
 def tick_text(value: float) -> str:
-    """Return a tick's label, short: 16k, 1.5."""
+    """Return a tick's label, short: 16.4k, 1.5."""
     if value >= 1e4:
-        return f"{value / 1e3:g}k"
+        return f"{value / 1e3:.3g}k"
     return f"{value:.6g}"
 
 

@@ -48,7 +48,7 @@ def text_name(text: str) -> str:
 
 def family(scheme: str) -> str:
     """Return what a scheme is called in a legend: its name, and whether all of it was trained."""
-    name = re.split(r"[:, ]", scheme, maxsplit=1)[0]
+    name = re.split(r"[:,]", scheme, maxsplit=1)[0]
     return f"{name}, tune=full" if "tune=full" in scheme else name
 
 

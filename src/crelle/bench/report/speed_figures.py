@@ -34,12 +34,13 @@ def latency_over_bytes(rows: Sequence[Product]) -> Iterator[Figure]:
             for name, of in sorted(grouped(some, lambda r: family(r.scheme)).items())
         ]
         told = f" {_told(fit, kernel)}" if fit else ""
-        baseline = some[0]
+        times = sorted(r.baseline_microseconds for r in some)
+        baseline = number(times[0]) if times[0] == times[-1] else f"{number(times[0])} to {number(times[-1])}"
         yield Figure(
             slug("latency", device, setting, f"{N}x{K}"),
             f"Latency over bytes: {N} x {K}, {device}" + f", {setting}" * bool(setting),
             f"One row of x, from x to y, everything that a call does.{told} "
-            f"{baseline.baseline}: {number(baseline.baseline_microseconds)} µs in the same run.",
+            f"{some[0].baseline}: {baseline} µs in the same runs.",
             ("scheme", "MB", "µs", "GB/s", "speed-up", "baseline µs", "mJ", "peers, µs", "file"),
             [
                 (
@@ -139,7 +140,6 @@ def decoding_over_bytes(rows: Sequence[Step]) -> Iterator[Figure]:
                     )
                     for r in of
                 ],
-                joined=True,
             )
             for model, of in sorted(grouped(some, lambda r: r.model).items())
         ]
@@ -186,24 +186,30 @@ def _step(r: Step) -> str:
 
 
 def energy(rows: Sequence[Step]) -> Iterator[Figure]:
-    for device, some in grouped([r for r in rows if r.joules], lambda r: r.device).items():
+    for (device, model), some in grouped([r for r in rows if r.joules], lambda r: (r.device, r.model)).items():
         yield _bars(
-            slug("energy", device),
-            f"Energy per token: {device}",
+            slug("energy", device, model),
+            f"Energy per token: {model}, {device}",
             "Joules of the device for a decoded token, by its own counter.",
             "J per token",
-            [(f"{r.model} {r.scheme}, batch {r.batch}", r.joules or 0, whose_scheme(r.scheme), r) for r in some],
+            [
+                (f"{r.scheme}, batch {r.batch}", r.joules or 0, whose_scheme(r.scheme), r)
+                for r in sorted(some, key=lambda r: r.joules or 0)
+            ],
         )
 
 
 def cost(rows: Sequence[Step], how: str) -> Iterator[Figure]:
-    for device, some in grouped([r for r in rows if r.cost], lambda r: r.device).items():
+    for (device, model), some in grouped([r for r in rows if r.cost], lambda r: (r.device, r.model)).items():
         yield _bars(
-            slug("cost", device),
-            f"Cost of a million tokens: {device}",
+            slug("cost", device, model),
+            f"Cost of a million tokens: {model}, {device}",
             f"Hardware over its years of service and electricity, {how}; in the currency of the prices given.",
             "per million tokens",
-            [(f"{r.model} {r.scheme}, batch {r.batch}", r.cost or 0, whose_scheme(r.scheme), r) for r in some],
+            [
+                (f"{r.scheme}, batch {r.batch}", r.cost or 0, whose_scheme(r.scheme), r)
+                for r in sorted(some, key=lambda r: r.cost or 0)
+            ],
         )
 
 
@@ -237,7 +243,10 @@ def throughput_within_memory(rows: Sequence[Throughput]) -> Iterator[Figure]:
             "Tokens per second with as many sequences as fit beside the weights, "
             f"{some[0].setting}; rows of one scheme are batches.",
             "tokens/s",
-            [(f"{r.series}, batch {r.count}", r.tokens_per_second, r.whose, r) for r in some],
+            [
+                (f"{r.series}, batch {r.count}", r.tokens_per_second, r.whose, r)
+                for r in sorted(some, key=lambda r: (r.series, r.count or 0))
+            ],
         )
 
 

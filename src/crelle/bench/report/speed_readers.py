@@ -68,6 +68,8 @@ def read_decode_cpu(file: Fields, source: Source) -> Iterator[Row]:
 
 def read_serve(file: Fields, source: Source) -> Iterator[Row]:
     """Read crelle bench serve's, bench/serve_cuda.py's and bench/trace_cuda.py's: batches, clients, traces."""
+    asked = re.search(r"--threads (\d+)", source.command)
+    threads = f", --threads {asked[1]}" if asked else ""  # rows do not say how many they ran on
     for row in file.rows("rows"):
         model, kv = row.text("model"), row.text("kv", "")
         device = _device(row, file) if "device" in row else cpu_device(file)
@@ -77,7 +79,7 @@ def read_serve(file: Fields, source: Source) -> Iterator[Row]:
         if "server" in row:  # each server has its own name for the model
             model = model_name(model, *(r.text("model") for r in file.rows("rows")))
         if "batch" in row:
-            setting, over, count = f"after {row.count('context')} tokens", "batch", row.count("batch")
+            setting, over, count = f"after {row.count('context')} tokens{threads}", "batch", row.count("batch")
             yield Throughput(
                 source, device, model, setting, series, over, count, row.number(_SPEED), memory, None, whose
             )
@@ -85,7 +87,7 @@ def read_serve(file: Fields, source: Source) -> Iterator[Row]:
         wait = row.inner("first_token") if row.values.get("first_token") else None
         waits = (wait.number("p50"), wait.number("p99")) if wait else None
         clients = row.count("clients") if "clients" in row else None
-        setting = re.sub(r"^\d+ clients, ", "", row.text("traffic", ""))
+        setting = re.sub(r"^\d+ clients, ", "", row.text("traffic", "")) + threads
         over = "clients" if clients else "trace"
         yield Throughput(
             source, device, model, setting, series, over, clients, row.number(_SPEED), memory, waits, whose

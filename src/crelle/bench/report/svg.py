@@ -1,20 +1,21 @@
 """Figures as inline SVG that fills the width it is given: x in percent, y in pixels, so that text keeps its size.
 
-Colours are classes (s0 … s7) of page.css, which has them for light and dark; shapes tell series apart without colour.
+Colours are classes (s0 … s9) of page.css, which has them for light and dark; shapes tell series apart without colour.
 """
 
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 from statistics import median
+from textwrap import wrap
 
 from crelle.bench.report.figures import Figure, Point, Series, grouped, number
 from crelle.bench.report.rows import OURS, PEER
 from crelle.bench.report.scale import Scale, scale, tick_text
 
-COLOURS = 8
+COLOURS = 10
 _HEIGHT = 260
-_ROW = 38  # pixels of a bar with its label above it
+_LABEL, _LINE, _BAR = 46, 15, 24  # characters of a label's line, pixels of it and of a bar
 _SHAPES = (
     "M0-4.2A4.2 4.2 0 1 1 0 4.2A4.2 4.2 0 1 1 0-4.2Z",  # circle
     "M-3.8-3.8H3.8V3.8H-3.8Z",
@@ -22,7 +23,7 @@ _SHAPES = (
     "M0-5L5 0L0 5L-5 0Z",
     "M0 4.8L4.6-3.6H-4.6Z",
 )
-_BEYOND = "M0-6L5 3H-5Z"
+_BEYOND = "M0-7L4-1H1.2V6H-1.2V-1H-4Z"  # an arrow
 
 
 def draw(figure: Figure) -> str:
@@ -79,9 +80,12 @@ def _level(figure: Figure, y: Scale) -> Iterator[str]:
 
 
 def _fit(figure: Figure, x: Scale, y: Scale) -> Iterator[str]:
-    if figure.fit:
-        ends = [f"{_y(y, figure.fit.intercept + figure.fit.slope * v):.1f}" for v in (x.low, x.high)]
-        yield f'<line class="fit" x1="0" x2="100%" y1="{ends[0]}" y2="{ends[1]}"/>'
+    """Draw the fitted line as far as it lies inside."""
+    if (fit := figure.fit) and fit.slope > 0:
+        first = max(x.low, (y.low - fit.intercept) / fit.slope)
+        last = min(x.high, (y.high - fit.intercept) / fit.slope)
+        (x1, y1), (x2, y2) = ((100 * x.at(v), _y(y, fit.intercept + fit.slope * v)) for v in (first, last))
+        yield f'<line class="fit" x1="{x1:.2f}%" x2="{x2:.2f}%" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
 
 def _lines(figure: Figure, x: Scale, y: Scale) -> Iterator[str]:
@@ -115,21 +119,21 @@ def _y(y: Scale, value: float) -> float:
 
 
 def _bars(figure: Figure) -> str:
-    """Draw labels above their bars: long ones fit on a phone too."""
+    """Draw labels above their bars: long ones fit on a phone too, in as many lines as they need."""
     most = figure.x.most or max(bar.value for bar in figure.bars)
-    drawn = []
-    for i, bar in enumerate(figure.bars):
-        share = min(bar.value, most) / max(min(b.value, most) for b in figure.bars)
-        beyond = " →" if bar.value > most else ""
+    longest = max(min(bar.value, most) for bar in figure.bars)
+    drawn, top = [], 0
+    for bar in figure.bars:
+        label = bar.label + (" (peer)" if bar.whose == PEER else "")
+        for line in wrap(label, _LABEL, break_on_hyphens=False) or [""]:
+            drawn.append(f'<text x="0" y="{top + 12}">{escape(line)}</text>')
+            top += _LINE
+        width, beyond = f"{85 * min(bar.value, most) / longest:.2f}%", " →" if bar.value > most else ""
         kind = "bar" if bar.whose == OURS else f"bar {bar.whose}"
-        label = escape(bar.label + (" (peer)" if bar.whose == PEER else ""))
-        drawn.append(
-            f'<text x="0" y="{i * _ROW + 12}">{label}</text>'
-            f'<rect class="{kind}" x="0" y="{i * _ROW + 17}" width="{85 * share:.2f}%" height="12" rx="2"/>'
-            f'<text class="value" x="{85 * share:.2f}%" dx="6" y="{i * _ROW + 27}">{number(bar.value)}{beyond}</text>'
-        )
-    height, title = len(figure.bars) * _ROW, escape(figure.title)
+        drawn.append(f'<rect class="{kind}" x="0" y="{top + 2}" width="{width}" height="12" rx="2"/>')
+        drawn.append(f'<text class="value" x="{width}" dx="6" y="{top + 12}">{number(bar.value)}{beyond}</text>')
+        top += _BAR
     return (
-        f'<p class="unit">{escape(figure.x.label)}</p><svg role="img" width="100%" height="{height}">'
-        f"<title>{title}</title>{''.join(drawn)}</svg>"
+        f'<p class="unit">{escape(figure.x.label)}</p><svg role="img" width="100%" height="{top}">'
+        f"<title>{escape(figure.title)}</title>{''.join(drawn)}</svg>"
     )
