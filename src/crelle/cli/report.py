@@ -47,18 +47,19 @@ def run(
     **Example**: `crelle report 'bench/results/h200-decode-*.json' --cost price=30000`
     """
     from crelle.bench.cost import CostModel
-    from crelle.bench.report.contents import figures, headlines, sections
+    from crelle.bench.report.contents import figures, headlines, not_drawn, sections
     from crelle.bench.report.page import page
     from crelle.bench.report.readers import find, read
     from crelle.formats.io import write_whole, writing
 
     prices = CostModel.parse(cost) if cost else None
     rows, left_out = read(find(results))
-    warn(f"left out: {file.reason}" for file in left_out)
-    if not rows:
-        raise FormatError(f"none of the {len(left_out)} files holds anything that the report shows")
     parts = sections(rows, prices)
+    left_out += not_drawn(rows, parts)
+    warn(f"left out: {file.reason}" for file in left_out)
     drawn = figures(parts)
+    if not drawn:
+        raise FormatError(f"none of the {len(left_out)} files holds anything that the report shows")
     with writing(to):
         to.parent.mkdir(parents=True, exist_ok=True)
     if png:

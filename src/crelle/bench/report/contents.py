@@ -9,6 +9,7 @@ from crelle.bench.cost import CostModel
 from crelle.bench.report import quality_figures as quality
 from crelle.bench.report import speed_figures as speed
 from crelle.bench.report.figures import Figure, Section, by_size, grouped, number, unique_sources, whose_scheme
+from crelle.bench.report.readers import LeftOut
 from crelle.bench.report.rows import (
     PEER,
     REFERENCE,
@@ -56,9 +57,21 @@ def sections(rows: Sequence[Row], prices: CostModel | None = None) -> list[Secti
     whole[2].figures.extend(speed.traces(loads))
     whole[4].figures.extend(quality.caches(_of(CacheQuality, rows)))
     whole[4].figures.extend(quality.ablations(_of(Ablation, rows)))
+    whole[5].figures.extend(speed.products_alone(products))
     whole[5].figures.extend(speed.attention(_of(Attention, rows)))
     whole[5].figures.extend(speed.quantizing(_of(Quantizing, rows)))
-    return [section for section in whole if section.figures]
+    return _named_apart([section for section in whole if section.figures])
+
+
+def _named_apart(parts: list[Section]) -> list[Section]:
+    """Number figures whose names are the same: what tells them apart may have neither letters nor digits."""
+    seen: dict[str, int] = {}
+    for part in parts:
+        for i, figure in enumerate(part.figures):
+            count = seen[figure.name] = seen.get(figure.name, 0) + 1
+            if count > 1:
+                part.figures[i] = replace(figure, name=f"{figure.name}--{count}")
+    return parts
 
 
 def headlines(rows: Sequence[Row], prices: CostModel | None = None) -> list[Headline]:
@@ -178,6 +191,13 @@ def _cost(r: Step) -> str:
 
 def _sequences(r: Throughput) -> str:
     return f"{number(r.tokens_per_second)} tokens/s ({r.series}, batch {r.count})"
+
+
+def not_drawn(rows: Sequence[Row], parts: Iterable[Section]) -> list[LeftOut]:
+    """Return the files of which no figure shows anything, such as full precision alone."""
+    drawn = {source.file for figure in figures(parts) for source in figure.sources}
+    files = dict.fromkeys(r.source.file for r in rows)
+    return [LeftOut(file, f"{file} has nothing to draw: full precision alone") for file in files if file not in drawn]
 
 
 def figures(parts: Iterable[Section]) -> list[Figure]:

@@ -16,7 +16,7 @@ from crelle.bench.report.figures import (
     unique_sources,
     whose_scheme,
 )
-from crelle.bench.report.rows import OURS, PEER, Attention, Product, Quantizing, Step, Throughput
+from crelle.bench.report.rows import OURS, PEER, REFERENCE, Attention, Product, Quantizing, Step, Throughput
 from crelle.bench.report.sources import family
 
 _FEWEST_FOOTPRINTS = 3  # through two points any line fits
@@ -24,10 +24,7 @@ _FEWEST_FOOTPRINTS = 3  # through two points any line fits
 
 def latency_over_bytes(rows: Sequence[Product]) -> Iterator[Figure]:
     """One row of x: time against footprint, with a line fitted for the kernel that most of the points ran on."""
-    single = [r for r in rows if r.batch == 1 and r.bytes]
-    for (device, setting, (N, K)), some in grouped(single, lambda r: (r.device, r.setting, r.shape)).items():
-        if len({r.bytes for r in some}) < _FEWEST_FOOTPRINTS:
-            continue
+    for (device, setting, (N, K)), some in grouped(_on_a_line(rows), _matrix).items():
         kernel, fit = _fit(some)
         series = [
             Series(name, [Point((r.bytes or 0) / 1e6, r.microseconds, _timed(r)) for r in of])
@@ -64,11 +61,48 @@ def latency_over_bytes(rows: Sequence[Product]) -> Iterator[Figure]:
         )
 
 
+def products_alone(rows: Sequence[Product]) -> Iterator[Figure]:
+    """Products of too few sizes for a curve: their times as bars, with those of the baseline and of peers."""
+    curves = {id(r) for r in (*_on_a_line(rows), *_over_batches(rows))}
+    single = [r for r in rows if id(r) not in curves]
+    for (device, setting, (N, K), batch), some in grouped(
+        single, lambda r: (r.device, r.setting, r.shape, r.batch)
+    ).items():
+        bars: list[tuple[str, float, str, Product]] = []
+        for r in some:
+            bars.append((f"{r.scheme} ({r.source.file.removesuffix('.json')})", r.microseconds, OURS, r))
+            bars += [(who, us, PEER, r) for who, us in r.peers.items()]
+            bars.append((r.baseline, r.baseline_microseconds, REFERENCE, r))
+        yield _bars(
+            slug("product", device, setting, f"{N}x{K}", str(batch)),
+            f"{N} x {K}, batch {batch}: {device}" + f", {setting}" * bool(setting),
+            "Microseconds from x to y; below each scheme what else ran in the same run.",
+            "µs",
+            bars,
+        )
+
+
 def _fit(rows: Sequence[Product]) -> tuple[str, Fit | None]:
     kernels = grouped(rows, lambda r: r.kernel)
     kernel = max(kernels, key=lambda name: (len(kernels[name]), name))
     points = [((r.bytes or 0) / 1e6, r.microseconds) for r in kernels[kernel]]
     return kernel, fit_line(points) if len({x for x, _ in points}) >= _FEWEST_FOOTPRINTS else None
+
+
+def _on_a_line(rows: Sequence[Product]) -> list[Product]:
+    """Return the rows that latency over bytes shows."""
+    groups = grouped([r for r in rows if r.batch == 1 and r.bytes], _matrix).values()
+    return [r for some in groups if len({r.bytes for r in some}) >= _FEWEST_FOOTPRINTS for r in some]
+
+
+def _over_batches(rows: Sequence[Product]) -> list[Product]:
+    """Return the rows that products over batch show: schemes that were timed at several."""
+    groups = grouped(rows, lambda r: (*_matrix(r), r.scheme)).values()
+    return [r for some in groups if len({r.batch for r in some}) > 1 for r in some]
+
+
+def _matrix(r: Product) -> tuple[str, str, tuple[int, int]]:
+    return r.device, r.setting, r.shape
 
 
 def _told(fit: Fit, kernel: str) -> str:
@@ -84,13 +118,7 @@ def _timed(r: Product) -> str:
 
 
 def products_over_batch(rows: Sequence[Product]) -> Iterator[Figure]:
-    for (device, setting, (N, K)), some in grouped(rows, lambda r: (r.device, r.setting, r.shape)).items():
-        if len({r.batch for r in some}) < 2:
-            continue
-        many = {scheme for scheme, of in grouped(some, lambda r: r.scheme).items() if len({r.batch for r in of}) > 1}
-        own = [r for r in some if r.scheme in many]
-        if not own:
-            continue
+    for (device, setting, (N, K)), own in grouped(_over_batches(rows), _matrix).items():
         series = [
             Series(scheme, [Point(r.batch, r.speedup, f"{scheme}: {r.speedup:.2f}") for r in of], joined=True)
             for scheme, of in sorted(grouped(own, lambda r: r.scheme).items())
@@ -129,8 +157,7 @@ def products_over_batch(rows: Sequence[Product]) -> Iterator[Figure]:
 
 def decoding_over_bytes(rows: Sequence[Step]) -> Iterator[Figure]:
     """Whole steps whose weights were counted, by device."""
-    sized = [r for r in rows if r.weight_bytes and r.batch == 1]
-    for device, some in grouped(sized, lambda r: r.device).items():
+    for (device, batch), some in grouped([r for r in rows if r.weight_bytes], lambda r: (r.device, r.batch)).items():
         series = [
             Series(
                 model,
@@ -144,10 +171,10 @@ def decoding_over_bytes(rows: Sequence[Step]) -> Iterator[Figure]:
             for model, of in sorted(grouped(some, lambda r: r.model).items())
         ]
         yield Figure(
-            slug("decode", device),
+            slug("decode", device, str(batch)),
             f"Decoding: latency over bytes, {device}",
-            "Milliseconds of a token of one sequence, over the bytes of the weights that it reads.",
-            ("model", "scheme", "GB", "ms per token", "tokens/s", "J per token", "setting", "file"),
+            f"Milliseconds of a step, over the bytes of the weights that it reads; batch {batch}.",
+            ("model", "scheme", "GB", "ms per step", "tokens/s", "J per token", "setting", "file"),
             [
                 (
                     r.model,
@@ -163,7 +190,7 @@ def decoding_over_bytes(rows: Sequence[Step]) -> Iterator[Figure]:
             ],
             unique_sources(r.source for r in some),
             Axis("GB of weights", log=True),
-            Axis("ms per token", log=True),
+            Axis("ms per step", log=True),
             series,
         )
 
@@ -267,7 +294,7 @@ def traces(rows: Sequence[Throughput]) -> Iterator[Figure]:
 
 
 def attention(rows: Sequence[Attention]) -> Iterator[Figure]:
-    for (device, setting), some in grouped(rows, lambda r: (r.device, r.setting)).items():
+    for (source, device, setting), some in grouped(rows, lambda r: (r.source, r.device, r.setting)).items():
         series = [
             Series(
                 kv,
@@ -282,7 +309,7 @@ def attention(rows: Sequence[Attention]) -> Iterator[Figure]:
             for kv, of in sorted(grouped(some, lambda r: r.kv).items())
         ]
         yield Figure(
-            slug("attention", device, setting),
+            slug("attention", device, setting, source.file.removesuffix(".json")),
             f"Attention of a decode step: {setting}, {device}",
             "How many times as fast as the fastest of torch's kernels with a 16-bit cache in the same run; "
             "the line is torch.",
@@ -299,7 +326,7 @@ def attention(rows: Sequence[Attention]) -> Iterator[Figure]:
                 )
                 for r in some
             ],
-            unique_sources(r.source for r in some),
+            [source],
             Axis("tokens in the cache", log=True),
             Axis("times torch"),
             series,
@@ -324,7 +351,7 @@ def _bars(
     title: str,
     caption: str,
     unit: str,
-    rows: Sequence[tuple[str, float, str, Step | Throughput | Quantizing]],
+    rows: Sequence[tuple[str, float, str, Product | Step | Throughput | Quantizing]],
 ) -> Figure:
     """Return bars whose table is their labels and values."""
     return Figure(

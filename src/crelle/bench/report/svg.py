@@ -128,7 +128,7 @@ def _bars(figure: Figure) -> str:
         for line in wrap(label, _LABEL, break_on_hyphens=False) or [""]:
             drawn.append(f'<text x="0" y="{top + 12}">{escape(line)}</text>')
             top += _LINE
-        width, beyond = f"{85 * min(bar.value, most) / longest:.2f}%", " →" if bar.value > most else ""
+        width, beyond = f"{80 * min(bar.value, most) / longest:.2f}%", " →" if bar.value > most else ""
         kind = "bar" if bar.whose == OURS else f"bar {bar.whose}"
         drawn.append(f'<rect class="{kind}" x="0" y="{top + 2}" width="{width}" height="12" rx="2"/>')
         drawn.append(f'<text class="value" x="{width}" dx="6" y="{top + 12}">{number(bar.value)}{beyond}</text>')
