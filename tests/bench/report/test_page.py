@@ -118,7 +118,7 @@ def test_single_and_equal_points_are_drawn(rows: list[Row]) -> None:
 
 def test_points_beyond_the_axis_are_arrows_and_said_so() -> None:
     (figure,) = figures(sections([quality(2, 1e4), quality(4, 1.1)]))
-    assert "Arrows: above 4" in figure.caption
+    assert "Arrows: above 6" in figure.caption
     assert "10,000" in made([quality(2, 1e4)])
 
 

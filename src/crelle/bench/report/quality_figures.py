@@ -19,7 +19,7 @@ from crelle.bench.report.figures import (
 from crelle.bench.report.rows import OURS, PEER, REFERENCE, Ablation, Accuracy, CacheQuality, Quality
 from crelle.bench.report.sources import family
 
-_MOST_RATIO = 4.0  # beyond it a model is of no use, and how far beyond would hide all the rest
+_MOST_RATIO = 6.0  # beyond it a model is of no use, and how far beyond would hide all the rest
 
 
 def perplexity_over_bits(rows: Sequence[Quality]) -> Iterator[Figure]:

@@ -59,5 +59,7 @@ def _machine(file: Fields) -> str:
     if not isinstance(machine, dict):
         return gpu_name(file) or "machine not recorded"
     gpu = gpu_name(file) or str(machine.get("gpu", ""))
+    if not gpu and "--device cuda" in file.text("command", ""):
+        gpu = "a GPU that the file does not name"
     host = cpu_device(file) if "cpu" in machine else ""
     return f"{gpu}; {host}" if gpu and host else gpu or host or "machine not recorded"
