@@ -46,7 +46,7 @@ def on_cpu(out: Path) -> dict[str, Command]:
         "decode": bench("decode", f"{shape} --tokens 32 --rounds 1", *quick),
         "serve": bench(
             "serve",
-            f"{shape} --batch 1,4,16 --context 128 --tokens 32 --kv 16 --kv 4",
+            f"{shape} --batch 1,4,8 --context 64 --tokens 16 --kv 16 --kv 4",
             *schemes("rtn:bits=4,group=64"),
         ),
         "quantize": [sys.executable, str(HERE / "quantize.py"), str(out / "quantize.json")],

@@ -84,7 +84,7 @@ def test_source_says_file_command_date_and_machine(rows_of: Callable[..., list[A
     (row,) = rows_of(rows=[gemv | times], gpu={"name": "G"})
     assert row.source.file == "result.json"
     assert (row.source.command, row.source.date) == ("crelle bench x", "2026-01-02")
-    assert row.source.machine == "G; a CPU, 2 cores"
+    assert row.source.machine == "G (a CPU, 2 cores)"
     assert (row.device, row.shape, row.speedup, row.joules, row.setting) == ("G", (8, 8), 4.5, 0.5, "")
 
 

@@ -34,11 +34,10 @@ def _points(axes: Any, figure: Figure) -> None:
         shape = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5, "fillstyle": "none" if peer else "full"}
         inside, beyond = ([p for p in series.points if (p.y > most) is over] for over in (False, True))
         axes.plot([p.x for p in inside], [p.y for p in inside], **style, **shape, linestyle="")
-        for p in beyond:  # an arrow at the edge, with the value
+        for p in beyond:  # an arrow at the edge, with the value; the values of all below each other
             axes.plot(p.x, most, marker=r"$\uparrow$", markersize=9, color=f"C{i}", linestyle="")
-            axes.annotate(
-                number(p.y), (p.x, most), (6, -3 - 9 * i), textcoords="offset points", fontsize=7, color=f"C{i}"
-            )
+            place = {"xytext": (6, -3 - 9 * len(axes.texts)), "textcoords": "offset points"}
+            axes.annotate(number(p.y), (p.x, most), **place, fontsize=7, color=f"C{i}")
         if series.joined:
             axes.plot(*zip(*medians(series.points), strict=True), color=f"C{i}", linewidth=1, ls=":" if peer else "-")
     if figure.level is not None:

@@ -62,4 +62,4 @@ def _machine(file: Fields) -> str:
     if not gpu and "--device cuda" in file.text("command", ""):
         gpu = "a GPU that the file does not name"
     host = cpu_device(file) if "cpu" in machine else ""
-    return f"{gpu}; {host}" if gpu and host else gpu or host or "machine not recorded"
+    return f"{gpu} ({host})" if gpu and host else gpu or host or "machine not recorded"
