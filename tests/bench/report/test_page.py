@@ -193,6 +193,17 @@ def test_figures_are_drawn_as_png(tmp_path: Path) -> None:
         assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_odd_names_become_pictures_and_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from crelle.bench.report.png import draw_png
+
+    odd = r"$\frac$ " + "x" * 5000
+    rows: list[Row] = [replace(quality(2, 1e4), model=odd, scheme=odd), step(joules=1.0), step(joules=2.0)]
+    for figure in figures(sections([replace(r, model=odd) for r in rows])):
+        assert len(figure.name) < 200
+        draw_png(tmp_path / f"{figure.name}.png", replace(figure, title=r"$\frac$"))
+
+
 def test_page_names_no_place_of_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"rows": [1]}))

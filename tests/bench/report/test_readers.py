@@ -153,6 +153,7 @@ GEMV = {"scheme": "bcq", "shape": [8, 8], "batch": 1, "device": "G", "kernel": "
         ("[1]", "should hold a JSON object"),
         ("{}", "of a kind that the report does not show (its keys: none)"),
         ('{"rows": []}', "of a kind that the report does not show (its keys: rows)"),
+        ('{"rows": [], "refused": {"a": "it is not built here"}}', "all was refused ('it is not built here')"),
         ('{"rows": {"a": 1}}', "of a kind that"),
         ('{"rows": [3]}', "of a kind that"),
         ('{"microseconds": NaN}', "NaN"),
@@ -161,6 +162,7 @@ GEMV = {"scheme": "bcq", "shape": [8, 8], "batch": 1, "device": "G", "kernel": "
             "'microseconds' should be",
         ),
         (json.dumps({"rows": [GEMV | {"microseconds": 0, "baseline_microseconds": 1}]}), "a number above 0, not 0"),
+        (json.dumps({"rows": [GEMV | {"microseconds": 1e300, "baseline_microseconds": 1}]}), "not 1e+300"),
         (json.dumps({"rows": [GEMV | {"microseconds": 1, "baseline_microseconds": 1}, 3]}), "row 2 of 'rows'"),
         (
             json.dumps({"rows": [GEMV | {"shape": [8], "microseconds": 1, "baseline_microseconds": 1}]}),

@@ -1,11 +1,12 @@
 """Reading values of a result file by name: what is missing or of another type is a sentence with its place."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from crelle.errors import FormatError
 from crelle.formats.io import shown
+
+_LEAST, _MOST = 1e-12, 1e18  # nothing that is measured here is smaller or larger; an axis could not show it
 
 
 class Fields:
@@ -27,7 +28,7 @@ class Fields:
     def number(self, name: str, zero: bool = False) -> float:
         """Return a number above 0, as times, sizes and perplexities are; `zero`: or 0."""
         value = self._value(name, None)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or _LEAST < value < _MOST):
             self._wrong(name, "a number", value)
         return float(value) if value or zero else self._wrong(name, "a number above 0", value)
 

@@ -8,6 +8,7 @@ from crelle.bench.report.rows import OURS, REFERENCE, Source
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+_LONGEST = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,9 @@ def whose_scheme(scheme: str) -> str:
 
 
 def slug(*parts: str) -> str:
-    """Return an anchor of letters, digits and dashes."""
+    """Return an anchor of letters, digits and dashes, short enough for the name of a file."""
     text = "".join(c if c.isascii() and c.isalnum() else " " for c in " ".join(parts).lower())
-    return "-".join(text.split())
+    return "-".join(text.split())[:_LONGEST]
 
 
 def unique_sources(rows: Iterable[Source]) -> list[Source]:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from crelle.bench.report.figures import Figure, number
@@ -11,6 +12,7 @@ from crelle.bench.report.svg import medians
 from crelle.plots import COLOURS, pyplot
 
 _MARKERS = "os^Dv"
+_LONGEST = 90
 
 
 def draw_png(path: Path, figure: Figure) -> None:
@@ -21,7 +23,7 @@ def draw_png(path: Path, figure: Figure) -> None:
         _bars(axes, figure)
     else:
         _points(axes, figure)
-    axes.set_title(figure.title, fontsize=10, wrap=True)
+    axes.set_title(_plain(figure.title), fontsize=10, wrap=True)
     drawing.savefig(path, dpi=110)
     plt.close(drawing)
 
@@ -30,7 +32,7 @@ def _points(axes: Any, figure: Figure) -> None:
     most = figure.y.most or math.inf
     for i, series in enumerate(figure.series):
         peer = series.whose == PEER
-        style = {"color": f"C{i}", "label": f"{series.name} (peer)" if peer else series.name}
+        style = {"color": f"C{i}", "label": _plain(series.name) + " (peer)" * peer}
         shape = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5, "fillstyle": "none" if peer else "full"}
         inside, beyond = ([p for p in series.points if (p.y > most) is over] for over in (False, True))
         axes.plot([p.x for p in inside], [p.y for p in inside], **style, **shape, linestyle="")
@@ -53,7 +55,7 @@ def _points(axes: Any, figure: Figure) -> None:
         getattr(axes, f"set_{put}ticks")(axis.ticks, [tick_text(t) for t in axis.ticks])
         getattr(axes, f"set_{put}ticks")([], minor=True)
         getattr(axes, f"set_{put}lim")(axis.low, axis.high)
-        getattr(axes, f"set_{put}label")(way.label)
+        getattr(axes, f"set_{put}label")(_plain(way.label))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
 
@@ -63,8 +65,13 @@ def _bars(axes: Any, figure: Figure) -> None:
     colours = [{OURS: COLOURS[0], PEER: COLOURS[2]}.get(bar.whose, COLOURS[1]) for bar in figure.bars]
     drawn = axes.barh(range(len(figure.bars)), [min(bar.value, most) for bar in figure.bars], color=colours)
     axes.bar_label(drawn, [number(b.value) + " →" * (b.value > most) for b in figure.bars], padding=3, fontsize=8)
-    axes.set_yticks(range(len(figure.bars)), [f"{b.label} (peer)" if b.whose == PEER else b.label for b in figure.bars])
+    axes.set_yticks(range(len(figure.bars)), [_plain(b.label) + " (peer)" * (b.whose == PEER) for b in figure.bars])
     axes.tick_params("y", labelsize=7)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel(figure.x.label)
+    axes.set_xlabel(_plain(figure.x.label))
+
+
+def _plain(text: str) -> str:
+    """Return text in which matplotlib finds no formulas, and that leaves room for the chart."""
+    return shorten(text, _LONGEST, placeholder=" …").replace("$", r"\$")

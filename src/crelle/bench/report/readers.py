@@ -11,7 +11,7 @@ from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import Row, Source
 from crelle.bench.report.sources import source
 from crelle.errors import FormatError
-from crelle.formats.io import read_json
+from crelle.formats.io import read_json, shown
 
 Reader = Callable[[Fields, Source], Iterator[Row]]
 
@@ -84,6 +84,9 @@ def _read_one(file: Path) -> list[Row]:
             if not rows:
                 raise FormatError(f"{file.name} has no row that the report shows")
             return rows
+    if content.values.get("rows") == [] and "refused" in content:
+        reasons = content.inner("refused").values.values()
+        raise FormatError(f"{file.name} has no rows: all was refused ({shown(next(iter(reasons), ''), 300)})")
     names = ", ".join(list(content.values)[:8]) or "none"
     raise FormatError(f"{file.name} is of a kind that the report does not show (its keys: {names})")
 
