@@ -17,9 +17,7 @@ NAME = "report"
 def run(
     results: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RESULTS…", help="Result files, directories of them, or patterns such as 'h200-*.json'."
-        ),
+        typer.Argument(metavar="RESULTS", help="Result files, directories of them, or patterns such as 'h200-*.json'."),
     ],
     to: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     png: Annotated[

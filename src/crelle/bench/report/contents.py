@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from crelle.bench.cost import CostModel
+from crelle.bench.report import product_figures as product
 from crelle.bench.report import quality_figures as quality
 from crelle.bench.report import speed_figures as speed
 from crelle.bench.report.figures import Figure, Section, by_size, grouped, number, unique_sources, whose_scheme
@@ -48,18 +49,18 @@ def sections(rows: Sequence[Row], prices: CostModel | None = None) -> list[Secti
     how = _price_list(prices) if prices else "as the files' commands say"
     whole = [
         Section("Quality", [*quality.perplexity_over_bits(_of(Quality, rows))]),
-        Section("Latency", [*speed.latency_over_bytes(products), *speed.decoding_over_bytes(steps)]),
+        Section("Latency", [*product.latency_over_bytes(products), *speed.decoding_over_bytes(steps)]),
         Section("Throughput", [*speed.throughput_over_batch(loads), *speed.throughput_within_memory(loads)]),
         Section("Energy and cost per token", [*speed.energy(steps), *speed.cost(steps, how)]),
         Section("More of quality", [*quality.accuracy_over_bits(_of(Accuracy, rows))]),
-        Section("More of speed", [*speed.decoding_beside_peers(steps), *speed.products_over_batch(products)]),
+        Section("More of speed", [*speed.decoding_beside_peers(steps), *product.products_over_batch(products)]),
     ]
     whole[2].figures.extend(speed.traces(loads))
     whole[4].figures.extend(quality.caches(_of(CacheQuality, rows)))
     whole[4].figures.extend(quality.ablations(_of(Ablation, rows)))
-    whole[5].figures.extend(speed.products_alone(products))
-    whole[5].figures.extend(speed.attention(_of(Attention, rows)))
-    whole[5].figures.extend(speed.quantizing(_of(Quantizing, rows)))
+    whole[5].figures.extend(product.products_alone(products))
+    whole[5].figures.extend(product.attention(_of(Attention, rows)))
+    whole[5].figures.extend(product.quantizing(_of(Quantizing, rows)))
     return _named_apart([section for section in whole if section.figures])
 
 
@@ -124,7 +125,7 @@ def _products(rows: Sequence[Product]) -> Iterator[Headline]:
         how = f"{ordered[0].baseline}; {ordered[0].scheme} to {ordered[-1].scheme}"
         what = f"{N} x {K} by one row, from x to y, {device}"
         yield Headline(what, value, how, unique_sources(r.source for r in ordered))
-        fits = [figure for figure in speed.latency_over_bytes(some) if figure.fit]
+        fits = [figure for figure in product.latency_over_bytes(some) if figure.fit]
         if fits:
             value = ", ".join(f"{f.fit.r2:.3f} ({_shape(f)})" for f in fits if f.fit)
             how = f"a straight line through {', '.join(str(f.fit.count) for f in fits if f.fit)} points"

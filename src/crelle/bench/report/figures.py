@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from crelle.bench.report.rows import OURS, REFERENCE, Source
+from crelle.bench.report.rows import OURS, REFERENCE, Row, Source
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -121,3 +121,23 @@ def slug(*parts: str) -> str:
 
 def unique_sources(rows: Iterable[Source]) -> list[Source]:
     return list(dict.fromkeys(rows))
+
+
+def bar_figure(
+    name: str,
+    title: str,
+    caption: str,
+    unit: str,
+    rows: Sequence[tuple[str, float, str, Row]],
+) -> Figure:
+    """Return bars whose table is their labels and values."""
+    return Figure(
+        name,
+        title,
+        caption,
+        ("what", unit, "file"),
+        [(label, number(value), row.source.file) for label, value, _, row in rows],
+        unique_sources(row.source for *_, row in rows),
+        Axis(unit),
+        bars=[Bar(label, value, whose) for label, value, whose, _ in rows],
+    )

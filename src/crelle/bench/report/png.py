@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from crelle.bench.report.figures import Figure, number
@@ -74,4 +73,5 @@ def _bars(axes: Any, figure: Figure) -> None:
 
 def _plain(text: str) -> str:
     """Return text in which matplotlib finds no formulas, and that leaves room for the chart."""
-    return shorten(text, _LONGEST, placeholder=" …").replace("$", r"\$")
+    short = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+    return short.replace("$", r"\$")
