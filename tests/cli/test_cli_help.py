@@ -22,6 +22,7 @@ CONTRACT = {
     "plan": "MODEL --gpus --memory --scheme --kv --context --batch --price --watt --plot --json",
     "explain": "--device --json",
     "doctor": "--json",
+    "report": "RESULTS --out --png --cost --title --json",
     "demo": "--out --text --tokens --context --device --threads --json",
 }
 

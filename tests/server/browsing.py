@@ -22,7 +22,7 @@ def launched() -> Iterator[Browser]:
     try:
         program = chromium()
     except CrelleError as e:  # said loudly: make test lists what was skipped, and why
-        pytest.skip(f"NO BROWSER, so the playground is not tested: {e}")
+        pytest.skip(f"NO BROWSER, so pages are not tested: {e}")
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=program, args=ARGUMENTS, env=environment(program))
         yield browser

@@ -25,6 +25,7 @@ from crelle.cli import (
     inspect,
     plan,
     quantize,
+    report,
     search,
     serve,
     tune,
@@ -45,7 +46,22 @@ app = typer.Typer(
     "`crelle generate OUT --prompt 'Hello'`.",
 )
 
-for command in (quantize, search, tune, inspect, evaluate, generate, chat, serve, plan, explain, export, doctor, demo):
+for command in (
+    quantize,
+    search,
+    tune,
+    inspect,
+    evaluate,
+    generate,
+    chat,
+    serve,
+    plan,
+    explain,
+    export,
+    doctor,
+    demo,
+    report,
+):
     app.command(name=command.NAME)(command.run)
 app.add_typer(bench.app, name=bench.NAME)
 app.add_typer(ablate.app, name=ablate.NAME)
