@@ -46,14 +46,14 @@ def cases() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"scheme": s, "rows": 64, "own": 0} for s in PLAIN]
     for bits in BITS:
         for rows, own, steps, more in (*AUTO, FULL):
-            found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "bits": bits})
+            found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
     return found
 
 
 def perplexities(model: Path, data: Path, device: str) -> dict[str, float]:
     texts = {
         "test": (data / "text" / "wikitext2-test.txt").read_text(),
-        "tinystories": (data / "text" / "tinystories-test.txt").read_text(),
+        "unseen": (data / "text" / "tinystories-test.txt").read_text(),
         "python": python_documentation(),
     }
     llm = LLM.load(model, device=device)
@@ -80,7 +80,7 @@ def one(case: dict[str, Any], plan: dict[str, str], data: Path, device: str) -> 
     scheme = f"{case['scheme']},search=false" if plan else case["scheme"]
     with tempfile.TemporaryDirectory() as d:
         made = quantize(smollm2(), Path(d) / "out", scheme, text=text, device=device, overrides=plan)
-        row = {**case, "bits": made.bits_per_weight, "seconds": perf_counter() - begun}
+        row = {**case, "bits_per_weight": made.bits_per_weight, "seconds": perf_counter() - begun}
         return row | perplexities(made.out, data, device)
 
 
@@ -95,14 +95,15 @@ def main() -> None:
     results = Results(args.out, command)
     wanted = [c for c in cases() if args.only in c["scheme"]]
     wanted = [c for c in wanted if not results.has(scheme=c["scheme"], rows=c["rows"], own=c["own"])]
+    results.result["model"] = "SmolLM2-135M-Instruct"
     if "fp32" not in results.result:
         results.result["fp32"] = perplexities(smollm2(), args.data, args.device)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        targets = sorted({c["bits"] for c in wanted if "bits" in c})
+        targets = sorted({c["target"] for c in wanted if "target" in c})
         plans = {bits: pool.submit(search, bits, args.data, args.device) for bits in targets}
         running = {}
-        for case in sorted(wanted, key=lambda c: "bits" in c):  # those without a plan first
-            plan = plans[case["bits"]].result() if "bits" in case else {}
+        for case in sorted(wanted, key=lambda c: "target" in c):  # those without a plan first
+            plan = plans[case["target"]].result() if "target" in case else {}
             running[pool.submit(one, case, plan, args.data, args.device)] = case
         for done in as_completed(running):
             if error := done.exception():
@@ -110,7 +111,7 @@ def main() -> None:
                 continue
             row = done.result()
             row |= {f"{k}_ratio": row[k] / value for k, value in results.result["fp32"].items()}
-            results.add(row, "scheme", "rows", "own", "bits", "test_ratio", "tinystories_ratio", "python_ratio")
+            results.add(row, "scheme", "rows", "own", "bits_per_weight", "test_ratio", "unseen_ratio", "python_ratio")
 
 
 if __name__ == "__main__":
