@@ -64,7 +64,7 @@ def run(
     folder: Annotated[
         Path | None, typer.Option("--out", help="Write plan.json, front.html and front.png into this folder.")
     ] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     memory: DeviceMemory = None,
     threads: Threads = None,
     json: Json = False,

@@ -93,6 +93,7 @@ def backward_stats(
     told = progress or (lambda _: None)
     with torch.no_grad():
         x = run.forward(told)
+    _wake_backward(run.device)
     with timed(SEARCH_HEAD):
         pull = run.loss_gradient(x, rng) if measure == "fisher" else None
     told("output head")
@@ -110,6 +111,14 @@ def backward_stats(
             for stage in group:
                 yield block, stage, {name: stats.pop(name) for name in stage}
         pull, after = below, x
+
+
+def _wake_backward(device: torch.device) -> None:
+    """Give the thread of backward passes its CUDA context: torch warns where the first that it does is a product."""
+    if device.type == "cuda":
+        with torch.enable_grad():
+            one = torch.ones(1, device=device, requires_grad=True)
+            torch.autograd.grad(one.exp(), one)
 
 
 def _new_stats(block: Block, stages: Sequence[Stage], half: bool) -> dict[str, GradientStats]:

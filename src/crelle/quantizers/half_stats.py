@@ -50,6 +50,7 @@ class HalfStatsCollector(StatsCollector):
 
     def stats(self) -> Stats:
         """Return the stats; the sums become part of them, so that nothing can be added afterwards."""
+        self._over_ranks()
         T = max(1, self._tokens)
         assert self._cross is not None
         hessian = mirror_(self._hessian.div_(T))

@@ -30,7 +30,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.fast_error import Setting, fast_errors
-from crelle.quantizers.gptq_solver import LDLFactor, factor, inverse_diagonal
+from crelle.quantizers.gptq_solver import DAMP, LDLFactor, factor, inverse_diagonal
 from crelle.quantizers.gradient_stats import GradientStats, Measure, backward_stats
 from crelle.quantizers.grouping import require_finite, to_groups
 from crelle.quantizers.interpolate import fill_in, to_measure
@@ -190,7 +190,7 @@ def _stage(
 ) -> list[Sensitivity]:
     """Predict for linears that share an input: their rows go through one pass of error feedback."""
     hessian, T = stage[0][1].take_calibrated(), stage[0][1].tokens
-    by = factor(hessian, 0.01, act_order=True)
+    by = factor(hessian, DAMP, act_order=True)
     K, in_sample = len(by.order), _in_sample(hessian, by, T)
     del hessian
     taken = to_measure(dict.fromkeys(_in_row(s, K) for s in settings))
