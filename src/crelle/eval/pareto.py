@@ -48,7 +48,7 @@ def plot_pareto(path: Path, plot: ParetoPlot) -> None:
         axes.plot(p.bits_per_weight, p.loss, "o", color=COLOURS[2], ms=4, label="" if i else "one setting for all")
         axes.annotate(str(setting), (p.bits_per_weight, p.loss), xytext=(4, 4), textcoords="offset points", fontsize=7)
     if tried := plot.measured():
-        axes.plot(list(tried), list(tried.values()), "s--", color=COLOURS[1], ms=5, lw=1, label="measured")
+        axes.plot(list(tried), list(tried.values()), "s--", color="#444444", mfc="none", ms=6, lw=1, label="measured")
     if plot.chosen.loss > 0:
         axes.plot(plot.chosen.bits_per_weight, plot.chosen.loss, "D", color=COLOURS[0], ms=8, label="chosen")
     if shown:
