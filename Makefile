@@ -1,5 +1,6 @@
 # make demo   set up, then the main job on a small real model, on CPU
 # make test   set up, then lint, types, layers and all default tests
+# make docs   set up, then the documentation site, strictly: build/docs/site
 # make test-lm-eval   crelle.integrations.lm_eval against the real lm-eval
 # The virtual environment is .venv; constraints.txt holds the exact versions.
 
@@ -9,11 +10,14 @@ BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
-.PHONY: demo test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
+.PHONY: demo docs test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
 	$(BIN)/crelle demo
+
+docs: setup
+	$(BIN)/python docs/site/build.py build/docs
 
 # One worker more than two cores, because some tests wait; `make test WORKERS=16` where there are more cores.
 WORKERS ?= 3

@@ -59,7 +59,9 @@ def run(name: str, source: Path, args: argparse.Namespace, results: Ratios) -> N
             made = Path(d) / "out"
             options = ("--scheme", scheme, "--rows", rows, "--length", 512, *more)
             calib = "wikitext2-valid-tokenised.txt"
-            report = crelle("quantize", source, made, *options, "--calib", texts / calib, *shared(args))
+            report = crelle(
+                "quantize", source, made, "--head", "none", *options, "--calib", texts / calib, *shared(args)
+            )
             facts = {k: report[k] for k in ("scheme", "bits_per_weight", "seconds")} | {"rows": rows}
             commands.append(f"crelle quantize SMOLLM2 OUT {' '.join(map(str, options))} --calib {calib}")
         for kv, file, tokens in todo:

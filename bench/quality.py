@@ -123,7 +123,7 @@ def shared(args: argparse.Namespace) -> tuple[object, ...]:
 
 def calibration(args: argparse.Namespace, case: dict[str, Any]) -> tuple[object, ...]:
     sizes = ("--rows", args.rows or case["rows"], "--length", args.length or case["length"])
-    return "--calib", args.data / "text" / case["calib"], *sizes
+    return "--head", "none", "--calib", args.data / "text" / case["calib"], *sizes
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def made(name: str, source: Path, args: argparse.Namespace) -> tuple[Path, str]:
     if rows:
         options += ("--calib", args.data / "text" / CALIBRATION, "--rows", rows, "--length", 512)
     if not out.exists():  # a checkpoint has its name when it is whole
-        done = crelle("quantize", source, out, *options, "--resume", *shared(args))
+        done = crelle("quantize", source, out, "--head", "none", *options, "--resume", *shared(args))
         (args.work / f"{name}.json").write_text(json.dumps(done))
     return out, f"crelle quantize SMOLLM2 OUT {' '.join(str(o).replace(f'{args.data}/', '') for o in options)}"
 

@@ -181,7 +181,7 @@ def small_files() -> Iterator[None]:
 
 
 def test_a_limit_on_the_size_of_files(crelle: Run, tiny_model: Path, tmp_path: Path, small_files: None) -> None:
-    done = crelle("quantize", tiny_model, tmp_path / "out", "--scheme", SCHEME)
+    done = crelle("quantize", tiny_model, tmp_path / "out", "--scheme", SCHEME, "--head", "none")
     refused(done, "cannot write", tmp_path / "out.partial", "File too large")
     assert not (tmp_path / "out").exists()
 
@@ -198,7 +198,7 @@ def test_a_disk_that_says_it_is_full(crelle: Run, tiny_model: Path, tmp_path: Pa
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(os, "fsync", full)
-        done = crelle("quantize", tiny_model, out, "--scheme", SCHEME)
+        done = crelle("quantize", tiny_model, out, "--scheme", SCHEME, "--head", "none")
     refused(done, "no space left while writing", tmp_path / "out.partial", "make room", "--resume")
     assert not out.exists()
     quantize(tiny_model, out, SCHEME, resume=True)
@@ -222,7 +222,7 @@ def test_a_full_disk_loses_nothing_and_resumes_to_the_same_bytes(
     crelle: Run, small_disk: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     out = small_disk / "out"
-    command = ("quantize", tiny_model, out, "--scheme", SCHEME)
+    command = ("quantize", tiny_model, out, "--scheme", SCHEME, "--head", "none")
     refused(crelle(*command), "no space left while writing", small_disk / "out.partial", "make room", "--resume")
     assert not out.exists()
     assert list(small_disk.glob("out.partial/*.safetensors")), "what was finished before must be kept"

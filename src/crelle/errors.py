@@ -6,6 +6,7 @@
     ├── UnsupportedError        the request is sound, but nothing here can do it; lists every reason
     ├── CapacityError           it does not fit: context, memory or disk
     ├── NumericsError           the model computed values that are not finite: the checkpoint or a kernel is broken
+    ├── ProcessError            one of several processes that work together was killed
     └── BuildError              a compiler said no: the command, where its log lies, its first error line
 
 A message names the value that was wrong and the remedy. `assert` is for our own invariants only.
@@ -34,6 +35,10 @@ class CapacityError(CrelleError):
 
 class NumericsError(CrelleError):
     """The model computed NaN or infinity where a finite value must be."""
+
+
+class ProcessError(CrelleError):
+    """One of several processes that work together has ended before its work did."""
 
 
 class BuildError(CrelleError):

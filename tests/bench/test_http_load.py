@@ -139,6 +139,58 @@ def test_failures_are_counted_by_their_sentence(server: FakeServer, fault: dict[
     assert report.first_token is None
 
 
+def test_a_model_without_a_chat_template_is_asked_for_completions(server: FakeServer) -> None:
+    assert loop(server, chat=None).chat
+    assert {r["max_tokens"] for r in server.requests if "messages" in r} == {1, 6}, "one token to try, then the load"
+    server.chats = False
+    server.requests.clear()
+    report = loop(server, chat=None, give_up=8)
+    assert (report.chat, report.failures) == (False, 0)
+    assert ["messages" in r for r in server.requests].count(True) == 1
+    assert report.calls[0].text == "one two three four five six"
+    server.failure = (404, {"error": {"message": "no such page"}}, {})
+    with pytest.raises(
+        CrelleError, match=r"neither chats nor completions: /v1/chat/completions 404: no such page; /v1/"
+    ):
+        loop(server, chat=None)
+
+
+def test_a_load_whose_first_requests_all_fail_is_stopped(server: FakeServer) -> None:
+    server.chats = False
+    begun = time.perf_counter()
+    with pytest.raises(
+        CrelleError, match=r"the first 8 requests to http\S+/v1/chat/completions failed \(8 times: 400: this"
+    ):
+        loop(server, seconds=60, give_up=8)
+    assert len(server.requests) < 12
+    with pytest.raises(CrelleError, match="the first 8 requests"):
+        run_trace(server.url, [Arrival(i / 10, "a", 1) for i in range(600)], give_up=8)
+    with pytest.raises(CrelleError, match="all 2 requests"):
+        run_trace(server.url, [Arrival(0.0, "a", 1)] * 2, give_up=8)
+    assert time.perf_counter() - begun < 20
+
+
+def test_a_server_that_is_full_is_waited_for(server: FakeServer) -> None:
+    def free(*_: object) -> None:
+        if len(server.requests) > 12:
+            server.failure = None
+
+    server.failure = (429, {"error": {"message": "the queue is full"}}, {"Retry-After": "0.01"})
+    report = loop(server, give_up=2, progress=free)
+    assert 10 < report.failures < report.requests
+    server.failure = (429, {"error": {"message": "the queue is full"}}, {"Retry-After": "0.01"})
+    with pytest.raises(CrelleError, match=r"all \d+ requests .* failed \(\d+ times: 429: the queue is full\)"):
+        loop(server, give_up=2)
+
+
+def test_failures_after_an_answer_do_not_stop_a_load(server: FakeServer) -> None:
+    def fail(*_: object) -> None:
+        server.failure = (500, "oops", {})
+
+    report = loop(server, seconds=1.0, give_up=1, progress=fail)
+    assert 0 < report.requests - report.failures <= 2 < report.failures
+
+
 def test_a_refused_client_waits_as_it_is_told(server: FakeServer) -> None:
     server.failure = (429, {"error": {"message": "the queue is full"}}, {"Retry-After": "30"})
     begun = time.perf_counter()

@@ -99,6 +99,6 @@ def test_bytes_of_one_sequence_are_within_15_percent(m: Measured) -> None:
 
 
 def test_documentation_shows_every_step() -> None:
-    page = (ROOT / "docs" / "guide" / "plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "notes" / "planner.md").read_text(encoding="utf-8")
     for m in STEPS:
         assert f"| {m.ms:.2f} | {milliseconds(m.work):.2f} |" in page, m

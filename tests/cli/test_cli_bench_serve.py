@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from in_process import run
+from server.fake_server import FakeServer
 
 from crelle.bench import attention as attention_bench
 from crelle.bench.model_shapes import SHAPES
@@ -96,6 +97,13 @@ def test_a_row_that_does_not_fit_is_a_sentence_and_the_others_stand(tiny_model: 
     assert "holds no cache" in next(iter(done.json["refused"].values()))
 
 
+def test_a_load_that_no_engine_can_answer_is_a_sentence(tiny_model: Path) -> None:
+    load = ("--clients", "2", "--seconds", "0.2", "--prompt", "100000")
+    done = run("bench", "serve", tiny_model, *load, "--device", "cpu", "--json")
+    assert done.code != 0
+    assert "all 2 requests failed (2 times: " in done.err
+
+
 def test_attention_as_json_and_table(tmp_path: Path) -> None:
     sizes = ("--batch", "2", "--context", "40", "--heads", "4/2", "--head-size", "16", "--device", "cpu")
     done = run("bench", "attention", *sizes, "--kv", "4", "--json")
@@ -116,6 +124,33 @@ def test_bad_attention_options_are_sentences(options: tuple[str, ...], said: str
     done = run("bench", "attention", "--device", "cpu", "--batch", "1", "--context", "4", *options)
     assert done.code != 0
     assert said in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize("load", [("--clients", "2", "--seconds", "60"), ("--trace",)], ids=["clients", "trace"])
+def test_a_server_that_answers_nothing_is_a_sentence_and_no_file(
+    load: tuple[str, ...], trace: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "r"
+    with FakeServer(error_after=1) as server:
+        options = (*load, trace) if "--trace" in load else load
+        done = run("bench", "serve", "--url", server.url, *options, "--out", out, "--json")
+    assert done.code == 2
+    assert "requests to http://127.0.0.1" in done.err
+    assert "failed" in done.err
+    assert "The model ran out of pages." in done.err
+    assert list(done.json) == ["error"]
+    assert list(tmp_path.glob("r*")) == []
+
+
+def test_a_server_without_a_chat_template_is_asked_for_completions(tmp_path: Path) -> None:
+    with FakeServer(chats=False) as server:
+        load = ("--clients", "2", "--seconds", "0.5", "--tokens", "3")
+        done = run("bench", "serve", "--url", server.url, *load, "--out", tmp_path / "r")
+        assert done.code == 0, done.err
+        assert "completions, not chats" in done.out
+        (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+        assert (row["chat"], row["failures"]) == (False, 0)
+        assert server.paths.count("/v1/chat/completions") == 1
 
 
 def test_a_server_gets_the_same_load(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

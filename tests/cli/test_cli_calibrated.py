@@ -18,6 +18,11 @@ def test_without_a_text_the_model_writes_its_own(small_model: Path, tmp_path: Pa
     assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
 
 
+def test_without_a_scheme_it_is_the_recommended_one(small_model: Path, tmp_path: Path) -> None:
+    cost = json.loads(succeed("quantize", small_model, tmp_path / "q", *SMALL, "--dry-run", "--json").out)
+    assert cost["scheme"] == "auto:bits=4.0"
+
+
 def test_a_checkpoint_is_trained_and_its_curve_drawn(small_model: Path, tmp_path: Path) -> None:
     succeed("quantize", small_model, tmp_path / "q", "--scheme", "auto:bits=2.9,tune=none", *SMALL)
     options = ("--teacher", small_model, "--steps", "3", "--batch", "2", "--length", "32", "--device", "cpu")
@@ -44,7 +49,6 @@ def test_quantizing_with_training_leaves_its_losses_and_a_plot(small_model: Path
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("quantize", "MODEL", "OUT"), "--scheme"),
         (("quantize", "MODEL", "OUT", "--scheme", "auto:bits=0.5"), "1.1 to 8.5"),
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--calib", "nowhere.txt"), "nowhere.txt"),
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--rows", "0"), "--rows"),

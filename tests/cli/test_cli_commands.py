@@ -34,9 +34,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored_bits_per_weight(path: Path) -> float:
-    """Bytes of the quantized tensors in the shards, times 8, over their weights; nothing but files is asked."""
+    """Bytes of the layers' quantized tensors, times 8, over their weights; nothing but files is asked."""
     specs = json.loads((path / "config.json").read_text())["quantization_config"]["tensors"]
-    coded = {m: s for m, s in specs.items() if s["format"] != "dense"}
+    coded = {m: s for m, s in specs.items() if s["format"] != "dense" and ".layers." in m}
     size = 0
     for shard in path.glob("*.safetensors"):
         for name, t in safetensors.torch.load_file(shard).items():
@@ -66,8 +66,29 @@ def test_inspect_lists_every_matrix(quantized: Path) -> None:
     assert len(layers) == 3 * 7 + 2
     up = layers["model.layers.1.mlp.up_proj"]
     assert (up["format"], up["shape"], up["bits"], up["group"]) == ("bcq", [100, 72], 3, 24)
-    assert layers["lm_head"]["format"] == layers["model.embed_tokens"]["format"] == "dense"
-    assert seen["weights"] == sum(x["shape"][0] * x["shape"][1] for x in layers.values() if x["format"] != "dense")
+    assert layers["lm_head"]["bits"] == layers["model.embed_tokens"]["bits"] == 8
+    assert seen["weights"] == sum(x["shape"][0] * x["shape"][1] for n, x in layers.items() if ".layers." in n)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "bits"),
+    [
+        (SCHEME, ("--head", "none"), 32),
+        (SCHEME, ("--head", "4"), 4),
+        (SCHEME, (), 8),
+        ("fp16", (), 32),
+        ("keep", (), 32),
+    ],
+)
+def test_the_head_has_8_bits_unless_told_otherwise(
+    tiny_model: Path, tmp_path: Path, scheme: str, options: tuple[str, ...], bits: int
+) -> None:
+    made = succeed("quantize", tiny_model, tmp_path / "q", "--scheme", scheme, *options, "--json").json
+    layers = {x["name"]: x for x in succeed("inspect", tmp_path / "q", "--json").json["layers"]}
+    assert layers["lm_head"]["bits"] == layers["model.embed_tokens"]["bits"] == bits
+    inside = [x for n, x in layers.items() if ".layers." in n]
+    weights = sum(x["shape"][0] * x["shape"][1] for x in inside)
+    assert made["bits_per_weight"] == pytest.approx(8 * sum(x["bytes"] for x in inside) / weights)
 
 
 def test_inspect_shows_a_table(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +111,7 @@ def test_overrides_reach_their_matrices(tiny_model: Path, tmp_path: Path) -> Non
     assert found["model.layers.0.mlp.down_proj"] == ("uniform", 8)  # the first pattern that matches counts
     assert found["model.layers.0.mlp.up_proj"] == ("dense", 16)
     assert found["model.layers.1.mlp.up_proj"] == ("bcq", 3)
-    assert list(seen["overrides"]) == ["*.down_proj", "model.layers.0.*"]
+    assert list(seen["overrides"]) == ["*.down_proj", "model.layers.0.*", "lm_head", "model.embed_tokens"]
 
 
 def test_quantize_says_what_it_made_also_where_the_name_has_brackets(tiny_model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 import crelle.cli.demo
 from crelle import LLM, Sampling
-from crelle.cli.demo import PROMPT, SCHEMES
+from crelle.cli.demo import _LABELS, PLAIN, PROMPT, SCHEMES
 from crelle.errors import CrelleError
 from crelle.eval import smollm2
 from crelle.eval.report import Row
@@ -57,7 +57,8 @@ def test_demo_prints_a_table_and_leaves_picture_figures_and_checkpoints(first: D
     out, shown, figures = first.out, first.shown, first.figures
     assert [row["scheme"] for row in figures["rows"]] == list(ALL)
     for row in figures["rows"]:
-        (line,) = [line for line in shown.splitlines() if line.startswith("│") and row["scheme"] in line]
+        label = _LABELS.get(row["scheme"], row["scheme"])
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"│ {label} ")]
         assert f"{row['bits_per_weight']:.3f}" in line
         assert f"{row['perplexity']:.2f}" in line
         assert row["tokens_per_second"] > 0
@@ -65,6 +66,8 @@ def test_demo_prints_a_table_and_leaves_picture_figures_and_checkpoints(first: D
     assert bits[0] == 16
     assert max(bits[1:]) < 6
     assert str(out / "perplexity.png") in shown
+    assert [point["scheme"] for point in figures["compared"]] == list(PLAIN)
+    assert f"crelle chat {out / 'gptq-bits=4-group=64'}" in shown.replace("\n", "")
     with Image.open(out / "perplexity.png") as image:
         assert image.format == "PNG"
         assert image.size > (600, 400)

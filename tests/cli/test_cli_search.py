@@ -1,6 +1,8 @@
 """crelle search: plan, page and picture; what cannot be is a sentence."""
 
+import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from conftest import write_tiny_model
 from in_process import Result, run, succeed
 
-from crelle.eval.plan_eval import smallest_meeting
+from crelle.eval.plan_eval import rank_correlation, smallest_meeting
 from crelle.formats.checkpoint import Checkpoint
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.pipeline import measure
@@ -93,6 +95,61 @@ def test_max_perplexity_takes_the_smallest_that_meets_it(tmp_path: Path) -> None
     assert "no plan has a perplexity of at most 2" in none.err
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[object, ...]]:
+    """A model that is quantized in no time, and a text to measure it on."""
+    folder = tmp_path_factory.mktemp("small")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 36, "intermediate_size": 50, "head_dim": 6}
+    (folder / "text.txt").write_text("Some words, and some more of them. " * 20)
+    options = ("--text", folder / "text.txt", "--context", "32", "--windows", "2", "--target-bits", "4", *SMALL)
+    return write_tiny_model(folder / "model", **sizes), options
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_check_compares_the_front_with_measured_losses(
+    small: tuple[Path, tuple[object, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, confirmed: bool
+) -> None:
+    """Measured losses are made up: in the order of the predicted ones, or in another."""
+    made = itertools.count(1)
+
+    def perplexity(*_: object, **__: object) -> float:
+        i = next(made)
+        return 1e6 / i if confirmed else 1e6 * (1 + i % 2)
+
+    monkeypatch.setattr("crelle.eval.plan_eval.plan_perplexity", perplexity)
+    model, options = small
+    done = run("search", model, *options, "--check", "4", "--out", tmp_path / "found", "--json")
+    assert done.code == (0 if confirmed else 1)
+    found = done.json
+    points = found["check"]["points"]
+    assert len(points) == 4
+    assert found["check"]["agrees"] is confirmed
+    assert (found["check"]["rank_correlation"] == pytest.approx(1)) is confirmed
+    full = found["check"]["full_perplexity"]
+    assert [p["measured_loss"] for p in points] == pytest.approx([math.log(p["perplexity"] / full) for p in points])
+    assert [p["bits_per_weight"] for p in points] == sorted(p["bits_per_weight"] for p in points)
+    assert points[0]["bits_per_weight"] == found["front"][0]["bits_per_weight"]
+    assert points[-1]["bits_per_weight"] == found["front"][-1]["bits_per_weight"]
+    assert (tmp_path / "found" / "front.html").read_text().count('class="measured"') == 4
+    assert ("do not follow" in done.err) is not confirmed
+
+
+def test_check_measures_what_quantizing_gives(small: tuple[Path, tuple[object, ...]]) -> None:
+    model, options = small
+    done = run("search", model, *options, "--check", "2", "--memory", "1GB")
+    assert "rank correlation" in done.out
+    assert done.code in (0, 1)  # random weights: a prediction of them may fail
+    assert "measured loss" in done.out
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3, 9], [0.1, 0.2, 7, 8]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 9], [8, 7, 0.2, 0.1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert rank_correlation([1, 1, 2], [5, 5, 6]) == pytest.approx(1)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+
+
 def test_bisection_finds_the_smallest() -> None:
     plans = [Plan({"m": BitConfig(2, 32)}, float(bits), 1.0 / bits) for bits in range(1, 20)]
     for most in range(1, 20):
@@ -116,6 +173,9 @@ def test_bisection_finds_the_smallest() -> None:
         (("--target-bits", "3", "--per", "layer"), "layer"),
         (("--target-bits", "3", "--recipe", "fp16"), "bits and group"),
         (("--target-bits", "3", "--rows", "0"), "at least 1"),
+        (("--target-bits", "3", "--check", "1"), "at least 2"),
+        (("--target-bits", "3", "--memory", "much"), "much"),
+        (("--target-bits", "3", "--memory", "10KB"), "--memory"),
         (("--target-bits", "3", "--calib", "nowhere.txt"), "nowhere.txt"),
         (("--target-bits", "3", "--device", "abacus"), "abacus"),
     ],

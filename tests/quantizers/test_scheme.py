@@ -56,7 +56,7 @@ def test_scheme_strings_round_trip(quantizer: RTN | BCQ | GPTQ | HBCQ | Cast) ->
         ("rtn:symmetric=true", "rtn:bits=4,group=128,symmetric=true"),
         ("bcq:rounds=20,bias=true", "bcq:bits=3,group=128"),
         ("bcq:rounds=0,bias=false", "bcq:bits=3,group=128,rounds=0,bias=false"),
-        ("gptq:damp=1e-2,free=true,static=true", "gptq:bits=3,group=128,free=true"),
+        ("gptq:damp=2e-1,free=true,static=true", "gptq:bits=3,group=128,free=true"),
         ("gptq:damp=.05,act_order=false", "gptq:bits=3,group=128,act_order=false,damp=0.05"),
         ("hbcq:bits=2,feedback=true,solve=false", "hbcq:bits=2,group=128,solve=false"),
         ("fp16", "fp16"),

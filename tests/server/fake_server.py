@@ -43,6 +43,7 @@ class FakeServer:
     precisions: tuple[int, ...] = ()
     api_key: str | None = None
     failure: tuple[int, dict[str, Any] | str, dict[str, str]] | None = None  # status, body, headers
+    chats: bool = True  # false: chats are refused, as where a model has no chat template
     break_after: int | None = None  # words after which the stream ends without [DONE]
     error_after: int | None = None  # words after which an error comes down the stream
     dribble: bool = False  # every few bytes on their own, so that events and characters arrive in pieces
@@ -135,6 +136,8 @@ class FakeServer:
             text = said if isinstance(said, str) else json.dumps(said)
             return web.Response(text=text, status=status, headers=headers, content_type="application/json")
         chat = request.path.endswith("chat/completions")
+        if chat and not self.chats:
+            return web.json_response({"error": {"message": "this model has no chat template"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.running += 1
         try:

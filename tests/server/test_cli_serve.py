@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from conftest import Run, write_tiny_model
 from in_process import run
-from tiny_server import nested_llm, nested_model
+from tiny_server import nested_llm, nested_model, serving
 
-from crelle import Sampling
+from crelle import LLM, Sampling
 
 
 @contextmanager
@@ -147,11 +148,40 @@ def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -
     assert says in result.err
 
 
-def test_without_aiohttp_the_remedy_is_named() -> None:
+def test_bench_of_a_model_without_a_chat_template_asks_for_completions(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "base", max_position_embeddings=512)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with serving(LLM.load(model, device="cpu")) as server:
+        load = ("--clients", "2", "--seconds", "0.5", "--prompt", "4", "--tokens", "3", "--ignore-eos")
+        done = run("bench", "serve", "--url", server.url, *load, "--json")
+        assert done.code == 0, done.err
+        assert (done.json["chat"], done.json["failures"]) == (False, 0)
+        assert done.json["tokens"] > 0
+        assert server.state.metrics.requests["/v1/chat/completions", 400] == 1, "one to find out"
+
+
+@pytest.mark.parametrize("missing", ["aiohttp", "msgspec", "prometheus_client"])
+def test_without_its_libraries_the_remedy_is_named(missing: str) -> None:
     code = (
-        "import sys; sys.modules['aiohttp'] = None; sys.argv = ['crelle', 'serve', 'x']\n"
+        f"import sys; sys.modules['{missing}'] = None; sys.argv = ['crelle', 'serve', 'x']\n"
         "from crelle.cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "pip install 'crelle[server]'" in done.stderr
+    assert f"crelle serve needs {missing}: pip install 'crelle[server]'" in done.stderr
+
+
+def test_all_else_works_without_the_servers_libraries() -> None:
+    """As on a machine that only measures: every module of crelle but the server's can be imported."""
+    code = (
+        "import pkgutil, sys, importlib\n"
+        "for name in ('aiohttp', 'msgspec', 'prometheus_client'): sys.modules[name] = None\n"
+        "import crelle.bench, crelle.cli, crelle.engine, crelle.eval\n"
+        "for package in (crelle.bench, crelle.cli, crelle.engine, crelle.eval):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

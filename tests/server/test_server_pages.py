@@ -14,7 +14,7 @@ from tiny_server import CONTEXT, Running, body_of, post, serving, slow_down, sta
 from crelle import LLM
 from crelle.errors import FormatError, SchemeError
 from crelle.server import handlers
-from crelle.server.metrics import Histogram, Rate
+from crelle.server.metrics import Rate, histogram
 from crelle.server.responses import TextOffset
 from crelle.server.settings import Keys, is_loopback
 from crelle.server.token_text import TokenTexts
@@ -108,12 +108,36 @@ def test_metrics_count(llm: LLM) -> None:
         assert [found[f"crelle_{name}"] for name in zero] == [0] * 5
 
 
+def test_metrics_have_the_names_and_types_that_dashboards_know(server: Running) -> None:
+    gauges = """ready queue_length queue_limit texts_running requests_running requests_waiting kv_pages kv_pages_used
+        kv_pages_cached tokens_per_second"""
+    counters = """steps tokens_run tokens_drawn tokens_reused prompt_tokens preemptions texts_finished texts_failed
+        disconnects slow_readers timeouts requests"""
+    want = {f"crelle_{name}": "gauge" for name in gauges.split()}
+    want |= {f"crelle_{name}_total": "counter" for name in counters.split()}
+    want |= dict.fromkeys(("crelle_time_to_first_token_seconds", "crelle_time_per_token_seconds"), "histogram")
+    assert status(complete(server)) == 200
+    head, _, page = server.get("/metrics").partition(b"\r\n\r\n")
+    assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8" in head
+    kinds = dict(line.split()[2:] for line in page.decode().splitlines() if line.startswith("# TYPE"))
+    assert kinds == want
+    names = {re.sub(r"_(bucket|sum|count)$", "", name.split("{")[0]) for name in numbers(server)}
+    assert names == set(want)
+
+
+def test_servers_in_one_process_count_apart(server: Running, llm: LLM) -> None:
+    assert status(complete(server)) == 200
+    with serving(llm) as other:
+        assert numbers(other)["crelle_time_to_first_token_seconds_count"] == 0
+
+
 def test_histogram_and_rate() -> None:
-    histogram = Histogram("h", "", (1.0, 2.0))
+    counted = histogram("h", "", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 5.0):
-        histogram.observe(value)
-    buckets = [line for line in histogram.lines() if "bucket" in line]
-    assert buckets == ['h_bucket{le="1.0"} 2', 'h_bucket{le="2.0"} 3', 'h_bucket{le="+Inf"} 4']
+        counted.observe(value)
+    (metric,) = counted.collect()
+    buckets = [(sample.labels["le"], sample.value) for sample in metric.samples if sample.name == "h_bucket"]
+    assert buckets == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
     rate = Rate()
     for second in range(20):
         rate.sample(10 * second, now=float(second))

@@ -258,6 +258,8 @@ def serve(
         torch.cuda.reset_peak_memory_stats()
     before, load = engine.stats, EngineLoad(engine, seed=seed, progress=progress)
     report = load.closed_loop(clients, seconds, prompt, tokens) if trace is None else load.trace(trace, stop)
+    if report.failures == report.requests:
+        raise CapacityError(f"all {report.requests} requests failed ({report.reasons})")
     stats, plan = engine.stats, engine.plan
     shared = {f.name for f in fields(EngineLoadResult)} & {f.name for f in fields(LoadReport)} - {"model"}
     return EngineLoadResult(

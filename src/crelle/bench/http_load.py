@@ -12,7 +12,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LONGEST_PAUSE = 5.0  # seconds that a refused client waits at most, whatever Retry-After says
 _PAUSE = 0.1  # and where it says nothing
 _TIMEOUT = 600.0  # seconds for one answer, unless told
+_BUSY = {429, 503}  # a server that is full or starting: it may answer later
 
 __all__ = ["Arrival", "Call", "LoadReport", "Percentiles", "Progress", "poisson", "run_closed_loop", "run_trace"]
 
@@ -39,9 +40,10 @@ class LoadOptions(TypedDict, total=False):
 
     api_key: str | None
     model: str | None  # default: the first that the server lists
-    chat: bool  # default: true; false asks /v1/completions
+    chat: bool | None  # default: true; false asks /v1/completions, None whichever of the two answers
     extra: Mapping[str, Any] | None  # further fields of each request (temperature is 0 unless named here)
     timeout: float  # seconds for one answer
+    give_up: int | None  # first requests that may fail, none being answered, before the run ends with an error
     progress: Progress | None
 
 
@@ -67,7 +69,7 @@ def run_closed_loop(
 
     url: of the server, with or without /v1.  prompts: taken in order by whichever client is free.
     A refused client waits as long as the server says. Failures are counted, not raised; but a server that does not
-    list its models raises a CrelleError before anything is sent.
+    list its models raises a CrelleError before anything is sent, and with `give_up` so does one that answers nothing.
     """
     timeout = options.get("timeout", _TIMEOUT)
     for name, value in {"clients": clients, "seconds": seconds, "max_tokens": max_tokens, "timeout": timeout}.items():
@@ -87,8 +89,8 @@ def run_closed_loop(
                         pause = min(call.retry_after or _PAUSE, _LONGEST_PAUSE, seconds - load.now())
                         await asyncio.sleep(max(0.0, pause))
 
-            await asyncio.gather(*(client() for _ in range(clients)))
-            return LoadReport.of(load.base, load.model, clients, seconds, load.calls)
+            await _all(client() for _ in range(clients))
+            return load.report(clients, seconds)
 
     return asyncio.run(run())
 
@@ -109,8 +111,8 @@ def run_trace(url: str, arrivals: Sequence[Arrival], **options: Unpack[LoadOptio
                 await asyncio.sleep(a.at - load.now())
                 await load.call(a.at, a.prompt, a.max_tokens, float("inf"))
 
-            await asyncio.gather(*map(client, arrivals))
-            return LoadReport.of(load.base, load.model, None, load.now(), load.calls)
+            await _all(map(client, arrivals))
+            return load.report(None, load.now())
 
     return asyncio.run(run())
 
@@ -134,9 +136,10 @@ async def _open(
     *,
     api_key: str | None = None,
     model: str | None = None,
-    chat: bool = True,
+    chat: bool | None = True,
     extra: Mapping[str, Any] | None = None,
     timeout: float = _TIMEOUT,
+    give_up: int | None = None,
     progress: Progress | None = None,
 ) -> AsyncIterator["_Load"]:
     try:
@@ -150,8 +153,10 @@ async def _open(
     connector = aiohttp.TCPConnector(limit=0)  # as many connections as there are clients
     times = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(connector=connector, timeout=times, headers=headers) as session:
-        load = _Load(session, base, model or await _first_model(session, base), chat, dict(extra or {}), progress)
-        yield load
+        model = model or await _first_model(session, base)
+        if chat is None:
+            chat = await _can_chat(session, base, model)
+        yield _Load(session, base, model, chat, dict(extra or {}), give_up, progress)
 
 
 async def _first_model(session: "ClientSession", base: str) -> str:
@@ -166,6 +171,21 @@ async def _first_model(session: "ClientSession", base: str) -> str:
         raise CrelleError(f"no server at {base}: {_why(e)}") from e
 
 
+async def _can_chat(session: "ClientSession", base: str, model: str) -> bool:
+    """Ask for one token as a chat, then as a completion: a model without a chat template answers the second only."""
+    refusals = []
+    asked = {"model": model, "max_tokens": 1}
+    for chat, prompt in ((True, {"messages": [{"role": "user", "content": "Hello"}]}), (False, {"prompt": "Hello"})):
+        try:
+            async with session.post(base + _path(chat), json={**asked, **prompt}) as response:
+                if response.status < 400 or response.status in _BUSY:
+                    return chat
+                refusals.append(f"{_path(chat)} {await _refusal(response)}")
+        except _broken() as e:
+            refusals.append(f"{_path(chat)} {_why(e)}")
+    raise CrelleError(f"{base} answers neither chats nor completions: {'; '.join(refusals)}")
+
+
 class _Load:
     """The clients' common side: a session, a clock, and the calls so far."""
 
@@ -176,12 +196,13 @@ class _Load:
         model: str,
         chat: bool,
         extra: dict[str, Any],
+        give_up: int | None,
         progress: Progress | None,
     ) -> None:
         self.session, self.base, self.model, self.chat, self.extra = session, base, model, chat, extra
         self.calls: list[Call] = []
         self.failures = 0
-        self._progress = progress
+        self._give_up, self._progress = give_up, progress
         self._begun = time.perf_counter()
 
     def now(self) -> float:
@@ -192,10 +213,9 @@ class _Load:
         asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
         body = {"model": self.model, "max_tokens": max_tokens, **asked, **options, **self.extra}
-        path = "/v1/chat/completions" if self.chat else "/v1/completions"
         received = _Response()
         try:
-            async with self.session.post(self.base + path, json=body) as response:
+            async with self.session.post(self.base + _path(self.chat), json=body) as response:
                 received.status = response.status
                 if response.status == 200:
                     await self._listen(response, received)
@@ -211,7 +231,24 @@ class _Load:
         self.failures += call.error is not None
         if self._progress:
             self._progress(self.now(), len(self.calls) - self.failures, self.failures)
+        if self._give_up is not None and call.error is not None and call.status not in _BUSY:
+            self._require_an_answer(self._give_up)
         return call
+
+    def _require_an_answer(self, least: int) -> None:
+        """Raise where at least so many requests have failed and none was answered."""
+        if self.failures == len(self.calls) >= least:
+            which, said = "all" if least == 1 else "the first", self._sum_up(None, self.now()).reasons
+            raise CrelleError(f"{which} {self.failures} requests to {self.base}{_path(self.chat)} failed ({said})")
+
+    def report(self, clients: int | None, seconds: float) -> LoadReport:
+        """Sum up; a run without one answer is no measurement where `give_up` is set."""
+        if self._give_up is not None:
+            self._require_an_answer(1)
+        return self._sum_up(clients, seconds)
+
+    def _sum_up(self, clients: int | None, seconds: float) -> LoadReport:
+        return LoadReport.of(self.base, self.model, clients, seconds, self.calls, chat=self.chat)
 
     async def _listen(self, response: "ClientResponse", received: "_Response") -> None:
         rest = b""
@@ -268,6 +305,20 @@ class _Response:
             error=self.error,
             retry_after=self.retry_after,
         )
+
+
+async def _all(clients: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all clients; the first error ends them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(client)
+    except ExceptionGroup as e:
+        raise e.exceptions[0] from None
+
+
+def _path(chat: bool) -> str:
+    return "/v1/chat/completions" if chat else "/v1/completions"
 
 
 def _retry_after(response: "ClientResponse") -> float | None:

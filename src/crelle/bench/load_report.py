@@ -72,6 +72,12 @@ class LoadReport:
     answer: Percentiles | None  # seconds for a whole answer
     errors: dict[str, int]  # sentence: how often
     calls: tuple[Call, ...]  # in the order in which they began
+    chat: bool = True  # over HTTP: whether chats were asked for, or completions
+
+    @property
+    def reasons(self) -> str:
+        """The most frequent errors as one sentence."""
+        return "; ".join(f"{times} times: {sentence}" for sentence, times in list(self.errors.items())[:3])
 
     def summary(self) -> dict[str, Any]:
         """Return all but the single calls, ready for JSON."""
@@ -80,7 +86,9 @@ class LoadReport:
         return found
 
     @classmethod
-    def of(cls, url: str, model: str, clients: int | None, seconds: float, calls: Sequence[Call]) -> "LoadReport":
+    def of(
+        cls, url: str, model: str, clients: int | None, seconds: float, calls: Sequence[Call], *, chat: bool = True
+    ) -> "LoadReport":
         fine = [c for c in calls if c.error is None]
         whole = [c for c in fine if not c.cut]
         tokens = round(sum(c.tokens * c.within for c in fine))
@@ -102,4 +110,5 @@ class LoadReport:
             answer=Percentiles.of([c.seconds for c in whole]),
             errors=dict(Counter(c.error for c in calls if c.error is not None).most_common()),
             calls=tuple(sorted(calls, key=lambda c: c.begun)),
+            chat=chat,
         )

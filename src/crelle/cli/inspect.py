@@ -24,8 +24,8 @@ NAME = "inspect"
 def run(model: Model, plot: Plot = None, json: Json = False) -> None:
     """Show a model's matrices, their formats and their true size.
 
-    Bits per weight count every scale and zero point of the quantized matrices; dense ones (embeddings, head) are
-    listed, but not counted.
+    Bits per weight are those of the layers' quantized matrices, every scale and zero point counted; embedding and head
+    are listed, but not counted.
 
     **Example**: `crelle inspect out/smollm2-3bit`
 
@@ -73,21 +73,22 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.formats.checkpoint import Checkpoint
     from crelle.formats.open import open_weights
     from crelle.models.nested import offered
+    from crelle.quantizers.pipeline import is_layer
 
     weights = open_weights(model, encoded=True)
     modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
     layers: list[dict[str, Any]] = []
-    counted: list[dict[str, Any]] = []  # the quantized ones; all of them where there are none
+    quantized: list[str] = []
     for name in modules:
         w = weights.matrix(name)
         facts = {"name": name, "format": w.format, "shape": list(w.shape), "bits": w.bits, "group": w.group}
         facts |= {"shares": _shares(w), "outliers": w.spec().get("outliers", 0), "activation": _activation(w)}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
-        if w.quantized:
-            counted.append(layers[-1])
+        quantized += [name] if w.quantized else []
     if not layers:
         raise FormatError(f"{model} holds no matrix, so there is nothing to show")
-    counted = counted or layers
+    chosen = [m for m in quantized if is_layer(m)] or quantized or modules
+    counted = [x for x in layers if x["name"] in chosen]
     count = sum(x["shape"][0] * x["shape"][1] for x in counted)
     size = sum(x["bytes"] for x in counted)
     root = weights.path

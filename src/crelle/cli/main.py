@@ -42,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Make large language models 1 to 4 bits small and run them fast.\n\n"
-    "Start with `crelle demo`, or: `crelle quantize MODEL OUT --scheme bcq:bits=3,group=64`, then "
+    "Start with `crelle demo`, or: `crelle quantize MODEL OUT --scheme auto:bits=4`, then "
     "`crelle generate OUT --prompt 'Hello'`.",
 )
 

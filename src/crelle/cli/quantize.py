@@ -6,23 +6,42 @@ from typing import Annotated
 import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
-from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads, warn
+from crelle.cli.console import (
+    Device,
+    Devices,
+    Json,
+    Threads,
+    device_or_devices,
+    err,
+    out,
+    print_json,
+    tracking,
+    use_threads,
+    warn,
+)
 from crelle.cli.quantize_cost import DeviceMemory, as_json, show
 from crelle.cli.training_plot import draw_training
 from crelle.errors import SchemeError
 
 NAME = "quantize"
+SCHEME = "auto:bits=4"
+_HEAD = "8"  # bits: half the bytes of a step of a small model are its head's, and 8 bits lose nothing that shows
 
 
 def run(
+    context: typer.Context,
     source: Annotated[
         Path, typer.Argument(metavar="SRC", help="A Hugging Face directory (plain, GPTQ, AWQ, …) or a .gguf file.")
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
-    scheme: Annotated[str | None, typer.Option("--scheme", help="The recipe, e.g. auto:bits=3.35.")] = None,
+    scheme: Annotated[str | None, typer.Option("--scheme", help=f"The recipe; default: {SCHEME}.")] = None,
     head: Annotated[
         str | None,
-        typer.Option("--head", metavar="BITS|SCHEME", help="Quantize the embedding and the output head too."),
+        typer.Option(
+            "--head",
+            metavar="none|BITS|SCHEME",
+            help="How embedding and output head are quantized; default: 8 bits where the layers are.",
+        ),
     ] = None,
     override: Annotated[
         list[str] | None,
@@ -35,7 +54,8 @@ def run(
     rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 64,
     length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
     own: Annotated[int, typer.Option("--own", help="Sequences sampled from the model besides, for other text.")] = 0,
-    device: Device = "cpu",
+    device: Device = "auto",
+    devices: Devices = None,
     memory: DeviceMemory = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing: measure a layer, print what all would take.")
@@ -51,8 +71,9 @@ def run(
 
     **Schemes**
 
-    - `auto:bits=3.35`: the recommended recipe, at most that many bits per weight, every scale counted; minutes on a
-      CPU. `auto:bits=3.35,tune=full` adds end-to-end training: better still, minutes on a GPU, hours on a CPU
+    - `auto:bits=3.35`: the recommended recipe (default: `auto:bits=4`), at most that many bits per weight of the
+      layers, every scale counted; minutes on a CPU. `auto:bits=3.35,tune=full` adds end-to-end training: better still,
+      minutes on a GPU, hours on a CPU
 
     - `fp16`, `bf16`, `fp32`: only stored at that width
 
@@ -87,8 +108,14 @@ def run(
 
     `crelle quantize model.gguf out/m --scheme bcq:bits=2,group=64 --head 4`
 
+    The embedding and the output head have 8 bits where the layers are quantized: `--head none` leaves them as they
+    are, `--head 4` makes them smaller. Bits per weight are those of the layers.
+
     `--dry-run` quantizes the first layer only, into a temporary directory, and prints stages, minutes and gigabytes
     that the whole model would take on this machine. `--memory 16GB` bounds what calibration uses of a GPU.
+
+    `--devices 0,1` spreads calibration and training over several GPUs (`all`: all that are visible): sequences of the
+    calibration data, matrices of a stage, rows of training batches. Results differ from one GPU's in their last digits.
 
     A run that was killed continues with `--resume` and ends in the same bytes. A scheme that trains leaves its losses
     in OUT/training.json and plots them in OUT/training.png.
@@ -110,14 +137,14 @@ def run(
     if plan is not None:
         scheme, planned = _planned(plan, scheme)
         overrides |= {m: s for m, s in planned.items() if m not in overrides}
-    if scheme is None:
-        raise SchemeError("name a recipe with --scheme, e.g. --scheme auto:bits=3.35, or a plan with --plan")
+    scheme = scheme or SCHEME
     looks = any(parse(s).calibrated for s in (scheme, *overrides.values()))
     text = calibration_text(calib, rows=rows, length=length, own=own) if looks else None
     options = {
         "text": text,
-        "device": device,
-        "head": head_scheme(head),
+        "device": device_or_devices(context, device, devices),
+        "devices": devices,
+        "head": head_scheme(head, scheme),
         "overrides": overrides,
         "memory": None if memory is None else parse_bytes(memory),
     }
@@ -160,6 +187,15 @@ def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:
     return scheme or plan.scheme, dict(plan.overrides)
 
 
-def head_scheme(head: str | None) -> str | None:
+def head_scheme(head: str | None, scheme: str) -> str | None:
     """Return the scheme that --head means: a bare number of bits is round to nearest in groups of 64."""
-    return f"rtn:bits={head},group=64" if head and head.lstrip("-").isdigit() else head
+    from crelle.quantizers.base import GroupedConfig
+    from crelle.quantizers.scheme import parse
+
+    if head is None:
+        head = _HEAD if isinstance(parse(scheme), GroupedConfig) else "none"
+    if head == "none":
+        return None
+    if not head.lstrip("-").isdigit():
+        return head
+    return f"rtn:bits={head},group=64" + (",symmetric=true" if head == "8" else "")  # as GGUF's Q8_0 has it

@@ -35,7 +35,7 @@ def show(cost: "QuantizeCost") -> None:
     table.add_row("all", *(_seconds(sum(each.values())) for each in (*cost.layer_seconds, cost.once_seconds)))
     out.print(table)
     lines = [
-        f"{cost.rows} sequences of {cost.length} tokens on {cost.device}, {cost.bits_per_weight:.3f} bits per weight"
+        f"{cost.rows} sequences of {cost.length} tokens on {_where(cost)}, {cost.bits_per_weight:.3f} bits per weight"
     ]
     if cost.device_peak_bytes is not None and cost.device_reserved_bytes is not None:
         peak, reserved = cost.device_peak_bytes / 1e9, cost.device_reserved_bytes / 1e9
@@ -48,6 +48,10 @@ def show(cost: "QuantizeCost") -> None:
     lines.append(f"whole model, extrapolated ({_how(cost)}): {cost.extrapolated_seconds / 60:.1f} min")
     for line in (*lines, *cost.left_out):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _where(cost: "QuantizeCost") -> str:
+    return cost.device if cost.devices == 1 else f"{cost.devices} devices ({cost.device}; figures are of the first)"
 
 
 def _how(cost: "QuantizeCost") -> str:

@@ -1,6 +1,7 @@
 """crelle search: mixed precision, bits and group size of every matrix."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,12 +9,14 @@ import typer
 from rich.table import Column, Table
 
 from crelle.cli.console import Device, Json, Model, Threads, draw_whole, err, out, print_json, tracking, use_threads
+from crelle.cli.quantize_cost import DeviceMemory
 from crelle.errors import SchemeError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from crelle.eval.pareto import ParetoPlot
+    from crelle.eval.plan_eval import FrontCheck
     from crelle.quantizers.base import BitConfig
     from crelle.quantizers.search import ParetoFront, Plan
 
@@ -55,10 +58,14 @@ def run(
     per: Annotated[
         str, typer.Option("--per", help="One setting for each `matrix`, or for each `kind`: all q alike, all k, …")
     ] = "matrix",
+    check: Annotated[
+        int, typer.Option("--check", metavar="N", help="Quantize N plans of the front and compare their losses.")
+    ] = 0,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Write plan.json, front.html and front.png into this folder.")
     ] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
+    memory: DeviceMemory = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -66,7 +73,9 @@ def run(
 
     The loss of each setting of each matrix is predicted from one forward and one backward pass through the
     full-precision model; then the whole Pareto front is solved exactly. `--max-perplexity` quantizes in
-    memory and measures, and takes the smallest plan that meets it.
+    memory and measures, and takes the smallest plan that meets it. `--check 5` measures five plans of the
+    front in the same way and prints predicted against measured losses; where their ranks disagree, the
+    command ends with exit code 1.
 
     **Examples**
 
@@ -75,6 +84,7 @@ def run(
 
     `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
     """
+    from crelle.engine.memory import parse_bytes
     from crelle.formats.destination import destination, refuse_other_files, refuse_overlap
     from crelle.quantizers.plan_file import write_plan
 
@@ -82,6 +92,8 @@ def run(
         raise SchemeError("give either --target-bits, e.g. 3.0, or --max-perplexity")
     if target_bits is not None and not 1 <= target_bits <= 16:
         raise SchemeError(f"--target-bits must be 1 to 16, got {target_bits:g}")
+    if check < 0 or check == 1:
+        raise SchemeError(f"--check compares plans, so it takes at least 2, got {check}")
     if rows < 1 or length < 8 or windows < 1 or context < 8:
         raise SchemeError("--rows and --windows must be at least 1, --length and --context at least 8")
     settings = _settings(target_bits, bits, groups)
@@ -91,22 +103,30 @@ def run(
             refuse_overlap(destination(folder / result), calib, text, beside=())
         refuse_other_files(folder, _RESULTS, "plan.json", "plan_version")
     use_threads(threads)
-    job = _Job(model, device, calib, rows, length)
+    job = _Job(model, device, calib, rows, length, None if memory is None else parse_bytes(memory))
     front, plot_of = job.front(settings, recipe, per)
     plans = front.plans(_POINTS)
     perplexities: dict[float, float] = {}
+    measured = _Measured(job, text, context, windows) if check or max_perplexity is not None else None
     if target_bits is not None:
         plan = front.at(target_bits)
     else:
-        plan, perplexities = job.smallest(plans, max_perplexity or 0.0, text, context, windows)
+        assert measured is not None
+        plan, perplexities = measured.smallest(plans, max_perplexity or 0.0)
+    checked = measured.check(plans, check, perplexities) if check and measured is not None else None
+    if checked is not None:
+        perplexities |= dict(zip((p.bits_per_weight for p in checked.plans), checked.perplexities, strict=True))
     plan.notes.update({"model": model.name, "per": per, "rows": rows, "length": job.rows.shape[1]})
-    plot = plot_of(plans, plan, perplexities)
+    plot = replace(plot_of(plans, plan, perplexities), full=None if measured is None else measured.full)
     if folder is not None:
         _write(folder, plot, write_plan)
     if json:
-        print_json(_summary(plan, plans, perplexities))
+        print_json(_summary(plan, plans, perplexities) | _check_summary(checked))
+        _exit_unless_agreed(checked)
         return
     out.print(_table(plot))
+    if checked is not None:
+        _show_check(checked)
     out.print(
         f"chosen: {plan.bits_per_weight:.3f} bits per weight, predicted loss {plan.loss:.4g}"
         + (f"; {folder / 'plan.json'}: crelle quantize {model} OUT --plan {folder / 'plan.json'}" if folder else ""),
@@ -114,12 +134,13 @@ def run(
         markup=False,
         soft_wrap=True,
     )
+    _exit_unless_agreed(checked)
 
 
 class _Job:
     """The calibration model and its calibration sequences."""
 
-    def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int) -> None:
+    def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int, memory: int | None) -> None:
         from crelle.engine.calibration_data import rows_of
         from crelle.engine.tokenizer import Tokenizer
         from crelle.eval.text import read_text
@@ -131,7 +152,7 @@ class _Job:
         if calib is None:
             text = text[len(text) // 2 :]  # the first half is for --max-perplexity
         weights = open_weights(path)
-        self.device = choose_device(device)
+        self.device, self.memory = choose_device(device), memory
         self.tokenizer = Tokenizer.of(weights)
         self.model = open_model(weights, self.device)
         self.rows: Tensor = rows_of(self.tokenizer, text, min(length, self.model.spec.context), rows)
@@ -141,6 +162,7 @@ class _Job:
     ) -> "tuple[ParetoFront, Callable[[list[Plan], Plan, dict[float, float]], ParetoPlot]]":
         """Measure sensitivities and solve; also return a function that plots the result."""
         from crelle.eval.pareto import ParetoPlot
+        from crelle.quantizers.device_limit import device_limit
         from crelle.quantizers.plan_file import config_of
         from crelle.quantizers.search import ParetoFront, uniform
         from crelle.quantizers.sensitivity import sensitivities
@@ -148,8 +170,10 @@ class _Job:
         if per not in ("matrix", "kind"):
             raise SchemeError(f"--per must be matrix or kind, got '{per}'")
         config = config_of(recipe)
-        with tracking("measuring") as track:
-            measured = sensitivities(self.model, self.rows, settings, device=self.device, progress=track)
+        with tracking("measuring") as track, device_limit(self.device, self.memory):
+            measured = sensitivities(
+                self.model, self.rows, settings, device=self.device, memory=self.memory, progress=track
+            )
         front = ParetoFront(measured, recipe=config, per="kind" if per == "kind" else "matrix")
 
         def plot(plans: "list[Plan]", chosen: "Plan", perplexities: dict[float, float]) -> "ParetoPlot":
@@ -159,32 +183,84 @@ class _Job:
 
         return front, plot
 
-    def smallest(
-        self, plans: "list[Plan]", most: float, text: Path | None, context: int, windows: int
-    ) -> "tuple[Plan, dict[float, float]]":
+
+class _Measured:
+    """Perplexities of plans, quantized in memory, on a text."""
+
+    def __init__(self, job: _Job, text: Path | None, context: int, windows: int) -> None:
         from crelle.engine.calibration_data import rows_of
-        from crelle.eval.plan_eval import dequantized, open_perplexity, smallest_meeting
+        from crelle.eval.plan_eval import open_perplexity
         from crelle.eval.text import read_text
 
-        rows = rows_of(self.tokenizer, read_text(text), min(context, self.model.spec.context))[:windows]
-        full = open_perplexity(self.model, rows, self.device)
-        err.print(f"perplexity of the model as it is: {full:.3f}", highlight=False)
+        self._job = job
+        self._windows = rows_of(job.tokenizer, read_text(text), min(context, job.model.spec.context))[:windows]
+        self.full = open_perplexity(job.model, self._windows, job.device)
+        err.print(f"perplexity of the model as it is: {self.full:.3f}", highlight=False)
 
-        def measure(plan: "Plan") -> float:
-            with tracking(f"{plan.bits_per_weight:.3f} bits:") as track:
-                weights = dequantized(self.model, plan.overrides, self.rows, self.device, track)
-            found = open_perplexity(self.model, rows, self.device, weights)
-            err.print(f"{plan.bits_per_weight:.3f} bits per weight: perplexity {found:.3f}", highlight=False)
-            return found
+    def perplexity(self, plan: "Plan") -> float:
+        from crelle.eval.plan_eval import plan_perplexity
+        from crelle.quantizers.device_limit import device_limit
 
-        plan, tried = smallest_meeting(plans, most, measure)
+        job = self._job
+        with tracking(f"{plan.bits_per_weight:.3f} bits:") as track, device_limit(job.device, job.memory):
+            found = plan_perplexity(
+                job.model, plan.overrides, job.rows, self._windows, job.device, memory=job.memory, progress=track
+            )
+        err.print(f"{plan.bits_per_weight:.3f} bits per weight: perplexity {found:.3f}", highlight=False)
+        return found
+
+    def smallest(self, plans: "list[Plan]", most: float) -> "tuple[Plan, dict[float, float]]":
+        """Return the smallest plan that meets a perplexity, and those of all that were tried."""
+        from crelle.eval.plan_eval import smallest_meeting
+
+        plan, tried = smallest_meeting(plans, most, self.perplexity)
         if plan is None:
             bits, best = next(iter(tried.items()))
             raise UnsupportedError(
                 f"no plan has a perplexity of at most {most:g}: the largest, {bits:.3f} bits per weight, has "
-                f"{best:.3f}, the model as it is {full:.3f}; allow more bits with --bits, or a higher perplexity"
+                f"{best:.3f}, the model as it is {self.full:.3f}; allow more bits with --bits, or a higher perplexity"
             )
         return plan, tried
+
+    def check(self, plans: "list[Plan]", count: int, known: dict[float, float]) -> "FrontCheck":
+        """Compare `count` plans with their prediction; those that are known are not measured again."""
+        from crelle.eval.plan_eval import check
+
+        def perplexity_of(plan: "Plan") -> float:
+            found = known.get(plan.bits_per_weight)
+            return self.perplexity(plan) if found is None else found
+
+        return check(plans, count, self.full, perplexity_of)
+
+
+def _check_summary(checked: "FrontCheck | None") -> dict[str, Any]:
+    if checked is None:
+        return {}
+    points = [
+        {"bits_per_weight": p.bits_per_weight, "predicted_loss": p.loss, "measured_loss": loss, "perplexity": found}
+        for p, loss, found in zip(checked.plans, checked.measured, checked.perplexities, strict=True)
+    ]
+    correlation = {"rank_correlation": checked.rank_correlation, "agrees": checked.agrees}
+    return {"check": {"full_perplexity": checked.full, **correlation, "points": points}}
+
+
+def _show_check(checked: "FrontCheck") -> None:
+    table = Table(Column("bits per weight", justify="right"), "predicted loss (nats)", "measured loss", "perplexity")
+    for p, loss, found in zip(checked.plans, checked.measured, checked.perplexities, strict=True):
+        table.add_row(f"{p.bits_per_weight:.3f}", f"{p.loss:.4g}", f"{loss:.4g}", f"{found:.3f}")
+    out.print(table)
+    out.print(f"rank correlation of predicted and measured losses: {checked.rank_correlation:.3f}", highlight=False)
+
+
+def _exit_unless_agreed(checked: "FrontCheck | None") -> None:
+    """End with exit code 1 where the measured losses do not have the order of the predicted ones."""
+    if checked is not None and not checked.agrees:
+        err.print(
+            "the measured losses do not follow the predicted ones: take more calibration data with --rows, or data "
+            "that is more like the text",
+            highlight=False,
+        )
+        raise typer.Exit(1)
 
 
 def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[BitConfig]":

@@ -85,9 +85,9 @@ def run(
         from crelle.server.run import serve
         from crelle.server.settings import Keys, Settings
     except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "aiohttp":
+        if (missing := (e.name or "").split(".")[0]) not in ("aiohttp", "msgspec", "prometheus_client"):
             raise
-        raise UnsupportedError("crelle serve needs aiohttp: pip install 'crelle[server]'") from e
+        raise UnsupportedError(f"crelle serve needs {missing}: pip install 'crelle[server]'") from e
 
     settings = Settings(
         host=host,

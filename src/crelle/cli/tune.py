@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, Threads, out, print_json, tracking, use_threads, warn
+from crelle.cli.console import (
+    Device,
+    Devices,
+    Json,
+    Threads,
+    device_or_devices,
+    out,
+    print_json,
+    tracking,
+    use_threads,
+    warn,
+)
 from crelle.cli.training_plot import draw_training
 from crelle.errors import SchemeError
 
@@ -13,6 +24,7 @@ NAME = "tune"
 
 
 def run(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="DIR", help="A Crelle checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
     teacher: Annotated[
@@ -48,6 +60,7 @@ def run(
         bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
     ] = False,
     device: Device = "auto",
+    devices: Devices = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -83,7 +96,8 @@ def run(
             own=own,
             length=length,
             what="all" if train == "all" else "scales",
-            device=device,
+            device=device_or_devices(context, device, devices),
+            devices=devices,
             resume=resume,
             overwrite=overwrite,
             low_memory=low_memory,

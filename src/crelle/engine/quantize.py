@@ -1,10 +1,11 @@
 """Quantize a model with everything that a scheme needs: calibration data, a calibration model, end-to-end training.
 
-`crelle.quantizers.pipeline` works on weights alone; this module adds tokenizer and models.
+`crelle.quantizers.pipeline` works on weights alone; this module adds tokenizer and models. On several devices what
+follows the first checks runs in a process for each of them (crelle.engine.rank_processes).
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
 from crelle.engine.first_layers import FirstLayers, layer_count
-from crelle.engine.quantize_cost import PLANNING_ROWS, QuantizeCost, measure
+from crelle.engine.quantize_cost import QuantizeCost, measure
+from crelle.engine.quantize_plan import SUFFIX, forget_plan, planned, refuse_other_file
+from crelle.engine.rank_devices import chosen, devices_of
+from crelle.engine.rank_processes import run_ranks
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
@@ -25,10 +29,12 @@ from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, choose_device, family_of, in_usual_form, read_spec
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
+from crelle.quantizers.base import Quantizer
 from crelle.quantizers.device_limit import device_limit
 from crelle.quantizers.finetune import TuneReport, What, tune
 from crelle.quantizers.layer_api import Progress
 from crelle.quantizers.pipeline import Calibration, Report
+from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.trained import TrainedConfig
 from crelle.quantizers.training import Training
@@ -55,6 +61,7 @@ def quantize(
     *,
     text: CalibrationData | None = None,
     device: str = "auto",
+    devices: str | None = None,
     head: str | None = None,
     overrides: Mapping[str, str] | None = None,
     memory: int | None = None,
@@ -64,26 +71,77 @@ def quantize(
 ) -> Report:
     """Quantize `source` into a checkpoint at `out`; schemes that calibrate need `text`.
 
-    `memory`: bytes that calibration may use of the device.
+    `memory`: bytes that calibration may use of the device. `devices`: several instead of one, like "0,1".
     """
     begun = perf_counter()
     out = destination(out)
-    chosen = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
-    trained = chosen[0] if isinstance(chosen[0], TrainedConfig) else None
+    configs = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
+    trained = configs[0] if isinstance(configs[0], TrainedConfig) else None
     staged = trained is not None and trained.tune == "full"
-    refuse_overlap(out, source, beside=(PARTIAL, _STAGE, _STAGE + PARTIAL) if staged else (PARTIAL,))
+    refuse_overlap(out, source, beside=(PARTIAL, SUFFIX, *((_STAGE, _STAGE + PARTIAL) if staged else ())))
     refuse_existing(out, resume=resume, overwrite=overwrite)
+    if isinstance(configs[0], Auto):
+        refuse_other_file(out)
     if staged:
         _refuse_stage(_stage_of(out), resume, overwrite)
-    calibration = None
-    if any(q.calibrated for q in chosen):
+    if any(q.calibrated for q in configs):
         if text is None:
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
         _require_family(source, scheme, out)
+    spread = devices_of(devices, device)
+    _can_be_spread(len(spread), scheme, configs)
+    arguments = {
+        "source": source,
+        "out": out,
+        "scheme": scheme,
+        "text": text,
+        "head": head,
+        "overrides": overrides,
+        "memory": memory,
+        "resume": resume,
+        "overwrite": overwrite,
+    }
+    if len(spread) > 1:
+        report: Report = run_ranks(quantize_on, spread, arguments, progress)
+    else:
+        with chosen(spread, device) as one:
+            report = quantize_on(device=one, progress=progress, **arguments)  # type: ignore[arg-type]
+    return replace(report, seconds=perf_counter() - begun)
+
+
+def _can_be_spread(count: int, scheme: str, configs: Sequence[Quantizer]) -> None:
+    """Say why a scheme does not use so many devices."""
+    if count > 1 and not any(q.calibrated for q in configs):
+        raise UnsupportedError(
+            f"scheme '{scheme}' looks at no data and works on a CPU, so --devices has nothing to spread"
+        )
+    for q in configs[:1]:
+        if isinstance(q, TrainedConfig) and q.tune != "none" and count > (batch := q.block_training().batch):
+            raise UnsupportedError(f"scheme '{scheme}' trains on {batch} sequences a step, so at most {batch} devices")
+
+
+def quantize_on(
+    source: str | Path,
+    out: Path,
+    scheme: str,
+    *,
+    text: CalibrationData | None,
+    device: str,
+    head: str | None,
+    overrides: Mapping[str, str] | None,
+    memory: int | None,
+    resume: bool,
+    overwrite: bool,
+    progress: Progress | None,
+) -> Report:
+    """Quantize on one device, or as one of several ranks."""
+    config = parse(scheme)
+    calibration = None
+    if text is not None and any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())):
         calibration = replace(_calibration(source, text, choose_device(device), progress), memory=memory)
-    if isinstance(chosen[0], Auto) and calibration is not None:
-        overrides = dict(overrides or {}) | _plan(chosen[0], source, calibration, progress)
-    options = {
+    if isinstance(config, Auto) and calibration is not None:
+        overrides = _plan(config, source, out, calibration, overrides or {}, resume, overwrite, progress)
+    options: dict[str, object] = {
         "view": in_usual_form,
         "head": head,
         "overrides": overrides,
@@ -92,14 +150,15 @@ def quantize(
         "progress": progress,
     }
     with device_limit(choose_device(device), memory):
-        if staged:
-            assert trained is not None
+        if isinstance(config, TrainedConfig) and config.tune == "full":
             assert calibration is not None
             assert text is not None
-            report = _in_two_stages(source, out, trained, calibration, text, options)  # type: ignore[arg-type]
+            report = _in_two_stages(source, out, config, calibration, text, options)
         else:
             report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
-    return replace(report, seconds=perf_counter() - begun)
+    if isinstance(config, Auto) and world().first:
+        forget_plan(out)
+    return report
 
 
 def dry_run(
@@ -108,12 +167,42 @@ def dry_run(
     *,
     text: CalibrationData | None = None,
     device: str = "auto",
+    devices: str | None = None,
     head: str | None = None,
     overrides: Mapping[str, str] | None = None,
     memory: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
     """Quantize the first layer of a model (on a GPU two: the first one warms up) and say what all of it would cost."""
+    spread = devices_of(devices, device)
+    _can_be_spread(len(spread), scheme, [parse(s) for s in (scheme, *(overrides or {}).values())])
+    arguments = {
+        "source": source,
+        "scheme": scheme,
+        "text": text,
+        "head": head,
+        "overrides": overrides,
+        "memory": memory,
+    }
+    if len(spread) > 1:
+        cost: QuantizeCost = run_ranks(dry_run_on, spread, arguments, progress)
+        return cost
+    with chosen(spread, device) as one:
+        return dry_run_on(device=one, progress=progress, **arguments)  # type: ignore[arg-type]
+
+
+def dry_run_on(
+    source: str | Path,
+    scheme: str,
+    *,
+    text: CalibrationData | None,
+    device: str,
+    head: str | None,
+    overrides: Mapping[str, str] | None,
+    memory: int | None,
+    progress: Progress | None,
+) -> QuantizeCost:
+    """Measure on one device, or as one of several ranks."""
     weights = open_weights(source, encoded=True)
     if isinstance(weights, Checkpoint):
         raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
@@ -124,7 +213,7 @@ def dry_run(
         if text is None:
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
         length = min(text.length, read_spec(weights).context)
-        tokens = rows_of(Tokenizer.of(weights), text.text, length, text.rows + text.own, text.seed)
+        tokens = _rows(weights, text.text, length, text.rows + text.own, text.seed)
         if text.own:
             left_out.append(f"sampling {text.own} sequences from the model comes on top and is not in these figures")
     matching = pipeline.matching(overrides or {}, in_usual_form(first))
@@ -152,17 +241,33 @@ def _calibration(
 ) -> Calibration:
     weights = open_weights(source)
     length = min(text.length, read_spec(weights).context)
-    rows = rows_of(Tokenizer.of(weights), text.text, length, text.rows, text.seed)
+    rows = _rows(weights, text.text, length, text.rows, text.seed)
     if text.own:
         own = _own_rows(weights, rows, text.own, length, device, text.seed, progress)
         rows = torch.cat([rows, own])
     return Calibration(rows, open_model, device)
 
 
-def _plan(auto: Auto, source: str | Path, calibration: Calibration, progress: Progress | None) -> dict[str, str]:
-    """Choose bits and group for every matrix."""
-    model = calibration.open(open_weights(source), calibration.device)
-    return auto.plan(model, calibration.tokens[:PLANNING_ROWS], calibration.device, progress)
+def _rows(weights: Weights, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
+    """Split a text into sequences; of several ranks the first one does."""
+    return world().once_tensor(lambda: rows_of(Tokenizer.of(weights), text, length, limit, seed))
+
+
+def _plan(
+    auto: Auto,
+    source: str | Path,
+    out: Path,
+    calibration: Calibration,
+    given: Mapping[str, str],
+    resume: bool,
+    overwrite: bool,
+    progress: Progress | None,
+) -> dict[str, str]:
+    """Choose bits and group for every matrix that was not given another scheme; of several ranks the first one does."""
+    found: dict[str, str] = world().once(
+        lambda: planned(auto, source, out, calibration, resume=resume, overwrite=overwrite, progress=progress)
+    )
+    return dict(given) | {module: scheme for module, scheme in found.items() if module not in given}
 
 
 def _own_rows(
@@ -170,8 +275,15 @@ def _own_rows(
 ) -> Tensor:
     """Sample sequences from the full-precision model: half continue 16 tokens of the text, half a single token of it.
 
-    The first half stays close to the text's domain, the other covers whatever else the model knows.
+    The first half stays close to the text's domain, the other covers whatever else the model knows. Of several ranks
+    the first one samples, so that they are the same sequences as with one.
     """
+    return world().once_tensor(lambda: _sample(weights, rows, count, length, device, seed, progress))
+
+
+def _sample(
+    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
+) -> Tensor:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build(weights, device, dtype=dtype)
     chance = torch.Generator().manual_seed(seed)
@@ -197,7 +309,7 @@ def _in_two_stages(
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_spec(weights).context)
-    rows = rows_of(Tokenizer.of(weights), text.text, length)
+    rows = _rows(weights, text.text, length)
     own = _own_rows(weights, rows, trained.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
     report = tune(
         Checkpoint(base),
@@ -213,6 +325,8 @@ def _in_two_stages(
         overwrite=bool(options["overwrite"]),
         progress=options["progress"],  # type: ignore[arg-type]
     )
+    if not world().first:
+        return first
     left = remove_directory(base)
     size, count = pipeline.measure(Checkpoint(out, verify=False))
     warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
@@ -246,12 +360,14 @@ def tune_checkpoint(
     length: int = 512,
     what: What = "scales",
     device: str = "auto",
+    devices: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     low_memory: bool | None = None,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Train a checkpoint end to end on a text, distilling from a teacher where there is one."""
+    begun = perf_counter()
     out = destination(out)
     refuse_overlap(out, source, teacher)
     refuse_existing(out, resume=resume, overwrite=overwrite)
@@ -262,10 +378,53 @@ def tune_checkpoint(
         raise SchemeError(
             "without a teacher there is no model to sample sequences from; leave --own out or give --teacher"
         )
+    spread = devices_of(devices, device)
+    if len(spread) > training.batch:
+        raise SchemeError(f"{training.batch} sequences a step (--batch) cannot be spread over {len(spread)} devices")
+    arguments = {
+        "source": source,
+        "teacher": teacher,
+        "out": out,
+        "training": training,
+        "text": text,
+        "own": own,
+        "length": length,
+        "what": what,
+        "resume": resume,
+        "overwrite": overwrite,
+        "low_memory": low_memory,
+    }
+    if len(spread) > 1:
+        report: TuneReport = run_ranks(tune_on, spread, arguments, progress)
+    else:
+        with chosen(spread, device) as one:
+            report = tune_on(device=one, progress=progress, **arguments)  # type: ignore[arg-type]
+    return replace(report, seconds=perf_counter() - begun)
+
+
+def tune_on(
+    source: str | Path,
+    teacher: str | Path | None,
+    out: Path,
+    training: Training,
+    *,
+    text: str,
+    own: int,
+    length: int,
+    what: What,
+    device: str,
+    resume: bool,
+    overwrite: bool,
+    low_memory: bool | None,
+    progress: Progress | None,
+) -> TuneReport:
+    """Train on one device, or as one of several ranks."""
+    checkpoint = open_weights(source)
+    assert isinstance(checkpoint, Checkpoint)
     full = None if teacher is None else open_weights(teacher)
     where = choose_device(device)
     length = min(length, read_spec(checkpoint).context)
-    rows = rows_of(Tokenizer.of(checkpoint), text, length)
+    rows = _rows(checkpoint, text, length)
     if own and full is not None:
         rows = torch.cat([rows, _own_rows(full, rows, own, length, where, training.seed, progress)])
     return tune(

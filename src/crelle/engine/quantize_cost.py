@@ -21,16 +21,14 @@ from crelle.models.calibration_model import open_model
 from crelle.models.loader import in_usual_form
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
-from crelle.quantizers.calibrate import memory_for
 from crelle.quantizers.device_limit import device_limit
 from crelle.quantizers.layer_api import Progress
 from crelle.quantizers.memory_plan import CalibrationMemory
 from crelle.quantizers.pipeline import Calibration
+from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stage_times import SEARCH, StageTimes, recording
 from crelle.quantizers.trained import TrainedConfig
-
-PLANNING_ROWS = 16  # sequences on which sensitivities are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class QuantizeCost:
     model: str
     scheme: str
     device: str
+    devices: int  # that share the work, of which the first was measured
     rows: int
     length: int
     layers: int  # of the whole model
@@ -87,16 +86,17 @@ def measure(
     with (
         recording(device) as times,
         device_limit(device, memory),
-        tempfile.TemporaryDirectory(prefix="crelle-cost-") as directory,
+        tempfile.TemporaryDirectory(prefix="crelle-cost-") as own,
     ):
+        directory = world().value(own)  # of the rank that writes
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         overrides = dict(overrides or {})
         if isinstance(recipe, Auto) and recipe.search and calibration is not None:
             overrides |= _search(recipe, weights, calibration, times)
         planned = None
-        if tokens is not None and recipe.calibrated:
-            planned = memory_for(open_model(weights, device), tokens, device, budget=memory)
+        if calibration is not None and recipe.calibrated:
+            _, planned = pipeline.own_part(calibration, open_model(weights, device))
         seen = _Shards(times, progress)
         report = pipeline.quantize(
             weights,
@@ -111,7 +111,7 @@ def measure(
     if not seen.layers:
         raise SchemeError(f"{weights.path} has no layers to measure")
     once = dict(seen.once)
-    if SEARCH in once:  # its cost is of each layer, and of the head
+    if SEARCH in once:  # its cost is of each layer; the output head is a stage of its own
         measured = len(seen.layers)
         once[SEARCH] *= layers / measured
         if measured < layers:
@@ -123,6 +123,7 @@ def measure(
         model=weights.path.name,
         scheme=str(recipe),
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        devices=world().size,
         rows=0 if tokens is None else tokens.shape[0],
         length=0 if tokens is None else tokens.shape[1],
         layers=layers,
@@ -157,6 +158,10 @@ class _Shards:
 
 
 def _search(auto: Auto, weights: Weights, calibration: Calibration, times: StageTimes) -> dict[str, str]:
-    with times.stage(SEARCH):
+    def plan() -> dict[str, str]:
         model = calibration.open(weights, calibration.device)
-        return auto.plan(model, calibration.tokens[:PLANNING_ROWS], calibration.device, None)
+        return auto.plan(model, calibration.tokens, calibration.device, None, calibration.memory)
+
+    with times.stage(SEARCH):
+        found: dict[str, str] = world().once(plan)
+    return found

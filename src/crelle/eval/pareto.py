@@ -23,6 +23,14 @@ class ParetoPlot:
     chosen: Plan
     uniforms: Mapping[BitConfig, Plan]  # one setting for all matrices, to compare with
     perplexities: Mapping[float, float]  # of the plans that were tried, by bits per weight
+    full: float | None = None  # perplexity of the model as it is, where plans were tried
+
+    def measured(self) -> dict[float, float]:
+        """Return losses above 0 of the plans that were tried, in nats above the model as it is, by bits per weight."""
+        full = self.full
+        if full is None:
+            return {}
+        return {bits: math.log(p / full) for bits, p in sorted(self.perplexities.items()) if p > full}
 
     def rows(self) -> list[tuple[Plan, bool]]:
         """The front with the chosen plan among it, each with whether it is the chosen one."""
@@ -39,11 +47,13 @@ def plot_pareto(path: Path, plot: ParetoPlot) -> None:
     for i, (setting, p) in enumerate(_shown_uniforms(plot.uniforms).items()):
         axes.plot(p.bits_per_weight, p.loss, "o", color=COLOURS[2], ms=4, label="" if i else "one setting for all")
         axes.annotate(str(setting), (p.bits_per_weight, p.loss), xytext=(4, 4), textcoords="offset points", fontsize=7)
+    if tried := plot.measured():
+        axes.plot(list(tried), list(tried.values()), "s--", color=COLOURS[1], ms=5, lw=1, label="measured")
     if plot.chosen.loss > 0:
         axes.plot(plot.chosen.bits_per_weight, plot.chosen.loss, "D", color=COLOURS[0], ms=8, label="chosen")
     if shown:
         axes.set_yscale("log")
-    axes.set(xlabel="bits per weight (scales counted)", ylabel="predicted loss (log scale)", title=plot.title)
+    axes.set(xlabel="bits per weight (scales counted)", ylabel="loss, nats (log scale)", title=plot.title)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=130)
@@ -79,6 +89,7 @@ padding:0 1rem}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
 svg{max-width:100%;height:auto}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
 .grid{stroke:var(--faint)}.curve{stroke:var(--line);fill:none;stroke-width:2}.best{fill:var(--line)}.dot{fill:var(--dot)}
+.measured{fill:none;stroke:var(--ink);stroke-width:2}
 .cell text{fill:#fff;text-anchor:middle}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
@@ -97,11 +108,12 @@ def _shown_uniforms(uniforms: Mapping[BitConfig, Plan]) -> dict[BitConfig, Plan]
 
 def _curve(plot: ParetoPlot) -> str:
     shown, uniforms = _shown(plot.plans), _shown_uniforms(plot.uniforms)
-    points = [*shown, *uniforms.values()]
+    points, tried = [*shown, *uniforms.values()], plot.measured()
     if not points:
         return "<p>No plan loses anything.</p>"
     left, right = (f(p.bits_per_weight for p in points) for f in (min, max))
-    low, high = math.floor(math.log10(min(p.loss for p in points))), math.ceil(math.log10(max(p.loss for p in points)))
+    losses = [*(p.loss for p in points), *tried.values()]
+    low, high = math.floor(math.log10(min(losses))), math.ceil(math.log10(max(losses)))
     high = max(high, low + 1)
 
     def x(bits: float) -> float:
@@ -122,13 +134,16 @@ def _curve(plot: ParetoPlot) -> str:
     for setting, p in uniforms.items():
         place = f'cx="{x(p.bits_per_weight):.1f}" cy="{y(p.loss):.1f}"'
         parts.append(f'<circle class="dot" {place} r="4"><title>all matrices {setting}: {_words(p)}</title></circle>')
+    for bits, loss in tried.items():
+        place = f'x="{x(bits) - 4:.1f}" y="{y(loss) - 4:.1f}" width="8" height="8"'
+        parts.append(f'<rect class="measured" {place}><title>measured: {bits:.3f} bits, loss {loss:.4g}</title></rect>')
     if plot.chosen.loss > 0:
         place = f'cx="{x(plot.chosen.bits_per_weight):.1f}" cy="{y(plot.chosen.loss):.1f}"'
         parts.append(f'<circle class="best" {place} r="7"><title>chosen: {_words(plot.chosen)}</title></circle>')
     middle = (_LEFT + _WIDTH) / 2
     parts.append(
         f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">bits per weight; predicted loss upwards (log); '
-        "line: best plans, small dots: one setting for all, large dot: chosen</text>"
+        "line: best plans, small dots: one setting for all, squares: measured, large dot: chosen</text>"
     )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="front">{"".join(parts)}</svg>'
 

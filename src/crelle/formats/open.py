@@ -13,6 +13,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.hf import HFDirectory
 from crelle.formats.io import looks_pickled, read_json, refuse_pickle
+from crelle.formats.nearby import meant_instead, models_in
 from crelle.formats.ownership import CONFIG, is_checkpoint
 
 
@@ -54,7 +55,7 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
     """
     path = Path(path)
     if not path.exists():
-        raise FormatError(f"{path} does not exist; give a model directory (config.json, *.safetensors) or a .gguf file")
+        raise FormatError(f"{path} does not exist; {meant_instead(path)}")
     if path.is_file():
         with open(path, "rb") as f:
             magic = f.read(4)
@@ -66,7 +67,9 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
             raise refuse_pickle(path)
         raise FormatError(f"{path} is neither a GGUF file nor a directory; give a model directory or a .gguf file")
     if not (path / CONFIG).is_file():
-        raise FormatError(f"{path} has no config.json, so it is not a model directory")
+        inside = [str(m) for m in models_in(path)[:4]]
+        hint = f"; there are models in it: {', '.join(inside)}" if inside else ""
+        raise FormatError(f"{path} has no config.json, so it is not a model directory{hint}")
     config = read_json(path / CONFIG)
     if is_checkpoint(config):
         return Checkpoint(path, verify)

@@ -6,7 +6,9 @@ codes are companded, because what lies far below a block's maximum matters too:
     second moment   v = most (c/255)⁴             c uint8
 Rounding is stochastic, and keeps the mean of the moment: with the nearest code one that shrinks by a few percent a step
 would stay where it is. No gradient outlives the step of its weight, so norms of all gradients are not known: an update
-is at most one learning rate in each weight instead, which Adam with exact moments hardly ever exceeds.
+is at most one learning rate in each weight instead, which Adam with exact moments hardly ever exceeds. Several ranks
+(crelle.quantizers.ranks) sum the gradients weight by weight too, from the last one to the first: where a weight is used
+on the rows of some ranks alone, as an expert's may be, backward reaches it at another time or never.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crelle.quantizers.training import Training, rate_at
+from crelle.quantizers.ranks import world
+from crelle.quantizers.training import Training, rate_at, share
 
 _BLOCK = 256
 _PIECE = 1 << 24  # weights that are updated at a time: bounds the temporaries
@@ -82,8 +85,10 @@ class LowMemoryStep:
         self.optimizer = torch.optim.AdamW(self.scales, lr=t.scale_rate, betas=_BETAS, weight_decay=0.0, fused=True)
         self.step = 0
         self._chance = torch.Generator(device)
+        self._world = world()
+        self._next = 0  # of the weights that wait for their turn, the one whose turn it is
         self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._update, i))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.weights)
         ]
 
@@ -93,20 +98,42 @@ class LowMemoryStep:
             hook.remove()
 
     def __call__(self, step: int, *inputs: Tensor) -> Tensor:
-        """Take step number `step` of the schedule; returns the loss before it."""
-        self.step = step
+        """Take step number `step` of the schedule on this rank's rows of a batch; returns its share of the loss."""
+        self.step, self._next = step, len(self.weights) - 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.t.scale_rate * rate_at(step, self.t)
         loss = self.loss(*inputs)
+        if not self._world.alone:
+            loss = loss * share(inputs[0], self.t)
         loss.backward()  # type: ignore[no-untyped-call]
+        if not self._world.alone:
+            self._sum_rest()
         nn.utils.clip_grad_norm_(self.scales, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     @torch.no_grad()
-    def _update(self, i: int, p: Tensor) -> None:
+    def _ready(self, i: int, p: Tensor) -> None:
         """Called when backward has the gradient of a weight."""
+        if self._world.alone:
+            self._update(i, p)
+            return
+        while self._next >= 0 and (waiting := self.weights[self._next]).grad is not None:
+            self._world.add(waiting.grad)
+            self._update(self._next, waiting)
+            self._next -= 1
+
+    @torch.no_grad()
+    def _sum_rest(self) -> None:
+        """Take the turns of weights that backward has not reached on this rank, and of those behind them."""
+        for p in (*self.weights[: self._next + 1], *self.scales):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if self._next >= 0:
+            self._ready(self._next, self.weights[self._next])
+        self._world.add_all(p.grad for p in self.scales if p.grad is not None)
+
+    def _update(self, i: int, p: Tensor) -> None:
         assert p.grad is not None
         self._chance.manual_seed((self.t.seed * 1_000_003 + self.step) * 65_537 + i)  # the same in a resumed run
         self.moments[i].update(p, p.grad, self.t.rate * rate_at(self.step, self.t), self.step + 1, self._chance)

@@ -23,7 +23,7 @@ from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.search import ParetoFront
-from crelle.quantizers.sensitivity import candidates, sensitivities
+from crelle.quantizers.sensitivity import candidates, planning_rows, sensitivities
 from crelle.quantizers.stats import Stats
 from crelle.quantizers.trained import Train, TrainedConfig, Tune
 
@@ -68,13 +68,22 @@ class Auto(TrainedConfig, GroupedConfig):
         raise SchemeError(f"{self.bits} bits per weight are too few for a row of {K} inputs")
 
     def plan(
-        self, model: CalibrationModel, rows: Tensor, device: torch.device, progress: Progress | None
+        self,
+        model: CalibrationModel,
+        tokens: Tensor,
+        device: torch.device,
+        progress: Progress | None,
+        memory: int | None = None,
     ) -> dict[str, str]:
-        """Return the scheme of every matrix, by module; empty where there is nothing to choose."""
+        """Return the scheme of every matrix, by module; empty where there is nothing to choose.
+
+        Measured on some of the calibration sequences [S, T]; memory: bytes of the device that may be used.
+        """
         if not self.search:
             return {}
         settings: tuple[Setting, ...] = (*candidates(self.bits), *(MIXED if 2 <= self.bits <= 4 else ()))
-        measured = sensitivities(model, rows, settings, device=device, seed=self.seed, progress=progress)
+        rows = planning_rows(model, tokens)
+        measured = sensitivities(model, rows, settings, device=device, seed=self.seed, memory=memory, progress=progress)
         front = ParetoFront(measured)
         return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
 

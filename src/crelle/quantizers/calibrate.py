@@ -9,6 +9,9 @@ without it a handful of tokens with huge activations would dominate. In memory: 
 what each linear of the quantized layer returns [S, T, N], which otherwise are computed again. On a GPU hidden states
 are bf16, in host memory where they do not fit (crelle.quantizers.memory_plan), and Hessians are sums of products of
 bf16 inputs (crelle.quantizers.half_stats); the next layer is read while this one is quantized.
+
+Of several ranks (crelle.quantizers.ranks) each runs its own sequences. Stats are those of all, the matrices of a stage
+are dealt out, and what a rank has quantized goes to all others, so that they go on with the same layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +28,7 @@ from crelle.quantizers.half_stats import HalfStatsCollector
 from crelle.quantizers.hidden_states import Store, allocate, load
 from crelle.quantizers.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
 from crelle.quantizers.memory_plan import CalibrationMemory, plan_host_memory, plan_memory
+from crelle.quantizers.ranks import deal, world
 from crelle.quantizers.stage_times import FULL, HESSIAN, QUANTIZED, READ, timed
 from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
 
@@ -113,7 +117,8 @@ class Calibrator:
                 self.model.read_ahead(self.next + 1)
             block = full.twin()
         if self.kv is not None:
-            block.round_cache(self.kv, self.hidden.full[:1].to(self.device, torch.float32))
+            one = {"x": self.hidden.full[:1].to(self.device, torch.float32)}
+            block.round_cache(self.kv, world().tensors(one)["x"])
         read: dict[str, list[Tensor]] = {}
         if stats and self.memory.keep:
             read = {stage[0]: [] for stage in full.stages()}
@@ -167,7 +172,7 @@ class LayerCalibration:
         self._calibrator, self._read = calibrator, dict(read)
         self.losses: list[float] = []  # of block-wise training
         self.changed = False  # whether its weights are no longer those of the source, though it computes the same
-        self._token_weight = (token_weight / token_weight.mean()).sqrt_()
+        self._token_weight = (token_weight / world().mean(token_weight)).sqrt_()
         self._tapes: list[Tape] = []  # of the batches, while the stages are quantized one after the other
 
     @property
@@ -193,13 +198,20 @@ class LayerCalibration:
             by_rounding: dict[InputRounding, Stats] = {}
             if rounding is not None:
                 stats = replace(stats, readers=torch.stack([w.T @ w for w in weights.values()]).sum(0))
-            for name, weight in weights.items():
+            of_input: dict[str, Stats] = {}
+            for name in stage:
                 found = None if rounding is None else rounding(name, stats)
                 if found is not None and found not in by_rounding:
                     by_rounding[found] = self.stats(stage[0], found)
-                with slabs_on_gpu(self._calibrator.memory.slab):
-                    fitted[name] = fit(name, weight, stats if found is None else by_rounding[found])
-            self._set({name: fitted[name] for name in stage})
+                of_input[name] = stats if found is None else by_rounding[found]
+            owners = deal({name: w.numel() for name, w in weights.items()}, world().size)
+            mine: dict[str, QuantTensor] = {}
+            with slabs_on_gpu(self._calibrator.memory.slab):
+                for name in (n for n, owner in owners.items() if owner == world().rank):
+                    mine[name] = fit(name, weights[name], of_input[name])
+            here = world().matrices(mine, owners)
+            self._set(here)
+            fitted |= here
         return fitted
 
     @torch.no_grad()

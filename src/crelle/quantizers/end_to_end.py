@@ -3,7 +3,8 @@
     min over all parameters of  mean_t KL(p_t ‖ p̂_t)     p the full-precision model's next-token distribution;
     or the plain language-model loss where there is no teacher (AlphaTuning on a task's text)
 
-Deterministic for a seed.
+Deterministic for a seed. Of several ranks (crelle.quantizers.ranks) each has the whole model and takes its rows of
+every batch; the first one saves the state.
 """
 
 import time
@@ -21,7 +22,8 @@ from crelle.errors import FormatError
 from crelle.formats.io import whole_file
 from crelle.quantizers.adam8 import LowMemoryStep
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
-from crelle.quantizers.training import Training, TrainStep
+from crelle.quantizers.ranks import world
+from crelle.quantizers.training import Training, TrainStep, whole_losses
 
 _CHUNK = 512  # tokens whose logits are in memory at one time, on a CPU and where memory is short
 
@@ -87,11 +89,11 @@ class EndToEnd:
             if (
                 len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps
             ):  # losses are copied to the host every tenth step
-                self.losses += [float(loss) for loss in pending]
+                self.losses += whole_losses(pending)
                 pending.clear()
                 if progress:
                     progress(len(self.losses), self.t.steps, f"loss {sum(self.losses[-10:]) / 10:.4f}")
-                if state is not None and time.monotonic() - saved > save_every:
+                if state is not None and world().first and time.monotonic() - saved > save_every:
                     begun = time.monotonic()
                     self._save(state)
                     saved = time.monotonic()
@@ -103,7 +105,7 @@ class EndToEnd:
         # The batch of a step depends on the seed and the step alone, so that a resumed run sees the same data.
         order = torch.Generator().manual_seed(self.t.seed * 1_000_003 + step)
         pick = torch.randint(0, len(self.tokens), (self.t.batch,), generator=order)
-        return self.step(step, self.tokens[pick].to(self.device))
+        return self.step(step, self.tokens[world().part(pick)].to(self.device))
 
     def _loss_of(self, rows: Tensor) -> Tensor:
         with half_products(self.device, self.t.half):

@@ -34,8 +34,8 @@ class Candidate(Protocol):
 
     def storage(self, shape: tuple[int, int]) -> Spec: ...
 
-    def row_errors(self, target: Tensor, by: LDLFactor) -> Tensor:
-        """Return a fast estimate of the error W - Ŵ of some rows [R, K] of a matrix."""
+    def row_errors(self, weight: Tensor, rows: Tensor, by: LDLFactor) -> Tensor:
+        """Return a fast estimate of the error W - Ŵ [R, K] of some rows [R] of a matrix [N, K]."""
         ...
 
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from time import perf_counter
@@ -26,8 +27,10 @@ from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.end_to_end import EndToEnd, Network
+from crelle.quantizers.first_writer import Encoded, FirstWriter
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, has_half_products
-from crelle.quantizers.pipeline import plan
+from crelle.quantizers.pipeline import Shard, plan
+from crelle.quantizers.ranks import world
 from crelle.quantizers.ste import trainable
 from crelle.quantizers.ste_base import TrainableWeight
 from crelle.quantizers.training import Training
@@ -75,7 +78,7 @@ def tune(
     check_copied_files(checkpoint.path)
     scheme = scheme or f"{checkpoint.scheme}"
     if low_memory is None:
-        low_memory = fast_bytes(checkpoint, training.batch * tokens.shape[1]) > _total_memory(device)
+        low_memory = too_large_for(device, checkpoint, training.batch, tokens.shape[1])
     training = replace(training, low_memory=low_memory)
     recipe = {
         "crelle": __version__,
@@ -84,8 +87,9 @@ def tune(
         "what": what,
         "training": asdict(training),
         "tokens": hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest(),
+        "devices": world().size,  # sums over other parts differ in their last digits
     }
-    with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
+    with FirstWriter(out, recipe, [], resume=resume, overwrite=overwrite) as writer:
         shrink = in_bf16 if training.low_memory and training.half and has_half_products(device) else None
         full = None if teacher is None else Network.of(open_model(teacher, device), shrink)
         coders: dict[str, TrainableWeight] = {}
@@ -95,11 +99,24 @@ def tune(
             raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
         run = EndToEnd(student, list(coders.values()), full, tokens, training, device)
         losses = run.run(writer.partial / STATE, progress)
-        tuned = {name: coder.export().to("cpu") for name, coder in coders.items()}
-        _write(checkpoint, tuned, writer)
-        writer.finish(checkpoint.config, scheme, checkpoint.quantization["overrides"])
+
+        def publish(to: CheckpointWriter) -> None:
+            checkpoint.copy_tokenizer(to.partial)
+            to.finish(checkpoint.config, scheme, checkpoint.quantization["overrides"])
+
+        shards = plan(checkpoint)
+        for i, shard in enumerate(shards, start=1):
+            writer.add(shard_name(i, len(shards)), partial(_encoded, checkpoint, coders, shard))
+        warnings = writer.finish(publish)
     count = sum(p.numel() for c in coders.values() for p in c.parameters())
-    return TuneReport(out, scheme, count, losses, perf_counter() - begun, writer.all_warnings())
+    return TuneReport(out, scheme, count, losses, perf_counter() - begun, warnings)
+
+
+def too_large_for(device: torch.device, checkpoint: Checkpoint, batch: int, length: int) -> bool:
+    """Tell whether the device has too little memory for the fast way, with its rows of a batch."""
+    need, ranks = fast_bytes(checkpoint, -(-batch // world().size) * length), world().size
+    total = _total_memory(device) // (1 if device.type == "cuda" else ranks)  # ranks on a CPU share it
+    return need > total
 
 
 def fast_bytes(checkpoint: Checkpoint, tokens: int) -> int:
@@ -149,11 +166,8 @@ def _source(stored: QuantTensor, weight: Tensor) -> Tensor | None:
     return weight if float(change.square().sum()) < _SAME * float(weight.square().sum()) else None
 
 
-def _write(checkpoint: Checkpoint, tuned: dict[str, QuantTensor], writer: CheckpointWriter) -> None:
-    shards = plan(checkpoint)
-    for i, shard in enumerate(shards, start=1):
-        modules = [n.removesuffix(".weight") for n in shard.tensors]
-        matrices = {m: tuned.get(m) or checkpoint.matrix(m) for m in modules if m in checkpoint.specs}
-        others = {n: checkpoint.read(n) for n in shard.tensors if n.removesuffix(".weight") not in matrices}
-        writer.add(shard_name(i, len(shards)), matrices, others)
-    checkpoint.copy_tokenizer(writer.partial)
+def _encoded(checkpoint: Checkpoint, coders: dict[str, TrainableWeight], shard: Shard) -> Encoded:
+    """Return a shard with the trained matrices, and all else as it was."""
+    modules = [n.removesuffix(".weight") for n in shard.tensors if n.removesuffix(".weight") in checkpoint.specs]
+    matrices = {m: coders[m].export().to("cpu") if m in coders else checkpoint.matrix(m) for m in modules}
+    return matrices, {n: checkpoint.read(n) for n in shard.tensors if n.removesuffix(".weight") not in matrices}, []

@@ -22,7 +22,17 @@ from crelle.formats.bcq import UniformTensor
 from crelle.kernels.cpu import solver
 from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, squared_error
 from crelle.quantizers.base import Group
-from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, feedback_by_group, improve, solve
+from crelle.quantizers.gptq_solver import (
+    DAMP,
+    Fit,
+    LDLFactor,
+    Levels,
+    descend,
+    feedback,
+    feedback_by_group,
+    improve,
+    solve,
+)
 from crelle.quantizers.grouping import TINY, importances, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
@@ -43,7 +53,7 @@ class GPTQ(HessianConfig):
     symmetric: bool = False
     act_order: bool = True
     static: bool = True  # scales fixed before the feedback; otherwise when it reaches their group
-    damp: float = 0.01
+    damp: float = DAMP
     refine: int = 1
     target: bool = True
 

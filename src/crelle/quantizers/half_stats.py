@@ -12,7 +12,7 @@ rounded inputs, to see on a CPU what a GPU gives.
 import torch
 from torch import Tensor
 
-from crelle.quantizers.stats import Stats, StatsCollector
+from crelle.quantizers.stats import Stats, StatsCollector, mirror_
 
 _SLAB = 2048  # rows of a sum that are updated at one time
 _TOKENS = 2048  # whose rounding takes memory in f32 at one time
@@ -40,9 +40,9 @@ class HalfStatsCollector(StatsCollector):
             self._absmax = torch.maximum(self._absmax, size.amax(0))
             self._abssum += size.sum(0)
         assert self._cross is not None
+        add_upper_half(self._hessian, here)
         for begin in range(0, K, _SLAB):
             end = min(begin + _SLAB, K)
-            self._hessian[begin:end, begin:] += _product(here[:, begin:end].T, here[:, begin:])
             self._cross[begin:end] += _product(difference[:, begin:end].T, here)
         self._tokens += T
         some_inputs = x[:: max(1, T // _SAMPLE)]
@@ -50,17 +50,20 @@ class HalfStatsCollector(StatsCollector):
 
     def stats(self) -> Stats:
         """Return the stats; the sums become part of them, so that nothing can be added afterwards."""
+        self._over_ranks()
         T = max(1, self._tokens)
         assert self._cross is not None
-        hessian, K = self._hessian.div_(T), len(self._hessian)
-        for begin in range(0, K, _SLAB):
-            end = min(begin + _SLAB, K)
-            here = hessian[begin:end, begin:end]
-            here.copy_(here.triu() + here.triu(1).T)
-            hessian[end:, begin:end] = hessian[begin:end, end:].T
+        hessian = mirror_(self._hessian.div_(T))
         cross = self._cross.div_(T).add_(hessian)
         sample = torch.cat(self._sample) if self._sample else None
         return Stats(hessian, self._absmax, self._abssum / T, self._tokens, cross, sample)
+
+
+def add_upper_half(sums: Tensor, x: Tensor) -> None:
+    """Add xᵀ x of bf16 inputs [T, K] to the upper triangle of f32 sums [K, K], and to little of the lower one."""
+    for begin in range(0, len(sums), _SLAB):
+        end = min(begin + _SLAB, len(sums))
+        sums[begin:end, begin:] += _product(x[:, begin:end].T, x[:, begin:])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
 from crelle.quantizers.base import Group
 from crelle.quantizers.bcq import binary_scales, signs
-from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, feedback, improve, solve
+from crelle.quantizers.gptq_solver import DAMP, Fit, LDLFactor, Levels, descend, feedback, improve, solve
 from crelle.quantizers.grouping import from_groups, importances, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
@@ -36,7 +36,7 @@ class HBCQ(HessianConfig):
     bias: bool = True  # whether there is a z per group
     feedback: bool = True
     act_order: bool = True
-    damp: float = 0.01
+    damp: float = DAMP
     solve: bool = True  # whether the scales of a row are solved at once
     refine: int = 1
     target: bool = True

@@ -115,9 +115,10 @@ class Mixed(TrainedConfig, HessianConfig):
         four[score.topk(self.counts(K)[1]).indices] = True
         return four
 
-    def row_errors(self, target: Tensor, by: LDLFactor) -> Tensor:
-        """Return the error W - Ŵ of some rows [R, K], without refinement: a fast estimate, for a search."""
-        fit = replace(self, refine=0).fit_rows_of(target, by, self.assign(target, by))
+    def row_errors(self, weight: Tensor, rows: Tensor, by: LDLFactor) -> Tensor:
+        """Return the error W - Ŵ of some rows of a weight [N, K], without refinement: a fast estimate, for a search."""
+        chosen, target = self.assign(weight, by), weight[rows]
+        fit = replace(self, refine=0).fit_rows_of(target, by, Assignment(chosen.four, chosen.outliers[rows]))
         return target - fit.weight()
 
     def counts(self, K: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from crelle.formats.affine import NestedTensor
 from crelle.formats.base import Spec
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, improve, mixing, row_errors, solve
+from crelle.quantizers.gptq_solver import DAMP, Fit, LDLFactor, Levels, improve, mixing, row_errors, solve
 from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
@@ -44,7 +44,7 @@ class Nested(HessianConfig):
     balance: float = 2.0  # how much more an error counts at one bit more: 1 favours the coarsest, 4 the finest
     data: bool = True  # by the layer's output error; otherwise by the weights alone
     act_order: bool = True
-    damp: float = 0.01
+    damp: float = DAMP
     refine: int = 2
     target: bool = True
 

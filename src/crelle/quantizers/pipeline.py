@@ -6,7 +6,8 @@ Quantized are the matrices inside the numbered layers; embeddings, the output he
 (f32 that GGUF unpacked from a quantized type: as f16).
 
 Schemes that need data get it from a `Calibration`: its token sequences run through the layers in step with the shards
-(crelle.quantizers.calibrate), also through those that a resumed run finds finished.
+(crelle.quantizers.calibrate), also through those that a resumed run finds finished. Of several ranks
+(crelle.quantizers.ranks) all take part in calibration, and the first one does everything else.
 """
 
 import hashlib
@@ -36,7 +37,10 @@ from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator, memory_for
+from crelle.quantizers.first_writer import Encoded, FirstWriter
 from crelle.quantizers.layer_api import CalibrationModel, Progress
+from crelle.quantizers.memory_plan import CalibrationMemory
+from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.stage_times import SOLVE, TRAIN, WRITE, timed
 from crelle.quantizers.stats import InputRounding, Stats
@@ -75,7 +79,7 @@ class Report:
 
     out: Path
     scheme: str
-    bits_per_weight: float  # over the quantized matrices, every scale counted
+    bits_per_weight: float  # over the quantized matrices of the layers, every scale counted
     bytes: int  # of those matrices
     seconds: float
     resumed_units: int
@@ -132,41 +136,49 @@ def quantize(
         "source": _fingerprint(weights),
         "scheme": str(default),
         "overrides": [list(item) for item in written.items()],  # a list: the first pattern that matches counts
+        "devices": world().size,  # sums over other parts differ in their last digits
     }
     if calibration is not None and calibrator is not None:
         recipe["calibration"] = calibration.fingerprint()
         if calibration.memory is not None:  # the size of batches follows from it
             recipe["memory"] = calibration.memory
-    if stage and resume and (made := _finished_stage(out, recipe, overwrite)):
-        return made
+    if stage and resume and world().once(lambda: _finished_stage(out, recipe, overwrite)):
+        return _stage_report(out)
     all_weights, done, resumed = sum(s.weights for s in shards), 0, 0
-    with CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite) as writer:
+    files = [shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
+    with FirstWriter(out, recipe, files, resume=resume, overwrite=overwrite) as writer:
         blocks = _block_losses(writer.partial)
-        for i, shard in enumerate(shards, start=1):
-            file = shard_name(i, len(shards))
+        for file, shard in zip(files, shards, strict=True):
             calibrated = calibrator is not None and calibrator.at(shard.name)
             if writer.has(file):
                 resumed += 1
                 if calibrator is not None and calibrated:
                     calibrator.skip(*writer.contents(file))
             elif calibrator is not None and calibrated:
-                encoded, losses = _quantize_layer(weights, shard, default, special, calibrator)
+                encode, losses = _quantize_layer(weights, shard, default, special, calibrator)
                 if losses:
                     blocks[shard.name] = losses
+                if losses and world().first:
                     write_whole(writer.partial / TRAINING, to_json({"losses": [], "blocks": blocks}))
                 with timed(WRITE):
-                    writer.add(file, *encoded)
+                    writer.add(file, encode)
             else:
                 with timed(WRITE):  # reading it too: these are mostly matrices that are copied
-                    writer.add(file, *_quantize_shard(weights, shard, default, special))
+                    writer.add(file, partial(_quantize_shard, weights, shard, default, special))
             done += shard.weights
             if progress:
                 progress(done, all_weights, shard.name)
-        weights.copy_tokenizer(writer.partial)
-        if stage:
-            write_whole(writer.partial / STAGE, to_json({"recipe": recipe, "warnings": writer.all_warnings()}))
-        writer.finish(weights.config, str(default), written)
-    report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, writer.all_warnings())
+
+        def publish(to: CheckpointWriter) -> None:
+            weights.copy_tokenizer(to.partial)
+            if stage:
+                write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": to.all_warnings()}))
+            to.finish(weights.config, str(default), written)
+
+        warnings = writer.finish(publish)
+    if not world().first:
+        return Report(out, str(default), 0.0, 0, perf_counter() - begun, resumed)
+    report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, warnings)
     return replace(report, block_losses=blocks)
 
 
@@ -175,16 +187,23 @@ def _report(made: Checkpoint, seconds: float, resumed: int, warnings: tuple[str,
     return Report(made.path, made.scheme, 8 * size / max(1, count), size, seconds, resumed, warnings)
 
 
-def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) -> Report | None:
-    """Return the report of a finished stage, if it was made from the same as now."""
+def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) -> bool:
+    """Tell whether there is a finished stage that was made from the same as now."""
     if not (out / STAGE).is_file():
-        return None
-    found = read_json(out / STAGE)
-    if found.get("recipe") != json.loads(to_json(recipe)):
-        if overwrite:
-            return None
-        raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; pass --overwrite")
-    report = _report(Checkpoint(out), 0.0, 0, tuple(found.get("warnings", ())))
+        return False
+    old, new = read_json(out / STAGE).get("recipe"), json.loads(to_json(recipe))
+    if old == new:
+        return True
+    if overwrite:
+        return False
+    if isinstance(old, dict) and old.get("devices") != new["devices"]:
+        began, now = old.get("devices"), new["devices"]
+        raise FormatError(f"cannot resume: {out} was made on {began} devices, now there are {now}; take as many again")
+    raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; pass --overwrite")
+
+
+def _stage_report(out: Path) -> Report:
+    report = _report(Checkpoint(out), 0.0, 0, tuple(read_json(out / STAGE).get("warnings", ())))
     return replace(report, block_losses=_block_losses(out))
 
 
@@ -194,9 +213,9 @@ def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
 
 
-def is_layer(shard: str) -> bool:
-    """Tell whether a shard, by its name, is a decoder layer."""
-    return _LAYER.match(f"{shard}.") is not None
+def is_layer(name: str) -> bool:
+    """Tell whether a shard or module, by its name, is a decoder layer or in one."""
+    return _LAYER.match(f"{name}.") is not None
 
 
 def plan(weights: Weights) -> list[Shard]:
@@ -216,9 +235,6 @@ def plan(weights: Weights) -> list[Shard]:
 def _natural(text: str) -> list[tuple[int, int | str]]:
     """Sort key that puts layer 10 behind layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text)]
-
-
-Encoded = tuple[dict[str, QuantTensor], dict[str, Tensor], list[str]]
 
 
 def _quantize_shard(weights: Weights, shard: Shard, default: Quantizer, special: Mapping[str, Quantizer]) -> Encoded:
@@ -263,14 +279,26 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
         raise SchemeError(f"scheme '{needing[0]}' looks at data: it needs a calibration text")
     model = calibration.open(weights, calibration.device)
     kv = KVFormat.parse(quantizers[0].kv) if isinstance(quantizers[0], CacheConfig) else None
-    memory = memory_for(model, calibration.tokens, calibration.device, budget=calibration.memory)
-    return Calibrator(model, calibration.tokens, device=calibration.device, kv=kv, memory=memory)
+    tokens, memory = own_part(calibration, model)
+    return Calibrator(model, tokens, device=calibration.device, kv=kv, memory=memory)
+
+
+def own_part(calibration: Calibration, model: CalibrationModel) -> tuple[Tensor, CalibrationMemory]:
+    """Return the sequences that are this rank's, and how it calibrates on them. On a CPU ranks share the memory."""
+    rows, ranks = len(calibration.tokens), world().size
+    if rows < ranks:
+        raise SchemeError(f"{rows} calibration sequences cannot be spread over {ranks} devices; give more with --rows")
+    budget = calibration.memory
+    if budget is not None and calibration.device.type == "cpu":
+        budget //= ranks
+    tokens = world().part(calibration.tokens)
+    return tokens, memory_for(model, tokens, calibration.device, budget=budget)
 
 
 def _quantize_layer(
     weights: Weights, shard: Shard, default: Quantizer, special: Mapping[str, Quantizer], calibrator: Calibrator
-) -> tuple[Encoded, list[float | None]]:
-    """Return the same for a decoder layer, with calibration, and the losses of its training."""
+) -> tuple[Callable[[], Encoded], list[float | None]]:
+    """Return the same for a decoder layer, with calibration, to be encoded, and the losses of its training."""
 
     def chosen(module: str) -> Quantizer:
         return next((q for p, q in special.items() if fnmatchcase(module, p)), default)
@@ -303,8 +331,7 @@ def _quantize_layer(
             layer.put(trained)
             fitted = trained
     layer.end()
-    with timed(WRITE):
-        return _encoded(weights, shard, default, special, fitted, changed), _finite(layer.losses)
+    return partial(_encoded, weights, shard, default, special, fitted, changed), _finite(layer.losses)
 
 
 def _encoded(
@@ -375,7 +402,7 @@ def _fingerprint(weights: Weights) -> list[list[str | int]]:
 
 
 def measure(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return (bytes, weights) of the quantized matrices; of all matrices in the layers if there are none."""
-    encoded = [m for m, spec in checkpoint.specs.items() if format_of(spec).quantized]
-    chosen = encoded or [m for m in checkpoint.specs if _LAYER.match(f"{m}.")]
+    """Return (bytes, weights) of the quantized matrices in the layers; of all matrices there if there are none."""
+    inside = [m for m in checkpoint.specs if is_layer(m)]
+    chosen = [m for m in inside if format_of(checkpoint.specs[m]).quantized] or inside
     return sum(nbytes(checkpoint.matrix(m)) for m in chosen), sum(prod(checkpoint.specs[m]["shape"]) for m in chosen)

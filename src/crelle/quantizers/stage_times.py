@@ -23,7 +23,9 @@ FACTOR = "factor"
 SOLVE = "solve"
 TRAIN = "train"
 SEARCH = "search"
+SEARCH_HEAD = "search: output head"  # once a model
 WRITE = "pack and write"
+COMMUNICATION = "communication"  # between ranks, and waiting for them
 OTHER = "other"
 
 

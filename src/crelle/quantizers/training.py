@@ -4,7 +4,8 @@ Block-wise   min over a block's parameters of  mean_t |B̂(x̂_t) - y_t|² / |y_
              the full-precision model. Divided by |y_t|², since the next norm divides by it: otherwise the few tokens
              with huge activations would dominate. One block is in memory.
 
-Deterministic for a seed. End to end: crelle.quantizers.end_to_end.
+Deterministic for a seed. End to end: crelle.quantizers.end_to_end. Of several ranks (crelle.quantizers.ranks) each
+takes its part of every batch; gradients are summed over the ranks before they are clipped.
 """
 
 import math
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crelle.quantizers.layer_api import Block, half_products
+from crelle.quantizers.ranks import SpreadRows, world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ def rate_at(step: int, t: Training) -> float:
 
 class TrainStep:
     """Optimizer steps on a loss. On a GPU the first few run eagerly, then one is captured as a CUDA graph and replayed:
-    launching thousands of small kernels from Python takes three times as long as running them.
+    launching thousands of small kernels from Python takes three times as long as running them. With several ranks there
+    are two graphs, and gradients are summed between them.
     """
 
     EAGER = 3
@@ -69,12 +72,13 @@ class TrainStep:
         self.parameters = [p for g in groups for p in g["params"]]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True, capturable=on_gpu)
         self.taken = 0  # by this object
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._world = world()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._inputs: tuple[Tensor, ...] = ()
         self._loss = torch.zeros((), device=device)
 
     def __call__(self, step: int, *inputs: Tensor) -> Tensor:
-        """Take step number `step` of the schedule; returns the loss before it."""
+        """Take step number `step` of the schedule on this rank's rows of a batch; returns its share of the loss."""
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             rate = base * rate_at(step, self.t)
             if isinstance(group["lr"], Tensor):
@@ -84,12 +88,14 @@ class TrainStep:
         self.taken += 1
         if self.device.type != "cuda" or self.taken <= self.EAGER:
             return self._eager(*inputs)
-        if self._graph is None:
+        if not self._graphs:
             self._capture(*inputs)
         for mine, new in zip(self._inputs, inputs, strict=True):
             mine.copy_(new, non_blocking=True)
-        assert self._graph is not None
-        self._graph.replay()
+        self._graphs[0].replay()
+        if len(self._graphs) == 2:
+            self._sum_gradients()
+            self._graphs[1].replay()
         return self._loss.clone()
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,26 +108,54 @@ class TrainStep:
         """Nothing outlives this object."""
 
     def _eager(self, *inputs: Tensor) -> Tensor:
+        loss = self._backward(*inputs)
+        self._sum_gradients()
+        self._update()
+        return loss
+
+    def _backward(self, *inputs: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*inputs)
+        if not self._world.alone:
+            loss = loss * share(inputs[0], self.t)
         loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _sum_gradients(self) -> None:
+        if self._world.alone:
+            return
+        for p in self.parameters:
+            if p.grad is None:  # not used on this rank's rows
+                p.grad = torch.zeros_like(p)
+        self._world.add_all(p.grad for p in self.parameters if p.grad is not None)
+
+    def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
-        return loss.detach()
 
     def _capture(self, *inputs: Tensor) -> None:
         self._inputs = tuple(t.clone() for t in inputs)
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(self.device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._loss = self._eager(*self._inputs)
+        self._graphs = [torch.cuda.CUDAGraph()]
+        mode = "global" if self._world.alone else "thread_local"  # a thread of NCCL's asks for the state of its events
+        with torch.cuda.graph(self._graphs[0], capture_error_mode=mode):
+            self._loss = self._backward(*self._inputs)
+            if self._world.alone:
+                self._update()
+        if not self._world.alone:  # communication is left out of graphs
+            self._graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(self._graphs[1], capture_error_mode=mode):
+                self._update()
 
 
 def tune_block(
     block: Block, coders: Sequence[nn.Module], x: Tensor, target: Tensor, t: Training, device: torch.device
 ) -> list[float]:
-    """Train the coders of one block to give `target` [S, T, width] from `x`; return the losses."""
+    """Train the coders of one block to give `target` [S, T, width] from `x`; return the losses.
+
+    Of several ranks each holds its own rows of both; a batch is of the same rows as with one.
+    """
 
     def loss(xb: Tensor, yb: Tensor) -> Tensor:
         with half_products(device, t.half):
@@ -130,12 +164,23 @@ def tune_block(
 
     step = TrainStep(loss, coders, t, device)
     order = torch.Generator().manual_seed(t.seed)
+    rows = SpreadRows(world(), x)
     losses: list[Tensor] = []
     for i in range(t.steps):
-        pick = torch.randint(0, len(x), (t.batch,), generator=order)
-        parts = (states[pick].to(device).float() for states in (x, target))  # widened there: they may come from a host
+        pick = torch.randint(0, len(rows), (t.batch,), generator=order)
+        parts = (rows.take(states, pick, device).float() for states in (x, target))  # widened there: less to copy
         losses.append(step(i, *parts))
-    return [float(one) for one in losses]
+    return whole_losses(losses)
+
+
+def share(rows: Tensor, t: Training) -> float:
+    """Return what part of a batch this rank has."""
+    return len(rows) / t.batch
+
+
+def whole_losses(losses: Sequence[Tensor]) -> list[float]:
+    """Return the losses of whole batches."""
+    return world().add(torch.stack(list(losses))).tolist() if losses else []
 
 
 def relative_error(out: Tensor, target: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 
 What is large is parsed (strict_json), checked, tokenized and written by two worker threads: see State.
 
-schemas.py says what requests and responses look like; validation.py checks requests against it and openapi.py publishes
-it, so that the document at /openapi.json cannot say anything else than what is done. aiohttp is needed by bodies.py,
-hosts.py, reply.py and from middleware.py up.
+schemas.py and response_schemas.py say what requests and answers look like, as msgspec structs; validation.py checks
+requests by them and openapi.py publishes them, so that the document at /openapi.json cannot say anything else than what
+is done. The extra `server` installs what this folder needs: aiohttp, msgspec, prometheus-client.
 """

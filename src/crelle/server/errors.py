@@ -6,10 +6,10 @@ The openai client turns the status into its exception classes:
 """
 
 import asyncio
-from typing import Any
 
 from crelle.engine.output import QueueFullError
 from crelle.errors import CapacityError, CrelleError, NumericsError
+from crelle.server.response_schemas import Error, Problem
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -34,9 +34,9 @@ class ApiError(Exception):
         self.headers, self.close = headers or {}, close  # close: what the client still sends is not worth reading
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return Error(Problem(self.message, kind, self.param, self.code))
 
 
 def refused(error: CrelleError, retry_after: int) -> ApiError:

@@ -145,7 +145,9 @@ class Generation:
         """What the log says about the request."""
         fields: dict[str, Any] = {"stream": self.params.stream, "n": self.choices, "precision": self.params.bits}
         if self.finished:
-            fields |= {k: v for k, v in usage(self.outputs, self.params.n).items() if isinstance(v, int)}
+            counts = usage(self.outputs, self.params.n)
+            fields |= {"prompt_tokens": counts.prompt_tokens, "completion_tokens": counts.completion_tokens}
+            fields["total_tokens"] = counts.total_tokens
             fields["finish"] = sorted({o.completion.finish_reason for o in self.outputs})
             fields["first_token_seconds"] = round(min(o.completion.first_token_seconds for o in self.outputs), 4)
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
@@ -19,6 +20,7 @@ from crelle.server.generation import Generation
 from crelle.server.logs import describe
 from crelle.server.reply import reply
 from crelle.server.requests import GenerationRequest, Tokenize, not_served
+from crelle.server.response_schemas import Alive, Model, Models, Status, TokenIds
 from crelle.server.responses import PING, sse
 from crelle.server.state import State
 from crelle.server.strict_json import encode_large, parse
@@ -75,14 +77,14 @@ def _policy(html: str) -> str:
     )
 
 
-def _model(state: State) -> dict[str, Any]:
+def _model(state: State) -> Model:
     info = state.info
-    found = {"id": info.name, "object": "model", "created": state.created, "owned_by": "crelle"}
-    return {**found, "context": info.context, "precisions": list(info.precisions)}
+    bits = list(info.precisions)
+    return Model(id=info.name, created=state.created, owned_by="crelle", context=info.context, precisions=bits)
 
 
 async def models(request: web.Request) -> web.Response:
-    return reply({"object": "list", "data": [_model(request.app[STATE])]})
+    return reply(Models([_model(request.app[STATE])]))
 
 
 async def model(request: web.Request) -> web.Response:
@@ -96,16 +98,16 @@ async def status(request: web.Request) -> web.Response:
     state = request.app[STATE]
     stats = state.engine.stats
     return reply(
-        {
-            "model": state.info.name,
-            "precisions": list(state.info.precisions),
-            "kv": str(state.engine.kv),
-            "pages": stats.pages,
-            "pages_used": stats.pages_used,
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "tokens_per_second": round(state.metrics.speed.per_second(stats.tokens_sampled), 2),
-        }
+        Status(
+            model=state.info.name,
+            precisions=list(state.info.precisions),
+            kv=str(state.engine.kv),
+            pages=stats.pages,
+            pages_used=stats.pages_used,
+            running=stats.running,
+            waiting=stats.waiting,
+            tokens_per_second=round(state.metrics.speed.per_second(stats.tokens_sampled), 2),
+        )
     )
 
 
@@ -113,18 +115,18 @@ async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if state.service.error is not None:
         state.require_ready()
-    return reply({"status": "ok"})
+    return reply(Alive("ok"))
 
 
 async def ready(request: web.Request) -> web.Response:
     request.app[STATE].require_ready()
-    return reply({"status": "ready"})
+    return reply(Alive("ready"))
 
 
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    text = state.metrics.text(state.engine.stats, state.engine.queue_limit, state.why_not_ready is None)
-    return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    page = state.metrics.page(state.engine.stats, state.engine.queue_limit, state.why_not_ready is None)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -134,7 +136,7 @@ async def openapi(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     _, ids = await _prepared(request, state.parser.tokenize, Tokenize.ids)
-    answer = {"tokens": ids, "count": len(ids), "context": state.info.context}
+    answer = TokenIds(ids, len(ids), state.info.context)
     return reply(await state.writing(partial(encode_large, answer)) if len(ids) > _SMALL else answer)
 
 

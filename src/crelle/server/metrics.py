@@ -1,9 +1,12 @@
-"""Metrics for Prometheus, in its text format."""
+"""Metrics for Prometheus. What is counted here and in the engine is collected when its page is asked for."""
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from time import monotonic
+
+from prometheus_client import Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from crelle.engine.output import Output
 from crelle.engine.stats import Stats
@@ -11,27 +14,6 @@ from crelle.engine.stats import Stats
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WINDOW = 5.0  # seconds over which tokens per second are counted
-
-
-class Histogram:
-    """Counts of values up to each bound."""
-
-    def __init__(self, name: str, says: str, bounds: tuple[float, ...]) -> None:
-        self.name, self.says, self.bounds = name, says, bounds
-        self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, "histogram", self.says)
-        so_far = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
-            so_far += count
-            yield f'{self.name}_bucket{{le="{bound}"}} {so_far}'
-        yield f"{self.name}_sum {self.sum!r}"
-        yield f"{self.name}_count {so_far}"
 
 
 class Rate:
@@ -56,12 +38,12 @@ class Rate:
 
 
 class Metrics:
-    """What the server counts itself; the engine's counts come from its Stats."""
+    """What the server counts itself; the engine's counts come from its Stats. No other server's are on its page."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
-        self.first = Histogram("crelle_time_to_first_token_seconds", "from arrival to the first token", _FIRST)
-        self.each = Histogram("crelle_time_per_token_seconds", "mean of a sequence's tokens after the first", _EACH)
+        self.first = histogram("crelle_time_to_first_token_seconds", "from arrival to the first token", _FIRST)
+        self.each = histogram("crelle_time_per_token_seconds", "mean of a sequence's tokens after the first", _EACH)
         self.speed, self.finishing = Rate(), Rate()
         self.running = self.waiting = 0  # HTTP requests for completions with, and still without, a first token
         self.prompt_tokens = 0
@@ -87,7 +69,7 @@ class Metrics:
         rate = self.finishing.per_second(stats.finished)
         return 1 if not stats.waiting else min(60, max(1, round(stats.waiting / rate))) if rate > 0 else 10
 
-    def text(self, stats: Stats, queue_limit: int | None, ready: bool) -> str:
+    def page(self, stats: Stats, queue_limit: int | None, ready: bool) -> bytes:
         """Return the page that Prometheus reads."""
         now: list[tuple[str, str, float]] = [
             ("crelle_ready", "1 while requests are taken", int(ready)),
@@ -118,19 +100,28 @@ class Metrics:
             ("crelle_slow_readers_total", "streams ended because the client did not read them", self.slow_readers),
             ("crelle_timeouts_total", "requests that took too long", self.timeouts),
         ]
-        lines = [*_numbers("gauge", now), *_numbers("counter", ever)]
-        lines += _head("crelle_requests_total", "counter", "HTTP requests by path and status; 499: the client left")
+        requests = CounterMetricFamily(
+            "crelle_requests_total", "HTTP requests by path and status; 499: the client left", labels=["path", "status"]
+        )
         for (path, status), count in sorted(self.requests.items()):
-            lines.append(f'crelle_requests_total{{path="{path}",status="{status}"}} {count}')
-        lines += [*self.first.lines(), *self.each.lines()]
-        return "\n".join(lines) + "\n"
+            requests.add_metric([path, str(status)], count)
+        found: list[Metric] = [GaugeMetricFamily(name, says, value) for name, says, value in now]
+        found += [CounterMetricFamily(name, says, value) for name, says, value in ever]
+        return generate_latest(_Collected([*found, requests, *self.first.collect(), *self.each.collect()]))
 
 
-def _head(name: str, kind: str, says: str) -> list[str]:
-    return [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
+class _Collected(Collector):
+    """What was collected, without the times at which histograms were made: the page has none of the counters'."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metrics:
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
 
 
-def _numbers(kind: str, rows: Iterable[tuple[str, str, float]]) -> Iterator[str]:
-    for name, says, value in rows:
-        yield from _head(name, kind, says)
-        yield f"{name} {value}"
+def histogram(name: str, says: str, bounds: tuple[float, ...]) -> Histogram:
+    """Return a histogram that is in no registry: the library's own would be shared by all servers of a process."""
+    return Histogram(name, says, buckets=bounds, registry=None)

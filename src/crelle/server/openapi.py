@@ -1,10 +1,11 @@
-"""The document at /openapi.json, from the schemas that requests are checked by."""
+"""The document at /openapi.json, from the structs that requests are checked by and answers written from."""
 
 from typing import Any
 
-from crelle.server import schemas
-from crelle.server.schemas import ModelInfo
-from crelle.server.validation import Schema
+import msgspec
+
+from crelle.server import response_schemas as answers
+from crelle.server.schemas import ModelInfo, RequestSchemas
 from crelle.version import __version__
 
 _ERRORS = {
@@ -21,21 +22,30 @@ _ERRORS = {
     504: "the request took too long",
 }
 _POST = tuple(_ERRORS)
+_REF = "#/components/schemas/"
+Schema = dict[str, Any]
 
 
-def document(info: ModelInfo, *, keys: bool) -> dict[str, Any]:
+def document(info: ModelInfo, schemas: RequestSchemas, *, keys: bool) -> dict[str, Any]:
     """Describe every path; `keys`: whether API keys are asked for."""
     stream: dict[str, Any] = {"text/event-stream": {}}  # where `stream` is true: OpenAI's chunks, then [DONE]
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [info.name]}}
+    bodies = [s.kinds for s in (schemas.completion, schemas.chat, schemas.tokenize)]
+    kinds = [answers.Models, answers.Model, answers.TextCompletion, answers.ChatCompletion, answers.Status]
+    kinds += [answers.TokenIds, answers.Alive, answers.Error]
+    asked = [kind for kinds in bodies for kind in kinds]
+    _, components = msgspec.json.schema_components([*asked, *kinds], ref_template=_REF + "{name}")
+    completion, chat, tokenize = (_ref(*kinds) for kinds in bodies)
+    alive = _ref(answers.Alive)
     paths = {
-        "/v1/models": {"get": _get("the model that is served", schemas.MODELS)},
-        "/v1/models/{model}": {"get": {**_get("one model", schemas.MODEL, 404), "parameters": [model]}},
-        "/v1/completions": {"post": _post("complete prompts", schemas.completion(info), schemas.COMPLETION, stream)},
-        "/v1/chat/completions": {"post": _post("answer", schemas.chat(info), schemas.CHAT, stream)},
-        "/v1/status": {"get": _get("what the engine is doing", schemas.STATUS)},
-        "/tokenize": {"post": _post("the token ids of a text", schemas.tokenize(info), schemas.TOKENS, {})},
-        "/health": {"get": _get("whether the process lives", schemas.ALIVE, 503, open_to_all=True)},
-        "/ready": {"get": _get("whether it takes requests", schemas.ALIVE, 503, open_to_all=True)},
+        "/v1/models": {"get": _get("the model that is served", _ref(answers.Models))},
+        "/v1/models/{model}": {"get": {**_get("one model", _ref(answers.Model), 404), "parameters": [model]}},
+        "/v1/completions": {"post": _post("complete prompts", completion, _ref(answers.TextCompletion), stream)},
+        "/v1/chat/completions": {"post": _post("answer", chat, _ref(answers.ChatCompletion), stream)},
+        "/v1/status": {"get": _get("what the engine is doing", _ref(answers.Status))},
+        "/tokenize": {"post": _post("the token ids of a text", tokenize, _ref(answers.TokenIds), {})},
+        "/health": {"get": _get("whether the process lives", alive, 503, open_to_all=True)},
+        "/ready": {"get": _get("whether it takes requests", alive, 503, open_to_all=True)},
         "/metrics": {"get": _get("for Prometheus", None)},
         "/openapi.json": {"get": _get("this document", {"type": "object"}, open_to_all=True)},
     }
@@ -47,7 +57,7 @@ def document(info: ModelInfo, *, keys: bool) -> dict[str, Any]:
             "description": "OpenAI's completions and chat, from one model at few bits. Unknown parameters are refused.",
         },
         "paths": paths,
-        "components": {"schemas": {"Error": schemas.ERROR}},
+        "components": {"schemas": components},
     }
     if keys:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -55,8 +65,13 @@ def document(info: ModelInfo, *, keys: bool) -> dict[str, Any]:
     return found
 
 
+def _ref(*kinds: type) -> Schema:
+    refs = [{"$ref": _REF + kind.__name__} for kind in kinds]
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
+
+
 def _responses(kinds: dict[str, Any], errors: tuple[int, ...]) -> dict[str, Any]:
-    wrong = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    wrong = {"application/json": {"schema": _ref(answers.Error)}}
     found = {"200": {"description": "done", "content": kinds}}
     return found | {str(status): {"description": _ERRORS[status], "content": wrong} for status in errors}
 

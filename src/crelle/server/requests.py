@@ -1,15 +1,15 @@
 """From a checked body to what the engine is asked."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenizer import Message, Tokenizer
-from crelle.server import schemas
 from crelle.server.errors import ApiError
-from crelle.server.schemas import ModelInfo
-from crelle.server.validation import Schema, check
+from crelle.server.schemas import ChatMessage, Generate, ModelInfo, RequestSchemas, TokenizeChat
 
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 _LEAST = 1e-6  # of top_p: keeps the likeliest token alone, as anything smaller would, which f32 takes for 0
 
 Prompts = list[str] | list[list[int]] | list[Message]  # prompts, prompts as ids, or one conversation
@@ -34,7 +34,7 @@ class GenerationRequest:
         """Tokenize; a conversation becomes one prompt."""
         if self.chat:
             return [tokenizer.encode_chat(self.prompts)]  # type: ignore[arg-type]
-        return [tokenizer.encode(t) if isinstance(t, str) else _integers(t) for t in self.prompts]  # type: ignore[arg-type]
+        return [tokenizer.encode(t) if isinstance(t, str) else t for t in self.prompts]  # type: ignore[misc]
 
     @property
     def characters(self) -> int:
@@ -59,89 +59,80 @@ class Tokenize:
         return _characters(self.prompts)
 
 
+class _Schema(Protocol[T_co]):
+    def check(self, value: Any) -> T_co: ...
+
+
 class RequestParser:
     """Reads the bodies of requests to one model."""
 
     def __init__(self, info: ModelInfo) -> None:
-        self.info = info
-        self._completion, self._chat, self._tokenize = (
-            schemas.completion(info),
-            schemas.chat(info),
-            schemas.tokenize(info),
-        )
+        self.info, self.schemas = info, RequestSchemas(info)
 
     def completion(self, body: Any) -> GenerationRequest:
-        self._check(body, self._completion)
-        prompt = body["prompt"]
-        several = isinstance(prompt, list) and isinstance(prompt[0], str | list)
-        prompts = prompt if several else [prompt]
-        most = int(_of(body, "max_tokens", min(16, self.info.max_tokens)))
-        return self._parsed(body, prompts, most, body.get("logprobs"))
+        asked = self._check(body, self.schemas.completion)
+        several = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], str | list)
+        prompts = asked.prompt if several else [asked.prompt]
+        most = _or(asked.max_tokens, min(16, self.info.max_tokens))
+        return self._parsed(asked, False, prompts, most, asked.logprobs)
 
     def chat(self, body: Any) -> GenerationRequest:
-        self._check(body, self._chat)
-        limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
-        most = min((int(n) for n in limits if n is not None), default=None)
-        told = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
-        return self._parsed(body, self._conversation(body["messages"]), most, told)
+        asked = self._check(body, self.schemas.chat)
+        limits = (asked.max_tokens, asked.max_completion_tokens)
+        most = min((n for n in limits if n is not None), default=None)
+        told = asked.top_logprobs or (0 if asked.logprobs else None)
+        return self._parsed(asked, True, self._conversation(asked.messages), most, told)
 
     def tokenize(self, body: Any) -> Tokenize:
-        self._check(body, self._tokenize)
-        if "messages" in body:
-            return Tokenize(True, self._conversation(body["messages"]))
-        return Tokenize(False, [body["prompt"]], bool(_of(body, "add_special_tokens", True)))
+        asked = self._check(body, self.schemas.tokenize)
+        if isinstance(asked, TokenizeChat):
+            return Tokenize(True, self._conversation(asked.messages))
+        return Tokenize(False, [asked.prompt], _or(asked.add_special_tokens, True))
 
-    def _check(self, body: Any, schema: Schema) -> None:
-        name = body.get("model") if isinstance(body, dict) else None
-        if isinstance(name, str) and name != self.info.name:
-            raise not_served(name, self.info)
-        if isinstance(body, dict) and body.get("precision") is not None and not self.info.precisions:
-            why = "this model has one precision only; checkpoints of the scheme bcq-nested have several"
-            raise ApiError(400, why, param="precision", code="invalid_value")
-        check({k: v for k, v in body.items() if k != "precision"} if self._no_choice(body) else body, schema)
+    def _check(self, body: Any, schema: _Schema[T]) -> T:
+        if isinstance(body, dict):
+            name = body.get("model")
+            if isinstance(name, str) and name != self.info.name:
+                raise not_served(name, self.info)
+            if body.get("precision") is not None and not self.info.precisions:
+                why = "this model has one precision only; checkpoints of the scheme bcq-nested have several"
+                raise ApiError(400, why, param="precision", code="invalid_value")
+        return schema.check(body)
 
-    def _no_choice(self, body: Any) -> bool:
-        """Whether a precision is named, as null, where there is only one: that asks for nothing."""
-        return isinstance(body, dict) and not self.info.precisions and "precision" in body
-
-    def _conversation(self, messages: list[dict[str, Any]]) -> list[Message]:
+    def _conversation(self, messages: list[ChatMessage]) -> list[Message]:
         """Join the parts of messages; a developer speaks as the system, which is the name that templates know."""
         found: list[Message] = []
         for m in messages:
-            content = m["content"]
-            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-            found.append({"role": "system" if m["role"] == "developer" else m["role"], "content": text})
+            text = m.content if isinstance(m.content, str) else "".join(part.text for part in m.content)
+            found.append({"role": "system" if m.role == "developer" else m.role, "content": text})
         if (n := sum(len(m["content"]) for m in found)) > self.info.max_prompt:
             why = f"messages have {n} characters together, but at most {self.info.max_prompt} are allowed"
             raise ApiError(400, why, param="messages", code="context_length_exceeded")
         return found
 
     def _parsed(
-        self, body: dict[str, Any], prompts: Prompts, most: int | None, logprobs: float | None
+        self, asked: Generate, chat: bool, prompts: Prompts, most: int | None, logprobs: int | None
     ) -> GenerationRequest:
-        stop = body.get("stop") or ()
-        seed = body.get("seed")
         sampling = Sampling(
-            temperature=float(_of(body, "temperature", 1.0)),
-            top_k=int(_of(body, "top_k", 0)),
-            top_p=max(float(_of(body, "top_p", 1.0)), _LEAST),
-            min_p=float(_of(body, "min_p", 0.0)),
-            repetition_penalty=float(_of(body, "repetition_penalty", 1.0)),
-            seed=None if seed is None else int(seed),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            temperature=_or(asked.temperature, 1.0),
+            top_k=_or(asked.top_k, 0),
+            top_p=max(_or(asked.top_p, 1.0), _LEAST),
+            min_p=_or(asked.min_p, 0.0),
+            repetition_penalty=_or(asked.repetition_penalty, 1.0),
+            seed=asked.seed,
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         )
-        bits = body.get("precision")
         return GenerationRequest(
-            chat="messages" in body,
+            chat=chat,
             prompts=prompts,
             sampling=sampling,
             max_tokens=most,
-            n=int(_of(body, "n", 1)),
-            bits=None if bits is None else int(bits),
-            logprobs=None if logprobs is None else int(logprobs),
-            ignore_end=bool(body.get("ignore_eos")),
-            stream=bool(body.get("stream")),
-            usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            n=_or(asked.n, 1),
+            bits=None if asked.precision is None else int(asked.precision),
+            logprobs=logprobs,
+            ignore_end=bool(asked.ignore_eos),
+            stream=bool(asked.stream),
+            usage=bool(asked.stream_options and asked.stream_options.include_usage),
         )
 
 
@@ -151,17 +142,11 @@ def not_served(name: str, info: ModelInfo) -> ApiError:
     return ApiError(404, why, param="model", code="model_not_found")
 
 
-def _integers(ids: list[int]) -> list[int]:
-    """Write 3.0 as 3; a list without such is not copied: the garbage collector would have to walk through both."""
-    return ids if set(map(type, ids)) <= {int} else list(map(int, ids))
-
-
 def _characters(prompts: Prompts) -> int:
     """Count what is to be tokenized."""
     return sum(len(t if isinstance(t, str) else t["content"]) for t in prompts if isinstance(t, str | dict))
 
 
-def _of(body: dict[str, Any], name: str, default: Any) -> Any:
+def _or(value: T | None, default: T) -> T:
     """Return a parameter, where null means the default."""
-    value = body.get(name)
     return default if value is None else value

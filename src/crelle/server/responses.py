@@ -3,12 +3,32 @@
 import secrets
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from math import inf
+from math import inf, isfinite
 from time import time
 from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
+
 from crelle.engine.output import Event, Output, TokenLogprob
 from crelle.server.requests import GenerationRequest
+from crelle.server.response_schemas import (
+    Answer,
+    CachedTokens,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatTokenLogprob,
+    Delta,
+    TextChoice,
+    TextChunk,
+    TextChunkChoice,
+    TextCompletion,
+    TextLogprobs,
+    TopLogprob,
+    Usage,
+)
 from crelle.server.strict_json import encode
 from crelle.server.token_text import TokenTexts
 from crelle.version import __version__
@@ -18,7 +38,7 @@ _IMPOSSIBLE = -9999.0
 PING = b": working\n\n"  # a comment: clients skip it, proxies see that the connection lives
 
 
-def sse(value: dict[str, Any]) -> bytes:
+def sse(value: Struct) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
@@ -40,87 +60,87 @@ class ResponseBuilder:
 
     def __init__(self, params: GenerationRequest, choices: int, model: str, tokens: TokenTexts) -> None:
         self.params, self._tokens = params, tokens
-        kind = "chat.completion" if params.chat else "text_completion"
         self.id = f"{'chatcmpl' if params.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        chunked = kind + ".chunk" if params.chat and params.stream else kind
         fingerprint = f"crelle-{__version__}"
-        self._head = {"id": self.id, "object": chunked, "created": int(time()), "model": model}
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
-        self._usage_key: dict[str, Any] = {"usage": None} if params.usage else {}
+        self._usage: UnsetType | None = None if params.usage else UNSET  # of all chunks but the last
         self._offsets = [TextOffset() for _ in range(choices)]
 
-    def whole(self, outputs: Sequence[Output], cut: str | None = None) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output], cut: str | None = None) -> ChatCompletion | TextCompletion:
         """Return the answer in one piece; outputs: of all prompts, in order; cut: why some are not complete."""
-        choices = []
-        for index, output in enumerate(outputs):
-            done = output.completion
-            choice: dict[str, Any] = {"index": index}
-            if self.params.chat:
-                choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
-            else:
-                choice["text"] = done.text
-            choice["logprobs"] = None
-            if output.logprobs is not None:
-                choice["logprobs"] = self._logprobs(output.logprobs, index)
-            choices.append(choice | _end(output, cut))
-        return {**self._head, "choices": choices, "usage": usage(outputs, self.params.n)}
+        choices = [self._choice(index, output, _end(output, cut)) for index, output in enumerate(outputs)]
+        kind = ChatCompletion if self.params.chat else TextCompletion
+        return kind(choices=choices, usage=usage(outputs, self.params.n), **self._head)
+
+    def _choice(self, index: int, output: Output, end: dict[str, Any]) -> Any:
+        text = output.completion.text
+        logprobs = None if output.logprobs is None else self._logprobs(output.logprobs, index)
+        if self.params.chat:
+            return ChatChoice(index=index, message=Answer(text, None), logprobs=logprobs, **end)
+        return TextChoice(index=index, text=text, logprobs=logprobs, **end)
 
     def opening(self) -> bytes:
         """Return what a chat's stream begins with."""
         if not self.params.chat:
             return b""
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(index, {"delta": delta}, None, {}) for index in range(len(self._offsets)))
+        delta = Delta(role="assistant", content="", refusal=None)
+        choices = (ChatChunkChoice(index=i, delta=delta, logprobs=None) for i in range(len(self._offsets)))
+        return b"".join(sse(ChatChunk(choices=[choice], usage=self._usage, **self._head)) for choice in choices)
 
     def chunk(self, index: int, event: Event, cut: str | None = None) -> bytes:
         """Return an event as part of a stream; nothing where it holds nothing to tell."""
-        logprobs = None
-        if event.logprob is not None:
-            logprobs = self._logprobs([event.logprob], index)
-        if not (event.text or event.output or logprobs):
+        if not (event.text or event.output or event.logprob is not None):
             return b""
-        text = {"delta": {"content": event.text} if event.text else {}} if self.params.chat else {"text": event.text}
-        return self._chunk(index, text, logprobs, _end(event.output, cut) if event.output else {})
+        logprobs = None if event.logprob is None else self._logprobs([event.logprob], index)
+        end = _end(event.output, cut) if event.output else {}
+        if self.params.chat:
+            choice = ChatChunkChoice(index=index, delta=Delta(content=event.text or UNSET), logprobs=logprobs, **end)
+            return sse(ChatChunk(choices=[choice], usage=self._usage, **self._head))
+        text = TextChunkChoice(index=index, text=event.text, logprobs=logprobs, **end)
+        return sse(TextChunk(choices=[text], usage=self._usage, **self._head))
 
     def closing(self, outputs: Sequence[Output]) -> bytes:
         """Return what ends a stream."""
         if not self.params.usage:
             return DONE
-        return sse({**self._head, "choices": [], "usage": usage(outputs, self.params.n)}) + DONE
+        kind = ChatChunk if self.params.chat else TextChunk
+        return sse(kind(choices=[], usage=usage(outputs, self.params.n), **self._head)) + DONE
 
-    def _chunk(self, index: int, text: dict[str, Any], logprobs: Any, end: dict[str, Any]) -> bytes:
-        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None, **end}
-        return sse({**self._head, "choices": [choice], **self._usage_key})
-
-    def _logprobs(self, found: Sequence[TokenLogprob], index: int) -> dict[str, Any]:
+    def _logprobs(self, found: Sequence[TokenLogprob], index: int) -> Any:
         if self.params.chat:
-            content = [{**self._one(t.token, t.logprob), "top_logprobs": [self._one(*p) for p in t.top]} for t in found]
-            return {"content": content, "refusal": None}
+            return ChatLogprobs([ChatTokenLogprob(*self._one(t.token, t.logprob), self._top(t)) for t in found])
         text, offset = self._tokens.text, self._offsets[index]
-        return {
-            "tokens": [text(t.token) for t in found],
-            "token_logprobs": [_log(t.logprob) for t in found],
-            "top_logprobs": [{text(i): _log(v) for i, v in t.top} for t in found] if self.params.logprobs else None,
-            "text_offset": [offset.take(self._tokens.raw(t.token)) for t in found],
-        }
+        return TextLogprobs(
+            tokens=[text(t.token) for t in found],
+            token_logprobs=[_log(t.logprob) for t in found],
+            top_logprobs=[{text(i): _log(v) for i, v in t.top} for t in found] if self.params.logprobs else None,
+            text_offset=[offset.take(self._tokens.raw(t.token)) for t in found],
+        )
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._tokens.text(token), "logprob": _log(logprob), "bytes": list(self._tokens.raw(token))}
+    def _top(self, found: TokenLogprob) -> list[TopLogprob]:
+        return [TopLogprob(*self._one(token, logprob)) for token, logprob in found.top]
+
+    def _one(self, token: int, logprob: float) -> tuple[str, float, list[int]]:
+        return self._tokens.text(token), _log(logprob), list(self._tokens.raw(token))
 
 
 def _log(value: float) -> float:
-    """Write a log-probability as OpenAI does where the probability is 0: JSON has no infinity. NaN stays, and fails."""
-    return _IMPOSSIBLE if value == -inf else value
+    """Write a log-probability as OpenAI does where the probability is 0: JSON has no infinity, and no NaN either."""
+    if isfinite(value):
+        return value
+    if value == -inf:
+        return _IMPOSSIBLE
+    raise ValueError(f"a log-probability is {value}: not JSON compliant")
 
 
-def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
+def usage(outputs: Sequence[Output], n: int) -> Usage:
     """Count tokens; a prompt counts once, however many sequences are sampled for it."""
     firsts = outputs[::n]
     prompt = sum(o.completion.prompt_tokens for o in firsts)
     sampled = sum(len(o.completion.tokens) for o in outputs)
     cached = sum(min(o.reused, o.completion.prompt_tokens) for o in firsts)
-    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+    return Usage(prompt, sampled, prompt + sampled, CachedTokens(cached))
 
 
 def _end(output: Output, cut: str | None) -> dict[str, Any]:

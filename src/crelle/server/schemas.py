@@ -1,17 +1,25 @@
-"""What requests and answers look like, as JSON Schema. validation.py checks requests by it, openapi.py publishes it.
+"""What requests look like: msgspec structs. validation.py checks by them, openapi.py publishes them.
 
-Bounds that depend on the model (context, vocabulary, precisions) come from `ModelInfo`.
+Bounds that depend on the model (context, vocabulary, precisions) come from `ModelInfo`: RequestSchemas derives structs
+with those bounds in them.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, defstruct
 
 from crelle.engine.engine import MAX_LOGPROBS
-from crelle.server.validation import Schema
+from crelle.server.validation import Only, Schema, check_integers, checked_by, show, wrong
 
 _SEED = 2**63 - 1
 _STOPS, _STOP_LENGTH = 16, 256
 _MESSAGES = 4096
+
+Stop = Annotated[str, Meta(min_length=1, max_length=_STOP_LENGTH)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description="tell as many of the likeliest tokens")]
+Empty = Annotated[list[Any], Meta(max_length=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,277 +36,194 @@ class ModelInfo:
     max_prompts: int
 
 
-def _text(longest: int | None = None, least: int = 0, **more: Any) -> Schema:
-    bounds = {"minLength": least} if least else {}
-    return {"type": "string", **bounds, **({} if longest is None else {"maxLength": longest}), **more}
-
-
-def _number(low: float, high: float, default: float, says: str) -> Schema:
-    return {"type": ["number", "null"], "minimum": low, "maximum": high, "default": default, "description": says}
-
-
-def _integer(low: int, high: int, says: str, **more: Any) -> Schema:
-    return {"type": ["integer", "null"], "minimum": low, "maximum": high, "description": says, **more}
-
-
-def _flag(says: str) -> Schema:
-    return {"type": ["boolean", "null"], "default": False, "description": says}
-
-
-def _array(items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "items": items, **more}
-
-
-def _object(properties: dict[str, Schema], required: tuple[str, ...] = (), **more: Any) -> Schema:
-    needed = {"required": list(required)} if required else {}
-    return {"type": "object", "properties": properties, **needed, "additionalProperties": False, **more}
-
-
-def _only(*values: Any, says: str) -> Schema:
+def not_done(*neutral: Any, says: str) -> Meta:
     """Something of OpenAI's that is not done here: its neutral values are let through."""
-    return {"enum": [*values, None], "description": f"not done here: {says}"}
+    return checked_by(Only(neutral), f"not done here: {says}")
 
 
-# Requests -------------------------------------------------------------------------------------------------------------
+class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
+    """An object that has no other names than its fields; null is a field's default."""
 
 
-def _common(f: ModelInfo) -> dict[str, Schema]:
-    stop = _text(_STOP_LENGTH, 1, title="a string that is not empty")
-    fields = {
-        "model": {"type": ["string", "null"], "enum": [f.name, None], "description": "the model that is served"},
-        "temperature": _number(0, 2, 1.0, "0: always the most likely token"),
-        "top_p": {**_number(0, 1, 1.0, "keep the likeliest tokens of this total probability"), "exclusiveMinimum": 0},
-        "top_k": _integer(0, 2**31 - 1, "keep the k likeliest tokens; 0: all", default=0),
-        "min_p": _number(0, 1, 0.0, "drop tokens less likely than this share of the best one"),
-        "repetition_penalty": _number(0.01, 100, 1.0, "above 1: repeat less"),
-        "seed": _integer(0, _SEED, "same seed, same text"),
-        "n": _integer(1, f.max_n, "completions to sample for each prompt", default=1),
-        "stop": {
-            "anyOf": [
-                stop,
-                _array(stop, maxItems=_STOPS, title="an array of such strings"),
-                {"type": "null"},
-            ],
-            "description": "strings that end the text; they are not part of it",
-        },
-        "ignore_eos": _flag("go on behind the model's end tokens, up to max_tokens; for measurements"),
-        "stream": _flag("send the text as server-sent events while it is sampled"),
-        "stream_options": {
-            **_object(
-                {
-                    "include_usage": _flag("end the stream with a chunk of counts"),
-                    "include_obfuscation": _flag("nothing is padded here"),
-                }
-            ),
-            "type": ["object", "null"],
-        },
-        "frequency_penalty": _only(0, says="repetition_penalty is"),
-        "presence_penalty": _only(0, says="repetition_penalty is"),
-        "logit_bias": {**_object({}), "type": ["object", "null"], "description": "not done here: must be empty"},
-        "user": {**_text(512), "type": ["string", "null"], "description": "not used and not logged"},
-    }
-    if f.precisions:
-        offered: dict[str, Any] = {"type": ["integer", "null"], "enum": [*f.precisions, None]}
-        fields["precision"] = {**offered, "description": "bits of this nested checkpoint to answer with"}
-    return fields
+class StreamOptions(Strict):
+    include_usage: Annotated[bool, Meta(description="end the stream with a chunk of counts")] | None = False
+    include_obfuscation: Annotated[bool, Meta(description="nothing is padded here")] | None = False
 
 
-def _tokens(f: ModelInfo, says: str) -> Schema:
-    return _integer(1, f.max_tokens, says)
+class Generate(Strict):
+    """What completions and chats have in common. Fields of type Any are given their checkers by `_bounded`."""
+
+    model: Any = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0: always the most likely token")] | None = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="keep the likeliest tokens of this total")] | None = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1, description="keep the k likeliest tokens; 0: all")] | None = 0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="drop tokens below this share of the best")] | None = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="above 1: repeat less")] | None = 1.0
+    seed: Annotated[int, Meta(ge=0, le=_SEED, description="same seed, same text")] | None = None
+    n: int | None = 1
+    precision: Any = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=_STOPS)] | None = None
+    ignore_eos: Annotated[bool, Meta(description="go on behind end tokens; for measurements")] | None = False
+    stream: Annotated[bool, Meta(description="send server-sent events while the text is sampled")] | None = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
+    presence_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=0, description="not done here: must be empty")] | None = None
+    user: Annotated[str, Meta(max_length=512, description="not used and not logged")] | None = None
 
 
-def _prompt(f: ModelInfo) -> Schema:
-    text = _text(f.max_prompt, 1, title="a string")
-    ids = _array(
-        {"type": "integer", "minimum": 0, "maximum": f.vocabulary - 1},
-        minItems=1,
-        maxItems=f.context - 1,
-        title="an array of token ids",
-    )
-    many = {"minItems": 1, "maxItems": f.max_prompts}
-    several = [_array(text, **many, title="an array of strings"), _array(ids, **many, title="an array of such arrays")]
-    return {"anyOf": [text, ids, *several], "description": "the text to continue, or several"}
+class Completion(Generate, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Any
+    max_tokens: int | None = 16
+    logprobs: Logprobs | None = None
+    best_of: Annotated[Any, not_done(1, says="n samples several")] = None
+    echo: Annotated[Any, not_done(False, says="the prompt is not repeated")] = None
+    suffix: Annotated[Any, not_done("", says="text is only continued")] = None
 
 
-def completion(f: ModelInfo) -> Schema:
-    """Return what POST /v1/completions takes."""
-    fields = _common(f) | {
-        "prompt": _prompt(f),
-        "max_tokens": {**_tokens(f, "of the answer at most"), "default": min(16, f.max_tokens)},
-        "logprobs": _integer(0, MAX_LOGPROBS, "tell how likely each token was, and as many others"),
-        "best_of": _only(1, says="n samples several"),
-        "echo": _only(False, says="the prompt is not repeated"),
-        "suffix": _only("", says="text is only continued"),
-    }
-    return _object(fields, ("prompt",))
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
 
 
-def messages(f: ModelInfo) -> Schema:
-    part = _object({"type": {"const": "text"}, "text": _text(f.max_prompt)}, ("type", "text"))
-    content: Schema = {
-        "anyOf": [
-            _text(f.max_prompt, title="a string"),
-            _array(part, minItems=1, maxItems=_MESSAGES, title="an array of text parts"),
-        ]
-    }
-    absent = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content")
-    fields: dict[str, Schema] = {
-        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
-        "content": content,
-        "name": {"type": ["string", "null"], "maxLength": 512, "description": "not used"},
-        **{name: {"enum": [None, []], "description": "an answer can be sent back as it came"} for name in absent},
-    }
-    return _array(_object(fields, ("role", "content")), minItems=1, maxItems=_MESSAGES)
+class ChatMessage(Strict):
+    """One message. An answer can be sent back as it came, with what it does not have."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Annotated[str, Meta(max_length=512, description="not used")] | None = None
+    refusal: Empty | None = None
+    tool_calls: Empty | None = None
+    function_call: Empty | None = None
+    audio: Empty | None = None
+    annotations: Empty | None = None
+    reasoning_content: Empty | None = None
 
 
-def chat(f: ModelInfo) -> Schema:
-    """Return what POST /v1/chat/completions takes."""
-    fields = _common(f) | {
-        "messages": messages(f),
-        "max_tokens": _tokens(f, "of the answer at most; default: what the context and the cache hold"),
-        "max_completion_tokens": _tokens(f, "another name for max_tokens; the smaller one holds"),
-        "logprobs": _flag("tell how likely each token was"),
-        "top_logprobs": _integer(0, MAX_LOGPROBS, "and as many others"),
-        "tools": {"type": ["array", "null"], "maxItems": 0, "description": "not done here: must be empty"},
-        "tool_choice": _only("none", "auto", says="there are no tools"),
-        "parallel_tool_calls": {"type": ["boolean", "null"], "description": "there are no tools"},
-        "response_format": {
-            "anyOf": [_object({"type": {"const": "text"}}, ("type",)), {"type": "null"}],
-            "description": "not done here: text only",
-        },
-        "store": _only(False, says="nothing is stored"),
-    }
-    return _object(fields, ("messages",))
+class TextFormat(Strict):
+    type: Literal["text"]
 
 
-def tokenize(f: ModelInfo) -> Schema:
-    """Return what POST /tokenize takes: a text or a conversation."""
-    model = _common(f)["model"]
-    text = {"model": model, "prompt": _text(f.max_prompt), "add_special_tokens": _flag("default: true")}
-    text["add_special_tokens"]["default"] = True
-    return {
-        "anyOf": [
-            _object(text, ("prompt",), title="an object with prompt"),
-            _object({"model": model, "messages": messages(f)}, ("messages",), title="an object with messages"),
-        ]
-    }
+class Chat(Generate, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: Annotated[bool, Meta(description="tell how likely each token was")] | None = False
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[Any], Meta(max_length=0, description="not done here: must be empty")] | None = None
+    tool_choice: Annotated[Any, not_done("none", "auto", says="there are no tools")] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="there are no tools")] | None = None
+    response_format: TextFormat | None = None
+    store: Annotated[Any, not_done(False, says="nothing is stored")] = None
 
 
-# Answers --------------------------------------------------------------------------------------------------------------
+class TokenizeText(Strict, kw_only=True):
+    """The body of POST /tokenize: a text."""
 
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_STRING: Schema = {"type": "string"}
-_LOG: Schema = {"type": "number", "maximum": 0.001}
-
-
-def _all(properties: dict[str, Schema], *but: str) -> Schema:
-    return _object(properties, tuple(name for name in properties if name not in but))
+    model: Any = None
+    prompt: str
+    add_special_tokens: bool | None = True
 
 
-_USAGE = _all(
-    {
-        "prompt_tokens": _COUNT,
-        "completion_tokens": _COUNT,
-        "total_tokens": _COUNT,
-        "prompt_tokens_details": _all({"cached_tokens": _COUNT}),
-    }
-)
-_FINISH = {"enum": ["stop", "length"]}
-_CUT = {"enum": ["shutdown"], "description": "only where the server shut down before the text was complete"}
-_TOKEN = {"token": _STRING, "logprob": _LOG, "bytes": _array({"type": "integer", "minimum": 0, "maximum": 255})}
+class TokenizeChat(Strict, kw_only=True):
+    """The body of POST /tokenize: a conversation."""
 
-ERROR = _all(
-    {
-        "error": _all(
-            {
-                "message": _STRING,
-                "type": _STRING,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            }
-        )
-    }
-)
+    model: Any = None
+    messages: list[ChatMessage]
 
 
-def _answer(kind: str, choice: dict[str, Schema]) -> Schema:
-    choices = _array(_all({"index": _COUNT, **choice, "finish_reason": _FINISH, "cut": _CUT}, "cut"))
-    return _all(
-        {
-            "id": _STRING,
-            "object": {"const": kind},
-            "created": _COUNT,
-            "model": _STRING,
-            "system_fingerprint": _STRING,
-            "choices": choices,
-            "usage": _USAGE,
+# Bounds of a model ----------------------------------------------------------------------------------------------------
+
+
+class Prompt:
+    """A text or token ids, or several of either: a union of msgspec's may hold one kind of array only."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        text = Annotated[str, Meta(min_length=1, max_length=info.max_prompt)]
+        self._id: Any = Annotated[int, Meta(ge=0, le=info.vocabulary - 1)]
+        ids = Annotated[list[self._id], Meta(min_length=1, max_length=info.context - 1)]  # type: ignore[name-defined]
+        many = Meta(min_length=1, max_length=info.max_prompts)
+        kinds: dict[str, Any] = {
+            "a string": text,
+            "an array of token ids": ids,
+            "an array of strings": Annotated[list[text], many],
+            "an array of such arrays": Annotated[list[ids], many],
         }
-    )
+        self.json_schema = {"anyOf": [{**msgspec.json.schema(kind), "title": title} for title, kind in kinds.items()]}
+        self._names, self._most = " or ".join(kinds), info.context - 1
+        self._text, self._ids, self._texts, _ = (Schema[Any](kind) for kind in kinds.values())
+        several: Any = Annotated[list[Any], many]
+        self._several = Schema[list[Any]](several)
+
+    def check(self, value: Any, at: str) -> Any:
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(value, str):
+            return self._text.check(value, at)
+        if isinstance(first, str):
+            return self._texts.check(value, at)
+        if isinstance(first, list):
+            return [self._check_ids(ids, f"{at}[{i}]") for i, ids in enumerate(self._several.check(value, at))]
+        if isinstance(first, int | float) and not isinstance(first, bool):
+            return self._check_ids(value, at)
+        raise wrong(at, f"must be {self._names}, not {show(value)}")
+
+    def _check_ids(self, value: Any, at: str) -> list[int]:
+        if isinstance(value, list) and 0 < len(value) <= self._most:
+            return check_integers(value, self._id, at)
+        ids: list[int] = self._ids.check(value, at)
+        return ids
 
 
-COMPLETION = _answer(
-    "text_completion",
-    {
-        "text": _STRING,
-        "logprobs": {
-            "anyOf": [
-                {"type": "null"},
-                _all(
-                    {
-                        "tokens": _array(_STRING),
-                        "token_logprobs": _array(_LOG),
-                        "top_logprobs": {
-                            "anyOf": [
-                                {"type": "null"},
-                                _array({"type": "object", "additionalProperties": _LOG}),
-                            ]
-                        },
-                        "text_offset": _array(_COUNT),
-                    }
-                ),
-            ]
-        },
-    },
-)
-CHAT = _answer(
-    "chat.completion",
-    {
-        "message": _all({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}),
-        "logprobs": {
-            "anyOf": [
-                {"type": "null"},
-                _all(
-                    {
-                        "content": _array(_all({**_TOKEN, "top_logprobs": _array(_all(_TOKEN))})),
-                        "refusal": {"type": "null"},
-                    }
-                ),
-            ]
-        },
-    },
-)
-MODEL = _all(
-    {
-        "id": _STRING,
-        "object": {"const": "model"},
-        "created": _COUNT,
-        "owned_by": _STRING,
-        "context": _COUNT,
-        "precisions": _array(_COUNT),
-    }
-)
-MODELS = _all({"object": {"const": "list"}, "data": _array(MODEL)})
-TOKENS = _all({"tokens": _array(_COUNT), "count": _COUNT, "context": _COUNT})
-STATUS = _all(
-    {
-        "model": _STRING,
-        "precisions": _array(_COUNT),
-        "kv": _STRING,
-        "pages": _COUNT,
-        "pages_used": _COUNT,
-        "running": _COUNT,
-        "waiting": _COUNT,
-        "tokens_per_second": {"type": "number", "minimum": 0},
-    }
-)
-ALIVE = _all({"status": _STRING})
+def _bounded(base: type[Any], info: ModelInfo, **fields: tuple[Any, Any]) -> Any:
+    """Return a struct with some fields declared anew: name = (type, default); a default of ... is none."""
+    model = Annotated[Any, checked_by(Only((info.name,)), "the model that is served")]
+    every = {"model": (model, None), **fields}
+    if issubclass(base, Generate):
+        bits = Only(info.precisions)
+        every["precision"] = (Annotated[Any, checked_by(bits, "bits of a nested checkpoint to answer with")], None)
+        every["n"] = (Annotated[int, Meta(ge=1, le=info.max_n, description="completions of each prompt")] | None, 1)
+    told = [(name, kind) if default is ... else (name, kind, default) for name, (kind, default) in every.items()]
+    return defstruct(f"{base.__name__}Request", told, bases=(base,), kw_only=True, forbid_unknown_fields=True)
+
+
+def _messages(info: ModelInfo) -> Any:
+    text, many = Annotated[str, Meta(max_length=info.max_prompt)], Meta(min_length=1, max_length=_MESSAGES)
+    part = defstruct("ContentPart", [("text", text)], bases=(TextPart,), kw_only=True)
+    content: Any = text | Annotated[list[part], many]  # type: ignore[valid-type]
+    message = defstruct("Message", [("content", content)], bases=(ChatMessage,), kw_only=True)
+    return Annotated[list[message], many]  # type: ignore[valid-type]
+
+
+class TokenizeSchema:
+    """A text or a conversation: a union of msgspec's takes structs only where a field tells them apart."""
+
+    def __init__(self, info: ModelInfo, messages: Any) -> None:
+        text = Annotated[str, Meta(max_length=info.max_prompt)]
+        self._text = Schema[TokenizeText](_bounded(TokenizeText, info, prompt=(text, ...)))
+        self._chat = Schema[TokenizeChat](_bounded(TokenizeChat, info, messages=(messages, ...)))
+        self.kinds = (self._text.kind, self._chat.kind)
+
+    def check(self, value: Any) -> TokenizeText | TokenizeChat:
+        if isinstance(value, dict) and "prompt" in value:
+            return self._text.check(value)
+        if isinstance(value, dict) and "messages" in value:
+            return self._chat.check(value)
+        raise wrong("", f"must be an object with prompt or an object with messages, not {show(value)}")
+
+
+class RequestSchemas:
+    """What a model's server takes, with the model's bounds."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        most = Annotated[int, Meta(ge=1, le=info.max_tokens, description="of the answer at most")] | None
+        prompt = Annotated[Any, checked_by(Prompt(info), "the text to continue, or several")]
+        messages = _messages(info)
+        limit, no_limit = (most, min(16, info.max_tokens)), (most, None)
+        limits = {"max_tokens": no_limit, "max_completion_tokens": no_limit}  # two names; the smaller one holds
+        self.completion = Schema[Completion](_bounded(Completion, info, prompt=(prompt, ...), max_tokens=limit))
+        self.chat = Schema[Chat](_bounded(Chat, info, messages=(messages, ...), **limits))
+        self.tokenize = TokenizeSchema(info, messages)

@@ -58,7 +58,7 @@ class State:
             max_prompts=min(_PROMPTS, engine.queue_limit or _PROMPTS),
         )
         self.parser, self.tokens, self.metrics = RequestParser(self.info), TokenTexts(self.llm.tokenizer), Metrics()
-        self.document = encode(document(self.info, keys=bool(settings.keys)))
+        self.document = encode(document(self.info, self.parser.schemas, keys=bool(settings.keys)))
         self.bodies = Bodies(settings)
         self.closing = False
         self.cut: str | None = None  # why sequences are ended before they are complete

@@ -1,7 +1,9 @@
 """JSON as RFC 8259 has it, in both directions. Everything in server/ reads and writes JSON through this file.
 
 Refused in requests: NaN and Infinity, numbers that overflow a float, integers of thousands of digits, a name twice in
-one object (two readers of the body could take different values), nesting without end. Never written: NaN, Infinity.
+one object (two readers of the body could take different values), half of a surrogate pair, nesting without end. Never
+written: NaN, Infinity. msgspec writes structs; it does not read bodies, since it takes the last of two equal names and
+says nothing.
 
 Python's parser holds the interpreter lock for a whole document, 0.1 s for 2 MB of small integers, and the event loop
 waits for that lock whichever thread parses. So large documents are read and written in pieces: the structure in
@@ -16,6 +18,8 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from math import inf, isfinite
 from typing import Any
 
+import msgspec
+
 from crelle.server.errors import ApiError
 
 _LARGE = 32 << 10  # characters from which a document is read in pieces
@@ -27,6 +31,8 @@ _SLICE = 64  # items that are written at a time
 _space = re.compile(r"[ \t\n\r]*").match
 _numbers = re.compile(rf"[-+0-9.eE, \t\n\r]{{0,{_PIECE}}}").match
 _floats = re.compile(r"[.eE]").search
+_surrogate = re.compile(r"\\u[dD][89a-fA-F]").search
+_encoder = msgspec.json.Encoder()
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -36,9 +42,10 @@ def parse(body: bytes) -> Any:
     """Read a JSON document strictly; what is wrong with it is an ApiError 400."""
     try:
         text = body.decode("utf-8")
-        if len(text) < _LARGE:
-            return _decoder.decode(text)
-        return _Pieces(text).document()
+        value = _decoder.decode(text) if len(text) < _LARGE else _Pieces(text).document()
+        if _surrogate(text):
+            _check_unicode(value, "")
+        return value
     except UnicodeDecodeError as e:
         raise ApiError(400, f"the body is not UTF-8: {e.reason} at byte {e.start}", code="invalid_json") from None
     except RecursionError:
@@ -75,6 +82,24 @@ def _said_twice(name: str) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 40 else text[:36] + "…"
+
+
+def _check_unicode(value: Any, at: str) -> None:
+    """Find halves of surrogate pairs, which only an escape can write: they have no bytes in UTF-8."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            why = f"{at or 'the body'} is not valid Unicode: it has half of a surrogate pair"
+            raise ApiError(400, why, param=at or None, code="invalid_value") from None
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_unicode(name, at)
+            _check_unicode(item, f"{at}.{name}" if at else name)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            if isinstance(item, str | dict | list):
+                _check_unicode(item, f"{at}[{i}]")
 
 
 _decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
@@ -191,11 +216,13 @@ def dumps(value: Any) -> str:
 
 
 def encode(value: Any) -> bytes:
-    """Write a value as UTF-8 without spaces; NaN and infinities raise ValueError."""
+    """Write a value as UTF-8 without spaces; NaN and infinities raise ValueError, but see response_schemas.py."""
     try:
+        if isinstance(value, msgspec.Struct):
+            return _encoder.encode(value)
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as in a file name that is not UTF-8: escaped it can be sent
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(msgspec.to_builtins(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def encode_large(value: Any) -> bytes:
@@ -204,6 +231,8 @@ def encode_large(value: Any) -> bytes:
 
 
 def _written(value: Any) -> Iterator[bytes]:
+    if isinstance(value, msgspec.Struct):
+        value = {name: item for name, item in _fields(value) if item is not msgspec.UNSET}
     if isinstance(value, dict):
         yield b"{"
         for i, (name, item) in enumerate(value.items()):
@@ -214,7 +243,7 @@ def _written(value: Any) -> Iterator[bytes]:
         rest = iter(value)
         before = b"["
         while part := list(islice(rest, _SLICE)):
-            yield before + encode(part)[1:-1]
+            yield before + (_encoder.encode(part) if isinstance(part[0], msgspec.Struct) else encode(part))[1:-1]
             before = b","
         yield b"]"
     elif isinstance(value, list):
@@ -226,6 +255,14 @@ def _written(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield encode(value)
+
+
+def _fields(struct: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    config = struct.__struct_config__
+    if config.tag_field is not None:
+        yield config.tag_field, config.tag
+    for name in struct.__struct_fields__:
+        yield name, getattr(struct, name)
 
 
 def dumps_log(value: dict[str, Any]) -> str:

@@ -1,170 +1,105 @@
-"""Checks JSON against JSON Schema: the part of it that schemas.py uses, with sentences for people.
+"""Checks JSON values by msgspec types, with sentences for people where they are wrong.
 
-Type, enum, const, bounds of numbers and lengths, items, properties (no others are allowed), required, anyOf.
-A keyword that is not known here is a mistake of ours and raises.
+msgspec.convert does the checking. What it does not do is done here:
+
+    integers   JSON Schema, which /openapi.json is written in, counts 3.0 as one
+    Only       one of some values: typing.Literal, which msgspec takes, is for names that stand in the source
+    long lists a million token ids would hold the interpreter lock for 20 ms: they are checked a slice at a time
+    sentences  "n must be at least 1, not 0" and the parameter's name, for "Expected `int` >= 1 - at `$.n`"
 """
 
-from math import inf
-from typing import Any
+import re
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from crelle.server.errors import ApiError
 from crelle.server.strict_json import dumps
 
-Schema = dict[str, Any]
-_KNOWN = {
-    *("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "minItems"),
-    *("maxItems", "items", "properties", "required", "additionalProperties", "anyOf"),
-    *("title", "description", "default", "examples"),  # for readers
-}
-_BOUNDED = {"type", "minimum", "maximum"}
-_SLICE = 16 << 10  # integers that are looked at in one call: the interpreter lock is held for about 1 ms
+T = TypeVar("T")
+_SLICE = 16 << 10  # integers that are looked at in one call: the interpreter lock is held for less than 1 ms
 _NAMES = {
     "object": "an object",
     "array": "an array",
-    "string": "a string",
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
     "null": "null",
 }
+_UNITS = {"str": "characters", "array": "items", "object": "names"}
+_BOUNDS = {">=": "at least", ">": "above", "<=": "at most"}
+_BOUND = re.compile(r"Expected `(?:int|float)` (>=|>|<=) (.+)")
+_LENGTH = re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)")
+_KIND = re.compile(r"Expected `([a-z |]+)`, got `[a-z]+`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
-def check(value: Any, schema: Schema, at: str = "") -> None:
-    """Raise ApiError 400 that names the parameter, where the value is not what the schema says."""
-    assert schema.keys() <= _KNOWN, f"not understood: {schema.keys() - _KNOWN}"
-    if "anyOf" in schema:
-        _any_of(value, schema, at)
-        return
-    kinds = _kinds(schema)
-    if kinds and not any(_is(value, kind) for kind in kinds):
-        raise _wrong(at, f"must be {' or '.join(_NAMES[k] for k in kinds)}, not {_show(value)}")
-    if "const" in schema and not _same(value, schema["const"]):
-        raise _wrong(at, f"must be {dumps(schema['const'])}, not {_show(value)}")
-    if "enum" in schema and not any(_same(value, e) for e in schema["enum"]):
-        raise _wrong(at, f"must be one of {', '.join(map(dumps, schema['enum']))}, not {_show(value)}")
-    if isinstance(value, str):
-        _string(value, schema, at)
-    elif isinstance(value, list):
-        _length(len(value), schema, at, "Items", "items")
-        _items(value, schema.get("items", {}), at)
-    elif isinstance(value, dict):
-        _object(value, schema, at)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        _number(value, schema, at)
+class Checker(Protocol):
+    """Checks a field that msgspec leaves alone, being declared as Annotated[Any, checked_by(…)]."""
+
+    @property
+    def json_schema(self) -> dict[str, Any]: ...
+
+    def check(self, value: Any, at: str) -> Any: ...
 
 
-def _items(values: list[Any], schema: Schema, at: str) -> None:
-    """Check every item; token ids, of which there can be a million, a slice at a time in C."""
-    if schema.get("type") != "integer" or not schema.keys() <= _BOUNDED:
-        for i, item in enumerate(values):
-            check(item, schema, f"{at}[{i}]")
-        return
-    low, high = schema.get("minimum", -inf), schema.get("maximum", inf)
+def checked_by(checker: Checker, says: str) -> Meta:
+    return Meta(description=says, extra_json_schema=checker.json_schema, extra={"checker": checker})
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """One of some values, or null."""
+
+    values: tuple[Any, ...]
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
+
+    def check(self, value: Any, at: str) -> Any:
+        if value is not None and not any(_same(value, v) for v in self.values):
+            raise wrong(at, f"must be one of {', '.join(map(dumps, (*self.values, None)))}, not {show(value)}")
+        return value
+
+
+class Schema(Generic[T]):
+    """What a value must be: a msgspec type, a struct's fields of type Any included where they have a checker."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self.kind, self.kinds = kind, (kind,)
+        self._checkers = _checkers(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else {}
+
+    def check(self, value: Any, at: str = "") -> T:
+        """Return the value as the type; raise ApiError 400 that names the parameter, where it is not one."""
+        found = _convert(value, self.kind, at)
+        for name, checker in self._checkers.items():
+            setattr(found, name, checker.check(getattr(found, name), f"{at}.{name}" if at else name))
+        return found
+
+
+def check_integers(values: list[Any], kind: Any, at: str) -> list[int]:
+    """Check a long list of integers; it is not copied: the garbage collector would have to walk through both."""
     for start in range(0, len(values), _SLICE):
         part = values[start : start + _SLICE]
-        if set(map(type, part)) == {int} and low <= min(part) and max(part) <= high:
-            continue
-        for i, item in enumerate(part, start):  # a wrong one is here, or 3.0 for 3
-            if type(item) is not int or not low <= item <= high:
-                check(item, schema, f"{at}[{i}]")
-
-
-def _any_of(value: Any, schema: Schema, at: str) -> None:
-    """Let one alternative suffice; raise the error of the one that was meant, if that can be told."""
-    meant: list[ApiError] = []
-    for option in schema["anyOf"]:
         try:
-            check(value, option, at)
-            return
-        except ApiError as e:
-            if _looks_like(value, option):
-                meant.append(e)
-    if len(meant) == 1:
-        raise meant[0]
-    options = " or ".join(option.get("title") or _said(option) for option in schema["anyOf"])
-    raise _wrong(at, f"must be {options}, not {_show(value)}")
+            msgspec.convert(part, list[kind])
+        except msgspec.ValidationError:  # a wrong one is here, or 3.0 for 3
+            for i, item in enumerate(part, start):
+                values[i] = _convert(item, kind, f"{at}[{i}]")
+    return values
 
 
-def _said(schema: Schema) -> str:
-    return " or ".join(_NAMES[k] for k in _kinds(schema)) or dumps(schema.get("const"))
-
-
-def _looks_like(value: Any, schema: Schema) -> bool:
-    """Whether the value is of the alternative's type, and its first item too; an object has its required names."""
-    kinds = _kinds(schema)
-    if kinds and not any(_is(value, kind) for kind in kinds):
-        return False
-    if isinstance(value, list) and value and "items" in schema:
-        return _looks_like(value[0], schema["items"])
-    return not isinstance(value, dict) or set(schema.get("required", ())) <= value.keys()
-
-
-def _kinds(schema: Schema) -> list[str]:
-    kinds = schema.get("type", [])
-    return kinds if isinstance(kinds, list) else [kinds]
-
-
-def _is(value: Any, kind: str) -> bool:
-    match kind:
-        case "integer":  # JSON Schema counts 3.0 as one
-            return (isinstance(value, int) and not isinstance(value, bool)) or (
-                isinstance(value, float) and value.is_integer()
-            )
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-    types = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
-    return isinstance(value, types[kind])
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(isinstance(a, bool) == isinstance(b, bool) and a == b)  # to Python, True is 1
-
-
-def _string(value: str, schema: Schema, at: str) -> None:
-    _length(len(value), schema, at, "Length", "characters")
-    if value.isascii():
-        return
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise _wrong(at, "is not valid Unicode: it has half of a surrogate pair") from None
-
-
-def _length(n: int, schema: Schema, at: str, what: str, unit: str) -> None:
-    if n < schema.get(f"min{what}", 0):
-        raise _wrong(at, f"has {n} {unit}, but needs at least {schema[f'min{what}']}")
-    if n > schema.get(f"max{what}", n):
-        raise _wrong(at, f"has {n} {unit}, but at most {schema[f'max{what}']} are allowed")
-
-
-def _number(value: float, schema: Schema, at: str) -> None:
-    wrong = {
-        "minimum": ("at least", value < schema.get("minimum", value)),
-        "exclusiveMinimum": ("above", "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]),
-        "maximum": ("at most", value > schema.get("maximum", value)),
-    }
-    for keyword, (words, so) in wrong.items():
-        if so:
-            raise _wrong(at, f"must be {words} {schema[keyword]}, not {_show(value)}")
-
-
-def _object(value: dict[str, Any], schema: Schema, at: str) -> None:
-    properties: dict[str, Schema] = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if name not in value:
-            raise _wrong(f"{at}.{name}" if at else name, "is missing")
-    for name, item in value.items():
-        if name in properties:
-            check(item, properties[name], f"{at}.{name}" if at else name)
-        elif schema.get("additionalProperties", True) is False:
-            raise _wrong(at, f"has an unknown parameter {_show(name)}; nothing is ignored silently")
-
-
-def _wrong(at: str, what: str) -> ApiError:
+def wrong(at: str, what: str) -> ApiError:
     return ApiError(400, f"{at or 'the body'} {what}", param=at or None, code="invalid_value")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """Name a value in a few characters: a message is no place for a whole prompt."""
     if isinstance(value, dict | list):
         return _NAMES["object" if isinstance(value, dict) else "array"]
@@ -172,3 +107,82 @@ def _show(value: Any) -> str:
         value = value[:100]  # enough: a long one is not worth writing out
     shown = dumps(value)
     return shown if len(shown) <= 40 else shown[:36] + "…" + shown[-1]
+
+
+def _checkers(struct: type[msgspec.Struct]) -> dict[str, Checker]:
+    """Return the checkers of a struct's fields. What is published and checked by nobody is a mistake of ours."""
+    info, found = msgspec.inspect.type_info(struct), dict[str, Checker]()
+    assert isinstance(info, msgspec.inspect.StructType)
+    for field in info.fields:
+        if isinstance(field.type, msgspec.inspect.Metadata):
+            more, published = field.type.extra or {}, field.type.extra_json_schema or {}
+            assert "checker" in more or published.keys() <= {"description"}, f"not checked: {published}"
+            found |= {field.name: more["checker"]} if "checker" in more else {}
+    return found
+
+
+def _convert(value: Any, kind: type[T], at: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        if "got `float`" not in str(e):
+            _raise(e, value, kind, at)
+    try:
+        return msgspec.convert(_integers(value), kind)
+    except msgspec.ValidationError as e:
+        _raise(e, value, kind, at)
+
+
+def _integers(value: Any) -> Any:
+    """Write 3.0 as 3 wherever it stands; a number that may have a fraction can be an integer too."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _integers(item) for name, item in value.items()}
+    return [_integers(item) for item in value] if isinstance(value, list) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(isinstance(a, bool) == isinstance(b, bool) and a == b)  # to Python, True is 1
+
+
+# Sentences ------------------------------------------------------------------------------------------------------------
+
+
+def _raise(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> NoReturn:
+    """Put an error of msgspec's into words, and its path into our form."""
+    said, name = str(error), ""
+    fields = getattr(kind, "__struct_fields__", None)
+    unknown = [name for name in value if name not in fields] if fields and isinstance(value, dict) else []
+    if unknown:  # looked up, since a name that a client made up may look like a path
+        said = f"Object contains unknown field `{unknown[0]}`"
+    elif " - at `$" in said:
+        said, _, path = said.rpartition(" - at `$")
+        at = (at + path[:-1]).removeprefix(".")
+        for name, index in _STEP.findall(path):
+            value = value[name or int(index)]
+    if missing := _MISSING.fullmatch(said):
+        raise wrong(f"{at}.{missing[1]}".removeprefix("."), "is missing") from None
+    raise wrong(at, _words(said, value, kind, name)) from None
+
+
+def _words(said: str, value: Any, kind: Any, name: str) -> str:
+    if found := _UNKNOWN.fullmatch(said):
+        return f"has an unknown parameter {show(found[1])}; nothing is ignored silently"
+    if found := _KIND.fullmatch(said):
+        return f"must be {' or '.join(_NAMES[n] for n in found[1].split(' | '))}, not {show(value)}"
+    if found := _BOUND.fullmatch(said):
+        return f"must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}, not {show(value)}"
+    if found := _LENGTH.fullmatch(said):
+        bound = f"needs at least {found[3]}" if found[2] == ">=" else f"at most {found[3]} are allowed"
+        return f"has {len(value)} {_UNITS[found[1]]}, but {'must be empty' if found[3] == '0' else bound}"
+    if said.startswith("Invalid enum value"):
+        return f"must be one of {', '.join(_literals(kind, name))}, not {show(value)}"
+    return f"is not what it should be: {said[:200]}"
+
+
+def _literals(kind: Any, name: str) -> list[str]:
+    """Return the values that a field may have, which is a Literal in some struct of a type."""
+    _, structs = msgspec.json.schema_components([kind])
+    fields = (struct["properties"].get(name, {}) for struct in structs.values())
+    return next([dumps(value) for value in field["enum"]] for field in fields if "enum" in field)

@@ -43,6 +43,20 @@ def test_export_then_import_is_bit_equal(source: Path, tmp_path: Path, to: str, 
     assert_same_weights(made, open_weights(tmp_path / "e"))
 
 
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_an_embedding_of_8_bits_is_exported_in_16(source: Path, tmp_path: Path, to: str) -> None:
+    head = "rtn:bits=8,group=32,symmetric=true"
+    made = open_weights(quantize(source, tmp_path / "q", "rtn:bits=4,group=32", head=head).out)
+    told: list[str] = []
+    export_directory(made, tmp_path / "e", LAYOUTS[to](), warn=told.append)
+    again, name = open_weights(tmp_path / "e"), "model.embed_tokens"
+    assert torch.equal(again.read(f"{name}.weight"), made.matrix(name).dequantize(torch.float16))
+    assert any(line.startswith(name) and "16" in line for line in told)
+    assert torch.equal(
+        again.matrix("lm_head").dequantize(torch.float16), made.matrix("lm_head").dequantize(torch.float16)
+    )
+
+
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -75,6 +75,7 @@ def export_directory(
         shards.setdefault(layer[1] if layer else "rest", []).append(name)
     grids: dict[str, Grid] = {}
     plain: list[str] = []
+    widened: list[str] = []  # embedding and head of 8 bits, which not all layouts have
     done, total = 0, sum(map(prod, sizes.values()))
     with _writer(out, layout.method, overwrite) as writer:
         for i, names in enumerate(shards.values(), start=1):
@@ -86,11 +87,15 @@ def export_directory(
                     tensors[name] = _as_hugging_face(weights, name)
                     if w is not None:
                         plain.append(module)
+                elif w.bits == 8 and not _fits(layout, w, module):
+                    tensors[name] = w.dequantize(torch.float16)
+                    plain.append(module)
+                    widened.append(module)
                 else:
                     with speaking_of(weights, module):
                         if module.endswith(EMBEDDINGS):
                             raise UnsupportedError(
-                                f"{layout.title} has no quantized embedding; quantize without --head"
+                                f"{layout.title} has no quantized embedding; quantize with --head none or --head 8"
                             )
                         packed, grids[module] = layout.pack(w, module)
                     tensors |= {f"{module}.{part}": t for part, t in packed.items()}
@@ -105,9 +110,20 @@ def export_directory(
         config = {k: v for k, v in weights.config.items() if k not in ("quantization_config", "norm_weight_offset")}
         mark = {EXPORTER: f"crelle:{__version__}"}
         writer.publish({**config, "quantization_config": quantization}, HF_INDEX, mark)
-    for sentence in writer.all_warnings() if warn else ():
+    told = [f"{m} has 8 bits here and is exported in 16, as fp16" for m in widened]
+    for sentence in (*told, *writer.all_warnings()) if warn else ():
         warn(sentence)  # type: ignore[misc]
     return quantization
+
+
+def _fits(layout: Layout, w: QuantTensor, module: str) -> bool:
+    """Tell whether a layout has a place for an embedding or a head of 8 bits; other matrices are not asked about."""
+    if module.endswith(EMBEDDINGS):
+        return False
+    try:
+        return module != "lm_head" or bool(layout.pack(w, module))
+    except UnsupportedError:
+        return False
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""The checkpoint of several ranks: the first one writes it, the others know what is there and write nothing."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from crelle.formats.base import QuantTensor
+from crelle.formats.checkpoint_writer import CheckpointWriter
+from crelle.formats.destination import destination, partial_of
+from crelle.quantizers.ranks import world
+
+Encoded = tuple[Mapping[str, QuantTensor], Mapping[str, Tensor], Sequence[str]]  # matrices, other tensors, warnings
+
+
+class FirstWriter:
+    """A CheckpointWriter (crelle.formats.checkpoint_writer) that all ranks can ask. The same for one rank alone."""
+
+    def __init__(
+        self, out: Path, recipe: Mapping[str, Any], shards: Sequence[str], *, resume: bool, overwrite: bool
+    ) -> None:
+        self.partial = partial_of(destination(out))
+        self._world = world()
+        self._writer: CheckpointWriter | None = None
+        if self._world.first:
+            self._writer = CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite)
+        # The others wait here, so that nobody looks into the directory before it is as it should be.
+        self._finished = frozenset(self._world.value([s for s in shards if self._writer and self._writer.has(s)]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(kind, error, trace)
+
+    def has(self, shard: str) -> bool:
+        """Tell whether a shard is already safely on the disk."""
+        return shard in self._finished
+
+    def contents(self, shard: str) -> tuple[dict[str, QuantTensor], dict[str, Tensor]]:
+        """Return a finished shard's matrices by module name, and its other tensors by their full name."""
+        matrices, others = ({}, {}) if self._writer is None else self._writer.contents(shard)
+        owners = dict.fromkeys(self._world.value(list(matrices)), 0)
+        return self._world.matrices(matrices, owners), self._world.tensors(others)
+
+    def add(self, shard: str, encode: Callable[[], Encoded]) -> None:
+        """Write one shard, which is encoded by the rank that writes it."""
+        if self._writer is not None:
+            self._writer.add(shard, *encode())
+
+    def finish(self, publish: Callable[[CheckpointWriter], None]) -> tuple[str, ...]:
+        """Write what else belongs to the checkpoint and publish it; returns warnings. Nobody goes on before it is."""
+        if self._writer is not None:
+            publish(self._writer)
+        self._world.wait_for_first()
+        return () if self._writer is None else self._writer.all_warnings()
