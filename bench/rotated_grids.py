@@ -1,6 +1,6 @@
 """What rotating inputs and outputs gains a scalar grid: GPTQ behind Hadamard rotations, at equal bits.
 
-    python bench/rotated_grids.py OUT.json DATA [--only 'bits=2'] [--rows 64] [--length 512] [--device cuda] [--jobs 6]
+    python bench/rotated_grids.py smollm2|stories15M OUT.json DATA [--only 'bits=2'] [--rows 64] [--jobs 6]
 
 A weight W becomes U W Rᵀ, with R and U products of Hadamard matrices and random signs, its inputs' Hessian R H Rᵀ; it
 is fitted on a grid as ever and rotated back, and the model that is evaluated is not quantized otherwise, so that no
@@ -75,15 +75,16 @@ def rotated_fit(config: GPTQ, weight: Tensor, stats: Stats | None, block: int | 
     return DenseTensor((fitted if U is None else U.T @ fitted) @ R)
 
 
-def one(name: str, data: Path, rows: int, length: int, device: str) -> dict[str, Any]:
+def one(model: str, name: str, data: Path, rows: int, length: int, device: str) -> dict[str, Any]:
     """Quantize and evaluate one case."""
     from crelle.engine.llm import LLM
     from crelle.eval.perplexity import perplexity
 
     scheme, block, outputs = cases()[name]
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
-    case, spent = CASES["smollm2"], [0, 0]  # bits and weights
+    case, spent = CASES[model], [0, 0]  # bits and weights
+    source = smollm2() if model == "smollm2" else data / "stories15M"
 
     def fit(self: GPTQ, weight: Tensor, stats: Stats | None = None) -> DenseTensor:
         spec = self.storage((weight.shape[0], weight.shape[1]))
@@ -93,7 +94,7 @@ def one(name: str, data: Path, rows: int, length: int, device: str) -> dict[str,
 
     text = CalibrationData(text=(data / "text" / case["calib"]).read_text(), rows=rows, length=length)
     with tempfile.TemporaryDirectory() as d, mock.patch.object(GPTQ, "fit", fit):
-        report = quantize(smollm2(), Path(d) / "out", scheme, text=text, device=device)
+        report = quantize(source, Path(d) / "out", scheme, text=text, device=device)
         llm, found = LLM.load(Path(d) / "out", device=device), {}
         for what in ("test", "unseen"):
             file, context, tokens = case[what]
@@ -104,23 +105,24 @@ def one(name: str, data: Path, rows: int, length: int, device: str) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=list(CASES))
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", default="", help="a part of the names of rows to make")
     add_options(parser)
     args = parser.parse_args()
-    case = CASES["smollm2"]
+    case = CASES[args.model]
     rows, length = args.rows or case["rows"], args.length or case["length"]
-    command = f"python bench/rotated_grids.py OUT.json DATA --rows {rows} --length {length} --device {args.device}"
-    results = Results(args.out, f"{command} --jobs {args.jobs}")
+    command = f"python bench/rotated_grids.py {args.model} OUT.json DATA --rows {rows} --length {length}"
+    results = Results(args.out, f"{command} --device {args.device} --jobs {args.jobs}")
     names = [n for n in cases() if args.only in n and not results.has(name=n)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(one, name, args.data, rows, length, args.device): name for name in names}
+        running = {pool.submit(one, args.model, name, args.data, rows, length, args.device): name for name in names}
         for done in as_completed(running):
             if error := done.exception():
                 print(running[done], error, flush=True)
             else:
-                results.add(done.result(), "name", "bits_per_weight", "test", "unseen")
+                results.add(done.result() | {"model": args.model}, "name", "bits_per_weight", "test", "unseen")
 
 
 if __name__ == "__main__":

@@ -172,9 +172,10 @@ class Started:
 
 
 def runs(pid: int) -> bool:
-    """Tell whether a process runs; one that has ended may wait for an init that never asks for it."""
+    """Tell whether a process or a thread of it runs; one that has ended may wait for an init that never asks for it."""
     try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+        threads = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+        return any(") Z " not in stat.read_text() for stat in threads)
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from crelle.quantizers.pipeline import Report
 
 NAME = "demo"
+MODEL = "SmolLM2-135M-Instruct"
 # The recommended recipes without their training and search, which would take a CPU minutes each.
 SCHEMES = ("gptq:bits=4,group=64", "gptq:bits=3,group=64", "mixed:group=16,four=0.05,outliers=0")
 _LABELS = dict(zip(SCHEMES, ("4 bits", "3 bits", "2 bits"), strict=True))
@@ -66,10 +67,10 @@ def run(
     plain = [bench.point(scheme, directory / compared) for scheme in PLAIN]
     picture = directory / "perplexity.png"
     _draw(rows, plain, picture)
-    points = [asdict(p) for p in plain]
     figures = {"prompt": PROMPT, "context": context, "tokens": tokens, "rows": [asdict(r) for r in rows]}
-    figures["compared"] = points
-    write_whole(directory / "demo.json", to_json({**environment(), "device": _device_name(device), **figures}))
+    figures["compared"] = [asdict(p) for p in plain]
+    facts = environment() | {"model": MODEL, "device": _device_name(device)}
+    write_whole(directory / "demo.json", to_json(facts | figures))
     if json:
         print_json({**figures, "picture": str(picture)})
         return
@@ -157,7 +158,7 @@ def _device_name(device: str) -> str:
 def _draw(rows: "list[Row]", plain: "list[Point]", picture: Path) -> None:
     from crelle.eval.report import plot_perplexity
 
-    draw_whole(picture, lambda path: plot_perplexity(rows, path, "SmolLM2-135M-Instruct", plain))
+    draw_whole(picture, lambda path: plot_perplexity(rows, path, MODEL, plain))
 
 
 def _next(directory: Path) -> list[str]:
