@@ -26,7 +26,7 @@ def main(report: Path) -> None:
             page.goto(report.resolve().as_uri())
             page.locator(place).evaluate("e => e.scrollIntoView()")
             picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
-            picture.quantize(64, dither=Image.Dither.NONE).save(IMAGES / f"report-{name}.png", optimize=True)
+            picture.quantize(160, dither=Image.Dither.NONE).save(IMAGES / f"report-{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

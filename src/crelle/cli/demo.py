@@ -69,7 +69,8 @@ def run(
     _draw(rows, plain, picture)
     figures = {"prompt": PROMPT, "context": context, "tokens": tokens, "rows": [asdict(r) for r in rows]}
     figures["compared"] = [asdict(p) for p in plain]
-    write_whole(directory / "demo.json", to_json({**environment(), "model": MODEL, **figures}))
+    facts = environment() | {"model": MODEL, "device": _device_name(device)}
+    write_whole(directory / "demo.json", to_json(facts | figures))
     if json:
         print_json({**figures, "picture": str(picture)})
         return
@@ -142,6 +143,16 @@ class _Bench:
         found = self.perplexity(scheme, LLM.load(target, device=self.device))
         remove_directory(target)
         return Point(scheme, made.bits_per_weight, found)
+
+
+def _device_name(device: str) -> str:
+    """Return cpu, or the name of the GPU."""
+    import torch
+
+    from crelle.models.loader import choose_device
+
+    chosen = choose_device(device)
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else chosen.type
 
 
 def _draw(rows: "list[Row]", plain: "list[Point]", picture: Path) -> None:

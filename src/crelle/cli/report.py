@@ -1,5 +1,6 @@
 """crelle report: one page of what was measured."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,10 +66,13 @@ def run(
     write_whole(to, page(title, headlines(rows, prices), parts, left_out).encode(errors="replace"))
     if json:
         names = [figure.name for figure in drawn]
-        print_json({"page": str(to), "figures": names, "left_out": {file.file: file.reason for file in left_out}})
+        print_json({"page": str(to), "figures": names, "left_out": [asdict(file) for file in left_out]})
         return
     out.print(
-        f"{to}: {len(drawn)} figures, {len(left_out)} files left out", highlight=False, markup=False, soft_wrap=True
+        f"{to}: {len(drawn)} figures, {len(left_out)} files or rows left out",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
 
 

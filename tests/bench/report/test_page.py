@@ -13,8 +13,8 @@ from crelle.bench.cost import CostModel
 from crelle.bench.report.contents import figures, headlines, not_drawn, sections
 from crelle.bench.report.figures import Axis, Figure, fit_line
 from crelle.bench.report.page import page
-from crelle.bench.report.readers import LeftOut, find, read
-from crelle.bench.report.rows import Quality, Row, Source, Step
+from crelle.bench.report.readers import find, read
+from crelle.bench.report.rows import LeftOut, Quality, Row, Source, Step
 from crelle.bench.report.scale import scale, tick_text
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"

@@ -73,7 +73,7 @@ def rows_of(tmp_path: Path) -> Callable[..., list[Any]]:
 def test_every_result_file_is_read_or_named() -> None:
     files = find([str(RESULTS)])
     rows, left_out = read(files)
-    assert {f.file for f in left_out} <= LEFT_OUT
+    assert {f.file for f in left_out if ", row " not in f.reason} <= LEFT_OUT
     assert {r.source.file for r in rows} | {f.file for f in left_out} == {f.name for f in files}
     assert all(f.file in f.reason and "\n" not in f.reason for f in left_out)
     kinds = {Quality, CacheQuality, Accuracy, Ablation, Product, Step, Throughput, Attention, Quantizing}
@@ -100,11 +100,21 @@ def test_gemv_on_a_cpu_keeps_threads_and_peers(rows_of: Callable[..., list[Any]]
 
 def test_quality_has_a_row_for_each_text(rows_of: Callable[..., list[Any]]) -> None:
     row = {"scheme": "auto", "bits_per_weight": 2.5, "test": 30.0, "unseen": 20.0, "test_ratio": 1.5, "unseen_ratio": 2}
-    rows = rows_of(model="smollm2", texts={"test": "wikitext2-test.txt", "unseen": "mine.txt"}, rows=[row])
+    texts, plain = {"test": "wikitext2-test.txt", "unseen": "mine.txt"}, {"test": 20.0, "unseen": 10.0}
+    rows = rows_of(model="smollm2", texts=texts, fp32=plain, rows=[row])
     assert [(r.model, r.text, r.bits, r.ratio) for r in rows] == [
         ("SmolLM2-135M", "WikiText-2", 2.5, 1.5),
         ("SmolLM2-135M", "mine.txt", 2.5, 2.0),
     ]
+
+
+def test_row_without_bits_is_left_out_by_its_number(tmp_path: Path) -> None:
+    row = {"scheme": "auto", "test": 30.0, "test_ratio": 1.5}
+    file = tmp_path / "q.json"
+    file.write_text(json.dumps({"fp32": {"test": 20.0}, "rows": [row | {"bits": 2}, row]}))
+    rows, (left_out,) = read([file])
+    assert len(rows) == 1
+    assert left_out.reason == "q.json, row 2, auto: it has no bits per weight"
 
 
 def test_zero_shot_gives_accuracy_and_perplexity(rows_of: Callable[..., list[Any]]) -> None:
@@ -118,6 +128,9 @@ def test_zero_shot_gives_accuracy_and_perplexity(rows_of: Callable[..., list[Any
 def test_demo_has_speeds_only_with_a_machine(tmp_path: Path, rows_of: Callable[..., list[Any]]) -> None:
     row = {"scheme": "fp16", "bits_per_weight": 16, "megabytes": 200, "perplexity": 10, "tokens_per_second": 50}
     assert [type(r) for r in rows_of(rows=[row])] == [Quality, Step]
+    point = {"scheme": "rtn", "bits_per_weight": 4, "perplexity": 15}
+    assert [r.ratio for r in rows_of(rows=[row], compared=[point]) if isinstance(r, Quality)] == [1.0, 1.5]
+    assert [r.device for r in rows_of(rows=[row], device="a GPU") if isinstance(r, Step)] == ["a GPU"]
     assert [type(r) for r in rows_of(machine=None, rows=[row])] == [Quality]
 
 

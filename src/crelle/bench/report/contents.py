@@ -10,7 +10,6 @@ from crelle.bench.report import product_figures as product
 from crelle.bench.report import quality_figures as quality
 from crelle.bench.report import speed_figures as speed
 from crelle.bench.report.figures import Figure, Section, by_size, grouped, number, unique_sources, whose_scheme
-from crelle.bench.report.readers import LeftOut
 from crelle.bench.report.rows import (
     PEER,
     REFERENCE,
@@ -18,6 +17,7 @@ from crelle.bench.report.rows import (
     Accuracy,
     Attention,
     CacheQuality,
+    LeftOut,
     Product,
     Quality,
     Quantizing,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from crelle.bench.report.contents import Headline
 from crelle.bench.report.figures import Figure, Section, slug
-from crelle.bench.report.readers import LeftOut
-from crelle.bench.report.rows import Source
+from crelle.bench.report.rows import LeftOut, Source
 from crelle.bench.report.svg import draw
 from crelle.version import __version__
 
@@ -94,7 +93,7 @@ def _left_out(files: Sequence[LeftOut]) -> str:
     if not files:
         return ""
     items = "".join(f"<li>{escape(f.reason)}</li>" for f in files)
-    told = f"{len(files)} file{'s' * (len(files) != 1)} that the report does not show"
+    told = f"What the report does not show, and why: {len(files)} files or rows"
     return (
         f'<h2 id="left-out">Left out</h2>\n<details><summary>{told}</summary><ul class="left">{items}</ul></details>\n'
     )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from crelle.bench.report.fields import Fields
-from crelle.bench.report.rows import Ablation, Accuracy, CacheQuality, Quality, Quantizing, Row, Source, Step
-from crelle.bench.report.sources import cpu_device, model_name, text_name
+from crelle.bench.report.rows import Ablation, Accuracy, CacheQuality, LeftOut, Quality, Quantizing, Row, Source, Step
+from crelle.bench.report.sources import cpu_device, gpu_name, model_name, text_name
 
 # Which texts bench/quality.py calls test and unseen; newer files say so themselves.
 _QUALITY_TEXTS = {
@@ -14,14 +14,17 @@ _QUALITY_TEXTS = {
 }
 
 
-def read_quality(file: Fields, source: Source) -> Iterator[Row]:
-    """Read bench/quality.py's: perplexity of a test text and of one that calibration did not see."""
+def read_quality(file: Fields, source: Source) -> Iterator[Row | LeftOut]:
+    """Read bench/quality.py's and its like: perplexity of each text that full precision was evaluated on."""
     model = model_name(file.text("model", source.command), source.file)
     texts = file.inner_or_empty("texts")
     for row in file.rows("rows"):
         own = replace(source, command=row.text("command", source.command))
-        scheme, bits = row.text("scheme"), row.number("bits_per_weight")
-        for what in ("test", "unseen"):
+        scheme, bits = row.text("scheme"), row.number_or_none("bits_per_weight") or row.number_or_none("bits")
+        if bits is None:
+            yield LeftOut(source.file, f"{row.where}, {scheme}: it has no bits per weight")
+            continue
+        for what in file.inner("fp32").values:
             text = text_name(texts.text(what, _QUALITY_TEXTS.get(model, {}).get(what, what)))
             yield Quality(own, model, text, scheme, bits, row.number(f"{what}_ratio"), row.number(what))
 
@@ -70,16 +73,15 @@ def read_cache(file: Fields, source: Source) -> Iterator[Row]:
 
 
 def read_demo(file: Fields, source: Source) -> Iterator[Row]:
-    """Read crelle demo's: size, perplexity and speed in one run, fp16 first."""
-    rows = list(file.rows("rows"))
+    """Read crelle demo's: size, perplexity and speed in one run, fp16 first, then what they are compared with."""
+    rows, compared = list(file.rows("rows")), list(file.rows("compared")) if "compared" in file else []
     model, plain = model_name(file.text("model", "SmolLM2-135M")), rows[0].number("perplexity")
-    for row in rows:
+    for row in (*rows, *compared):
         scheme, bits, perplexity = row.text("scheme"), row.number("bits_per_weight"), row.number("perplexity")
         yield Quality(source, model, "the demo's text", scheme, bits, perplexity / plain, perplexity)
-        if "machine" not in file:
-            continue  # a speed says nothing without its machine
-        size, speed = 1e6 * row.number("megabytes"), row.number("tokens_per_second")
-        yield Step(source, cpu_device(file), model, scheme, "crelle demo", 1, speed, size)
+        if "machine" in file and "tokens_per_second" in row:  # a speed says nothing without its machine
+            size, speed = 1e6 * row.number("megabytes"), row.number("tokens_per_second")
+            yield Step(source, gpu_name(file) or cpu_device(file), model, scheme, "crelle demo", 1, speed, size)
 
 
 def read_peers(file: Fields, source: Source) -> Iterator[Row]:

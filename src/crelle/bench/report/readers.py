@@ -2,25 +2,24 @@
 
 import glob
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from crelle.bench.report import quality_readers as quality
 from crelle.bench.report import speed_readers as speed
 from crelle.bench.report.fields import Fields
-from crelle.bench.report.rows import Row, Source
+from crelle.bench.report.rows import LeftOut, Row, Source
 from crelle.bench.report.sources import source
 from crelle.errors import FormatError
 from crelle.formats.io import read_json, shown
 
-Reader = Callable[[Fields, Source], Iterator[Row]]
+Reader = Callable[[Fields, Source], Iterator[Row | LeftOut]]
 
 # Keys of the file (before /) and of its first row by which a kind is known; the first line that fits counts.
 _KINDS: tuple[tuple[str, Reader], ...] = (
     ("peers/", quality.read_peers),
     ("layer_seconds extrapolated/", quality.read_bench_quantize),
     ("vllm milliseconds_a_step tokens_per_second/", speed.read_vllm),
-    ("/scheme bits_per_weight test unseen", quality.read_quality),
+    ("fp32/scheme test test_ratio", quality.read_quality),
     ("/scheme bits_per_weight tasks", quality.read_zero_shot),
     ("/scheme bits_per_weight megabytes perplexity", quality.read_demo),
     ("/text kv ratio", quality.read_texts),
@@ -36,14 +35,6 @@ _KINDS: tuple[tuple[str, Reader], ...] = (
     ("/attention kv torch_microseconds", speed.read_attention),
     ("/cache us cudnn_us", speed.read_attention),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A file that the report does not show, and why."""
-
-    file: str
-    reason: str
 
 
 def find(given: Iterable[str]) -> list[Path]:
@@ -67,16 +58,20 @@ def find(given: Iterable[str]) -> list[Path]:
 def read(files: Iterable[Path]) -> tuple[list[Row], list[LeftOut]]:
     """Return the rows of all files, and the files that are left out."""
     rows: list[Row] = []
-    left_out = []
+    left_out: list[LeftOut] = []
     for file in files:
         try:
-            rows += _read_one(file)
+            for found in _read_one(file):
+                if isinstance(found, LeftOut):
+                    left_out.append(found)
+                else:
+                    rows.append(found)
         except FormatError as e:
             left_out.append(LeftOut(file.name, str(e).replace(str(file), file.name)))
     return rows, left_out
 
 
-def _read_one(file: Path) -> list[Row]:
+def _read_one(file: Path) -> list[Row | LeftOut]:
     content = Fields(read_json(file), file.name)
     for keys, reader in _KINDS:
         if _fits(content, keys):

@@ -17,6 +17,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file, or a row of one, that the report does not show, and why."""
+
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Quality:
     """Perplexity of a model at some bits per weight."""
 

@@ -6,7 +6,7 @@ from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import Source
 
 _MODELS = {"smollm2": "SmolLM2-135M", "stories15m": "stories15M"}
-_TEXTS = {"wikitext": "WikiText-2", "tinystories": "TinyStories"}
+_TEXTS = {"wikitext": "WikiText-2", "tinystories": "TinyStories", "python": "Python's documentation"}
 
 
 def source(file: Fields, name: str) -> Source:
