@@ -112,8 +112,9 @@ def main() -> None:
     args = parser.parse_args()
     case = CASES[args.model]
     rows, length = args.rows or case["rows"], args.length or case["length"]
-    command = f"python bench/rotated_grids.py {args.model} OUT.json DATA --rows {rows} --length {length} --tokens {args.tokens}"
-    results = Results(args.out, f"{command} --device {args.device} --jobs {args.jobs}")
+    command = f"python bench/rotated_grids.py {args.model} OUT.json DATA --rows {rows} --length {length}"
+    command += f" --tokens {args.tokens} --device {args.device} --jobs {args.jobs}"
+    results = Results(args.out, command)
     names = [n for n in cases() if args.only in n and not results.has(name=n)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         running = {
