@@ -8,13 +8,14 @@ import torch
 
 from crelle import LLM, quantize
 from crelle.bench import engine_load
-from crelle.bench.compile_ahead import compile_ahead, prompt_sizes
+from crelle.bench.compile_ahead import compile_ahead
 from crelle.bench.decode_throughput import budgeted, decode, fill, largest_batch
 from crelle.bench.engine_load import EngineLoad, check, disagreement, serve
 from crelle.bench.model_shapes import SHAPES
 from crelle.bench.model_sources import checked_part, random_llm
 from crelle.bench.serving_plot import plot_serving, scheme_label
 from crelle.bench.trace import TraceRequest
+from crelle.engine.compile_ahead import prompt_sizes
 from crelle.engine.engine import Engine
 from crelle.engine.memory import parse_bytes, plan
 from crelle.errors import CapacityError, NumericsError, SchemeError, UnsupportedError

@@ -19,6 +19,7 @@ CONTRACT = {
     "--device --threads --kernel --json",
     "serve": "--host --port --kv --memory --max-batch --queue-limit --timeout --api-key --api-key-file --device "
     "--threads --json",
+    "warmup": "--batch --prompt --device --threads --kernel --json",
     "plan": "MODEL --gpus --memory --scheme --kv --context --batch --price --watt --plot --json",
     "explain": "--device --json",
     "doctor": "--json",

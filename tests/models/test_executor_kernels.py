@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from crelle.bench import compile_ahead as ahead
-from crelle.bench.compile_ahead import compile_ahead, prompt_sizes
+from crelle.bench.compile_ahead import compile_ahead
 from crelle.bench.model_shapes import RandomWeights
+from crelle.engine import compile_ahead as ahead
+from crelle.engine.compile_ahead import prompt_sizes
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.base import Problem
 from crelle.kernels.cuda import executor, integer_gemm, integer_kernel, jit, launch
@@ -107,8 +108,8 @@ def test_a_layer_of_an_integer_model_is_ten_launches(monkeypatch: pytest.MonkeyP
 def test_what_an_engine_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for the prompts that it is checked with, and the pass that it is compared with."""
     compiled = list[tuple[str, str]]()
-    monkeypatch.setattr(jit, "compile_all", compiled.extend)
-    monkeypatch.setattr(ahead, "_on_gpu", lambda model: True)
+    monkeypatch.setattr(jit, "compile_all", lambda kernels, progress: compiled.extend(kernels))
+    monkeypatch.setattr(ahead, "on_gpu", lambda model: True)
     model, batch = make("k4v2")
     runner = SimpleNamespace(cuda_executor=lambda bits: batch)
     engine: Any = SimpleNamespace(runner=runner, llm=SimpleNamespace(model=model), kv=KVFormat.parse("k4v2"))

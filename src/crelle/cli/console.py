@@ -124,6 +124,18 @@ def warn(sentences: Iterable[str]) -> None:
         err.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
+def tell_compilation(model: Path) -> None:
+    """Say on standard error when the first kernel is compiled: seconds in which nothing else is seen."""
+    from crelle.kernels.cuda import jit
+
+    def tell(file: str, expression: str) -> None:
+        jit.on_compile = None
+        said = f"compiling CUDA kernels, once; `crelle warmup {model}` does it ahead, on all cores"
+        err.print(said, highlight=False, markup=False, soft_wrap=True)
+
+    jit.on_compile = tell
+
+
 def tell_path(llm: "LLM") -> None:
     """Say on standard error where a quantized cache keeps a model from its fastest path."""
     from crelle.models.cache import why_not_fused

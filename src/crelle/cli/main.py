@@ -29,6 +29,7 @@ from crelle.cli import (
     search,
     serve,
     tune,
+    warmup,
 )
 from crelle.cli.console import err, print_json
 from crelle.errors import CrelleError
@@ -55,6 +56,7 @@ for command in (
     generate,
     chat,
     serve,
+    warmup,
     plan,
     explain,
     export,

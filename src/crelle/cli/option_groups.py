@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.cli.console import KV, Bits, Device, KernelName, Threads
+from crelle.cli.console import KV, Bits, Device, KernelName, Threads, tell_compilation
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
@@ -50,7 +50,10 @@ class ModelOptions:
     def load(self, model: Path) -> "LLM":
         from crelle.engine.llm import LLM
 
-        return LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
+        llm = LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
+        if llm.model.device.type == "cuda":
+            tell_compilation(model)
+        return llm
 
     def plain(self) -> "ModelOptions":
         """The same device and threads, and all else as the model has it: for one to compare with."""

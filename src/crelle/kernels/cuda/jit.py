@@ -38,6 +38,9 @@ _OPTIONS["device_as_default_execution_space"] = True  # some versions of NVRTC r
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)
 
+# Called with file and expression before a kernel is compiled, which takes a second or more: whoever has a user tells.
+on_compile: Callable[[str, str], None] | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
@@ -61,6 +64,8 @@ def compile(file: str, expression: str, arch: str | None = None) -> CompiledKern
     with _lock(key):
         if built := _read(_path(file, arch, key)):  # another process was faster
             return _memory.setdefault(key, built)
+        if on_compile is not None:
+            on_compile(file, expression)
         built = _nvrtc(file, expression, arch, key)
         _publish(_path(file, arch, key), built)
     _memory[key] = _as_cached(built)

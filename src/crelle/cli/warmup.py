@@ -1,0 +1,49 @@
+"""crelle warmup: compile the CUDA kernels of a model before it is used."""
+
+from typing import Annotated
+
+import typer
+
+from crelle.cli.console import Json, Model, out, print_json, tracking, use_threads
+from crelle.cli.option_groups import ModelOptions, model_options
+from crelle.errors import SchemeError
+
+NAME = "warmup"
+_PAGES = 4  # of the cache: nothing is generated
+
+
+@model_options
+def run(
+    model: Model,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences that will be decoded at a time, at most.")] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of the longest prompt.")] = 512,
+    *,
+    options: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Compile the CUDA kernels that a model launches, all cores at once, and keep them in the cache.
+
+    The first run of a model on a GPU otherwise compiles them one after the other, when it meets them. On a CPU there is
+    nothing to do: its kernels were built when Crelle was installed.
+
+    **Example**: `crelle warmup out/smollm2-4bit --batch 16`
+    """
+    from crelle.cache import cache_directory
+    from crelle.engine.compile_ahead import compile_kernels, prompt_sizes
+    from crelle.engine.engine import Engine
+
+    if batch < 1 or prompt < 2:
+        raise SchemeError(f"--batch must be at least 1 and --prompt at least 2, got {batch} and {prompt}")
+    use_threads(options.threads)
+    llm = options.load(model)
+    engine = Engine(llm, pages=_PAGES)
+    with tracking("compiling kernels") as track:
+        count, seconds = compile_kernels(
+            engine, range(1, batch + 1), prompt_sizes(prompt), progress=lambda done, of: track(done, of, "")
+        )
+    place = cache_directory() / "kernels"
+    if json:
+        print_json({"kernels": count, "seconds": seconds, "device": str(llm.model.device), "cache": str(place)})
+        return
+    said = f"{count} kernels in {seconds:.1f} s, kept in {place}" if count else "nothing to compile on a CPU"
+    out.print(said, highlight=False, markup=False, soft_wrap=True)

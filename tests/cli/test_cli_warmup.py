@@ -1,0 +1,52 @@
+"""crelle warmup, and what is said when a kernel is compiled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import run, succeed
+
+from crelle.cli.console import tell_compilation
+from crelle.engine import compile_ahead
+from crelle.kernels.cuda import jit
+
+
+def test_on_a_cpu_there_is_nothing_to_compile(tiny_model: Path) -> None:
+    assert "nothing to compile" in succeed("warmup", tiny_model, "--device", "cpu").out
+    seen = succeed("warmup", tiny_model, "--device", "cpu", "--json").json
+    assert (seen["kernels"], seen["device"]) == (0, "cpu")
+
+
+def test_batch_and_prompt_reach_the_compiler(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def fake(engine: Any, sequences: Any, prompts: Any, *, progress: Any) -> tuple[int, float]:
+        asked.append((list(sequences), list(prompts)))
+        progress(1, 1)
+        return 7, 1.5
+
+    monkeypatch.setattr(compile_ahead, "compile_kernels", fake)
+    assert "7 kernels in 1.5 s" in succeed("warmup", tiny_model, "--batch", 3, "--prompt", 40, "--device", "cpu").out
+    assert asked == [([1, 2, 3], compile_ahead.prompt_sizes(40))]
+
+
+@pytest.mark.parametrize("options", [("--batch", "0"), ("--prompt", "1")])
+def test_mistakes_get_a_sentence(tiny_model: Path, options: tuple[str, str]) -> None:
+    result = run("warmup", tiny_model, *options)
+    assert result.code == 2
+    assert options[0] in result.err
+
+
+def test_the_first_compilation_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path))
+    built = jit.CompiledKernel("x.cu", "f<1>", "sm_90a", "f", b"", 0.0, False)
+    monkeypatch.setattr(jit, "_nvrtc", lambda *_: built)
+    monkeypatch.setattr(jit, "_key", lambda file, expression, arch: f"{expression}-{tmp_path.name}")
+    monkeypatch.setattr(jit, "_publish", lambda *_: None)
+    tell_compilation(Path("out/model"))
+    for expression in ("f<1>", "f<2>"):
+        jit.compile("x.cu", expression, "sm_90a")
+    assert capsys.readouterr().err.count("crelle warmup out/model") == 1
+    assert jit.on_compile is None
