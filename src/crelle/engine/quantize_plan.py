@@ -16,7 +16,7 @@ from crelle.formats.open import open_weights
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.device_limit import device_limit
 from crelle.quantizers.layer_api import Progress
-from crelle.quantizers.pipeline import Calibration, _fingerprint
+from crelle.quantizers.pipeline import Calibration, fingerprint_of
 from crelle.version import __version__
 
 SUFFIX = ".plan.json"
@@ -80,7 +80,7 @@ def _made_from(auto: Auto, source: str | Path, calibration: Calibration) -> Mapp
     """Return what a plan depends on, as JSON gives it back."""
     return {
         "crelle": __version__,
-        "source": _fingerprint(open_weights(source)),
+        "source": fingerprint_of(open_weights(source)),
         "scheme": str(auto),
         "calibration": calibration.fingerprint(),
         "memory": calibration.memory,

@@ -133,7 +133,7 @@ def quantize(
     recipe = {
         "crelle": __version__,
         "format_version": FORMAT_VERSION,
-        "source": _fingerprint(weights),
+        "source": fingerprint_of(weights),
         "scheme": str(default),
         "overrides": [list(item) for item in written.items()],  # a list: the first pattern that matches counts
         "devices": world().size,  # sums over other parts differ in their last digits
@@ -392,7 +392,7 @@ def _matrices(weights: Weights) -> list[str]:
     return [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
 
 
-def _fingerprint(weights: Weights) -> list[list[str | int]]:
+def fingerprint_of(weights: Weights) -> list[list[str | int]]:
     """Identify the source without reading it whole: names, sizes and times of its files."""
     root = weights.path
     if not root.exists():  # weights that were opened otherwise
