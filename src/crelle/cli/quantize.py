@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
+from crelle.cli.completion import models, schemes
 from crelle.cli.console import Device, Json, Threads, err, out, print_json, tracking, use_threads, warn
 from crelle.cli.quantize_cost import DeviceMemory, as_json, show
 from crelle.cli.training_plot import draw_training
@@ -18,10 +19,17 @@ _HEAD = "8"  # bits: half the bytes of a step of a small model are its head's, a
 
 def run(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A Hugging Face directory (plain, GPTQ, AWQ, …) or a .gguf file.")
+        Path,
+        typer.Argument(
+            metavar="SRC",
+            help="A Hugging Face directory (plain, GPTQ, AWQ, …) or a .gguf file.",
+            autocompletion=models,
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
-    scheme: Annotated[str | None, typer.Option("--scheme", help=f"The recipe; default: {SCHEME}.")] = None,
+    scheme: Annotated[
+        str | None, typer.Option("--scheme", help=f"The recipe; default: {SCHEME}.", autocompletion=schemes)
+    ] = None,
     head: Annotated[
         str | None,
         typer.Option(
