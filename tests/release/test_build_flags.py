@@ -1,4 +1,4 @@
-"""A wheel runs on every machine of its architecture: only files that are chosen at run time use special instructions."""
+"""A wheel runs on all machines of its architecture: only what is chosen at run time uses special instructions."""
 
 import json
 import os
