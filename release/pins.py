@@ -1,14 +1,15 @@
 """The hashes of what CI installs: constraints-hashes.txt beside constraints.txt.
 
     python release/pins.py check            the two files agree (no network; part of `make test`)
-    python release/pins.py update [WHEEL…]  ask PyPI for the hashes of new pins; WHEEL: files from elsewhere, as torch's
-                                            CPU builds are
+    python release/pins.py update [WHEEL…]  ask PyPI for the hashes of new pins; WHEEL: torch's CPU builds, which it
+                                            does not have
 
 pip takes no hashes together with an editable install, and where one requirement has a hash, all must. So CI installs in
 two steps (`make setup HASHES=1`): every pin by `--require-hashes --no-deps`, then our own tree with `--no-index`, which
 can only succeed if the pins are complete. Who works on Crelle may leave HASHES out and gets the same versions.
 A hash stands for a file: those of Linux wheels for x86-64 and aarch64 for CPython 3.11 and 3.12, and a source archive
-where there is no wheel. Files of a version never change on PyPI, so hashes that are there are kept.
+where there is no wheel. Files of a version never change on PyPI, so hashes that are there are kept. Of torch only CPU
+builds are known: pip prefers a file whose hash an index tells, and would take PyPI's, with gigabytes of CUDA packages.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS, HASHES = ROOT / "constraints.txt", ROOT / "constraints-hashes.txt"
 HEADER = "# Made by release/pins.py from constraints.txt; `make setup HASHES=1` installs nothing else.\n"
 INDEX = "https://pypi.org/simple/"
+NOT_FROM_THERE = {"torch"}
 PYTHONS = re.compile(r"py3|py2\.py3|cp31[12]")
 LINUX = re.compile(r"any|(many)?linux.*_(x86_64|aarch64)")
 LINK = re.compile(r'href="([^"#]+)#sha256=([0-9a-f]{64})"')
@@ -102,7 +104,7 @@ def update(others: Iterable[Path]) -> None:
     """Write constraints-hashes.txt: known pins keep their hashes, PyPI is asked for the others."""
     wanted = pins(PINS.read_text())
     known = read(HASHES.read_text()) if HASHES.exists() else {}
-    new = {name: version for name, version in wanted.items() if f"{name}=={version}" not in known}
+    new = {n: v for n, v in wanted.items() if f"{n}=={v}" not in known and n not in NOT_FROM_THERE}
     with ThreadPoolExecutor(8) as pool:
         found = dict(zip(new, pool.map(lambda name: chosen(_page(name), name, new[name]), new), strict=True))
     if lost := [f"{name}=={new[name]}" for name, hashes in found.items() if not hashes]:
@@ -113,6 +115,8 @@ def update(others: Iterable[Path]) -> None:
         if pin is None:
             sys.exit(f"{file.name} is not a file of any pin")
         hashes[pin].append(hashlib.sha256(file.read_bytes()).hexdigest())
+    if lost := [pin for pin, each in hashes.items() if not each]:
+        sys.exit(f"give the files of: {', '.join(lost)}")
     HASHES.write_text(written(hashes))
     print(f"{HASHES.name}: {len(hashes)} pins, {sum(map(len, hashes.values()))} hashes, {len(new)} asked for")
 
