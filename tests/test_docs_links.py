@@ -13,10 +13,10 @@ from crelle.cli.main import app
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NAMED = re.compile(r"(?<![\w./-])(?:src|tests|bench|docs|examples)/[\w/.{},*-]*\w[\w}*]*")
+NAMED = re.compile(r"(?<![\w./-])(?:src|tests|bench|docs|examples|release)/[\w/.{},*-]*\w[\w}*]*")
 DOCS_PATH = re.compile(r"\bdocs/[\w/-]+\.md")
 SOURCE = re.compile(r"`([\w/{},]+\.(?:py|cu|cuh|h|cpp))`")
-FOLDERS = ("src", "tests", "bench", "examples")
+FOLDERS = ("src", "tests", "bench", "examples", "release")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(crelle [^`]+)`")
 

@@ -1,6 +1,5 @@
 """What a measurement was made on and with: goes into every result file, together with the command."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crelle.formats.io import to_json, write_whole, writing
+from crelle.kernels.threads import available_cores
 from crelle.version import __version__
 
 
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["crelle", *(_without_place(a) for a in sys.argv[1:])]),
         "commit": _commit(),
-        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform(terse=True)},
+        "machine": {"cpu": cpu_name(), "cores": available_cores(), "system": platform.platform(terse=True)},
         "versions": {"crelle": __version__, "python": platform.python_version(), **_versions("torch", "numpy")},
     }
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 from rich.console import Console
 
+from crelle.cli.completion import devices, models
+
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
 
@@ -18,7 +20,10 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
-Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda or auto (cuda if there is one).")]
+Device = Annotated[
+    str,
+    typer.Option("--device", help="Where to run: cpu, cuda or auto (cuda if there is one).", autocompletion=devices),
+]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -48,7 +53,12 @@ Results = Annotated[
     typer.Option("--out", help="Write NAME.json: machine, versions, command, figures; and NAME.png if any."),
 ]
 Model = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.")
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.",
+        autocompletion=models,
+    ),
 ]
 
 

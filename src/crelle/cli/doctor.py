@@ -35,8 +35,9 @@ def examine() -> list[dict[str, Any]]:
     import torch
 
     from crelle.cache import cache_directory
+    from crelle.kernels.threads import available_cores
 
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     checks = [
         _check("python", "ok", f"{platform.python_version()} on {platform.machine()}"),
         _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores given to us"),

@@ -86,7 +86,7 @@ def main() -> None:
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTING)
     atexit.register(gc.freeze)
     try:
-        app()
+        app(prog_name="crelle")  # also for `python -m crelle`: completion is installed for this name
     except CrelleError as e:
         if "--json" in sys.argv:
             print_json({"error": str(e)})

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from crelle.cli.calibration import CalibrationText, calibration_text
+from crelle.cli.completion import models, schemes
 from crelle.cli.console import (
     Device,
     Devices,
@@ -31,10 +32,17 @@ _HEAD = "8"  # bits: half the bytes of a step of a small model are its head's, a
 def run(
     context: typer.Context,
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A Hugging Face directory (plain, GPTQ, AWQ, …) or a .gguf file.")
+        Path,
+        typer.Argument(
+            metavar="SRC",
+            help="A Hugging Face directory (plain, GPTQ, AWQ, …) or a .gguf file.",
+            autocompletion=models,
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
-    scheme: Annotated[str | None, typer.Option("--scheme", help=f"The recipe; default: {SCHEME}.")] = None,
+    scheme: Annotated[
+        str | None, typer.Option("--scheme", help=f"The recipe; default: {SCHEME}.", autocompletion=schemes)
+    ] = None,
     head: Annotated[
         str | None,
         typer.Option(

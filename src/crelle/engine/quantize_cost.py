@@ -7,6 +7,7 @@ for kernels that are compiled and libraries that are loaded at their first call.
 """
 
 import resource
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -131,12 +132,17 @@ def measure(
         once_seconds=once,
         device_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         device_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        host_peak_bytes=_peak_bytes(),
         memory_limit=memory,
         memory_plan=planned,
         bits_per_weight=report.bits_per_weight,
         left_out=tuple(left_out),
     )
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has had; the system tells it in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class _Shards:

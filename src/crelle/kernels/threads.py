@@ -9,8 +9,8 @@ from crelle.kernels import cpu
 
 
 def available_cores() -> int:
-    """Cores that the affinity mask gives to this process."""
-    return len(os.sched_getaffinity(0))
+    """Cores that the affinity mask gives to this process; all of the machine where there are no masks (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def max_threads() -> int:

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 from crelle.engine.async_engine import AsyncEngine
 from crelle.server.app import Server, running
@@ -16,6 +16,7 @@ from crelle.server.settings import Settings
 # Seconds that the loop waits for the interpreter lock while another thread computes, each time that it wakes up or
 # has read or written: some five times a request. With Python's own 5 ms that is seen in every answer.
 _SWITCH = 0.001
+_OPEN_MAX = 10_240
 
 
 def serve(
@@ -60,5 +61,10 @@ def _raise_file_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    if soft == hard:
+        return
+    try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):  # macOS says "unlimited" and means its OPEN_MAX
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _OPEN_MAX), hard))

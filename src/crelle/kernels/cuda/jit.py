@@ -83,9 +83,11 @@ def compile_all(
     Threads are enough: NVRTC lets Python run meanwhile, and compiles in all of them at once. The first error ends it,
     once the kernels that are being compiled at that moment are finished.
     """
+    from crelle.kernels.threads import available_cores
+
     arch = architecture() if arch is None else _checked(arch)
     _program()  # importing it first in several threads at once finds it half made
-    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(threads or available_cores()) as pool:
         jobs = [pool.submit(compile, file, expression, arch) for file, expression in kernels]
         try:
             for done, job in enumerate(as_completed(jobs), 1):

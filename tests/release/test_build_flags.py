@@ -1,0 +1,56 @@
+"""A wheel runs on all machines of its architecture: only what is chosen at run time uses special instructions."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+AVX2 = {"-mavx2", "-mfma", "-mf16c"}
+AVX512 = AVX2 | {"-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"}
+SPECIAL = {
+    "x86_64": {
+        "isa_avx2.cpp": AVX2,
+        "ops_avx2.cpp": AVX2,
+        "isa_avx512.cpp": AVX512,
+        "ops_avx512.cpp": AVX512,
+        "isa_vbmi.cpp": AVX512 | {"-mavx512vbmi", "-mavx512vnni"},
+        "isa_amx.cpp": AVX512 | {"-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"},
+    },
+    "arm64": {"isa_dotprod.cpp": {"-march=armv8.2-a+dotprod"}},  # macOS's name for aarch64
+}
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or os.environ.get("CXX")), reason="there is no C++ compiler here")
+@pytest.mark.parametrize("processor", SPECIAL)
+def test_special_instructions_stay_in_their_files(processor: str, tmp_path: Path) -> None:
+    """CMake is asked what it would run; nothing is compiled, so the other architectures need no compiler."""
+    pytest.importorskip("nanobind")
+    tools = Path(sys.executable).parent
+    env = {k: v for k, v in os.environ.items() if k not in ("CXXFLAGS", "CFLAGS")}
+    env["PATH"] = f"{tools}{os.pathsep}{env['PATH']}"
+    # A system name makes it a cross-compilation, which keeps the processor that is given.
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-G", "Ninja", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    command += ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={processor}"]
+    command += [f"-DPython_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    flags = {}
+    for entry in json.loads((tmp_path / "compile_commands.json").read_text()):
+        flags[Path(entry["file"])] = {f for f in entry["command"].split() if re.match(r"-m[a-z]", f)}
+    special = SPECIAL[processor]
+    assert {path.name: found for path, found in flags.items() if found} == special
+    # The linker keeps the first copy of an inline function: plain files first, then ever larger instruction sets.
+    ours = [path.name for path in flags if path.parent.name == "csrc"]
+    assert ours[-len(special) :] == list(special)
+
+
+def test_nothing_is_built_for_this_machine_alone() -> None:
+    for name in ("CMakeLists.txt", "pyproject.toml", "Makefile"):
+        flags = [line.partition("#")[0] for line in (ROOT / name).read_text().splitlines()]
+        assert not any("=native" in line for line in flags), name
