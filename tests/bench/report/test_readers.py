@@ -55,6 +55,7 @@ LEFT_OUT = {
     "h200-solver.json",
     "h200-training-llama3-8b.json",
     "quality-stories15M-full.json",
+    "rotated-grids-stories15M.json",
 }
 
 
