@@ -52,6 +52,7 @@ PARAMETERS = {  # as the papers say, in billions
     "llama2-70b": 69.0,
     "llama3-8b": 8.03,
     "opt-125m": 0.125,
+    "llama3.2-1b": 1.236,
     "opt-350m": 0.331,
     "opt-1.3b": 1.316,
     "opt-2.7b": 2.65,

@@ -68,7 +68,7 @@ def test_smaller_portions_change_no_more_than_rounding(deep: CalibrationModel, m
 def test_bf16_hidden_states_change_little(deep: CalibrationModel) -> None:
     rounded = measured(deep, SearchMemory(states=torch.bfloat16))
     for one, other in zip(rounded, measured(deep, SearchMemory()), strict=True):
-        assert one.losses == pytest.approx(other.losses, rel=0.3)
+        assert one.losses == pytest.approx(other.losses, rel=0.5)  # few sampled tokens decide, of which some are others
     totals = [sum(one.losses[SETTINGS[0]] for one in found) for found in (rounded, measured(deep, SearchMemory()))]
     assert totals[0] == pytest.approx(totals[1], rel=0.1)  # some of the sampled next tokens are others
 
