@@ -9,12 +9,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
+# An editable install knows the modules that there were when it was made: a new file is a reason to install again.
+MODULES := $(shell find src -name '*.py' | sort | cksum | cut -d' ' -f1)
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
 .PHONY: demo docs wheel check-wheel sbom pins test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
 .DEFAULT_GOAL := test
 
-demo: setup
+# The demo needs less than the tests: where nothing is installed yet, only what runs is.
+demo: $(or $(wildcard $(VENV)/installed-$(MODULES)),$(VENV)/runs-$(MODULES))
 	$(BIN)/crelle demo
 
 docs: setup
@@ -144,25 +147,33 @@ $(VLLM)/installed-$(VLLM_VERSION): pyproject.toml constraints.txt CMakeLists.txt
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
 	touch $@
 
-# An editable install knows the modules that there were when it was made: a new file is a reason to install again.
-MODULES := $(shell find src -name '*.py' | sort | cksum | cut -d' ' -f1)
-
 setup: $(VENV)/installed-$(MODULES)
 
 # torch first and alone: its exact pin finds a CPU build, a range could pull gigabytes of CUDA packages. With HASHES=1,
 # as in CI, only files with a known hash are installed (release/pins.py).
-$(VENV)/installed-$(MODULES): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+$(VENV)/installed-$(MODULES): $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
 ifdef HASHES
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement constraints-hashes.txt
 	$(BIN)/python -m pip install --quiet --no-index --no-build-isolation --editable '.[dev]'
 else
-	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(call INSTALL,dev)
 endif
 	rm -f $(VENV)/installed-* && touch $@
+
+$(VENV)/runs-$(MODULES): $(BUILT_FROM)
+	$(PYTHON) -m venv $(VENV)
+	$(call INSTALL,plots$(if $(shell command -v nvidia-smi),$(comma)cuda))
+	rm -f $(VENV)/runs-* && touch $@
+
+comma := ,
+define INSTALL
+$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
+$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
+endef
 
 clean:
 	rm -rf $(VENV) $(LM_EVAL) $(VLLM) $(WHEEL) build dist out

@@ -67,7 +67,7 @@ def test_demo_prints_a_table_and_leaves_picture_figures_and_checkpoints(first: D
     assert max(bits[1:]) < 6
     assert str(out / "perplexity.png") in shown
     assert [point["scheme"] for point in figures["compared"]] == list(PLAIN)
-    assert f"crelle chat {out / 'gptq-bits=4-group=64'}" in shown.replace("\n", "")
+    assert f"crelle chat {out / 'gptq-bits=4-group=64-refine=0'}" in shown.replace("\n", "")
     with Image.open(out / "perplexity.png") as image:
         assert image.format == "PNG"
         assert image.size > (600, 400)

@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 
 NAME = "demo"
 MODEL = "SmolLM2-135M-Instruct"
-# The recommended recipes without their training and search, which would take a CPU minutes each.
-SCHEMES = ("gptq:bits=4,group=64", "gptq:bits=3,group=64", "mixed:group=16,four=0.05,outliers=0")
+# What `auto` fits matrices with, without its search, refinement and training, which would take a CPU minutes each.
+SCHEMES = (
+    "gptq:bits=4,group=64,refine=0",
+    "gptq:bits=3,group=64,refine=0",
+    "mixed:group=16,four=0.05,outliers=0,refine=0",
+)
 _LABELS = dict(zip(SCHEMES, ("4 bits", "3 bits", "2 bits"), strict=True))
 # What the picture compares them with: schemes that look at no data.
 PLAIN = ("rtn:bits=4,group=64", "rtn:bits=3,group=64", "bcq:bits=3,group=64", "rtn:bits=2,group=64")
 PROMPT = "Python is a programming language that"
 _LENGTH = 512  # tokens of a calibration sequence
-_ROWS = {"cpu": 8, "cuda": 64}  # calibration sequences: seconds matter here
+_ROWS = {"cpu": 4, "cuda": 64}  # calibration sequences: seconds matter here
 
 
 def run(
@@ -32,7 +36,7 @@ def run(
         "out/demo"
     ),
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 4096,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 2048,
     context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
     device: Device = "auto",
     threads: Threads = None,
