@@ -177,7 +177,7 @@ def _next(directory: Path) -> list[str]:
 
 def _table(rows: "list[Row]") -> Table:
     """Return size, perplexity and speed, each beside that of the model as it was."""
-    table = Table("model", "bits/weight", "MB", "perplexity", "x fp16", "tokens/s", "x fp16", "made in s")
+    table = Table("model", "bits", "MB", "perplexity", "x fp16", "tokens/s", "x fp16", "seconds")
     first = rows[0]
     for r in rows:
         worse, faster = r.perplexity / first.perplexity, r.tokens_per_second / first.tokens_per_second

@@ -9,6 +9,8 @@ from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
 from crelle.plots import pyplot
 
+_FAR = 8  # times the least perplexity: what lies above is drawn at the edge
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -45,19 +47,23 @@ class Point:
 
 
 def plot_perplexity(rows: Sequence[Row], path: Path, title: str, compared: Sequence[Point] = ()) -> None:
-    """Plot perplexity over bits per weight; the unquantized model is the dashed line, others are single points."""
+    """Plot perplexity over bits per weight; the unquantized model is the dashed line, others are single points.
+
+    Points far above the unquantized model stand at the upper edge, with an arrow and their value.
+    """
     plt = pyplot()
     plain = [r for r in rows if r.bits_per_weight >= 16]
     small = sorted((r for r in rows if r.bits_per_weight < 16), key=lambda r: r.bits_per_weight)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    least = min(r.perplexity for r in rows)
+    top = max([_FAR * least, *(1.5 * r.perplexity for r in small)])
     axes.plot([r.bits_per_weight for r in small], [r.perplexity for r in small], "o-", color="#1f5fa8", label="Crelle")
-    for p in compared:
-        axes.plot(p.bits_per_weight, p.perplexity, "s", color="#d98032")
-        _label(axes, p, (6, 4), "left", "#a05a1a")
-    middle = sum(r.bits_per_weight for r in small) / max(1, len(small))
     for r in small:
-        right = r.bits_per_weight > middle  # labels stay inside the picture and off the falling line
-        _label(axes, r, (-10, -24) if right else (6, -24), "right" if right else "left", "black")
+        _label(axes, r, r.perplexity, (0, -24), "#1f5fa8")
+    for p in compared:
+        at = min(p.perplexity, 0.75 * top)
+        axes.plot(p.bits_per_weight, at, "s" if at == p.perplexity else "^", color="#d98032")
+        _label(axes, p, at, (0, 6), "#a05a1a")
     for r in plain:
         axes.axhline(r.perplexity, linestyle="--", color="#888888")
         axes.annotate(
@@ -69,19 +75,23 @@ def plot_perplexity(rows: Sequence[Row], path: Path, title: str, compared: Seque
             color="#555555",
         )
     axes.set(xlabel="bits per weight (scales counted)", ylabel="perplexity (log scale)", yscale="log", title=title)
-    axes.margins(x=0.25, y=0.18)
+    axes.set_ylim(0.6 * least, top)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.22)
     axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _label(axes: Any, point: Row | Point, offset: tuple[int, int], side: str, colour: str) -> None:
+def _label(axes: Any, point: Row | Point, height: float, offset: tuple[int, int], colour: str) -> None:
+    """Write a point's scheme, without what tells settings of its search apart, and its perplexity beside it."""
+    scheme = point.scheme.removesuffix(",refine=0")
     axes.annotate(
-        f"{point.scheme}\n{point.perplexity:.1f}",
-        (point.bits_per_weight, point.perplexity),
+        f"{scheme}\n{point.perplexity:,.1f}",
+        (point.bits_per_weight, height),
         xytext=offset,
         textcoords="offset points",
-        ha=side,
-        fontsize=8,
+        ha="center",
+        fontsize=7,
         color=colour,
     )
