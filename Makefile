@@ -164,7 +164,7 @@ endif
 
 $(VENV)/runs-$(MODULES): $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
-	$(call INSTALL,plots$(if $(shell command -v nvidia-smi),$(comma)cuda))
+	$(call INSTALL,plots$(comma)server$(if $(shell command -v nvidia-smi),$(comma)cuda))
 	rm -f $(VENV)/runs-* && touch $@
 
 comma := ,
