@@ -17,8 +17,8 @@ from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_row
 from crelle.engine.first_layers import FirstLayers, layer_count
 from crelle.engine.quantize_cost import QuantizeCost, measure
 from crelle.engine.quantize_plan import SUFFIX, forget_plan, planned, refuse_other_file
-from crelle.engine.rank_devices import chosen, devices_of
-from crelle.engine.rank_processes import run_ranks
+from crelle.engine.rank_devices import devices_of
+from crelle.engine.rank_processes import on_devices
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.checkpoint import Checkpoint
@@ -101,11 +101,7 @@ def quantize(
         "resume": resume,
         "overwrite": overwrite,
     }
-    if len(spread) > 1:
-        report: Report = run_ranks(quantize_on, spread, arguments, progress)
-    else:
-        with chosen(spread, device) as one:
-            report = quantize_on(device=one, progress=progress, **arguments)  # type: ignore[arg-type]
+    report: Report = on_devices(quantize_on, spread, device, arguments, progress)
     return replace(report, seconds=perf_counter() - begun)
 
 
@@ -184,11 +180,8 @@ def dry_run(
         "overrides": overrides,
         "memory": memory,
     }
-    if len(spread) > 1:
-        cost: QuantizeCost = run_ranks(dry_run_on, spread, arguments, progress)
-        return cost
-    with chosen(spread, device) as one:
-        return dry_run_on(device=one, progress=progress, **arguments)  # type: ignore[arg-type]
+    cost: QuantizeCost = on_devices(dry_run_on, spread, device, arguments, progress)
+    return cost
 
 
 def dry_run_on(
@@ -394,11 +387,7 @@ def tune_checkpoint(
         "overwrite": overwrite,
         "low_memory": low_memory,
     }
-    if len(spread) > 1:
-        report: TuneReport = run_ranks(tune_on, spread, arguments, progress)
-    else:
-        with chosen(spread, device) as one:
-            report = tune_on(device=one, progress=progress, **arguments)  # type: ignore[arg-type]
+    report: TuneReport = on_devices(tune_on, spread, device, arguments, progress)
     return replace(report, seconds=perf_counter() - begun)
 
 

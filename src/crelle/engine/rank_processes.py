@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from crelle.engine.rank_devices import RankDevice
+from crelle.engine.rank_devices import RankDevice, chosen
 from crelle.errors import CrelleError, ProcessError
 from crelle.kernels.threads import set_threads
 from crelle.quantizers.layer_api import Progress
@@ -106,6 +106,20 @@ class _Rank:
         self.process.wait()
         self.messages.close()
         self.stderr.close()
+
+
+def on_devices(
+    work: Callable[..., Any],
+    devices: Sequence[RankDevice],
+    device: str,
+    arguments: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> Any:
+    """Call work(device=…, progress=…, **arguments): here where there is one device, else in a process for each."""
+    if len(devices) > 1:
+        return run_ranks(work, devices, arguments, progress)
+    with chosen(devices, device) as one:
+        return work(device=one, progress=progress, **arguments)
 
 
 def run_ranks(

@@ -25,7 +25,7 @@ class FirstWriter:
         self._writer: CheckpointWriter | None = None
         if self._world.first:
             self._writer = CheckpointWriter(out, recipe, resume=resume, overwrite=overwrite)
-        # The others wait here, so that nobody looks into the directory before it is as it should be.
+        # The others wait here, so that no rank reads the directory before it is as it should be.
         self._finished = frozenset(self._world.value([s for s in shards if self._writer and self._writer.has(s)]))
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class FirstWriter:
             self._writer.add(shard, *encode())
 
     def finish(self, publish: Callable[[CheckpointWriter], None]) -> tuple[str, ...]:
-        """Write what else belongs to the checkpoint and publish it; returns warnings. Nobody goes on before it is."""
+        """Write what else belongs to the checkpoint and publish it; returns warnings. No rank goes on before that."""
         if self._writer is not None:
             publish(self._writer)
         self._world.wait_for_first()

@@ -110,7 +110,7 @@ def show(value: Any) -> str:
 
 
 def _checkers(struct: type[msgspec.Struct]) -> dict[str, Checker]:
-    """Return the checkers of a struct's fields. What is published and checked by nobody is a mistake of ours."""
+    """Return the checkers of a struct's fields. What is published but not checked is a mistake of ours."""
     info, found = msgspec.inspect.type_info(struct), dict[str, Checker]()
     assert isinstance(info, msgspec.inspect.StructType)
     for field in info.fields:
