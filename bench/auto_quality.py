@@ -1,6 +1,6 @@
 """What calibration data, training steps and damping bring: perplexity on the test text, and on texts of other kinds.
 
-    python bench/auto_quality.py OUT.json DATA [--only 'bits=3.35'] [--device cuda] [--jobs 6]      DATA: with text/
+    python bench/auto_quality.py OUT.json DATA [--only 'bits=3.35.*full'] [--device cuda] [--jobs 6]    DATA: with text/
 
 SmolLM2, calibrated on rows of 512 tokens of WikiText-2 valid and on sequences that the model itself writes (`own`).
 Test: WikiText-2 test; unseen: TinyStories and Python's documentation; windows of 1024, 20,480 tokens each. `auto` is
@@ -10,6 +10,7 @@ to OUT.json as they are done.
 
 import argparse
 import multiprocessing
+import re
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -33,7 +34,7 @@ from crelle.quantizers.auto import Auto
 _LENGTH, _TOKENS, _CONTEXT = 512, 20480, 1024
 BITS = (2.35, 3.35, 4.35)
 AUTO = ((32, 0, 16, ""), (64, 0, 24, ""), (256, 0, 128, ""), (384, 0, 256, ""), (192, 192, 256, ""))
-FULL = (256, 0, 256, ",tune=full,end=500,own=1024")  # rows, own rows, steps, more
+FULL = {2.35: 1000, 3.35: 1000, 4.35: 500}  # steps of end-to-end training
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
@@ -45,7 +46,8 @@ def cases() -> list[dict[str, Any]]:
     """Return schemes with their calibration data."""
     found: list[dict[str, Any]] = [{"scheme": s, "rows": 64, "own": 0} for s in PLAIN]
     for bits in BITS:
-        for rows, own, steps, more in (*AUTO, FULL):
+        full = 256, 0, 256, f",tune=full,end={FULL[bits]},own=1024"  # rows, own rows, steps, more
+        for rows, own, steps, more in (*AUTO, full):
             found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
     return found
 
@@ -88,12 +90,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--only", default="", help="a part of the schemes to run")
+    parser.add_argument("--only", default="", help="a regular expression for the schemes to run")
     add_options(parser)
     args = parser.parse_args()
-    command = f"python bench/auto_quality.py OUT.json DATA --device {args.device} --jobs {args.jobs}"
+    only = f" --only '{args.only}'" if args.only else ""
+    command = f"python bench/auto_quality.py OUT.json DATA{only} --device {args.device} --jobs {args.jobs}"
     results = Results(args.out, command)
-    wanted = [c for c in cases() if args.only in c["scheme"]]
+    wanted = [c for c in cases() if re.search(args.only, c["scheme"])]
     wanted = [c for c in wanted if not results.has(scheme=c["scheme"], rows=c["rows"], own=c["own"])]
     results.result["model"] = "SmolLM2-135M-Instruct"
     if "fp32" not in results.result:

@@ -73,7 +73,7 @@ def primitives(device: str, progress: Any) -> dict[str, Any]:
         "matrix": here.matrices(made, {"m": owner})["m"].dequantize(),
         "taken": here.gather(SpreadRows(here, mine).take(mine, pick, on)),
     }
-    same = all(torch.equal(here.tensors({"x": t})["x"], t.to(on)) for t in found.values())
+    same = all(torch.equal(here.tensors({"x": t.to(on)})["x"], t.to(on)) for t in found.values())
     return {
         **{name: t.tolist() for name, t in found.items()},
         "same on all ranks": here.counts(int(same)),

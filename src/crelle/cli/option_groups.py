@@ -60,6 +60,15 @@ class ModelOptions:
         return ModelOptions(bits=None, device=self.device, threads=self.threads, kernel=None)
 
 
+def _model_options(**given: Any) -> ModelOptions:
+    """Return the options; where they may mean a GPU, it wakes up while the command imports torch."""
+    from crelle.kernels.cuda import early_context
+
+    if given["device"] != "cpu":
+        early_context.start()
+    return ModelOptions(**given)
+
+
 model_options = option_group(
     "options",
     {
@@ -69,5 +78,5 @@ model_options = option_group(
         "kernel": (KernelName, None),
         "kv": (KV, None),
     },
-    ModelOptions,
+    _model_options,
 )
