@@ -167,12 +167,18 @@ $(VENV)/runs-$(MODULES): $(BUILT_FROM)
 	$(call INSTALL,plots$(comma)server$(if $(shell command -v nvidia-smi),$(comma)cuda))
 	rm -f $(VENV)/runs-* && touch $@
 
+# The compiler works while packages are installed; the wheel that it makes is not used, but what it has compiled lies in
+# build/ for the editable install. Bytecode is written as modules are imported: few of them ever are.
 comma := ,
+PIP   := $(BIN)/python -m pip install --quiet --no-compile
 define INSTALL
-$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
-$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
+$(PIP) --upgrade --constraint constraints.txt pip
+$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
+$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . & compiling=$$!; \
+{ $(PIP) "$$(grep '^torch==' constraints.txt)" && \
+  $(BIN)/python release/dependencies.py $(1) | $(PIP) --constraint constraints.txt --requirement /dev/stdin; \
+} || { kill $$compiling; exit 1; }; wait $$compiling
+$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
 endef
 
 clean:
