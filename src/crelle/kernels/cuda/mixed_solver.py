@@ -27,7 +27,7 @@ def variants() -> Iterator[tuple[str, str]]:
 
 
 def search_grids(weight: Tensor, importance: Tensor, group: int, shrink: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return scale and zero [N, C] of the 2-bit grids with the least weighted error; shrink: clipping factors to try."""
+    """Return scale and zero [N, C] of the 2-bit grids with the least weighted error; shrink: factors to try."""
     (N, K), C = weight.shape, -(-weight.shape[1] // group)
     scale, zero = weight.new_empty(N, C), weight.new_empty(N, C)
     if N * C == 0:
@@ -49,17 +49,17 @@ def descend_scales(
     top: Tensor,
     codes: Tensor,
 ) -> None:
-    """Set the scales of 2-bit groups to the best values that can be stored, group by group; changes error, scale, codes.
+    """Set the scales of 2-bit groups to the best values that can be stored, group by group.
 
+    Changes error, scale and codes.
     error, factor [K, N]; columns bool [K]: those of 2-bit groups, `group` of them each; scale, zero [ceil(N / 16), C2]:
     second-order, of 16 rows each; top [C2]: the largest code; codes f32 [C2, N]. All are contiguous.
     """
     N, groups = error.shape[1], len(codes)
     two, others = columns.nonzero()[:, 0], (~columns).nonzero()[:, 0]
     left, f = error[two], factor[two].contiguous()
-    across = hessian[two]
-    start = across[:, others] @ error[others]  # what the errors of other columns, which stay, contribute
-    H = across[:, two].contiguous()
+    start = hessian[two[:, None], others] @ error[others]  # what the errors of other columns, which stay, contribute
+    H = hessian[two[:, None], two]
     change = error.new_empty(min(BLOCK, len(two)), N)
     kernel = load(*DESCEND)
     shared = 4 * (BLOCK * BLOCK + 2 * BLOCK * ROWS)

@@ -42,7 +42,9 @@ def sweep_nested(
     (K, N), P = target.shape, len(weights)
     target, mix, grids, roots = target.contiguous(), mix.contiguous(), grids.contiguous(), weights.sqrt()
     found = torch.empty(K, N, dtype=torch.uint8, device=target.device)
-    left = target.new_empty(K, P * N) if error is None else torch.empty_like(error).copy_(error)
+    left = target.new_empty(K, P * N)
+    if error is not None:
+        left.copy_(error)
     change = None if error is None else target.new_empty(min(BLOCK, K), P * N)
     kernel = load(*sweep_variant(P, error is not None))
     shared = shared_bytes(2 * P, P, 4 if P > 4 else 8) + 4 * BLOCK  # columns as in nested_sweep.cu

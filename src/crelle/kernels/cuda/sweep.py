@@ -119,10 +119,10 @@ def shared_bytes(floats: int, precisions: int = 1, columns: int = 8) -> int:
 def blocks(
     target: Tensor, mix: Tensor, left: Tensor, change: Tensor | None, precisions: int = 1
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Yield what each block's columns want [B, P N], and its columns; the caller rounds them into `left` (and `change`).
+    """Yield what each block's columns want [B, P N], and its columns.
 
-    target [K, N], left and change [.., P N]. change: of the errors, in coordinate descent; None: feedback, where columns
-    not yet rounded have no error.
+    The caller rounds them into `left` (and `change`). target [K, N], left and change [.., P N]. change: of the errors,
+    in coordinate descent; None: feedback, where columns not yet rounded have no error.
     """
     K = len(target)
     for begin in range(0, K, _OUTER):

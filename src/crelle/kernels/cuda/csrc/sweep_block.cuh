@@ -78,9 +78,9 @@ __device__ __forceinline__ void sweep_row(const Levels &levels, float *memory, c
   constexpr int P = Levels::P, COLUMNS = Levels::COLUMNS, NEAR = COLUMNS * Levels::FLOATS * ROWS;
   static_assert(P == 1 || !OUTLIERS);
   const int lane = threadIdx.x;
-  const float *const by = memory;                                      // [BLOCK][BLOCK]
-  float *const changes = memory + MIX + lane;                          // [BLOCK][P][ROWS]
-  const float *const near = memory + MIX + BLOCK * P * ROWS + lane;    // [2][COLUMNS][FLOATS][ROWS]
+  const float *const by = memory;                                    // [BLOCK][BLOCK]
+  float *const changes = memory + MIX + lane;                        // [BLOCK][P][ROWS]
+  const float *const near = memory + MIX + BLOCK * P * ROWS + lane;  // [2][COLUMNS][FLOATS][ROWS]
   const auto prefetch = [&](int begin) {
     const float *to = near + begin / COLUMNS % 2 * NEAR;
 #pragma unroll
