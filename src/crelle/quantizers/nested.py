@@ -22,7 +22,7 @@ from crelle.formats.affine import NestedTensor
 from crelle.formats.base import Spec
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import DAMP, Fit, LDLFactor, Levels, improve, mixing, row_errors, solve
+from crelle.quantizers.gptq_solver import DAMP, Fit, LDLFactor, Levels, improve_from, mixing, row_errors, solve
 from crelle.quantizers.grouping import importances, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
@@ -84,10 +84,13 @@ class Nested(HessianConfig):
         codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
         codes[by.order] = sweep_nested(target.T[by.order], None, by.mix, self._grids(nest), by.order.tolist())
         nest = nest._replace(codes=codes.T.contiguous())
+        if not self.refine:
+            return nest
+        errors = _row_errors(nest, target, hessian)
         for _ in range(self.refine):
-            nest = _solved(nest, target, hessian, by)
-            nest = self._descended(nest, target, hessian, by)
-        return _solved(nest, target, hessian, by) if self.refine else nest
+            nest, errors = _solved(nest, target, hessian, by, errors)
+            nest, errors = self._descended(nest, target, hessian, by, errors)
+        return _solved(nest, target, hessian, by, errors)[0]
 
     def _start(self, w: Tensor, cost: Tensor, rounds: int) -> "_Nest":
         """Return initial grids and codes for the weights [N, K], column k weighted by cost[k]."""
@@ -110,21 +113,20 @@ class Nested(HessianConfig):
         """Return the best common codes without error propagation."""
         return nest._replace(codes=nearest_nested(w, self._grids(nest)))
 
-    def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
-        """Coordinate descent over the common codes, kept in the rows where the error falls."""
-        errors = torch.cat([target - f.levels.decode(f.codes) for f in nest.fits()]).T
-        inputs = range(target.shape[1])
-        codes = sweep_nested(target.T, errors, mixing(by.damped), self._grids(nest), inputs)
+    def _descended(
+        self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor, errors: Tensor
+    ) -> tuple["_Nest", Tensor]:
+        """Coordinate descent over the common codes, kept in the rows where the sum of their errors [P, N] falls."""
+        before = torch.cat([target - f.levels.decode(f.codes) for f in nest.fits()]).T  # [K, P N]
+        codes = sweep_nested(target.T, before, mixing(by.damped), self._grids(nest), range(target.shape[1]))
         found = nest._replace(codes=codes.T.contiguous())
-        won = self._error(found, target, hessian) < self._error(nest, target, hessian)
-        return nest._replace(codes=torch.where(won[:, None], found.codes, nest.codes))
+        now, weights = _row_errors(found, target, hessian), self._weights(target)[:, None]
+        won = (weights * now).sum(0) < (weights * errors).sum(0)
+        kept = nest._replace(codes=torch.where(won[:, None], found.codes, nest.codes))
+        return kept, torch.where(won, now, errors)
 
     def _grids(self, nest: "_Nest") -> NestedGrids:
         return NestedGrids(torch.stack(nest.scales()), nest.group, self.bits, self._weights(nest.scales()[0]))
-
-    def _error(self, nest: "_Nest", target: Tensor, hessian: Tensor) -> Tensor:
-        errors = torch.stack([row_errors(target, hessian, f) for f in nest.fits()])  # [P, N]
-        return (self._weights(target)[:, None] * errors).sum(0)
 
     def _weights(self, like: Tensor) -> Tensor:
         return torch.tensor([self.balance ** (p - self.bits) for p in self.precisions], device=like.device)
@@ -153,9 +155,15 @@ class _Nest(NamedTuple):
         return len(self.levels[-1].book) // len(self.levels[i].book)
 
 
-def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor) -> _Nest:
-    """Return the same codes with the best scales of each precision."""
-    return nest._replace(levels=tuple(improve(target, hessian, by.damped, f, [solve]).levels for f in nest.fits()))
+def _row_errors(nest: _Nest, target: Tensor, hessian: Tensor) -> Tensor:
+    """Return the output error of each row at each precision [P, N]."""
+    return torch.stack([row_errors(target, hessian, f) for f in nest.fits()])
+
+
+def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor, errors: Tensor) -> tuple[_Nest, Tensor]:
+    """Return the same codes with the best scales of each precision, and the rows' errors [P, N]."""
+    found = [improve_from(target, hessian, by.damped, f, e, [solve]) for f, e in zip(nest.fits(), errors, strict=True)]
+    return nest._replace(levels=tuple(fit.levels for fit, _ in found)), torch.stack([e for _, e in found])
 
 
 def _least_squares(w: Tensor, fit: Fit, h: Tensor) -> Levels:
