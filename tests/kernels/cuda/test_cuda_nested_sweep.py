@@ -110,10 +110,18 @@ def test_nearest_codes_are_those_in_torch(device: str, N: int, K: int, group: in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tf32", [False, True])
-def test_a_fit_runs_the_kernels(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the process has allowed TF32; its error is that of the passes in torch."""
-    assert cuda.available() is None
+@pytest.mark.parametrize("descent", [False, True])
+def test_a_pass_is_in_f32(tf32: bool, descent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process has allowed TF32."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    compare("cuda", 300, 1100, grids_of(300, 1100, 128, 4, 2), descent)
+    assert torch.backends.cuda.matmul.allow_tf32 == tf32
+
+
+@pytest.mark.gpu
+def test_a_fit_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is that of the passes in torch."""
+    assert cuda.available() is None
     hessian = hessian_of(600).cuda()
     stats = Stats(hessian, hessian.diagonal().sqrt(), hessian.diagonal().sqrt(), 1000)
     w = torch.randn(200, 600, generator=torch.Generator().manual_seed(0)).cuda()
