@@ -8,15 +8,15 @@ On a GPU 4096x4096 and 14336x4096, the steps in torch on the first only; on a CP
 were in C++ before. Weights and inputs are random, inputs correlated. "torch" is everything as it is but for these
 steps. Checked first: the sum of the rows' output errors is that of torch within 0.1%, at each precision; on 14336x4096
 for 256 rows within 0.5%, where a few rows with ties count for more. Each step runs RUNS times with the kernels and
-once in torch; all times are written, in milliseconds, with the peak of allocated bytes on a GPU. OUT.json is written
-after each shape.
+once in torch; all times are written, in milliseconds, with the peak of allocated bytes on a GPU and the CPU time of all
+threads on a CPU. OUT.json is written after each shape.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -53,20 +53,25 @@ def steps_in_torch() -> Iterator[None]:
 
 
 def timed(work: Callable[[], T], device: str, runs: int = RUNS) -> tuple[T, dict[str, Any]]:
-    """Return what the last run gave, the milliseconds of each and, on a GPU, the peak of bytes beyond those before."""
-    on_gpu, times, before = device == "cuda", [], 0
+    """Return what the last run gave, and the milliseconds of each.
+
+    With them, on a GPU: the peak of bytes beyond those before; on a CPU: the CPU time of all threads.
+    """
+    on_gpu, times, cpu_times, before = device == "cuda", [], [], 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     for _ in range(runs):
         if on_gpu:
             torch.cuda.synchronize()
-        start = perf_counter()
+        start, start_cpu = perf_counter(), process_time()
         found = work()
         if on_gpu:
             torch.cuda.synchronize()
         times.append(round(1000 * (perf_counter() - start), 2))
-    return found, {"ms": times} | ({"peak_bytes": torch.cuda.max_memory_allocated() - before} if on_gpu else {})
+        cpu_times.append(round(1000 * (process_time() - start_cpu), 2))
+    more = {"peak_bytes": torch.cuda.max_memory_allocated() - before} if on_gpu else {"cpu_ms": cpu_times}
+    return found, {"ms": times, **more}
 
 
 def hessian_of(K: int, device: str) -> Tensor:
@@ -163,7 +168,8 @@ def main() -> None:
     if reason := (cuda if device == "cuda" else cpu).available():
         raise SystemExit(f"the kernels for {device} cannot run: {reason}")
     torch.set_grad_enabled(False)
-    about = {"gpu": gpu()} if device == "cuda" else {"threads": torch.get_num_threads()}
+    about: dict[str, Any] = {"gpu": gpu()} if device == "cuda" else {"threads": torch.get_num_threads()}
+    about["command"] = f"python bench/nested_sweep_cuda.py {out.name} {device}"
     result: dict[str, Any] = {**about, "schemes": [str(NESTED), str(MIXED)], "runs": RUNS, "shapes": {}}
     known: dict[int, tuple[Stats, LDLFactor]] = {}
     for i, (N, K) in enumerate(SHAPES[device]):
