@@ -175,7 +175,8 @@ def main() -> None:
     for i, (N, K) in enumerate(SHAPES[device]):
         if K not in known:
             hessian = hessian_of(K, device)
-            known = {K: (Stats(hessian, *2 * [hessian.diagonal().sqrt()], 2 * K), factor(hessian, 0.2, act_order=True))}
+            size, by = hessian.diagonal().sqrt(), factor(hessian, NESTED.damp, act_order=NESTED.act_order)
+            known = {K: (Stats(hessian, size, size, 2 * K), by)}
         stats, by = known[K]
         stats.kept[NESTED.damp, NESTED.act_order] = by
         target = torch.randn(N, K, generator=torch.Generator(device).manual_seed(N), device=device) * 0.02
