@@ -270,11 +270,17 @@ def improve(target: Tensor, hessian: Tensor, damped: Tensor, fit: Fit, steps: Se
     The steps use the damped Hessian: with fewer tokens than inputs the undamped one is singular, and scales would grow
     without bound.
     """
-    error = row_errors(target, hessian, fit)
+    return improve_from(target, hessian, damped, fit, row_errors(target, hessian, fit), steps)[0]
+
+
+def improve_from(
+    target: Tensor, hessian: Tensor, damped: Tensor, fit: Fit, error: Tensor, steps: Sequence[Step]
+) -> tuple[Fit, Tensor]:
+    """Do the same with a known error of each row [N]; returns the error, too: each costs a product with the Hessian."""
     for step in steps:
         found = step(target, damped, fit)
         now = row_errors(target, hessian, found)
         positive = (found.levels.scales[..., 0] >= 0).all(1)  # a negative scale comes from a nearly singular system
         won = (now < error) & positive  # a scale beyond f16 makes the error inf or NaN, which is not less
         fit, error = found.where(won, fit), torch.where(won, now, error)
-    return fit
+    return fit, error

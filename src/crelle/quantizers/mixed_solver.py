@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from crelle.formats.mixed import BLOCK
-from crelle.kernels import cpu
+from crelle.kernels import cpu, cuda
+from crelle.kernels.cuda import mixed_solver as kernels
 from crelle.quantizers.gptq_solver import LDLFactor, mixing
 from crelle.quantizers.grouping import TINY, to_groups
 from crelle.quantizers.sweep import LevelTable, sweep_levels
@@ -64,14 +65,24 @@ class MixedFit:
         return scale * (self.codes - zero)
 
 
+def _in_cpp(t: Tensor) -> bool:
+    return t.device.type == "cpu" and cpu.available() is None
+
+
+def _in_cuda(t: Tensor) -> bool:
+    return t.device.type == "cuda" and cuda.available() is None
+
+
 def search_grids(weight: Tensor, importance: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return scale and zero [N, C] of the 2-bit grids with the least weighted error; zeros are 0.5, 1, 1.5 or 2."""
     N, C = len(weight), -(-weight.shape[1] // group)
-    if weight.device.type == "cpu" and cpu.available() is None:
+    if _in_cpp(weight):
         found = torch.empty(2, C, N)
         inputs = [t.T.contiguous().numpy() for t in (weight, importance)]
         cpu.core().search_grids(*inputs, group, torch.tensor(_SHRINK).numpy(), *found.numpy())
         return found[0].T.contiguous(), found[1].T.contiguous()
+    if _in_cuda(weight):
+        return kernels.search_grids(weight, importance, group, _SHRINK)
     w, h = to_groups(weight, group)[0], to_groups(importance, group)[0]  # [N, C, G]
     low = torch.where(h > 0, w, torch.inf).amin(-1, keepdim=True)
     high = torch.where(h > 0, w, -torch.inf).amax(-1, keepdim=True)
@@ -158,8 +169,7 @@ def tune_scales(target: Tensor, hessian: Tensor, fit: MixedFit) -> MixedFit:
     _, zero = fit.grid()
     factor = torch.where(fit.outliers, 0.0, fit.codes - zero)  # of its scale, in each weight
     error = target - fit.weight()
-    descend_scales = _descend_scales_cpp if error.device.type == "cpu" and cpu.available() is None else _descend_scales
-    second, error = descend_scales(error, factor, hessian, fit)
+    second, error = _descend_scales(error, factor, hessian, fit)
     row_scale = fit.row_scale
     if fit.four.any():
         column4 = fit.four.repeat_interleave(fit.group)[: target.shape[1]]
@@ -171,20 +181,24 @@ def tune_scales(target: Tensor, hessian: Tensor, fit: MixedFit) -> MixedFit:
     return replace(fit, second=second, row_scale=row_scale)
 
 
-def _descend_scales_cpp(error: Tensor, factor: Tensor, hessian: Tensor, fit: MixedFit) -> tuple[SecondOrder, Tensor]:
-    """Return better scales of 2-bit groups, and the error that is left; in C++ (sweep.h)."""
-    second = fit.second
-    columns = (~fit.four).nonzero()[:, 0].to(torch.int32) * fit.group
-    scale, codes, left = second.scale.clone(), second.codes.T.clone(), error.T.clone()
-    inputs = (hessian, columns), (factor.T, second.zero, second.top)
-    first, then = ([t.contiguous().numpy() for t in some] for some in inputs)
-    outputs = [t.contiguous() for t in (left, scale, codes)]
-    cpu.core().descend_scales(*first, fit.group, *then, *(t.numpy() for t in outputs))
-    left, scale, codes = outputs
+def _descend_scales(error: Tensor, factor: Tensor, hessian: Tensor, fit: MixedFit) -> tuple[SecondOrder, Tensor]:
+    """Return better scales of 2-bit groups, and the error that is left: in C++ (sweep.h), CUDA or torch."""
+    if not _in_cpp(error) and not _in_cuda(error):
+        return _descend_scales_torch(error, factor, hessian, fit)
+    second, left = fit.second, error.T.clone(memory_format=torch.contiguous_format)
+    scale, codes = second.scale.clone(), second.codes.T.clone(memory_format=torch.contiguous_format)
+    f, zero, top = (t.contiguous() for t in (factor.T, second.zero, second.top))
+    if _in_cpp(error):
+        columns = (~fit.four).nonzero()[:, 0].to(torch.int32) * fit.group
+        first, then = ([t.contiguous().numpy() for t in some] for some in ((hessian, columns), (f, zero, top)))
+        cpu.core().descend_scales(*first, fit.group, *then, *(t.numpy() for t in (left, scale, codes)))
+    else:
+        two = (~fit.four).repeat_interleave(fit.group)[: len(left)]
+        kernels.descend_scales(left, f, hessian, two, fit.group, scale, zero, top, codes)
     return second._replace(scale=scale, codes=codes.T.contiguous()), left.T
 
 
-def _descend_scales(error: Tensor, factor: Tensor, hessian: Tensor, fit: MixedFit) -> tuple[SecondOrder, Tensor]:
+def _descend_scales_torch(error: Tensor, factor: Tensor, hessian: Tensor, fit: MixedFit) -> tuple[SecondOrder, Tensor]:
     """Do the same in torch."""
     K, second = error.shape[1], fit.second
     left, pull = error.clone(), error @ hessian

@@ -22,15 +22,14 @@ from crelle.formats.affine import NestedTensor
 from crelle.formats.base import Spec
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import DAMP, Fit, LDLFactor, Levels, improve, mixing, row_errors, solve
-from crelle.quantizers.grouping import from_groups, importances, require_finite, row_slabs, storable, to_groups
+from crelle.quantizers.gptq_solver import DAMP, Fit, LDLFactor, Levels, improve_from, mixing, row_errors, solve
+from crelle.quantizers.grouping import importances, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
+from crelle.quantizers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
 from crelle.quantizers.stats import Stats
-from crelle.quantizers.sweep import sweep
 
 _ROUNDS = 2  # of nearest codes and least squares before the error feedback
 _ROUNDS_ALONE = 8  # without calibration data
-_COSTS = 1 << 16  # of levels for weights that are compared at one time: a small matrix takes one step, not one a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,15 @@ class Nested(HessianConfig):
     def _by_output(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
         nest = self._start(target, by.cost, _ROUNDS)
         codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
-        codes[by.order] = self._pass(nest, target[:, by.order], None, by.mix, by.order.tolist())
+        codes[by.order] = sweep_nested(target.T[by.order], None, by.mix, self._grids(nest), by.order.tolist())
         nest = nest._replace(codes=codes.T.contiguous())
+        if not self.refine:
+            return nest
+        errors = _row_errors(nest, target, hessian)
         for _ in range(self.refine):
-            nest = _solved(nest, target, hessian, by)
-            nest = self._descended(nest, target, hessian, by)
-        return _solved(nest, target, hessian, by) if self.refine else nest
+            nest, errors = _solved(nest, target, hessian, by, errors)
+            nest, errors = self._descended(nest, target, hessian, by, errors)
+        return _solved(nest, target, hessian, by, errors)[0]
 
     def _start(self, w: Tensor, cost: Tensor, rounds: int) -> "_Nest":
         """Return initial grids and codes for the weights [N, K], column k weighted by cost[k]."""
@@ -109,33 +111,22 @@ class Nested(HessianConfig):
 
     def _nearest(self, nest: "_Nest", w: Tensor) -> "_Nest":
         """Return the best common codes without error propagation."""
-        grouped, _ = to_groups(w, nest.group)  # [N, C, G]
-        N, C, G = grouped.shape
-        values = nest.values().reshape(len(self.precisions), N * C, -1)
-        choice = _Choice.of(values, self._weights(w)).of_columns()
-        at_once = max(1, _COSTS // choice.bend.numel())
-        want = grouped.reshape(N * C, G).T.contiguous().expand(len(values), G, N * C)
-        codes = torch.cat([choice.code(want[:, g : g + at_once]) for g in range(0, G, at_once)])
-        return nest._replace(codes=from_groups(codes.T.reshape(N, C, G), w.shape[1]))
+        return nest._replace(codes=nearest_nested(w, self._grids(nest)))
 
-    def _descended(self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor) -> "_Nest":
-        """Coordinate descent over the common codes, kept in the rows where the error falls."""
-        errors = torch.cat([target - f.levels.decode(f.codes) for f in nest.fits()]).T.contiguous()
-        codes = self._pass(nest, target, errors, mixing(by.damped), list(range(target.shape[1]))).T
-        found = nest._replace(codes=codes.contiguous())
-        won = self._error(found, target, hessian) < self._error(nest, target, hessian)
-        return nest._replace(codes=torch.where(won[:, None], found.codes, nest.codes))
+    def _descended(
+        self, nest: "_Nest", target: Tensor, hessian: Tensor, by: LDLFactor, errors: Tensor
+    ) -> tuple["_Nest", Tensor]:
+        """Coordinate descent over the common codes, kept in the rows where the sum of their errors [P, N] falls."""
+        before = torch.cat([target - f.levels.decode(f.codes) for f in nest.fits()]).T  # [K, P N]
+        codes = sweep_nested(target.T, before, mixing(by.damped), self._grids(nest), range(target.shape[1]))
+        found = nest._replace(codes=codes.T.contiguous())
+        now, weights = _row_errors(found, target, hessian), self._weights(target)[:, None]
+        won = (weights * now).sum(0) < (weights * errors).sum(0)
+        kept = nest._replace(codes=torch.where(won[:, None], found.codes, nest.codes))
+        return kept, torch.where(won, now, errors)
 
-    def _pass(self, nest: "_Nest", target: Tensor, errors: Tensor | None, mix: Tensor, inputs: list[int]) -> Tensor:
-        """Sweep over the columns, the rows of all precisions side by side; returns the common codes [K, N]."""
-        weights = self._weights(target)
-        choices = [_Choice.of(v, weights) for v in nest.values().unbind(2)]
-        rows = target.T.repeat(1, len(self.precisions))  # [K, P N]
-        return sweep(rows, errors, mix, lambda i, _: choices[inputs[i] // nest.group])[:, : len(target)]
-
-    def _error(self, nest: "_Nest", target: Tensor, hessian: Tensor) -> Tensor:
-        errors = torch.stack([row_errors(target, hessian, f) for f in nest.fits()])  # [P, N]
-        return (self._weights(target)[:, None] * errors).sum(0)
+    def _grids(self, nest: "_Nest") -> NestedGrids:
+        return NestedGrids(torch.stack(nest.scales()), nest.group, self.bits, self._weights(nest.scales()[0]))
 
     def _weights(self, like: Tensor) -> Tensor:
         return torch.tensor([self.balance ** (p - self.bits) for p in self.precisions], device=like.device)
@@ -160,71 +151,19 @@ class _Nest(NamedTuple):
     def scales(self) -> list[Tensor]:
         return [levels.scales for levels in self.levels]
 
-    def values(self) -> Tensor:
-        """Return what each of the finest codes stands for at each precision [P, N, C, L]."""
-        return torch.stack([lv.values().repeat_interleave(self._merged(i), -1) for i, lv in enumerate(self.levels)])
-
     def _merged(self, i: int) -> int:
         return len(self.levels[-1].book) // len(self.levels[i].book)
 
 
-class _Choice(NamedTuple):
-    """A group's levels at P precisions: the code is one for all of them."""
-
-    values: Tensor  # f32 [P, N, L]
-    middle: Tensor  # f32 [N], subtracted before squaring
-    pull: Tensor  # f32 [P, L, N]  Σ_p weight_p (v_p - want_p)² = bend - Σ_p pull_p want_p + what no code changes
-    bend: Tensor  # f32 [L, N]
-
-    @classmethod
-    def of(cls, values: Tensor, weights: Tensor) -> "_Choice":
-        middle = values[-1].mean(-1)
-        v, weight = (values - middle[:, None]).transpose(1, 2).contiguous(), weights[:, None, None]
-        return cls(values, middle, 2 * weight * v, (weight * v * v).sum(0))
-
-    def of_columns(self) -> "_Choice":
-        """Return the same for several columns of the group at once: want is then [P, g, N], the code [g, N]."""
-        return self._replace(pull=self.pull[:, :, None], bend=self.bend[:, None])
-
-    def code(self, want: Tensor) -> Tensor:
-        """Return the best code, uint8 [N], where want [P, N] is wanted."""
-        pulls, wants = self.pull.unbind(), (want - self.middle).unbind()
-        cost = torch.addcmul(self.bend, pulls[0], wants[0], value=-1)
-        for pull, w in zip(pulls[1:], wants[1:], strict=True):
-            cost.addcmul_(pull, w, value=-1)
-        return _argmin(cost)
-
-    def nearest(self, want: Tensor) -> tuple[Tensor, Tensor]:
-        P, N, _ = self.values.shape
-        code = self.code(want.reshape(P, N)).expand(P, N)
-        return self.values.gather(2, code[..., None].long()).flatten(), code.reshape(-1)
+def _row_errors(nest: _Nest, target: Tensor, hessian: Tensor) -> Tensor:
+    """Return the output error of each row at each precision [P, N]."""
+    return torch.stack([row_errors(target, hessian, f) for f in nest.fits()])
 
 
-def _argmin(cost: Tensor) -> Tensor:
-    """Return where [L, ...] is least along L, a power of two: pairwise, many times faster than torch's argmin.
-
-    The bits of the code are collected as "the lower half is the better one", so as L - 1 less the code.
-    """
-    levels = cost.shape[0]
-    half = levels // 2
-    below = torch.zeros(0)
-    while half > 0:
-        low, high = cost[:half], cost[half:]
-        first = (low <= high).view(torch.uint8)
-        if 2 * half == levels:
-            below = first * half
-        else:
-            a, b = below[:half], below[half:]
-            chosen = ((a ^ b) * first).bitwise_xor_(b)  # a where first, else b: torch.where is slow
-            below = chosen.add_(first, alpha=half)
-        cost = torch.minimum(low, high)
-        half //= 2
-    return (levels - 1) - below[0]
-
-
-def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor) -> _Nest:
-    """Return the same codes with the best scales of each precision."""
-    return nest._replace(levels=tuple(improve(target, hessian, by.damped, f, [solve]).levels for f in nest.fits()))
+def _solved(nest: _Nest, target: Tensor, hessian: Tensor, by: LDLFactor, errors: Tensor) -> tuple[_Nest, Tensor]:
+    """Return the same codes with the best scales of each precision, and the rows' errors [P, N]."""
+    found = [improve_from(target, hessian, by.damped, f, e, [solve]) for f, e in zip(nest.fits(), errors, strict=True)]
+    return nest._replace(levels=tuple(fit.levels for fit, _ in found)), torch.stack([e for _, e in found])
 
 
 def _least_squares(w: Tensor, fit: Fit, h: Tensor) -> Levels:

@@ -66,6 +66,27 @@ def affine_sweep(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: T
     return error
 
 
+def nested_sweep(
+    target: Tensor,
+    error: Tensor | None,
+    mix: Tensor | None,
+    grids: Tensor,
+    weights: Tensor,
+    coarse: int,
+    group: Tensor,
+) -> Tensor:
+    """Round the columns of target [K, N] in order to codes that several precisions have in common, uint8 [K, N].
+
+    error [K, P N]: of all columns and precisions before the pass; None: none, and mix is upper triangular. mix [K, K],
+    of the error of one column in the others; None: they are not propagated. grids [C, P, 2, N]: scale and lowest level;
+    weights [P]: of the precisions; coarse: levels of the coarsest one; group [K]: of each column.
+    """
+    codes = torch.empty(target.shape, dtype=torch.uint8)
+    given = (_array(t) for t in (target, None if mix is None else mix.T, grids, weights.sqrt()))
+    cpu.core().nested_sweep(*given, coarse, _array(group.to(torch.int32)), _array(error), codes.numpy())
+    return codes
+
+
 def row_errors(error: Tensor, hessian: Tensor) -> Tensor:
     """Return error H error' of each row [N] of an error [N, K]."""
     result = torch.empty(len(error))

@@ -29,6 +29,8 @@ from crelle.kernels.cuda import (
     mixed_decode,
     mixed_gemm,
     mixed_gemv,
+    mixed_solver,
+    nested_sweep,
     paged_attention,
     residual_norm_pack,
     skinny_gemm,
@@ -64,6 +66,8 @@ def instantiations(arch: str) -> list[Instantiation]:
             *residual_norm_pack.variants(),
             *integer_encode.variants(),
             *sweep.variants(),
+            *nested_sweep.variants(),
+            *mixed_solver.variants(),
         }
     )
 

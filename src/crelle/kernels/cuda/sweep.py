@@ -17,8 +17,8 @@ from torch import Tensor
 
 from crelle.kernels.cuda.launch import load
 
-_BLOCK, _OUTER = 64, 512  # columns; _BLOCK as in sweep.cu
-_COLUMNS, _ROWS = 8, 32  # as in sweep.cu
+BLOCK, _OUTER = 64, 512  # columns; BLOCK as in sweep_block.cuh
+ROWS = 32  # as in sweep_block.cuh
 _LEVELS = (2, 4, 8, 16)  # in registers; with 16, columns with more are searched in memory
 
 
@@ -44,7 +44,7 @@ def variants() -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def _no_tf32() -> Iterator[None]:
+def no_tf32() -> Iterator[None]:
     """Keep products in f32, whatever the process has set."""
     matmul = torch.backends.cuda.matmul
     setting: tuple[str, Any, Any] = "", None, None  # name, value when off, value before
@@ -62,7 +62,7 @@ def _no_tf32() -> Iterator[None]:
             setattr(matmul, name, before)
 
 
-@_no_tf32()
+@no_tf32()
 def sweep_table(
     target: Tensor,
     error: Tensor | None,
@@ -86,48 +86,52 @@ def sweep_table(
     kept = None if some is None else torch.empty_like(target)
     found = torch.empty(K, N, dtype=torch.uint8, device=target.device)
     left = torch.empty_like(target) if error is None else torch.empty_like(target).copy_(error)
-    change = None if error is None else target.new_empty(min(_BLOCK, K), N)
+    change = None if error is None else target.new_empty(min(BLOCK, K), N)
     kernel = load(*variant(most, error is not None, some is not None))
-    shared = _shared_bytes(_held(most)) + 8 * _BLOCK
+    shared = shared_bytes(_held(most)) + 8 * BLOCK
     assert values.numel() < 1 << 32  # indices are 32 bits
-    for want, b in _blocks(target, mix, left, change):
+    for want, b in blocks(target, mix, left, change):
         place = None if some is None else some[b]
         outputs = left[b], change, found[b], None if kept is None else kept[b]
         inputs = want, target[b], mix[b, b], values, level_codes, first[b], count[b], place
-        kernel((-(-N // _ROWS), 1, 1), 32, *inputs, *outputs, N, K, b.stop - b.start, shared=shared)
+        kernel((-(-N // ROWS), 1, 1), 32, *inputs, *outputs, N, K, b.stop - b.start, shared=shared)
     return found, kept
 
 
-@_no_tf32()
+@no_tf32()
 def sweep_uniform(target: Tensor, mix: Tensor, scale: Tensor, low: Tensor, top: Tensor) -> Tensor:
     """Return the errors [K, N] of error feedback on the levels low + scale q, q = 0 … top [N]; others are [K, N]."""
     K, N = target.shape
     target, mix, scale, low = (t.contiguous() for t in (target, mix, scale, low))
     left = torch.empty_like(target)
     kernel = load(*UNIFORM)
-    for want, b in _blocks(target, mix, left, None):
+    for want, b in blocks(target, mix, left, None):
         inputs = want, target[b], mix[b, b], scale[b], low[b], top
-        kernel((-(-N // _ROWS), 1, 1), 32, *inputs, left[b], N, K, b.stop - b.start, shared=_shared_bytes(2))
+        kernel((-(-N // ROWS), 1, 1), 32, *inputs, left[b], N, K, b.stop - b.start, shared=shared_bytes(2))
     return left
 
 
-def _shared_bytes(floats: int) -> int:
-    """Of a thread block whose columns have so many floats for each row."""
-    return 4 * (_BLOCK * _BLOCK + _BLOCK * _ROWS + 2 * _COLUMNS * floats * _ROWS)
+def shared_bytes(floats: int, precisions: int = 1, columns: int = 8) -> int:
+    """Of a thread block with `columns` columns in registers, each with so many floats of levels for each row."""
+    return 4 * (BLOCK * BLOCK + BLOCK * precisions * ROWS + 2 * columns * floats * ROWS)
 
 
-def _blocks(target: Tensor, mix: Tensor, left: Tensor, change: Tensor | None) -> Iterator[tuple[Tensor, slice]]:
-    """Yield what each block's columns want [B, N], and its columns; the caller rounds them into `left` (and `change`).
+def blocks(
+    target: Tensor, mix: Tensor, left: Tensor, change: Tensor | None, precisions: int = 1
+) -> Iterator[tuple[Tensor, slice]]:
+    """Yield what each block's columns want [B, P N], and its columns.
 
-    change: of the errors, in coordinate descent; None: feedback, where columns not yet rounded have no error.
+    The caller rounds them into `left` (and `change`). target [K, N], left and change [.., P N]. change: of the errors,
+    in coordinate descent; None: feedback, where columns not yet rounded have no error.
     """
     K = len(target)
     for begin in range(0, K, _OUTER):
         end = min(begin + _OUTER, K)
         known = begin if change is None else K
-        want = torch.addmm(target[begin:end], mix[:known, begin:end].T, left[:known])
-        for b in range(begin, end, _BLOCK):
-            e = min(b + _BLOCK, end)
+        here = target[begin:end] if precisions == 1 else target[begin:end].repeat(1, precisions)
+        want = torch.addmm(here, mix[:known, begin:end].T, left[:known])
+        for b in range(begin, end, BLOCK):
+            e = min(b + BLOCK, end)
             yield want[b - begin : e - begin], slice(b, e)
             moved = left[b:e] if change is None else change[: e - b]
             want[e - begin :].addmm_(mix[b:e, e:end].T, moved)

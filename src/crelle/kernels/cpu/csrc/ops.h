@@ -4,7 +4,7 @@
 //   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
-//   sweep.h, normal_equations.h   inner loops of quantizers
+//   sweep.h, nested_sweep.h, normal_equations.h   inner loops of quantizers
 // A result depends on its inputs only, never on which thread computed it.
 #pragma once
 
@@ -112,6 +112,7 @@ struct Ops {
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
   // 16 rows of a weight that is being quantized: see solver.h; scratch of 16 (K + 130) floats
   void (*sweep)(const Sweep &s, int tile, float *scratch);
+  void (*nested_sweep)(const NestedSweep &s, int tile, float *scratch);  // scratch: 16 K P floats
   void (*affine_sweep)(const AffineSweep &s, int tile, float *scratch);
   void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
   void (*search_grids)(const GridSearch &s, int tile, float *scratch);

@@ -18,6 +18,7 @@ namespace avx2 {
 #include "prefill_attention.h"
 #include "kv_dequant.h"
 #include "sweep.h"
+#include "nested_sweep.h"
 #include "normal_equations.h"
 
 }  // namespace avx2
@@ -45,6 +46,7 @@ const Ops kOpsAvx2{"avx2",
                    avx2::attend_block_scratch,
                    avx2::unpack,
                    avx2::sweep_tile,
+                   avx2::nested_sweep_tile,
                    avx2::affine_sweep_tile,
                    avx2::descend_scales_tile,
                    avx2::search_grids_tile,

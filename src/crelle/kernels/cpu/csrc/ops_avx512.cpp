@@ -18,6 +18,7 @@ namespace avx512 {
 #include "prefill_attention.h"
 #include "kv_dequant.h"
 #include "sweep.h"
+#include "nested_sweep.h"
 #include "normal_equations.h"
 
 }  // namespace avx512
@@ -45,6 +46,7 @@ const Ops kOpsAvx512{"avx512",
                      avx512::attend_block_scratch,
                      avx512::unpack,
                      avx512::sweep_tile,
+                     avx512::nested_sweep_tile,
                      avx512::affine_sweep_tile,
                      avx512::descend_scales_tile,
                      avx512::search_grids_tile,

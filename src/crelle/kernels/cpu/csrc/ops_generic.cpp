@@ -20,6 +20,7 @@ namespace generic {
 #include "prefill_attention.h"
 #include "kv_dequant.h"
 #include "sweep.h"
+#include "nested_sweep.h"
 #include "normal_equations.h"
 
 }  // namespace generic
@@ -47,6 +48,7 @@ const Ops kOpsGeneric{"generic",
                       generic::attend_block_scratch,
                       generic::unpack,
                       generic::sweep_tile,
+                      generic::nested_sweep_tile,
                       generic::affine_sweep_tile,
                       generic::descend_scales_tile,
                       generic::search_grids_tile,

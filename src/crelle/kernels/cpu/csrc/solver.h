@@ -36,6 +36,21 @@ struct AffineSweep {
   float *error;              // [K, N], written
 };
 
+// The same with one code for several precisions: precision p of P stands for low_p + scale_p (code >> (P - 1 - p)),
+// each has errors of its own, and the code minimises the sum of root_p^2 (value_p - want_p)^2.
+struct NestedSweep {
+  static constexpr int kMost = 8;  // precisions
+  int N, K, P, coarse;             // coarse: levels of the coarsest precision
+  bool triangular;                 // row i of mix is 0 from i on
+  const float *target;             // [K, N]
+  const float *mix;                // [K, K], or null: columns do not see each other's errors
+  const float *grids;              // [groups, P, 2, N]: scale and low
+  const float *roots;              // [P]
+  const int32_t *group;            // [K]
+  const float *error;              // [K, P, N] before the pass, or null: none
+  uint8_t *codes;                  // [K, N], written
+};
+
 // Scales of 2-bit groups, scale2[tile][j] (code[j] + zero2[tile][j]) with codes of 0 … top[j], set group by group to
 // the best values that can be stored, the codes of weights fixed: weight = scale * factor.
 struct ScaleDescent {

@@ -62,6 +62,32 @@ void sweep(In<float, 2> target, In<float, 2> mix, bool triangular, In<float, 2> 
   for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.sweep(s, tile, scratch); });
 }
 
+void nested_sweep(In<float, 2> target, std::optional<In<float, 2>> mix, In<float, 4> grids, In<float, 1> roots,
+                  int coarse, In<int32_t, 1> group, std::optional<In<float, 2>> error, Out<uint8_t, 2> codes) {
+  const size_t K = target.shape(0), N = target.shape(1), P = roots.shape(0), groups = grids.shape(0);
+  require(P >= 1 && P <= NestedSweep::kMost && coarse >= 2 && coarse << (P - 1) <= 256, "a code has 1 to 8 bits");
+  require(!mix || (mix->shape(0) == K && mix->shape(1) == K), "mix must be [K, K]");
+  require(grids.shape(1) == P && grids.shape(2) == 2 && grids.shape(3) == N, "grids must be [groups, P, 2, N]");
+  require(!error || (error->shape(0) == K && error->shape(1) == P * N), "error must be [K, P N]");
+  require(codes.shape(0) == K && codes.shape(1) == N && group.shape(0) == K, "codes must be [K, N], group [K]");
+  for (size_t k = 0; k < K; ++k)
+    require(group.data()[k] >= 0 && size_t(group.data()[k]) < groups, "a column's group is beyond the grids");
+  const NestedSweep s{int(N),
+                      int(K),
+                      int(P),
+                      coarse,
+                      !error,
+                      target.data(),
+                      mix ? mix->data() : nullptr,
+                      grids.data(),
+                      roots.data(),
+                      group.data(),
+                      error ? error->data() : nullptr,
+                      codes.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(N), s.K * s.P, [&](int tile, float *scratch) { ops.nested_sweep(s, tile, scratch); });
+}
+
 void affine_sweep(In<float, 2> target, In<float, 2> mix, In<float, 2> scale, In<float, 2> low, In<float, 1> top,
                   Out<float, 2> error) {
   const size_t K = target.shape(0), N = target.shape(1);
@@ -141,6 +167,8 @@ void bind_solver(nb::module_ &m) {
   m.def("sweep", &sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "triangular"_a, "levels"_a.noconvert(),
         "level_codes"_a.none().noconvert(), "first"_a.noconvert(), "count"_a.noconvert(), "group"_a.noconvert(),
         "outliers"_a.none().noconvert(), "error"_a.noconvert(), "codes"_a.noconvert(), "kept"_a.none().noconvert());
+  m.def("nested_sweep", &nested_sweep, "target"_a.noconvert(), "mix"_a.none().noconvert(), "grids"_a.noconvert(),
+        "roots"_a.noconvert(), "coarse"_a, "group"_a.noconvert(), "error"_a.none().noconvert(), "codes"_a.noconvert());
   m.def("affine_sweep", &affine_sweep, "target"_a.noconvert(), "mix"_a.noconvert(), "scale"_a.noconvert(),
         "low"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert());
   m.def("descend_scales", &descend_scales, "hessian"_a.noconvert(), "columns"_a.noconvert(), "G"_a,

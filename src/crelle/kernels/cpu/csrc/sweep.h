@@ -13,6 +13,7 @@ using Part = float __attribute__((vector_size(32)));
 #else
 using Part = float __attribute__((vector_size(16)));
 #endif
+using PartInt = int __attribute__((vector_size(sizeof(Part))));
 constexpr int kParts = sizeof(Vec) / sizeof(Part);
 
 // sum_k by[k] x[k], for n vectors x.
@@ -76,7 +77,6 @@ CRELLE_INLINE void store_lanes(float *row, int row0, int N, Vec v) { store_first
 
 // The nearest of `count` ascending levels, 16 rows side by side and `next` floats from one to the next, and its place.
 CRELLE_INLINE void nearest_level(const Vec &want, const float *levels, size_t next, int count, Vec &value, Int &place) {
-  using PartInt = int __attribute__((vector_size(sizeof(Part))));
   constexpr int kWidth = kLanes / kParts;
   for (int p = 0; p < kParts; ++p) {
     Part w, low, found;
