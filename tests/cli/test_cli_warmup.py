@@ -30,6 +30,32 @@ def test_batch_and_prompt_reach_the_compiler(tiny_model: Path, monkeypatch: pyte
     assert asked == [([1, 2, 3], compile_ahead.prompt_sizes(40))]
 
 
+def test_generate_compiles_on_all_cores_once(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the compiler: what is asked of it the first time, and that the second time nothing is."""
+    asked: list[Any] = []
+
+    def fake(engine: Any, sequences: Any, prompts: Any, *, progress: Any) -> tuple[int, float]:
+        asked.append((list(sequences), list(prompts)))
+        progress(1, 1)
+        return 1, 0.5
+
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "compile_kernels", fake)
+    monkeypatch.setattr(jit, "toolchain", lambda: "this compiler")
+    generate = ("generate", tiny_model, "--prompt", "Hello", "--max-tokens", "2", "--device", "cpu")
+    succeed(*generate)
+    assert asked == []  # on a CPU
+    monkeypatch.setattr(compile_ahead, "on_gpu", lambda model: True)
+    jit.kernel_directory().mkdir()
+    assert "compiling CUDA kernels, once" in succeed(*generate).err
+    assert "compiling" not in succeed(*generate).err
+    assert [sequences for sequences, _ in asked] == [[1]]
+    monkeypatch.setattr(jit, "toolchain", lambda: "another one")
+    assert "compiling CUDA kernels, once" in succeed(*generate).err
+    assert asked[0] == asked[1]
+    assert len(list(jit.kernel_directory().glob("compiled-*"))) == 2
+
+
 @pytest.mark.parametrize("options", [("--batch", "0"), ("--prompt", "1")])
 def test_mistakes_get_a_sentence(tiny_model: Path, options: tuple[str, str]) -> None:
     result = run("warmup", tiny_model, *options)

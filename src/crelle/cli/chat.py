@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from crelle.engine.sampler import Sampling
 
 NAME = "chat"
+_PROMPT = 128  # tokens of a message up to which kernels are compiled ahead
 
 
 @model_options
@@ -30,10 +31,12 @@ def run(
     The conversation is written with the model's own chat template. With `--json` the whole conversation is printed as
     one object at the end, so that it can be scripted: `echo "Hi" | crelle chat out/smollm2-3bit --json`.
     """
+    from crelle.engine.compile_ahead import prompt_sizes
     from crelle.engine.tokenizer import Message
 
     use_threads(options.threads)
     llm = options.load(model)
+    options.compile(llm, model, prompt_sizes(_PROMPT))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while line := _ask():
         messages.append({"role": "user", "content": line})

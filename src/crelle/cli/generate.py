@@ -36,6 +36,7 @@ def run(
     with reading_input():
         text = sys.stdin.read() if prompt == "-" else prompt
     llm = options.load(model)
+    options.compile(llm, model, [len(llm.encode(text))])
     pieces = llm.stream(text, sampling)
     if not json:
         print(text, end="", flush=True)

@@ -1,18 +1,19 @@
 """Options that several commands share: a command has one parameter for a whole group of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.cli.console import KV, Bits, Device, KernelName, Threads, tell_compilation
+from crelle.cli.console import KV, Bits, Device, KernelName, Threads, tell_compilation, tracking
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
 
 Command = Callable[..., None]
+_PAGES = 4  # of a cache in which nothing is kept
 
 
 def option_group(
@@ -54,6 +55,25 @@ class ModelOptions:
         if llm.model.device.type == "cuda":
             tell_compilation(model)
         return llm
+
+    def compile(self, llm: "LLM", model: Path, prompts: Sequence[int]) -> None:
+        """Compile what a sequence with such a prompt launches, on all cores with a progress bar, if this is the first.
+
+        prompts: numbers of tokens.
+        """
+        from contextlib import suppress
+
+        from crelle.engine.compile_ahead import compile_kernels, mark_of
+        from crelle.engine.engine import Engine
+
+        mark = mark_of(llm, model.resolve(), self.bits, self.kernel, *prompts)
+        if mark is None or mark.exists():
+            return
+        with tracking("compiling CUDA kernels, once") as track:
+            engine = Engine(llm, pages=_PAGES, max_batch=1)
+            compile_kernels(engine, [1], prompts, progress=lambda done, of: track(done, of, ""))
+        with suppress(OSError):  # a cache that cannot be written to has been complained about
+            mark.touch()
 
     def plain(self) -> "ModelOptions":
         """The same device and threads, and all else as the model has it: for one to compare with."""

@@ -28,9 +28,9 @@ def run(
 
     **Example**: `crelle warmup out/smollm2-4bit --batch 16`
     """
-    from crelle.cache import cache_directory
     from crelle.engine.compile_ahead import compile_kernels, prompt_sizes
     from crelle.engine.engine import Engine
+    from crelle.kernels.cuda.jit import kernel_directory
 
     if batch < 1 or prompt < 2:
         raise SchemeError(f"--batch must be at least 1 and --prompt at least 2, got {batch} and {prompt}")
@@ -41,7 +41,7 @@ def run(
         count, seconds = compile_kernels(
             engine, range(1, batch + 1), prompt_sizes(prompt), progress=lambda done, of: track(done, of, "")
         )
-    place = cache_directory() / "kernels"
+    place = kernel_directory()
     if json:
         print_json({"kernels": count, "seconds": seconds, "device": str(llm.model.device), "cache": str(place)})
         return

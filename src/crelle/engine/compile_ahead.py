@@ -1,11 +1,15 @@
 """Compile the CUDA kernels that an engine will launch before it runs: all cores at once, kept in the cache."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from crelle.engine.engine import Engine
+from crelle.engine.llm import LLM
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.launch import recording
 from crelle.models.cache import CENTER_SAMPLE
@@ -46,6 +50,18 @@ def compile_kernels(
     found = executor.kernels(set(sequences), set(prompts)) - whole
     jit.compile_all(sorted(found), progress=progress)
     return len(whole) + len(found), perf_counter() - begun
+
+
+def mark_of(llm: LLM, *settings: object) -> Path | None:
+    """Return the file whose presence says that the kernels of a model with such settings have been compiled.
+
+    None where there is nothing to compile. Finding out which kernels a model launches takes longer than a look at a
+    file; a mark without its kernels costs time alone: what is missing is compiled when it is launched.
+    """
+    if not on_gpu(llm.model):
+        return None
+    parts = [*map(str, settings), str(llm.kv), jit.toolchain()]
+    return jit.kernel_directory() / f"compiled-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
 
 
 def on_gpu(model: Model) -> bool:

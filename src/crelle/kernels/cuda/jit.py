@@ -250,6 +250,12 @@ def _key(file: str, expression: str, arch: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+def toolchain() -> str:
+    """Return a hash of what all device code depends on: compiler, options, this device's architecture, all sources."""
+    sources = sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in CSRC.iterdir())
+    return hashlib.sha256(json.dumps([architecture(), _OPTIONS, _version(), sources]).encode()).hexdigest()
+
+
 def _sources(file: str) -> dict[str, str]:
     """Return {name: hash} for a csrc file and all csrc files that it includes, however deep."""
     seen: dict[str, str] = {}
@@ -269,12 +275,13 @@ def _sources(file: str) -> dict[str, str]:
     return seen
 
 
-def _directory() -> Path:
+def kernel_directory() -> Path:
+    """Return where compiled kernels are kept."""
     return cache_directory() / "kernels"
 
 
 def _path(file: str, arch: str, key: str) -> Path:
-    return _directory() / f"{Path(file).stem}-{arch}-{key}.cubin"
+    return kernel_directory() / f"{Path(file).stem}-{arch}-{key}.cubin"
 
 
 def _digest(name: str, cubin: bytes) -> str:
@@ -319,7 +326,7 @@ def _publish(path: Path, built: CompiledKernel) -> None:
 def _lock(key: str) -> Iterator[None]:
     """Hold the lock of this kernel across processes and threads; 256 lock files serve all kernels."""
     try:
-        directory = _directory() / "locks"
+        directory = kernel_directory() / "locks"
         directory.mkdir(parents=True, exist_ok=True)
         fd = os.open(directory / key[:2], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as e:
@@ -340,7 +347,7 @@ def _warn(e: OSError) -> None:
     if not _warned.is_set():
         _warned.set()
         _log.warning(
-            "compiled kernels cannot be kept in %s (%s); they are compiled anew in every process", _directory(), e
+            "compiled kernels cannot be kept in %s (%s); they are compiled anew in every process", kernel_directory(), e
         )
 
 
