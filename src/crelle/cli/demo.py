@@ -28,7 +28,7 @@ _LABELS = dict(zip(SCHEMES, ("4 bits", "3 bits", "2 bits"), strict=True))
 PLAIN = ("rtn:bits=4,group=64", "rtn:bits=3,group=64", "bcq:bits=3,group=64", "rtn:bits=2,group=64")
 PROMPT = "Python is a programming language that"
 _LENGTH = 512  # tokens of a calibration sequence
-_ROWS = {"cpu": 4, "cuda": 64}  # calibration sequences: seconds matter here
+_ROWS = {"cpu": 2, "cuda": 64}  # calibration sequences: seconds matter here
 
 
 def run(
@@ -36,8 +36,8 @@ def run(
         "out/demo"
     ),
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 2048,
-    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 1024,
+    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 512,
     device: Device = "auto",
     threads: Threads = None,
     json: Json = False,
