@@ -1,4 +1,4 @@
-"""Launches group_solver.cu: inner loops of quantizers over groups of weights on a GPU, as kernels/cpu/solver.py on a CPU.
+"""Launches group_solver.cu: loops of quantizers over groups of weights, what kernels/cpu/solver.py is on a CPU.
 
 Groups of weights are [R, G]; importances [C, G], where that of group r is row r modulo C, 0 for padding; None: all 1.
 A group has as many lanes as levels, 32 at most, and lies in shared memory from the sort to the last round. Groups too

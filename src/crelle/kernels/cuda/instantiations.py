@@ -21,6 +21,7 @@ from crelle.kernels.cuda import (
     dense,
     embed_argmax,
     gemm,
+    group_solver,
     integer_encode,
     integer_gemm,
     integer_layout,
@@ -64,6 +65,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *residual_norm_pack.variants(),
             *integer_encode.variants(),
             *sweep.variants(),
+            *group_solver.variants(),
         }
     )
 
