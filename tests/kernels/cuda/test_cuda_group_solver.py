@@ -11,7 +11,7 @@ from crelle.kernels.cpu import solver
 from crelle.kernels.cuda import group_solver as kernels
 from crelle.quantizers import bcq, fast_error
 from crelle.quantizers import group_solver as choice
-from crelle.quantizers.alternating_ls import SortedGroups, squared_error
+from crelle.quantizers.alternating_ls import SortedGroups, levels_of, squared_error
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 
@@ -109,7 +109,7 @@ def test_codes_are_those_of_the_reference(device: str, P: int, R: int, G: int) -
     alpha, z = groups(R, P, seed=1), groups(R, 1, seed=2)[:, 0]  # in any order, and negative ones
     moved = [t for t in on(device, g, alpha, z) if t is not None]
     codes = kernels.binary_codes(*moved).cpu()
-    levels, order = bcq.levels_of(alpha, z, bcq.signs(P, g.device))
+    levels, order = levels_of(alpha, z, bcq.signs(P, g.device))
     wanted = order.gather(1, bcq._ranks(g, levels))
     assert (codes == wanted).float().mean() > 0.99  # but for ties
     values = alpha @ bcq.signs(P, g.device).T + z[:, None]
