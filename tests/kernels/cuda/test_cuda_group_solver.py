@@ -9,7 +9,7 @@ from crelle.errors import FormatError, SchemeError
 from crelle.kernels import cpu, cuda
 from crelle.kernels.cpu import solver
 from crelle.kernels.cuda import group_solver as kernels
-from crelle.quantizers import bcq, fast_error
+from crelle.quantizers import bcq, fast_error, gptq
 from crelle.quantizers import group_solver as choice
 from crelle.quantizers.alternating_ls import SortedGroups, levels_of, squared_error
 from crelle.quantizers.bcq import BCQ
@@ -58,13 +58,19 @@ def alike(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
     )
 
 
+def few_levels(bits: int, G: int) -> bool:
+    """Whether there are far more weights than levels: otherwise ties and singular systems decide, and rounding them."""
+    return 4 * 2**bits <= G
+
+
 def check(
     found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], g: Tensor, h: Tensor | None, book: Tensor
 ) -> None:
-    """Compare the errors of two solutions alpha [R, P], z [R]; with nearly as many levels as weights ties decide."""
+    """Compare the errors of two solutions alpha [R, P], z [R]."""
     s = SortedGroups.of(g, None if h is None else choice.expanded(h, len(g)))
     now, before = (squared_error(s, alpha, z, book).sum() for alpha, z in (found, wanted))
-    assert now <= before * (ERROR if 4 * len(book) <= g.shape[1] else 1.1) + 1e-12 * len(g)
+    near = few_levels(len(book).bit_length() - 1, g.shape[1])
+    assert now <= before * (ERROR if near else 1.1) + 1e-12 * len(g)
 
 
 def binary(device: str, g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
@@ -78,10 +84,8 @@ def binary(device: str, g: Tensor, h: Tensor | None, P: int, rounds: int, bias: 
 @pytest.mark.parametrize("G", [1, 8, 64, 128, 1000])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_binary_scales_are_those_of_the_reference(device: str, P: int, G: int, weighted: bool) -> None:
-    few = device == "cpu" and P > 4
-    if few and G in (8, 1000):
-        pytest.skip("slow in the emulator")
-    g, h = groups(3 if few else 39, G), importances(3, G) if weighted else None
+    R, C = (2, 1) if device == "cpu" and P > 4 else (39, 3)  # few where the emulator is slow
+    g, h = groups(R, G), importances(C, G) if weighted else None
     bias = (P + G) % 2 == 0
     found = binary(device, g, h, P, 20, bias)
     every = None if h is None else choice.expanded(h, len(g))
@@ -89,7 +93,8 @@ def test_binary_scales_are_those_of_the_reference(device: str, P: int, G: int, w
     if cpu.available() is None:
         wanted = solver.binary_scales(g, h, P, 20, bias)
         check(found, wanted, g, h, bcq.signs(P, g.device))
-        assert alike(found, wanted) > (0.9 if P <= 4 else 0.3)  # with many levels many sets of planes do as well
+        if device == "cpu" or few_levels(P, G):
+            assert alike(found, wanted) > (0.9 if P <= 4 else 0.3)  # with many levels many sets of planes do as well
 
 
 @pytest.mark.parametrize("P", [1, 3, 6])
@@ -153,7 +158,9 @@ def test_affine_grids_are_those_of_the_reference(device: str, bits: int, G: int,
     wanted = config._free(SortedGroups.of(g, None if h is None else choice.expanded(h, len(g))))
     check((scale[:, None], low), (wanted[0][:, None], wanted[1]), g, h, book)
     if cpu.available() is None:
-        assert alike((scale, low), solver.affine_grids(g, h, bits, config._shrinks(), 10)) > 0.8
+        by_cpu = solver.affine_grids(g, h, bits, config._shrinks(), 10)
+        if device == "cpu" or few_levels(bits, G):
+            assert alike((scale, low), by_cpu) > 0.8
 
 
 def test_groups_in_the_workspace_are_solved_alike(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +251,9 @@ def test_bcq_takes_the_kernels(quantizers: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("free", [False, True])
 def test_gptq_takes_the_kernels(quantizers: str, free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config, w, cost = GPTQ(bits=3, free=free), groups(10, 150), torch.rand(150) + 0.1
-    wanted = config.levels(w, cost, 64)
+    with monkeypatch.context() as here:
+        here.setattr(gptq, "group_solver", lambda _: None)
+        wanted = config.levels(w, cost, 64)
     with monkeypatch.context() as here:
         here.setattr(SortedGroups, "of", None)  # the search in torch
         found = config.levels(w.to(quantizers), cost.to(quantizers), 64)

@@ -36,7 +36,7 @@ __device__ __forceinline__ void solve_small(double (&A)[U][U], double (&b)[U], d
     double pivot = A[j][j];
 #pragma unroll
     for (int k = 0; k < j; k++) pivot -= A[j][k] * A[j][k];
-    inverse[j] = 1 / sqrt(fmax(pivot + ridge, 1e-12));
+    inverse[j] = rsqrt(fmax(pivot + ridge, 1e-12));
 #pragma unroll
     for (int i = j + 1; i < U; i++) {
       double v = A[i][j];
