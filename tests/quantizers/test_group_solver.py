@@ -26,9 +26,7 @@ def importances(C: int, G: int, padding: int = 0) -> Tensor:
 
 
 def reference_scales(g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
-    alpha, z = bcq._greedy(g, h, P, bias)
-    if rounds:
-        alpha, z = bcq._best(SortedGroups.of(g, h), g, h, alpha, z, rounds, bias)
+    alpha, z = bcq._binary_scales(g, h, P, rounds, bias)
     return alpha.abs().sort(-1, descending=True).values, z
 
 

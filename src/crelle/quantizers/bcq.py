@@ -16,9 +16,9 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.bcq import BCQTensor
-from crelle.kernels.cpu import solver
 from crelle.quantizers.alternating_ls import SortedGroups, alternate_from, better, levels_of
 from crelle.quantizers.base import Group, GroupedConfig
+from crelle.quantizers.group_solver import expanded, group_solver
 from crelle.quantizers.grouping import from_groups, require_finite, row_slabs, storable, to_groups
 from crelle.quantizers.stats import Stats
 
@@ -54,7 +54,7 @@ class BCQ(GroupedConfig):
     def _fit_rows(self, w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         g, real = to_groups(w, group)
         shape = g.shape  # [N, C, G]
-        h = None if real is None else real.float().expand(shape).flatten(0, 1)
+        h = None if real is None else real[0].float()
         alpha, z = binary_scales(g.flatten(0, 1), h, self.bits, self.rounds, self.bias)
         stored_alpha, stored_z = storable(alpha), storable(z)
         codes = _nearest(g.flatten(0, 1), stored_alpha.float(), stored_z.float())
@@ -65,15 +65,20 @@ class BCQ(GroupedConfig):
 def binary_scales(g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
     """Return alpha [R, P] and z [R] for groups [R, G] whose weights have importance h (None: all 1; padding has 0).
 
-    In canonical order: alphas positive and descending, so plane 0 is the most significant.
+    h is [C, G]: that of group r is row r modulo C. In canonical order: alphas positive and descending, so plane 0 is
+    the most significant.
     """
-    if solver.usable(g):
+    if solver := group_solver(g):
         alpha, z = solver.binary_scales(g, h, P, rounds, bias)
-        return alpha.abs().sort(-1, descending=True).values, z
-    alpha, z = _greedy(g, h, P, bias)
-    if rounds:
-        alpha, z = _best(SortedGroups.of(g, h), g, h, alpha, z, rounds, bias)
+    else:
+        alpha, z = _binary_scales(g, None if h is None else expanded(h, len(g)), P, rounds, bias)
     return alpha.abs().sort(-1, descending=True).values, z
+
+
+def _binary_scales(g: Tensor, h: Tensor | None, P: int, rounds: int, bias: bool) -> tuple[Tensor, Tensor]:
+    """The same in torch, with importances [R, G]; the alphas in any order."""
+    alpha, z = _greedy(g, h, P, bias)
+    return _best(SortedGroups.of(g, h), g, h, alpha, z, rounds, bias) if rounds else (alpha, z)
 
 
 def _best(
@@ -129,7 +134,7 @@ def _uniform(sums: SortedGroups, P: int, bias: bool) -> tuple[Tensor, Tensor]:
 
 def _nearest(g: Tensor, alpha: Tensor, z: Tensor) -> Tensor:
     """Return the code of the level nearest to each weight, uint8 [R, G]."""
-    if solver.usable(g):
+    if solver := group_solver(g):
         return solver.binary_codes(g, alpha, z)
     levels, order = levels_of(alpha, z, signs(alpha.shape[1], g.device))
     return order.gather(1, _ranks(g, levels)).to(torch.uint8)

@@ -16,6 +16,7 @@ from crelle.kernels.cpu import solver
 from crelle.kernels.cuda.sweep import sweep_uniform
 from crelle.quantizers.base import BitConfig, Group
 from crelle.quantizers.gptq_solver import LDLFactor
+from crelle.quantizers.group_solver import group_solver
 from crelle.quantizers.grouping import TINY, importances, to_groups
 
 _SHRINK = [1.0 - 0.1 * i for i in range(7)]  # 1 … 0.4
@@ -81,8 +82,8 @@ def _grid(w: Tensor, cost: Tensor, bits: int, G: int) -> tuple[Tensor, Tensor]:
     g, real = to_groups(w, G)  # [R, C, G]
     h = importances(cost, G)
     group_of = torch.arange(K, device=w.device) // G
-    if solver.usable(g):
-        found = solver.affine_grids(g.flatten(0, 1), h, bits, _SHRINK, _REGRESSIONS)
+    if groups := group_solver(g):
+        found = groups.affine_grids(g.flatten(0, 1), h, bits, _SHRINK, _REGRESSIONS)
         scale, low = (t.reshape(g.shape[:2])[:, group_of] for t in found)
         return scale, low
     padded = torch.zeros_like(g, dtype=torch.bool) if real is None else ~real

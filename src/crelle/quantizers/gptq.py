@@ -19,7 +19,6 @@ from crelle.errors import SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import Spec
 from crelle.formats.bcq import UniformTensor
-from crelle.kernels.cpu import solver
 from crelle.quantizers.alternating_ls import SortedGroups, alternate, better, squared_error
 from crelle.quantizers.base import Group
 from crelle.quantizers.gptq_solver import (
@@ -33,6 +32,7 @@ from crelle.quantizers.gptq_solver import (
     improve,
     solve,
 )
+from crelle.quantizers.group_solver import expanded, group_solver
 from crelle.quantizers.grouping import TINY, importances, storable, to_groups
 from crelle.quantizers.hessian_base import HessianConfig
 from crelle.quantizers.stats import Stats
@@ -105,8 +105,8 @@ class GPTQ(HessianConfig):
 
     def grids(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero point (free: lowest level) [R] of groups [R, G] of rows with importances [C, G]."""
-        if not solver.usable(g):
-            s = SortedGroups.of(g, h.repeat(len(g) // len(h), 1))
+        if (solver := group_solver(g)) is None:
+            s = SortedGroups.of(g, expanded(h, len(g)))
             return self._free(s) if self.free else self.grid(s)
         shrinks = self._shrinks()
         if self.free:

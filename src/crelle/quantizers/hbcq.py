@@ -67,8 +67,8 @@ class HBCQ(HessianConfig):
 
     def _levels(self, w: Tensor, cost: Tensor, group: int) -> Levels:
         g, _ = to_groups(w, group)
-        N, C, G = g.shape
-        h = importances(cost, group).expand(N, C, G).flatten(0, 1)
+        N, C, _ = g.shape
+        h = importances(cost, group)
         alpha, z = binary_scales(g.flatten(0, 1), h, self.bits, self.rounds, self.bias)
         book = signs(self.bits, w.device)
         if self.bias:

@@ -21,6 +21,7 @@ from crelle.kernels.cuda import (
     dense,
     embed_argmax,
     gemm,
+    group_solver,
     integer_encode,
     integer_gemm,
     integer_layout,
@@ -68,6 +69,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *sweep.variants(),
             *nested_sweep.variants(),
             *mixed_solver.variants(),
+            *group_solver.variants(),
         }
     )
 

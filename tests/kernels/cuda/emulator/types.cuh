@@ -298,6 +298,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float v) { return 1 / v; }
 inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
+inline double rsqrt(double v) { return 1 / std::sqrt(v); }
 inline uint32 kept(uint32 v) { return v; }
 inline void grid_dependency_wait() {}
 inline void grid_dependency_wait_late(int) {}
