@@ -37,6 +37,7 @@ from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator, memory_for
+from crelle.quantizers.experts_without_tokens import together, warnings_about
 from crelle.quantizers.first_writer import Encoded, FirstWriter
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.memory_plan import CalibrationMemory
@@ -172,10 +173,10 @@ def quantize(
         def publish(to: CheckpointWriter) -> None:
             weights.copy_tokenizer(to.partial)
             if stage:
-                write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": to.all_warnings()}))
+                write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": together(to.all_warnings())}))
             to.finish(weights.config, str(default), written)
 
-        warnings = writer.finish(publish)
+        warnings = together(writer.finish(publish))
     if not world().first:
         return Report(out, str(default), 0.0, 0, perf_counter() - begun, resumed)
     report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, warnings)
@@ -331,7 +332,8 @@ def _quantize_layer(
             layer.put(trained)
             fitted = trained
     layer.end()
-    return partial(_encoded, weights, shard, default, special, fitted, changed), _finite(layer.losses)
+    told = warnings_about(layer.without_tokens)
+    return partial(_encoded, weights, shard, default, special, fitted, changed, told), _finite(layer.losses)
 
 
 def _encoded(
@@ -341,14 +343,15 @@ def _encoded(
     special: Mapping[str, Quantizer],
     fitted: Mapping[str, QuantTensor],
     changed: Mapping[str, Tensor],
+    told: Sequence[str],
 ) -> Encoded:
-    """Return a layer's matrices and other tensors as they are stored, and warnings."""
+    """Return a layer's matrices and other tensors as they are stored, and warnings besides those told already."""
     others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
-    told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
-    return matrices, others | stored, [t for t in told if t]
+    small = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
+    return matrices, others | stored, [*told, *(w for w in small if w)]
 
 
 def _finite(losses: Sequence[float]) -> list[float | None]:
