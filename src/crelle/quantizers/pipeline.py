@@ -1,7 +1,8 @@
 """From a model on disk to a quantized one, a layer at a time.
 
-The source is read lazily and at most one layer is in memory. Each layer becomes one shard, on disk before the next
-begins, so a killed run loses at most a layer: `resume=True` goes on from the journal and ends in the same bytes.
+The source is read lazily and at most one layer is in memory. Each layer becomes one shard, which is written while the
+next ones are quantized (crelle.quantizers.first_writer); a killed run loses those that are not on the disk yet:
+`resume=True` goes on from the journal and ends in the same bytes.
 Quantized are the matrices inside the numbered layers; embeddings, the output head and norms are stored as they are
 (f32 that GGUF unpacked from a quantized type: as f16).
 
@@ -176,7 +177,8 @@ def quantize(
                 write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": together(to.all_warnings())}))
             to.finish(weights.config, str(default), written)
 
-        warnings = together(writer.finish(publish))
+        with timed(WRITE):
+            warnings = together(writer.finish(publish))
     if not world().first:
         return Report(out, str(default), 0.0, 0, perf_counter() - begun, resumed)
     report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, warnings)
