@@ -19,6 +19,7 @@ from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, M
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.read_ahead import ReadAhead
+from crelle.models.reproducible import fix_backward_order
 from crelle.models.rope import angles
 from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads
@@ -37,7 +38,10 @@ class _NoCache:
             keys, values = k, v
             if self._kv is not None:
                 keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
-            return attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
+            y = attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
+            if y.is_cuda:
+                fix_backward_order(y)
+            return y
 
         return compute() if self._tape is None else self._tape(compute)
 
