@@ -256,6 +256,8 @@ def _quantize_shard(weights: Weights, shard: Shard, default: Quantizer, special:
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
         if chosen is None and not _LAYER.match(name):
             matrices[module] = _as_stored(weights, module)
+            if not _packed(weights, name):  # the same values as in the source: none is too small
+                continue
         else:
             with _about(name):
                 matrices[module] = (chosen or default).fit(weights.read(name))
@@ -369,14 +371,19 @@ def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) ->
 def _as_stored(weights: Weights, module: str) -> QuantTensor:
     """Keep a matrix as it is; f32 that a GGUF reader made from fewer bits is kept as f16, other types as f32."""
     name = f"{module}.weight"
-    packed = getattr(weights, "packed", None)  # of a GGUF file
-    if packed is not None and packed(name):
+    if _packed(weights, name):
         return Cast("fp16").fit(weights.read(name))
     stored = weights.matrix(module)
     if stored.quantized:
         return stored
     tensor = stored.tensors()["weight"]
     return Cast(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
+
+
+def _packed(weights: Weights, name: str) -> bool:
+    """Tell whether a GGUF file holds a tensor in a quantized type, from which its reader makes f32."""
+    packed = getattr(weights, "packed", None)
+    return packed is not None and bool(packed(name))
 
 
 def matching(overrides: Mapping[str, str], weights: Weights) -> dict[str, str]:
