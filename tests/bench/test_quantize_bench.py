@@ -11,7 +11,19 @@ from in_process import run, succeed
 from crelle.bench.model_shapes import SHAPES
 from crelle.bench.quantize import SyntheticWeights, bench_quantize, synthetic_tokens
 from crelle.errors import SchemeError
-from crelle.quantizers.stage_times import FACTOR, FULL, HESSIAN, OTHER, QUANTIZED, READ, SOLVE, TRAIN, WRITE, recording
+from crelle.quantizers.stage_times import (
+    COMMUNICATION,
+    FACTOR,
+    FULL,
+    HESSIAN,
+    OTHER,
+    QUANTIZED,
+    READ,
+    SOLVE,
+    TRAIN,
+    WRITE,
+    recording,
+)
 from crelle.quantizers.stage_times import timed as stage
 
 CPU = torch.device("cpu")
@@ -23,7 +35,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_stage_is_timed_and_the_model_extrapolated() -> None:
-    cost = bench_quantize("tiny", "gptq:bits=3,group=24", CPU, layers=2, rows=4, length=32)
+    cost = bench_quantize("tiny", "gptq:bits=3,group=24", device="cpu", layers=2, rows=4, length=32)
     assert len(cost.layer_seconds) == 2
     assert {READ, FULL, QUANTIZED, HESSIAN, FACTOR, SOLVE, WRITE} <= set(cost.layer_seconds[1])
     assert cost.layers == TINY["num_hidden_layers"] == 3
@@ -36,16 +48,25 @@ def test_every_stage_is_timed_and_the_model_extrapolated() -> None:
 
 @pytest.mark.parametrize("scheme", ["auto:bits=3.9,steps=1,search=false", "auto:bits=3.9,steps=1,tune=full"])
 def test_recipes_that_train_and_search_go_through_the_same(scheme: str) -> None:
-    cost = bench_quantize("tiny", scheme, CPU, rows=4, length=16)
+    cost = bench_quantize("tiny", scheme, device="cpu", rows=4, length=16)
     assert TRAIN in cost.layer_seconds[0]
     assert ("search" in cost.once_seconds) == ("search=false" not in scheme)
     assert any("end-to-end" in sentence for sentence in cost.left_out) == ("tune=full" in scheme)
 
 
 def test_schemes_without_data_are_measured_too() -> None:
-    cost = bench_quantize("tiny", "rtn:bits=4,group=24", CPU, rows=4, length=16)
+    cost = bench_quantize("tiny", "rtn:bits=4,group=24", device="cpu", rows=4, length=16)
     assert cost.memory_plan is None
     assert WRITE in cost.layer_seconds[0]
+
+
+def test_several_processes_are_measured_together() -> None:
+    options = ("--scheme", "gptq:bits=3,group=24", "--layers", "2", "--rows", "4", "--length", "16")
+    done = succeed("bench", "quantize", "--shape", "tiny", *options, "--devices", "cpu,cpu", "--json")
+    shown = json.loads(done.out)
+    assert shown["devices"] == 2
+    assert len(shown["layer_seconds"]) == 2
+    assert COMMUNICATION in shown["layer_seconds"][1]
 
 
 def test_the_command_writes_a_result_that_says_what_is_extrapolated(tmp_path: Path) -> None:
@@ -67,6 +88,7 @@ def test_the_command_writes_a_result_that_says_what_is_extrapolated(tmp_path: Pa
         (("--shape", "tiny", "--rows", "0"), "--rows"),
         (("--shape", "tiny", "--memory", "much"), "much"),
         (("--shape", "tiny", "--memory", "1kB"), "--memory"),
+        (("--shape", "tiny", "--devices", "cpu,cpu"), "both say where to run"),
     ],
 )
 def test_mistakes_get_a_sentence(options: tuple[str, ...], words: str) -> None:
@@ -112,10 +134,8 @@ def test_a_stage_within_a_stage_counts_for_itself() -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_measured_within_a_limit() -> None:
     with pytest.raises(SchemeError):
-        bench_quantize("tiny", "gptq", torch.device("cuda"), layers=9)
-    cost = bench_quantize(
-        "tiny", "gptq:bits=3,group=24", torch.device("cuda"), layers=2, rows=16, length=64, memory=2 * 10**9
-    )
+        bench_quantize("tiny", "gptq", device="cuda", layers=9)
+    cost = bench_quantize("tiny", "gptq:bits=3,group=24", device="cuda", layers=2, rows=16, length=64, memory=2 * 10**9)
     assert cost.device_reserved_bytes is not None
     assert 0 < cost.device_reserved_bytes <= 2 * 10**9
     assert cost.memory_plan is not None

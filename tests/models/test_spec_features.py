@@ -10,55 +10,16 @@ import pytest
 import torch
 import transformers
 from conftest import write_tokenizer
+from mixtral import MIXTRAL, NAMES, SIZES, attention_of, decoder_of, mixtral_config, randomize
 from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
 from crelle.kernels.cpu.fused_decoder import lacks as cpu_lacks
 from crelle.kernels.cuda.decode_step import lacks as cuda_lacks
-from crelle.kernels.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from crelle.kernels.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families import families
 from crelle.models.families.base import Config, Family, TensorNames
 from crelle.models.loader import load, read_spec
-from crelle.models.rope import rope_of
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 259,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": 258,
-}
-
-
-def attention_of(c: Config, *, kv_heads: int, rotated: float = 1.0, bias: bool = False) -> AttentionSpec:
-    """Rope over a share of each head."""
-    size = c["hidden_size"] // c["num_attention_heads"]
-    rope = rope_of(c, int(size * rotated))
-    heads = c["num_attention_heads"]
-    return AttentionSpec(heads=heads, kv_heads=kv_heads, head_size=size, scale=size**-0.5, rope=rope, bias=bias)
-
-
-def decoder_of(c: Config, layer: LayerSpec) -> DecoderSpec:
-    """Equal layers, and their norm once more before the head."""
-    return DecoderSpec(
-        width=c["hidden_size"],
-        vocabulary=c["vocab_size"],
-        context=c["max_position_embeddings"],
-        layers=(layer,) * c["num_hidden_layers"],
-        norm=layer.norm,
-        tied=False,
-    )
-
-
-def mixtral(c: Config) -> DecoderSpec:
-    attention = attention_of(c, kv_heads=c["num_key_value_heads"])
-    experts = ExpertsSpec(count=c["num_local_experts"], top=c["num_experts_per_tok"])
-    mlp = MlpSpec(inner=c["intermediate_size"], activation="silu", gated=True, experts=experts)
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=NormSpec("rms", c["rms_norm_eps"]))
-    return decoder_of(c, layer)
 
 
 def phi(c: Config) -> DecoderSpec:
@@ -70,21 +31,8 @@ def phi(c: Config) -> DecoderSpec:
     return decoder_of(c, layer)
 
 
-NAMES = {"embedding": "model.embed_tokens", "layer": "model.layers.{}"}
 FAMILIES = {
-    "mixtral": Family(
-        model_types=("mixtral",),
-        spec=mixtral,
-        names=lambda _: TensorNames(
-            **NAMES,
-            norm="model.norm",
-            router="block_sparse_moe.gate",
-            expert="block_sparse_moe.experts.{}",
-            gate="w1",
-            up="w3",
-            down="w2",
-        ),
-    ),
+    "mixtral": MIXTRAL,
     "phi": Family(
         model_types=("phi",),
         spec=phi,
@@ -95,10 +43,7 @@ FAMILIES = {
     ),
 }
 MODELS: dict[str, tuple[Any, Any]] = {
-    "mixtral": (
-        transformers.MixtralForCausalLM,
-        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2),
-    ),
+    "mixtral": (transformers.MixtralForCausalLM, mixtral_config()),
     "phi": (transformers.PhiForCausalLM, transformers.PhiConfig(**SIZES, partial_rotary_factor=0.5)),
 }
 
@@ -111,12 +56,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     kind, config = MODELS[request.param]
     config._attn_implementation = "eager"
     made = kind(config).eval()
+    randomize(made)
     with torch.no_grad():
-        for name, p in made.named_parameters():
-            if p.dim() > 1:
-                p.normal_(std=p.shape[-1] ** -0.5)
-            else:
-                p.normal_(mean=float("norm" in name and name.endswith("weight")), std=0.2)
         made.save_pretrained(tmp_path / "m")
         write_tokenizer(tmp_path / "m")
         return tmp_path / "m", made(tokens()).logits

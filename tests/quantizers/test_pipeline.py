@@ -20,9 +20,9 @@ from gguf import GGMLQuantizationType as Type
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.hf import HFDirectory
 from crelle.quantizers import pipeline
+from crelle.quantizers.first_writer import FirstWriter
 from crelle.quantizers.pipeline import quantize
 from crelle.quantizers.scheme import parse
 
@@ -87,18 +87,18 @@ def test_every_layer_is_a_shard_in_the_order_of_the_model(tmp_path: Path) -> Non
 
 def test_only_the_layer_at_hand_is_read(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    read, add = HFDirectory.read, CheckpointWriter.add
+    read, add = HFDirectory.read, FirstWriter.add
 
     def reading(self: HFDirectory, name: str) -> torch.Tensor:
         log.append(name)
         return read(self, name)
 
-    def adding(self: CheckpointWriter, shard: str, *rest: Any) -> None:
+    def adding(self: FirstWriter, shard: str, encode: Any) -> None:
+        add(self, shard, encode)
         log.append("written")
-        add(self, shard, *rest)
 
     monkeypatch.setattr(HFDirectory, "read", reading)
-    monkeypatch.setattr(CheckpointWriter, "add", adding)
+    monkeypatch.setattr(FirstWriter, "add", adding)
     quantize(tiny_model, tmp_path / "out", SCHEME)
     turns = " ".join(log).split("written")
     in_layers = [{n.split(".")[2] for n in turn.split() if ".layers." in n} for turn in turns]

@@ -6,18 +6,26 @@ that matters to a solver: the embedding is mostly of low rank, and norms have ch
 are correlated and their Hessians ill-conditioned; tokens are as unevenly frequent as words (Zipf).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights, llama_config
 from crelle.bench.plan_shapes import config_named
+from crelle.engine.quantize import check_spread
 from crelle.engine.quantize_cost import QuantizeCost, measure
+from crelle.engine.rank_devices import devices_of
+from crelle.engine.rank_processes import on_devices
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
+from crelle.models.loader import choose_device
 from crelle.quantizers.layer_api import Progress
+from crelle.quantizers.ranks import world
+from crelle.quantizers.scheme import parse
 
 _RANK = 64  # of what tokens have in common in the embedding
 _SPREAD = 0.7  # standard deviation of the logarithm of a channel's size
@@ -61,29 +69,62 @@ def synthetic_tokens(vocabulary: int, rows: int, length: int) -> Tensor:
 def bench_quantize(
     shape: str,
     scheme: str,
-    device: torch.device,
     *,
+    device: str = "auto",
+    devices: str | None = None,
     layers: int = 1,
     rows: int = 128,
     length: int = 2048,
     memory: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
-    """Quantize the first layers of a shape and say what the whole model would cost."""
+    """Quantize the first layers of a shape and say what the whole model would cost.
+
+    `devices`: several instead of one, like "0,1". Figures are of the first one, which waits for the others.
+    """
     if rows < 1 or length < 8:
         raise SchemeError(f"--rows must be at least 1 and --length at least 8, got {rows} and {length}")
     config = config_named(shape)
-    weights = SyntheticWeights(config, device=device, layers=layers)
-    whole = SyntheticWeights(config, device=device)
-    weights.path = Path(f"synthetic-{shape}")
-    if layers > (most := _layers(whole)):
+    most = _layers(config)
+    if not 1 <= layers <= most:
         raise SchemeError(f"{shape} has 1 to {most} layers, not {layers}")
-    if device.type == "cuda":  # kernels are compiled and libraries loaded before anything is timed
-        small = SyntheticWeights(_WARM_UP, device=device)
-        measure(small, scheme, synthetic_tokens(_WARM_UP["vocab_size"], 16, 64), device, layers=1)
+    spread = devices_of(devices, device)
+    check_spread(len(spread), scheme, [parse(scheme)])
+    arguments = {
+        "config": config,
+        "name": f"synthetic-{shape}",
+        "scheme": scheme,
+        "layers": layers,
+        "rows": rows,
+        "length": length,
+        "memory": memory,
+    }
+    cost: QuantizeCost = on_devices(bench_on, spread, device, arguments, progress)
+    return cost
+
+
+def bench_on(
+    config: Mapping[str, Any],
+    name: str,
+    scheme: str,
+    *,
+    device: str,
+    layers: int,
+    rows: int,
+    length: int,
+    memory: int | None,
+    progress: Progress | None,
+) -> QuantizeCost:
+    """Measure on one device, or as one of several ranks."""
+    where = choose_device(device)
+    weights = SyntheticWeights(config, device=where, layers=layers)
+    weights.path = Path(name)
+    if where.type == "cuda":  # kernels are compiled and libraries loaded before anything is timed
+        small = SyntheticWeights(_WARM_UP, device=where)
+        measure(small, scheme, synthetic_tokens(_WARM_UP["vocab_size"], max(16, world().size), 64), where, layers=1)
     tokens = synthetic_tokens(config["vocab_size"], rows, length)
-    return measure(weights, scheme, tokens, device, layers=_layers(whole), memory=memory, progress=progress)
+    return measure(weights, scheme, tokens, where, layers=_layers(config), memory=memory, progress=progress)
 
 
-def _layers(weights: RandomWeights) -> int:
-    return int(weights.config.get("num_hidden_layers") or weights.config["n_layer"])
+def _layers(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_hidden_layers") or config["n_layer"])

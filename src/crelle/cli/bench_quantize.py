@@ -4,19 +4,31 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Device, Json, Results, Threads, print_json, tracking, use_threads
+from crelle.cli.console import (
+    Device,
+    Devices,
+    Json,
+    Results,
+    Threads,
+    device_or_devices,
+    print_json,
+    tracking,
+    use_threads,
+)
 from crelle.cli.quantize_cost import DeviceMemory, as_json, show
 
 NAME = "quantize"
 
 
 def run(
+    context: typer.Context,
     shape: Annotated[str, typer.Option("--shape", help="A real shape, e.g. llama3-8b; its weights are synthetic.")],
     scheme: Annotated[str, typer.Option("--scheme", help="The recipe.")] = "gptq:bits=3,group=128",
     layers: Annotated[int, typer.Option("--layers", help="The first so many layers are quantized and timed.")] = 1,
     rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 128,
     length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 2048,
     device: Device = "auto",
+    devices: Devices = None,
     memory: DeviceMemory = None,
     threads: Threads = None,
     results: Results = None,
@@ -33,13 +45,20 @@ def run(
     from crelle.bench.environment import write_result
     from crelle.bench.quantize import bench_quantize
     from crelle.engine.memory import parse_bytes
-    from crelle.models.loader import choose_device
 
     use_threads(threads)
-    where, budget = choose_device(device), None if memory is None else parse_bytes(memory)
+    budget = None if memory is None else parse_bytes(memory)
     with tracking("quantizing") as track:
         cost = bench_quantize(
-            shape, scheme, where, layers=layers, rows=rows, length=length, memory=budget, progress=track
+            shape,
+            scheme,
+            device=device_or_devices(context, device, devices),
+            devices=devices,
+            layers=layers,
+            rows=rows,
+            length=length,
+            memory=budget,
+            progress=track,
         )
     if results:
         write_result(results, as_json(cost))

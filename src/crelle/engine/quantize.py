@@ -89,7 +89,7 @@ def quantize(
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
         _require_family(source, scheme, out)
     spread = devices_of(devices, device)
-    _can_be_spread(len(spread), scheme, configs)
+    check_spread(len(spread), scheme, configs)
     arguments = {
         "source": source,
         "out": out,
@@ -105,7 +105,7 @@ def quantize(
     return replace(report, seconds=perf_counter() - begun)
 
 
-def _can_be_spread(count: int, scheme: str, configs: Sequence[Quantizer]) -> None:
+def check_spread(count: int, scheme: str, configs: Sequence[Quantizer]) -> None:
     """Say why a scheme does not use so many devices."""
     if count > 1 and not any(q.calibrated for q in configs):
         raise UnsupportedError(
@@ -171,7 +171,7 @@ def dry_run(
 ) -> QuantizeCost:
     """Quantize the first layer of a model (on a GPU two: the first one warms up) and say what all of it would cost."""
     spread = devices_of(devices, device)
-    _can_be_spread(len(spread), scheme, [parse(s) for s in (scheme, *(overrides or {}).values())])
+    check_spread(len(spread), scheme, [parse(s) for s in (scheme, *(overrides or {}).values())])
     arguments = {
         "source": source,
         "scheme": scheme,

@@ -15,10 +15,11 @@ from crelle.formats.open import Weights
 from crelle.kernels.spec import DecoderSpec, RopeSpec
 from crelle.models.builder import Builder
 from crelle.models.cache import attention, key_center
-from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, OutputLayer, capped
+from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, Mlp, OutputLayer, capped
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.read_ahead import ReadAhead
+from crelle.models.reproducible import fix_backward_order
 from crelle.models.rope import angles
 from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads
@@ -37,7 +38,10 @@ class _NoCache:
             keys, values = k, v
             if self._kv is not None:
                 keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
-            return attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
+            y = attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
+            if y.is_cuda:
+                fix_backward_order(y)
+            return y
 
         return compute() if self._tape is None else self._tape(compute)
 
@@ -65,6 +69,13 @@ class _WholeSequences(Compute):
         if key not in self._known:
             self._known[key] = angles(rope, torch.arange(T, device=device), dtype)
         return self._known[key]
+
+    def expert(self, expert: Mlp, x: Tensor, rows: Tensor) -> Tensor:
+        """Run an expert even on no token: every linear then reads something of every batch, in the same order."""
+        for linear in (expert.gate, expert.up, expert.down):
+            if isinstance(linear, TrainableLinear):
+                linear.rows = rows
+        return expert(x[rows], self)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,10 @@ class CalibrationBlock(nn.Module):
         self._tape: Tape | None = None
         self._kv: KVFormat | None = None
         self._center: Tensor | None = None
+
+    @property
+    def capturable(self) -> bool:
+        return self.spec.mlp.experts is None
 
     def twin(self) -> "CalibrationBlock":
         shared = [self.spec, self.spec.attention, *(t for m in self._linears.values() for t in (m.weight, m.bias))]
@@ -131,12 +146,10 @@ class CalibrationBlock(nn.Module):
     def stages(self) -> list[tuple[str, ...]]:
         a, mlp = self.layer.attention, self.layer.mlp
         attention: list[list[Any]] = [[a.q, a.k, a.v], [a.o]]
-        if isinstance(mlp, Experts):  # every expert sees its own tokens
-            router: list[list[Any]] = [[mlp.router]]
-            stages = router + [[x] for e in mlp.experts for x in (e.gate, e.up, e.down) if x is not None]
-        else:
-            stages = [[x for x in (mlp.gate, mlp.up) if x is not None], [mlp.down]]
-        return [tuple(linear.name for linear in stage) for stage in attention + stages]
+        router: list[list[Any]] = [[mlp.router]] if isinstance(mlp, Experts) else []
+        each: list[Any] = list(mlp.experts) if isinstance(mlp, Experts) else [mlp]  # an expert reads its own tokens
+        feed_forward = [stage for m in each for stage in ([x for x in (m.gate, m.up) if x is not None], [m.down])]
+        return [tuple(linear.name for linear in stage) for stage in attention + router + feed_forward]
 
     def folds(self) -> list[ScaleFold]:
         """Scales of inputs that what stands before can take over.

@@ -69,6 +69,10 @@ class Compute:
     def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(rope, positions, dtype)
 
+    def expert(self, expert: "Mlp", x: Tensor, rows: Tensor) -> Tensor | None:
+        """Run an expert on those rows of x [N, width] that are its tokens; None where it has none."""
+        return expert(x[rows], self) if len(rows) else None
+
 
 def _share(linears: Sequence[Any]) -> bool:
     """Whether one encoded input serves all of these; not where comparing permutations would wait for a GPU."""
@@ -145,8 +149,8 @@ class Experts(nn.Module):
         total = torch.zeros_like(flat)
         for e, expert in enumerate(self.experts):
             rows, place = (chosen == e).nonzero(as_tuple=True)
-            if len(rows):
-                y = expert(flat[rows], compute)
+            y = compute.expert(expert, flat, rows)  # type: ignore[arg-type]
+            if y is not None:
                 total[rows] += chance[rows, place, None].to(y.dtype) * y
         return total.view_as(x)
 

@@ -10,6 +10,10 @@ what each linear of the quantized layer returns [S, T, N], which otherwise are c
 are bf16, in host memory where they do not fit (crelle.quantizers.memory_plan), and Hessians are sums of products of
 bf16 inputs (crelle.quantizers.half_stats); the next layer is read while this one is quantized.
 
+An expert's stats are of the tokens that the quantized model routes to it. What the full-precision expert reads of them
+is known where that model routes them there too; elsewhere it is taken to be the same. A batch without a token of an
+expert adds nothing to its stats.
+
 Of several ranks (crelle.quantizers.ranks) each runs its own sequences. Stats are those of all, the matrices of a stage
 are dealt out, and what a rank has quantized goes to all others, so that they go on with the same layer.
 """
@@ -17,6 +21,8 @@ are dealt out, and what a rank has quantized goes to all others, so that they go
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +44,13 @@ Rounding = Callable[[str, Stats], InputRounding | None]  # how a module's input 
 
 class _SeenError(Exception):
     """Raised once a stage's input is known: the rest of the layer need not run."""
+
+
+class _Input(NamedTuple):
+    """What a linear reads of a batch."""
+
+    x: Tensor  # [..., K]
+    rows: Tensor | None  # which of the batch's tokens, in order; None: all
 
 
 @dataclass(slots=True)
@@ -119,11 +132,12 @@ class Calibrator:
         if self.kv is not None:
             one = {"x": self.hidden.full[:1].to(self.device, torch.float32)}
             block.round_cache(self.kv, world().tensors(one)["x"])
-        read: dict[str, list[Tensor]] = {}
+        read: dict[str, list[_Input]] = {}
         if stats and self.memory.keep:
             read = {stage[0]: [] for stage in full.stages()}
         for name, inputs in read.items():
-            full.linears()[name].watch = inputs.append
+            linear = full.linears()[name]
+            linear.watch = partial(_note, inputs, linear)
         after, weights = self.take_room(), []
         with timed(FULL), Store(after, self.device) as store:
             for x in self.batches(self.hidden.full):
@@ -166,11 +180,12 @@ class LayerCalibration:
         block: Block,
         after: Tensor,
         token_weight: Tensor,  # [S, T]
-        read: Mapping[str, list[Tensor]],
+        read: Mapping[str, list[_Input]],
     ) -> None:
         self.full, self.block, self.after = full, block, after
         self._calibrator, self._read = calibrator, dict(read)
         self.losses: list[float] = []  # of block-wise training
+        self.without_tokens: list[str] = []  # linears of experts that no token was routed to
         self.changed = False  # whether its weights are no longer those of the source, though it computes the same
         self._token_weight = (token_weight / world().mean(token_weight)).sqrt_()
         self._tapes: list[Tape] = []  # of the batches, while the stages are quantized one after the other
@@ -195,6 +210,8 @@ class LayerCalibration:
         for stage in self.block.stages():
             weights = {name: self.full.linears()[name].weight for name in stage}
             stats = self.stats(stage[0])
+            if not stats.tokens:
+                self.without_tokens += stage
             by_rounding: dict[InputRounding, Stats] = {}
             if rounding is not None:
                 stats = replace(stats, readers=torch.stack([w.T @ w for w in weights.values()]).sum(0))
@@ -219,20 +236,21 @@ class LayerCalibration:
         """Return the stats of the input of one linear, as the block stands now."""
         calibrator, hidden = self._calibrator, self.hidden
         collector = calibrator.collector(self.block.linears()[name].weight.shape[1])
-        read = self._read.get(name, [])
-        known = len(read) * calibrator.batch >= len(hidden.full)  # not where an expert missed a batch
-        full_inputs = iter(read) if known else self._inputs(FULL, self.full, name, hidden.full)
+        read = self._read.get(name)
+        full_inputs = self._inputs(FULL, self.full, name, hidden.full) if read is None else iter(read)
         inputs = self._inputs(QUANTIZED, self.block, name, hidden.quantized, self._tapes)
-        for weight, x, x_full in zip(self._weights(), inputs, full_inputs, strict=True):
-            x = x if rounding is None else rounding(x)
+        for weight, here, full in zip(self._weights(), inputs, full_inputs, strict=True):
+            x = here.x if rounding is None else rounding(here.x)
+            x, x_full = x.flatten(0, -2), _of_same_tokens(full, here)
+            weight = weight.flatten() if here.rows is None else weight.flatten()[here.rows]
             with timed(HESSIAN):
-                collector.add(weight[..., None] * x, weight[..., None] * x_full)
+                collector.add(weight[:, None] * x, weight[:, None] * x_full)
         with timed(HESSIAN):
             return replace(collector.stats(), rounding=rounding)
 
     def _inputs(
         self, kind: str, block: Block, name: str, states: Tensor, tapes: Sequence[Tape] = ()
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[_Input]:
         """Yield what one linear reads, batch by batch."""
         batches = self._calibrator.batches(states)
         for i in range(len(self._weights())):
@@ -291,15 +309,30 @@ def _on_tape(block: Block, tape: Tape | None) -> Iterator[None]:
         block.use_tape(None)
 
 
-def _input(block: Block, name: str, x: Tensor, tape: Tape | None = None) -> Tensor:
+def _note(inputs: list[_Input], linear: TrainableLinear, x: Tensor) -> None:
+    inputs.append(_Input(x, linear.rows))
+
+
+def _of_same_tokens(full: _Input, here: _Input) -> Tensor:
+    """Return inputs [T, K] of the full-precision model for the tokens of `here`; where it has none, those of `here`."""
+    x, x_full = here.x.flatten(0, -2), full.x.flatten(0, -2)
+    if here.rows is None or full.rows is None:
+        return x_full
+    if not len(full.rows):
+        return x
+    at = torch.searchsorted(full.rows, here.rows).clamp(max=len(full.rows) - 1)
+    return torch.where((full.rows[at] == here.rows)[:, None], x_full[at], x)
+
+
+def _input(block: Block, name: str, x: Tensor, tape: Tape | None = None) -> _Input:
     """Run a block up to one of its linears and return what that linear would read."""
-    seen: list[Tensor] = []
+    seen: list[_Input] = []
+    linear: TrainableLinear = block.linears()[name]
 
     def watch(value: Tensor) -> None:
-        seen.append(value)
+        _note(seen, linear, value)
         raise _SeenError
 
-    linear: TrainableLinear = block.linears()[name]
     linear.watch = watch
     try:
         with _on_tape(block, tape):

@@ -70,9 +70,12 @@ class EndToEnd:
     ) -> None:
         self.student, self.coders, self.teacher = student, list(coders), teacher
         self.tokens, self.t, self.device = tokens, t, device
-        self.step: TrainStep | LowMemoryStep = (LowMemoryStep if t.low_memory else TrainStep)(
-            self._loss_of, self.coders, t, device
-        )
+        self.step: TrainStep | LowMemoryStep
+        if t.low_memory:
+            self.step = LowMemoryStep(self._loss_of, self.coders, t, device)
+        else:
+            capture = all(block.capturable for block in student.blocks)
+            self.step = TrainStep(self._loss_of, self.coders, t, device, capture=capture)
         self.losses: list[float] = []
 
     def run(self, state: Path | None = None, progress: Progress | None = None, save_every: float = 60.0) -> list[float]:

@@ -31,8 +31,9 @@ Stage = tuple[str, ...]  # names of linears that read the same input
 class GradientStats:
     """Second moments of one linear's inputs and output gradients; sums over tokens."""
 
-    def __init__(self, linear: TrainableLinear, half: bool = False, *, calibrated: bool = True) -> None:
+    def __init__(self, linear: TrainableLinear, passed: int, half: bool = False, *, calibrated: bool = True) -> None:
         self._half = half  # bf16 products where the machine has them
+        self._passed = passed  # tokens that pass the layer; an expert reads some of them
         N, K = linear.weight.shape
         device = linear.weight.device
         self._squares = torch.zeros(N, device=device)  # of gradients
@@ -43,6 +44,8 @@ class GradientStats:
 
     def add(self, x: Tensor, gradient: Tensor, root: Tensor) -> None:
         """Add inputs [..., K], gradients [..., N] and the roots of the calibration's token weights [..., 1]."""
+        if not x.numel():
+            return
         x, g = x.float().flatten(0, -2), gradient.float().flatten(0, -2).square()
         self._squares += g.sum(0)
         self._add(self._hessian, x * g.sum(1, keepdim=True).sqrt())
@@ -58,8 +61,8 @@ class GradientStats:
             add_upper(sums, x)
 
     def importance(self) -> Tensor:
-        """Return G [N]."""
-        return self._squares / max(1, self.tokens)
+        """Return G [N], the mean over all tokens: where a token does not reach an expert, it has no gradient there."""
+        return self._squares / max(1, self._passed)
 
     def take_weighted(self) -> Tensor:
         """Return H [K, K]; the sums become part of it, and are forgotten here."""
@@ -105,7 +108,7 @@ def backward_stats(
             pull = _signs(after, rng, run.device)
         below: Tensor | None = None
         for group in run.memory.passes(block):
-            stats = _new_stats(block, group, half)
+            stats = _new_stats(block, group, tokens.numel(), half)
             found = run.backward(block, x, pull, after, stats, wanted=below is None)
             below = found if below is None else below
             for stage in group:
@@ -121,9 +124,13 @@ def _wake_backward(device: torch.device) -> None:
             torch.autograd.grad(one.exp(), one)
 
 
-def _new_stats(block: Block, stages: Sequence[Stage], half: bool) -> dict[str, GradientStats]:
+def _new_stats(block: Block, stages: Sequence[Stage], passed: int, half: bool) -> dict[str, GradientStats]:
     linears = block.linears()
-    return {name: GradientStats(linears[name], half, calibrated=name == stage[0]) for stage in stages for name in stage}
+    return {
+        name: GradientStats(linears[name], passed, half, calibrated=name == stage[0])
+        for stage in stages
+        for name in stage
+    }
 
 
 def _signs(after: Tensor, rng: torch.Generator, device: torch.device) -> Tensor:
@@ -248,7 +255,8 @@ class _Passes:
 
         def hook(linear: TrainableLinear, given: tuple[Tensor], out: Tensor) -> None:
             seen = given[0].detach()
-            out.register_hook(lambda gradient: stats[linear.name].add(seen, gradient, root))  # type: ignore[no-untyped-call]
+            roots = root if linear.rows is None else root.flatten(0, -2)[linear.rows]
+            out.register_hook(lambda gradient: stats[linear.name].add(seen, gradient, roots))  # type: ignore[no-untyped-call]
 
         watched = [linear for name, linear in block.linears().items() if name in stats]
         handles = [linear.register_forward_hook(hook) for linear in watched]

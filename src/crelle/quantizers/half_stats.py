@@ -12,7 +12,7 @@ rounded inputs, to see on a CPU what a GPU gives.
 import torch
 from torch import Tensor
 
-from crelle.quantizers.stats import Stats, StatsCollector, mirror_
+from crelle.quantizers.stats import Stats, StatsCollector, mirror_, without_tokens
 
 _SLAB = 2048  # rows of a sum that are updated at one time
 _TOKENS = 2048  # whose rounding takes memory in f32 at one time
@@ -30,6 +30,8 @@ class HalfStatsCollector(StatsCollector):
         x = x.detach().flatten(0, -2)
         full = x if full is None else full.detach().flatten(0, -2)
         T, K = x.shape
+        if not T:
+            return
         here, difference = (torch.empty(T, K, dtype=torch.bfloat16, device=x.device) for _ in range(2))
         for begin in range(0, T, _TOKENS):
             some = slice(begin, begin + _TOKENS)
@@ -51,7 +53,9 @@ class HalfStatsCollector(StatsCollector):
     def stats(self) -> Stats:
         """Return the stats; the sums become part of them, so that nothing can be added afterwards."""
         self._over_ranks()
-        T = max(1, self._tokens)
+        if not self._tokens:
+            return without_tokens(self._absmax)
+        T = self._tokens
         assert self._cross is not None
         hessian = mirror_(self._hessian.div_(T))
         cross = self._cross.div_(T).add_(hessian)

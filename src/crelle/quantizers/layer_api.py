@@ -76,6 +76,7 @@ class TrainableLinear(nn.Module):
         self.watch: Callable[[Tensor], None] | None = None  # called with every input
         self.activation: Callable[[Tensor], Tensor] | None = None  # rounds x before the product (quantized activations)
         self.tape: Tape | None = None
+        self.rows: Tensor | None = None  # which of the batch's B T tokens x is of, where not all: an expert's
 
     def forward(self, x: Tensor) -> Tensor:
         if self.watch is not None:
@@ -113,6 +114,11 @@ class Block(Protocol):
     """One decoder layer: hidden states [B, T, width] to hidden states."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass can be captured as a CUDA graph: not where the tokens choose their experts."""
+        ...
 
     def use_tape(self, tape: Tape | None) -> None:
         """Take products that are on the tape from there, and write the others to it, from now on."""

@@ -1,7 +1,8 @@
 """From a model on disk to a quantized one, a layer at a time.
 
-The source is read lazily and at most one layer is in memory. Each layer becomes one shard, on disk before the next
-begins, so a killed run loses at most a layer: `resume=True` goes on from the journal and ends in the same bytes.
+The source is read lazily and at most one layer is in memory. Each layer becomes one shard, which is written while the
+next ones are quantized (crelle.quantizers.first_writer); a killed run loses those that are not on the disk yet:
+`resume=True` goes on from the journal and ends in the same bytes.
 Quantized are the matrices inside the numbered layers; embeddings, the output head and norms are stored as they are
 (f32 that GGUF unpacked from a quantized type: as f16).
 
@@ -37,6 +38,7 @@ from crelle.formats.ownership import STAGE, TRAINING
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
 from crelle.quantizers.calibrate import Calibrator, memory_for
+from crelle.quantizers.experts_without_tokens import together, warnings_about
 from crelle.quantizers.first_writer import Encoded, FirstWriter
 from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.memory_plan import CalibrationMemory
@@ -172,10 +174,11 @@ def quantize(
         def publish(to: CheckpointWriter) -> None:
             weights.copy_tokenizer(to.partial)
             if stage:
-                write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": to.all_warnings()}))
+                write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": together(to.all_warnings())}))
             to.finish(weights.config, str(default), written)
 
-        warnings = writer.finish(publish)
+        with timed(WRITE):
+            warnings = together(writer.finish(publish))
     if not world().first:
         return Report(out, str(default), 0.0, 0, perf_counter() - begun, resumed)
     report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, warnings)
@@ -253,6 +256,8 @@ def _quantize_shard(weights: Weights, shard: Shard, default: Quantizer, special:
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
         if chosen is None and not _LAYER.match(name):
             matrices[module] = _as_stored(weights, module)
+            if not _packed(weights, name):  # the same values as in the source: none is too small
+                continue
         else:
             with _about(name):
                 matrices[module] = (chosen or default).fit(weights.read(name))
@@ -331,7 +336,8 @@ def _quantize_layer(
             layer.put(trained)
             fitted = trained
     layer.end()
-    return partial(_encoded, weights, shard, default, special, fitted, changed), _finite(layer.losses)
+    told = warnings_about(layer.without_tokens)
+    return partial(_encoded, weights, shard, default, special, fitted, changed, told), _finite(layer.losses)
 
 
 def _encoded(
@@ -341,14 +347,15 @@ def _encoded(
     special: Mapping[str, Quantizer],
     fitted: Mapping[str, QuantTensor],
     changed: Mapping[str, Tensor],
+    told: Sequence[str],
 ) -> Encoded:
-    """Return a layer's matrices and other tensors as they are stored, and warnings."""
+    """Return a layer's matrices and other tensors as they are stored, and warnings besides those told already."""
     others = {n: weights.read(n) for n in shard.tensors if n.removesuffix(".weight") not in fitted}
     stored = {n: v.to(others[n].dtype).cpu() for n, v in changed.items()}
     matrices = {m: w.to("cpu") for m, w in fitted.items()}
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
-    told = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
-    return matrices, others | stored, [t for t in told if t]
+    small = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
+    return matrices, others | stored, [*told, *(w for w in small if w)]
 
 
 def _finite(losses: Sequence[float]) -> list[float | None]:
@@ -364,14 +371,19 @@ def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) ->
 def _as_stored(weights: Weights, module: str) -> QuantTensor:
     """Keep a matrix as it is; f32 that a GGUF reader made from fewer bits is kept as f16, other types as f32."""
     name = f"{module}.weight"
-    packed = getattr(weights, "packed", None)  # of a GGUF file
-    if packed is not None and packed(name):
+    if _packed(weights, name):
         return Cast("fp16").fit(weights.read(name))
     stored = weights.matrix(module)
     if stored.quantized:
         return stored
     tensor = stored.tensors()["weight"]
     return Cast(_DENSE.get(tensor.dtype, "fp32")).fit(tensor)
+
+
+def _packed(weights: Weights, name: str) -> bool:
+    """Tell whether a GGUF file holds a tensor in a quantized type, from which its reader makes f32."""
+    packed = getattr(weights, "packed", None)
+    return packed is not None and bool(packed(name))
 
 
 def matching(overrides: Mapping[str, str], weights: Weights) -> dict[str, str]:

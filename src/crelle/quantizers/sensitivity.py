@@ -21,7 +21,7 @@ Settings between others are interpolated (crelle.quantizers.interpolate). Passes
 the weights, but for the factorizations of K inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,10 @@ def sensitivities(
     memory: SearchMemory | int | None = None,  # bytes, or the plan; default: all of a GPU, no bound on a CPU
     progress: Progress | None = None,
 ) -> list[Sensitivity]:
-    """Measure every linear of the model on sequences of token ids [S, T], in execution order."""
+    """Measure every linear of the model on sequences of token ids [S, T], in execution order.
+
+    Experts that no token was routed to are taken to lose what the others of their layer do on average.
+    """
     if len(tokens) == 0:
         raise SchemeError("measuring sensitivities needs at least one calibration sequence")
     device = torch.device(device)
@@ -104,10 +107,19 @@ def sensitivities(
         if stage == block.stages()[0]:
             order.append(list(block.linears()))
         linears = [(block.linears()[name], stats[name]) for name in stage]
-        found |= {one.module: one for one in _stage(linears, settings, weight_rows, memory.fits, rng)}
+        if linears[0][1].tokens:  # otherwise an expert's
+            found |= {one.module: one for one in _stage(linears, settings, weight_rows, memory.fits, rng)}
         if stage == block.stages()[-1]:
             tell.backward()
-    return [found[name] for layer in reversed(order) for name in layer if name in found]
+    return [found.get(name) or _average(name, layer, found) for layer in reversed(order) for name in layer]
+
+
+def _average(module: str, layer: Sequence[str], found: Mapping[str, Sensitivity]) -> Sensitivity:
+    """Return the mean sensitivity of the same matrix of a layer's other experts; some have tokens."""
+    kind = module.rpartition(".")[2]
+    others = [found[n] for n in layer if n in found and n.rpartition(".")[2] == kind]
+    losses = {s: sum(one.losses[s] for one in others) / len(others) for s in others[0].losses}
+    return Sensitivity(module, others[0].shape, losses)
 
 
 class _Told:

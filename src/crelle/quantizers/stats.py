@@ -6,7 +6,8 @@ With X̂ [T, K] the inputs that the layer gets in the quantized model, and X tho
     cross   = Xᵀ X̂ / T        the weight that best compensates the error of the inputs is  W cross hessian⁻¹
     absmax, absmean           of X̂, per input channel
 
-They are sums over tokens, so memory is a few K² whatever the amount of data. Where the layer's activations are to be
+They are sums over tokens, so memory is a few K² whatever the amount of data. An expert that no token was routed to has
+the stats of independent inputs of size 1, so that its weights alone decide. Where the layer's activations are to be
 quantized, X̂ is what the integers stand for (`rounding`); how to quantize them is decided on stats without that, which
 have a sample of inputs and, of the weights W that read them, readers = Σ Wᵀ W. Of several ranks each adds its own
 tokens, and all get the stats of all tokens (crelle.quantizers.ranks).
@@ -107,6 +108,12 @@ def mirror_(sums: Tensor) -> Tensor:
     return sums
 
 
+def without_tokens(like: Tensor) -> Stats:
+    """Return the stats of an input of which there is no token; `like` [K]."""
+    ones = torch.ones_like(like)
+    return Stats(torch.eye(len(like), device=like.device), ones, ones, 0)
+
+
 class StatsCollector:
     """Collects the Stats of one input: in the quantized model and, for `cross`, in the full-precision one."""
 
@@ -121,6 +128,8 @@ class StatsCollector:
     def add(self, x: Tensor, full: Tensor | None = None) -> None:
         """Add inputs [..., K]."""
         x = x.detach().flatten(0, -2).float()
+        if not len(x):
+            return
         with bf16_sums(x.device, self._half):
             add_upper(self._hessian, x)
             if self._cross is not None and full is not None:
@@ -145,7 +154,9 @@ class StatsCollector:
 
     def stats(self) -> Stats:
         self._over_ranks()
-        T = max(1, self._tokens)
+        if not self._tokens:
+            return without_tokens(self._absmax)
+        T = self._tokens
         sample = torch.cat(self._sample) if self._sample else None
         hessian = mirrored(self._hessian) / T
         cross = None if self._cross is None else self._cross / T + hessian

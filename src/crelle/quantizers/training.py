@@ -61,9 +61,16 @@ class TrainStep:
     EAGER = 3
 
     def __init__(
-        self, loss: Callable[..., Tensor], coders: Sequence[nn.Module], t: Training, device: torch.device
+        self,
+        loss: Callable[..., Tensor],
+        coders: Sequence[nn.Module],
+        t: Training,
+        device: torch.device,
+        *,
+        capture: bool = True,
     ) -> None:
         self.loss, self.t, self.device = loss, t, device
+        self._capturable = capture and device.type == "cuda"
         groups = parameter_groups(coders, t)
         on_gpu = device.type == "cuda"
         for g in groups:  # a captured step can only read a rate that is a tensor
@@ -86,7 +93,7 @@ class TrainStep:
             else:
                 group["lr"] = rate
         self.taken += 1
-        if self.device.type != "cuda" or self.taken <= self.EAGER:
+        if not self._capturable or self.taken <= self.EAGER:
             return self._eager(*inputs)
         if not self._graphs:
             self._capture(*inputs)
@@ -162,7 +169,7 @@ def tune_block(
             out = block(xb)
         return relative_error(out.float(), yb)
 
-    step = TrainStep(loss, coders, t, device)
+    step = TrainStep(loss, coders, t, device, capture=block.capturable)
     order = torch.Generator().manual_seed(t.seed)
     rows = SpreadRows(world(), x)
     losses: list[Tensor] = []
