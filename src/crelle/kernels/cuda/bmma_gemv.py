@@ -258,10 +258,14 @@ def choose(
         other_kind, other_place = m.codes != (w.kind not in _PLANES), (m.in_graph, m.epilogue) != (in_graph, like)
         other = 4 * (columns(tokens) != m.M) + 0.5 * other_kind + 0.75 * other_place
         found = abs(m.P - w.P) + other + 0.75 * size
-        return found if not m.alone else inf if found else -1
+        if m.alone:
+            return inf if found else -1
+        return found + 0.25 * (m.groups != w.groups)
 
-    config = min(_autotuned(), key=unlike).config
-    if w.P > 4 or w.groups > 2 or w.scales.element_size() > 2:  # unlike all that was measured: registers, not warps
+    nearest = min(_autotuned(), key=unlike)
+    config = nearest.config
+    measured = w.groups <= 2 or (w.groups == nearest.groups and unlike(nearest) < 1)
+    if w.P > 4 or not measured or w.scales.element_size() > 2:  # unlike all that was measured: registers, not warps
         config = GemvTileConfig(1, 8, 1, config.stages, 1, 16 if tokens == 1 else 8)
     if w.words.shape[2] != w.P or w.blocks_per_scale > 1:
         config = replace(config, run=1)
@@ -285,9 +289,10 @@ def _pipeline_room(device: int) -> int:
     return max(_SHARED, int(room) - 32 * 1024)
 
 
-def autotuned_configs() -> set[tuple[int, ScaleKind, int, GemvTileConfig, EpilogueOut]]:
-    """Return (planes, kind, tokens, tile config, epilogue) of all autotuned problems."""
-    return {(m.P, ScaleKind.UNIFORM if m.codes else ScaleKind.BCQ, m.M, m.config, m.epilogue) for m in _autotuned()}
+def autotuned_configs() -> set[tuple[int, ScaleKind, int, int, GemvTileConfig, EpilogueOut]]:
+    """Return (planes, kind, groups in 256 inputs, tokens, tile config, epilogue) of all autotuned problems."""
+    kinds = {True: ScaleKind.UNIFORM, False: ScaleKind.BCQ}
+    return {(m.P, kinds[m.codes], m.groups, m.M, m.config, m.epilogue) for m in _autotuned()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +306,13 @@ class _Autotuned:
     epilogue: EpilogueOut
     config: GemvTileConfig
     alone: bool  # for this problem only: others like it were faster with their own
+    groups: int  # of scales in a block
 
 
 @cache
 def _autotuned() -> list[_Autotuned]:
     text = (files("crelle.kernels.cuda") / "autotune.json").read_text()
     return [
-        _Autotuned(**{"epilogue": "STORE", "alone": False, **m, "config": GemvTileConfig(*m["config"])})
+        _Autotuned(**{"epilogue": "STORE", "alone": False, "groups": 2, **m, "config": GemvTileConfig(*m["config"])})
         for m in json.loads(text)["best"]
     ]

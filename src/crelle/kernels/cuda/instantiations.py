@@ -103,12 +103,11 @@ def _gemv(capability: tuple[int, int]) -> Iterator[Instantiation]:
         tall, count = replace(laid, N=(4096, 49152)[i % 2]), (1, 2, 4)[i % 3]
         yield bmma_gemv.gemv_variant(tall, count, bmma_gemv.choose(tall, count, processors=132), dtype)
     epilogues = bmma_gemv.EPILOGUES if capability >= (9, 0) else ("STORE",)  # an encoding epilogue needs clusters
-    for P, kind, count, config, epilogue in bmma_gemv.autotuned_configs():
+    for P, kind, groups, count, config, epilogue in bmma_gemv.autotuned_configs():
         divided = epilogue in ("SILU_MUL_ENCODE", "RELU_ENCODE")  # they come behind a norm
         if epilogue in epilogues:
-            yield bmma_gemv.gemv_variant(
-                weight_layout.lay_out(_weight(kind, P)), count, config, HALF, epilogue, divided
-            )
+            laid = weight_layout.lay_out(_weight(kind, P, weight_layout.BLOCK // groups))
+            yield bmma_gemv.gemv_variant(laid, count, config, HALF, epilogue, divided)
     for i, epilogue in enumerate(epilogues):
         for P in (2, 3, 4) if "GELU" not in epilogue else (3,):
             laid = replace(weight_layout.lay_out(_weight(ScaleKind.BCQ, P)), N=(4096, 22016)[i % 2])
