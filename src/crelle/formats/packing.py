@@ -13,21 +13,25 @@ import torch
 from torch import Tensor
 
 
+# Eight bits in eight bytes, as one int64 b_0 + 2^8 b_1 + …: the product with Σ_j 2^(56-7j) has them in its top byte, and
+# no other term reaches it. Machines are little-endian, as safetensors is.
+_GATHER = sum(1 << (56 - 7 * j) for j in range(8))
+
+
 def _bytes_of_bits(bits: Tensor) -> Tensor:
     """Pack 0/1 [..., n] into uint8 [..., ceil(n/8)], little end first."""
     n = bits.shape[-1]
-    bits = torch.nn.functional.pad(bits.to(torch.uint8), (0, -n % 8))
-    bits = bits.reshape(*bits.shape[:-1], -1, 8)  # [..., n/8, 8]
-    out = bits[..., 0].clone()
-    for j in range(1, 8):
-        out |= bits[..., j] << j
-    return out
+    if not bits.numel():
+        return bits.new_zeros(*bits.shape[:-1], -(-n // 8), dtype=torch.uint8)
+    bits = torch.nn.functional.pad(bits.to(torch.uint8), (0, -n % 8)).contiguous()  # pad copies: aligned for int64
+    return (bits.view(torch.int64).mul(_GATHER) >> 56).to(torch.uint8)
 
 
 def _bits_of_bytes(data: Tensor, n: int) -> Tensor:
     """Unpack uint8 [..., ceil(n/8)] into 0/1 uint8 [..., n]."""
-    place = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return ((data.unsqueeze(-1) >> place) & 1).flatten(-2)[..., :n]
+    byte, place = (torch.arange(k, dtype=torch.uint8, device=data.device) for k in (256, 8))
+    eight = ((byte[:, None] >> place) & 1).view(torch.int64)[:, 0]
+    return eight[data.int()].view(torch.uint8)[..., :n]
 
 
 def pack_planes(codes: Tensor, bits: int) -> Tensor:
