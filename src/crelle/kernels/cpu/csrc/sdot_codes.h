@@ -227,10 +227,14 @@ void many_rows_block(const Weight &w, const SdotInputs &in, int b, float *y, siz
   sum_block<P, D>(w, in, b, in.rows, y, ldy, f, add);
 }
 
+// Codes of many bits take little to unpack: few functions, which take long to compile, read them from their fields.
+template <int P, int D>
+constexpr int kFewRows = P <= 4 ? kMostRows<D> : kMostRows<D> / 2;
+
 template <int P, int D>
 void sdot_blocks(const Weight &w, const SdotInputs &in, float *y, size_t ldy, int b0, int b1) {
-  static constexpr auto kFew = few_rows_table<P, D>(RowCounts<D>{});
-  const auto run = in.rows <= kMostRows<D> ? kFew[in.rows - 1] : many_rows_block<P, D>;
+  static constexpr auto kFew = few_rows_table<P, D>(std::make_integer_sequence<int, kFewRows<P, D>>{});
+  const auto run = in.rows <= kFewRows<P, D> ? kFew[in.rows - 1] : many_rows_block<P, D>;
   for (int b = b0; b < b1; ++b) run(w, in, b, y, ldy);
 }
 
