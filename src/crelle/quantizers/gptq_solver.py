@@ -270,6 +270,8 @@ def improve(target: Tensor, hessian: Tensor, damped: Tensor, fit: Fit, steps: Se
     The steps use the damped Hessian: with fewer tokens than inputs the undamped one is singular, and scales would grow
     without bound.
     """
+    if not steps:
+        return fit
     return improve_from(target, hessian, damped, fit, row_errors(target, hessian, fit), steps)[0]
 
 
