@@ -12,9 +12,8 @@ Plane 0 is the most significant so that the first p planes of a tensor are a coa
 import torch
 from torch import Tensor
 
-
-# Eight bits in eight bytes, as one int64 b_0 + 2^8 b_1 + …: the product with Σ_j 2^(56-7j) has them in its top byte, and
-# no other term reaches it. Machines are little-endian, as safetensors is.
+# Eight bits in eight bytes are an int64 b_0 + 2^8 b_1 + …, whose product with Σ_j 2^(56-7j) has them in its top byte,
+# which no other term reaches. Machines are little-endian, as safetensors is.
 _GATHER = sum(1 << (56 - 7 * j) for j in range(8))
 
 
