@@ -35,7 +35,7 @@ def bench(what: str, options: str, *more: str) -> Command:
 
 
 def on_cpu(out: Path) -> dict[str, Command]:
-    """Some 12 minutes of two idle cores (a sum of runs of its parts: docs/guide/report.md)."""
+    """Some 8 minutes of two idle cores."""
     shape = "--shape smollm2-135m --device cpu"
     quick = schemes("rtn:bits=4,group=64", "bcq:bits=3,group=64", "bcq:bits=2,group=64")
     # rounds=0: a product takes the same time however its weights were chosen
