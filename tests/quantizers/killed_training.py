@@ -4,7 +4,7 @@
 
 JSON: {"scheme": …, "device": …, "kills": [["step", 6], ["save", 2]], "low_memory": false, "length": 32}. Each kill is
 of another run, which resumes the one before: in its sixth step of training, or half way through saving its state for
-the second time. Prints whether the bytes are those of a run that nobody disturbed, and the steps that each run took.
+the second time. Prints whether the bytes are those of an undisturbed run, and the steps that each run took.
 """
 
 import io

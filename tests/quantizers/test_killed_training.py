@@ -1,4 +1,4 @@
-"""kill -9 in the middle of training on one device: a resumed run ends in the bytes of one that nobody disturbed."""
+"""kill -9 in the middle of training on one device: a resumed run ends in the bytes of an undisturbed one."""
 
 import json
 import os

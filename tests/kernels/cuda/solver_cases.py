@@ -1,12 +1,13 @@
 """What the tests of the solvers' kernels share: where they run, problems, and the reference in torch."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 import torch
-from emulated import COMPILER
+from emulated import COMPILER, EmulatedKernel
 from torch import Tensor
 
 from crelle.kernels import cpu
@@ -17,6 +18,19 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 SIZES = [(1, 1), (1, 16), (32, 64), (37, 50), (65, 131), (40, 600)]  # rows, columns
+
+
+def device_fixture(kernels: ModuleType) -> Any:
+    """Return a fixture that says where the kernels of a module run: on a CPU in the emulator."""
+
+    @pytest.fixture(params=DEVICES)
+    def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        name = str(request.param)
+        if name == "cpu":
+            monkeypatch.setattr(kernels, "load", EmulatedKernel)
+        return name
+
+    return device
 
 
 def hessian_of(K: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated import COMPILER, EmulatedKernel
+from solver_cases import device_fixture
 from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
@@ -15,21 +15,11 @@ from crelle.quantizers.alternating_ls import SortedGroups, levels_of, squared_er
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.gptq import GPTQ
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 SHRINKS = [1.0, 0.8, 0.6, 0.4]
 ERROR = 1.001  # of the reference's
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run: on a CPU in the emulator."""
-    name = str(request.param)
-    if name == "cpu":
-        monkeypatch.setattr(kernels, "load", EmulatedKernel)
-    return name
+device = device_fixture(kernels)
 
 
 def groups(R: int, G: int, seed: int = 0) -> Tensor:

@@ -4,8 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from emulated import EmulatedKernel
-from solver_cases import DEVICES, hessian_of, in_torch
+from solver_cases import device_fixture, hessian_of, in_torch
 from torch import Tensor
 
 from crelle.kernels import cpu, cuda
@@ -16,14 +15,7 @@ from crelle.quantizers.mixed import Mixed
 from crelle.quantizers.mixed_solver import MixedFit, SecondOrder, search_grids, tune_scales
 from crelle.quantizers.stats import Stats
 
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run: on a CPU in the emulator."""
-    name = str(request.param)
-    if name == "cpu":
-        monkeypatch.setattr(kernels, "load", EmulatedKernel)
-    return name
+device = device_fixture(kernels)
 
 
 def weight(N: int, K: int) -> Tensor:

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from emulated import EmulatedKernel
-from solver_cases import DEVICES, SIZES, hessian_of, in_torch, mostly
+from solver_cases import SIZES, device_fixture, hessian_of, in_torch, mostly
 from torch import Tensor
 
 from crelle.kernels import cuda
@@ -18,13 +17,7 @@ from crelle.quantizers.stats import Stats
 PRECISIONS = [(4, 2), (1, 1), (4, 4), (3, 2), (4, 1), (8, 5), (8, 8), (6, 1), (8, 1)]  # bits, the lowest
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run: on a CPU in the emulator."""
-    name = str(request.param)
-    if name == "cpu":
-        monkeypatch.setattr(kernels, "load", EmulatedKernel)
-    return name
+device = device_fixture(kernels)
 
 
 def grids_of(N: int, K: int, group: int, bits: int, lowest: int) -> NestedGrids:

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from emulated import EmulatedKernel
-from solver_cases import DEVICES, SIZES, hessian_of, in_torch, mostly
+from solver_cases import SIZES, device_fixture, hessian_of, in_torch, mostly
 from torch import Tensor
 
 from crelle.kernels import cuda
@@ -13,14 +12,7 @@ from crelle.quantizers.fast_error import _feedback
 from crelle.quantizers.gptq_solver import factor, mixing
 from crelle.quantizers.sweep import LevelTable, sweep_levels
 
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run: on a CPU in the emulator."""
-    name = str(request.param)
-    if name == "cpu":
-        monkeypatch.setattr(kernels, "load", EmulatedKernel)
-    return name
+device = device_fixture(kernels)
 
 
 def table_of(N: int, counts: list[int], coded: bool = True) -> LevelTable:
