@@ -23,8 +23,9 @@ class JsonLines(logging.Formatter):
 
 
 def describe(error: BaseException) -> str:
-    """Name an exception on one line."""
-    return f"{type(error).__name__}: {_short(str(error))}"
+    """Name an exception on one line, and what it was raised from: a coroutine turns StopIteration into RuntimeError."""
+    said = f"{type(error).__name__}: {_short(str(error))}"
+    return said if error.__cause__ is None else f"{said} (from {describe(error.__cause__)})"
 
 
 def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
