@@ -9,6 +9,7 @@ struct IntegerV {
   using Digits = const uint8_t *;  // dwords of it are broadcast by the load
   using Acc = __m256i;
   static constexpr int kLanes = 8, kRegisters = 16, kTokens = 4, kBlocks = 1, kByteOffset = 0;
+  static constexpr bool kRolled = false;
   static constexpr bool kNarrow = true;
 
   static CRELLE_INLINE Bytes load(const uint8_t *p) {

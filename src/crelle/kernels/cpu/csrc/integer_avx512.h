@@ -10,6 +10,7 @@ struct IntegerV {
   using Digits = const uint8_t *;  // dwords of it are broadcast by the load
   using Acc = __m512i;
   static constexpr int kLanes = 16, kRegisters = 32, kBlocks = 2;
+  static constexpr bool kRolled = false;
 
   static CRELLE_INLINE Bytes load(const uint8_t *p) { return load_once(p); }
   static CRELLE_INLINE Digits digits(const uint8_t *p) { return p; }

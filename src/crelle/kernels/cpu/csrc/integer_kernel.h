@@ -16,6 +16,7 @@
 //   kLanes, kRegisters
 //   kTokens                              rows of x at a time
 //   kBlocks                              blocks at a time, for one row of x
+//   kRolled                              the loop over vectors stays a loop, for a compiler that has less to do
 //
 // Included inside a namespace of the including file.
 
@@ -138,8 +139,7 @@ void integer_block(const Weight &w, const Activations &a, int m0, int b, int apa
       sum[m] = reinterpret_cast<const int32_t *>(row[m] + l.sums_at)[j];
     }
     const int zero = s.bytes ? V::kByteOffset : Two ? 0 : kNibbleZero;
-#pragma GCC unroll 8
-    for (int i0 = 0; i0 < kVectors; i0 += N) {
+    const auto vectors = [&](int i0) __attribute__((always_inline)) {
       typename V::Ints t[N][M];
       for (int m = 0; m < M; ++m)
         for (int i = 0; i < N; ++i) t[i][m] = V::ints(-zero * sum[m]);
@@ -175,6 +175,13 @@ void integer_block(const Weight &w, const Activations &a, int m0, int b, int apa
           }
         }
       }
+    };
+    if constexpr (V::kRolled) {
+#pragma GCC unroll 1
+      for (int i0 = 0; i0 < kVectors; i0 += N) vectors(i0);
+    } else {
+#pragma GCC unroll 8
+      for (int i0 = 0; i0 < kVectors; i0 += N) vectors(i0);
     }
   }
   for (int i = 0; i < B; ++i) {

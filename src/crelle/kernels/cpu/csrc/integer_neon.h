@@ -9,6 +9,7 @@ struct IntegerV {
   using Ints = int32x4_t;
   using Floats = float32x4_t;
   static constexpr int kLanes = 4, kRegisters = 32, kTokens = 8, kBlocks = 1, kByteOffset = 0;
+  static constexpr bool kRolled = true;
 #if defined(__ARM_FEATURE_DOTPROD)
   using Acc = int32x4_t;
   static constexpr bool kNarrow = false;

@@ -12,7 +12,7 @@ struct MixedV {
     alignas(16) float scale[4];
   };
   static constexpr int kLanes = 8, kRegisters = 16, kRowsOfX = 2;
-  static constexpr bool kNarrow = true;
+  static constexpr bool kNarrow = true, kRolled = false;
   static CRELLE_INLINE Acc no_sums() { return _mm256_setzero_si256(); }
   static CRELLE_INLINE Ints sums(Acc a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
   template <int I>

@@ -14,6 +14,7 @@ struct MixedV {
     alignas(16) float scale[4], offset[4];
   };
   static constexpr int kLanes = 16, kRegisters = 32, kRowsOfX = 4;
+  static constexpr bool kRolled = false;
   static CRELLE_INLINE Acc no_sums() { return _mm512_setzero_si512(); }
   static CRELLE_INLINE __m512i broadcast(const void *p) {
     int v;

@@ -19,8 +19,21 @@
 //   add_scaled<j>(f, sums, header, i, seconds)               f + sums * first-order scale of group j; rows of vector i
 //   floats, to_float, mul, fma, load_floats, load_halves, load_bytes, store
 //   gather(x, columns)                                       x at kLanes 16-bit columns
+//   kRolled                     loops over vectors and words stay loops: code that compiles in a third of the time
 //
 // Included inside a namespace of the including file, after V's parts are known.
+
+// f(0) ... f(N - 1), N of 4 at most.
+template <bool Rolled, int N, class F>
+CRELLE_INLINE void mixed_loop(F &&f) {
+  if constexpr (Rolled) {
+#pragma GCC unroll 1
+    for (int i = 0; i < N; ++i) f(i);
+  } else {
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) f(i);
+  }
+}
 
 // Of a group and a row of x: see MixedInputs.
 struct MixedZeros {
@@ -69,8 +82,8 @@ CRELLE_INLINE void mixed_four(const MixedLayout &l, const MixedInputs &in, const
   const uint8_t *codes = head + l.head_bytes();
   for (int segment = 0, left = l.words4; left > 0; ++segment, left -= 8) {
     const int words = left < 8 ? left : 8;
-#pragma GCC unroll 4
-    for (int i0 = 0; i0 < kVectors; i0 += kAtOnce) {
+    mixed_loop<V::kRolled, kVectors / kAtOnce>([&](int at_once) __attribute__((always_inline)) {
+      const int i0 = at_once * kAtOnce;
       typename V::Ints all[kAtOnce][M];
       for (auto &v : all)
         for (auto &m : v) m = V::zero();
@@ -100,7 +113,7 @@ CRELLE_INLINE void mixed_four(const MixedLayout &l, const MixedInputs &in, const
         const auto unit = V::floats(reinterpret_cast<const float *>(row[m] + in.scales4)[segment]);
         for (int i = 0; i < kAtOnce; ++i) f[i0 + i][m] = V::fma(V::to_float(all[i][m]), unit, f[i0 + i][m]);
       }
-    }
+    });
     codes += words * kWord4Bytes;
   }
   for (int i = 0; i < kVectors; ++i) {
@@ -125,8 +138,8 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
     return MixedZeros{reinterpret_cast<const int32_t *>(row[m] + in.zeros) + group * 4,
                       reinterpret_cast<const int16_t *>(row[m] + in.halves) + group * 2};
   };
-#pragma GCC unroll 4
-  for (int i = 0; i < kVectors; ++i) {
+  constexpr bool kRolled = V::kRolled && G >= kWord;  // in small groups the loop would take a tenth of the time
+  mixed_loop<kRolled, kVectors>([&](int i) __attribute__((always_inline)) {
     MixedSums<V, D, M> sums;
     if constexpr (V::kNarrow)
       sums.clear();
@@ -139,15 +152,14 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
       sums.template dot<j % 2 * 2>(V::template field<j % 2 * 2>(bits), x);
       sums.template dot<j % 2 * 2 + 1>(V::template field<j % 2 * 2 + 1>(bits), x);
     } else {
-#pragma GCC unroll 4
-      for (int k = 0; k < G / kWord; ++k) {
+      mixed_loop<V::kRolled, G / kWord>([&](int k) __attribute__((always_inline)) {
         load_digits<V, D, M>(row, first + j * (G / kWord) + k, x);
         const auto bits = V::load(codes + (j * (G / kWord) + k) * kWord2Bytes + i * kBytes);
         sums.template dot<0>(V::template field<0>(bits), x);
         sums.template dot<1>(V::template field<1>(bits), x);
         sums.template dot<2>(V::template field<2>(bits), x);
         sums.template dot<3>(V::template field<3>(bits), x);
-      }
+      });
     }
     for (int m = 0; m < M; ++m) {
       auto t = sums.total(m);
@@ -160,7 +172,7 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
         f[i][m] = V::template add_scaled<j>(f[i][m], t, header, i, seconds[m]);
       }
     }
-  }
+  });
 }
 
 template <class V, int G, int D, int M, bool Decoded>

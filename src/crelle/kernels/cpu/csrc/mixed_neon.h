@@ -12,7 +12,7 @@ struct MixedV {
   static constexpr int kLanes = 4, kRegisters = 32, kRowsOfX = 2;
 #if defined(__ARM_FEATURE_DOTPROD)
   using Acc = int32x4_t;
-  static constexpr bool kNarrow = false;
+  static constexpr bool kNarrow = false, kRolled = false;
   static CRELLE_INLINE Acc no_sums() { return vdupq_n_s32(0); }
   static CRELLE_INLINE Ints sums(Acc a) { return a; }
   template <int I>
@@ -21,7 +21,7 @@ struct MixedV {
   }
 #else
   using Acc = int16x8_t;
-  static constexpr bool kNarrow = true;
+  static constexpr bool kNarrow = true, kRolled = true;
   static CRELLE_INLINE Acc no_sums() { return vdupq_n_s16(0); }
   static CRELLE_INLINE Ints sums(Acc a) { return vpaddlq_s16(a); }
   template <int I>
