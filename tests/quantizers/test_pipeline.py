@@ -175,6 +175,20 @@ def test_a_quantized_model_is_not_quantized_again(tiny_model: Path, tmp_path: Pa
         quantize(tmp_path / "out", tmp_path / "twice", SCHEME)
 
 
+def test_a_checkpoint_that_was_only_stored_is_quantized(tiny_model: Path, tmp_path: Path) -> None:
+    quantize(tiny_model, tmp_path / "wide", "fp32")
+    for source, out in ((tiny_model, "at once"), (tmp_path / "wide", "in two steps")):
+        quantize(source, tmp_path / out, SCHEME)
+    at_once, in_two_steps = (
+        {file.name: file.read_bytes() for file in (tmp_path / out).glob("*.safetensors")}
+        for out in ("at once", "in two steps")
+    )
+    assert at_once == in_two_steps
+    quantize(tiny_model, tmp_path / "partly", "fp16", overrides={"*.down_proj": SCHEME})
+    with pytest.raises(FormatError, match="is already quantized"):
+        quantize(tmp_path / "partly", tmp_path / "twice", SCHEME)
+
+
 def test_a_broken_weight_is_named(model: Path, tmp_path: Path) -> None:
     tensors = tensors_of(model)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")

@@ -12,7 +12,7 @@ from crelle.kernels.cpu.check import instruction_set
 from crelle.quantizers.fast_error import _feedback
 from crelle.quantizers.gptq_solver import factor, inverse_diagonal, mixing
 from crelle.quantizers.mixed import Assignment, Mixed
-from crelle.quantizers.mixed_solver import MixedFit, descend, search_grids, tune_scales
+from crelle.quantizers.mixed_solver import MixedFit, SecondOrder, descend, search_grids, second_order, tune_scales
 from crelle.quantizers.sweep import LevelTable, sweep_levels
 
 SIZES = [(1, 16), (16, 64), (37, 50), (100, 203)]
@@ -105,6 +105,25 @@ def test_grids_in_cpp_are_those_in_torch(isa: str, N: int, K: int, group: int, m
     agree = (scale / wanted[0] - 1).abs() < 1e-5
     assert agree.float().mean() > 0.98  # others have two grids with the same error
     assert (agree & (zero == wanted[1])).float().mean() > 0.98
+
+
+@every_isa
+@pytest.mark.parametrize(("N", "C2"), [(1, 1), (16, 40), (37, 5), (96, 33)])
+def test_second_order_scales_in_cpp_are_those_in_torch(
+    isa: str, N: int, C2: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator().manual_seed(5)
+    scale, importance = (torch.rand(N, C2, generator=random) + 0.01 for _ in range(2))
+    widths = torch.randint(1, 5, (C2,), generator=random)
+    with instruction_set(isa):
+        found = second_order(scale, importance, widths)
+    wanted = in_torch(monkeypatch, second_order, scale, importance, widths)
+    assert isinstance(wanted, SecondOrder)
+    assert torch.equal(found.scale, found.scale.half().float())
+    agree = (found.scale == wanted.scale) & (found.zero == wanted.zero)
+    assert agree.float().mean() > 0.98  # others have two grids with the same error
+    errors = [float((importance * (f.scales() - scale).square()).sum()) for f in (found, wanted)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
 def test_levels_beyond_the_table_are_refused() -> None:

@@ -197,8 +197,7 @@ def dry_run_on(
 ) -> QuantizeCost:
     """Measure on one device, or as one of several ranks."""
     weights = open_weights(source, encoded=True)
-    if isinstance(weights, Checkpoint):
-        raise FormatError(f"{source} is already quantized ({weights.scheme}); start from the original model")
+    pipeline.refuse_quantized(weights)
     where, count = choose_device(device), layer_count(weights)
     first = FirstLayers(weights, min(count, 2 if where.type == "cuda" else 1))
     tokens, left_out = None, []

@@ -18,6 +18,7 @@ from crelle.quantizers.grouping import TINY, to_groups
 from crelle.quantizers.sweep import LevelTable, sweep_levels
 
 _SHRINK = [1.0 - 0.06 * i for i in range(10)]  # clipping factors to try
+_SECOND_SHRINK = (1.0, 0.93, 0.86)  # the same for second-order scales
 
 
 class SecondOrder(NamedTuple):
@@ -102,17 +103,30 @@ def search_grids(weight: Tensor, importance: Tensor, group: int) -> tuple[Tensor
 
 def second_order(scale: Tensor, importance: Tensor, widths: Tensor) -> SecondOrder:
     """Quantize scales [N, C2] within blocks of rows, to the given bits; importance [N, C2] weights their errors."""
+    top = (2.0**widths - 1).to(scale)
+    found_scale, found_zero = _second_grids(scale, importance, top)
+    s, z = _by_row(found_scale, scale), _by_row(found_zero, scale)
+    codes = (scale / s - z).round().clamp(min=0).minimum(top)
+    return SecondOrder(found_scale, found_zero, torch.where((z == 0) & (codes == 0), 1.0, codes), top)
+
+
+def _second_grids(scale: Tensor, importance: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and zero [B, C2] of the second-order grids with the least weighted error."""
     N, C2 = scale.shape
     B = -(-N // BLOCK)
+    if _in_cpp(scale):
+        found = torch.empty(2, B, C2)
+        inputs = [t.T.contiguous().numpy() for t in (scale, importance)]
+        cpu.core().second_order(*inputs, top.numpy(), torch.tensor(_SECOND_SHRINK).numpy(), *found.numpy())
+        return found[0], found[1]
     pad = (0, 0, 0, B * BLOCK - N)
     wanted = torch.nn.functional.pad(scale, pad).reshape(B, BLOCK, C2)
     weight = torch.nn.functional.pad(importance, pad).reshape(B, BLOCK, C2)
-    top = (2.0**widths - 1).to(scale)
     largest = wanted.amax(1)  # [B, C2]
     best = torch.full_like(largest, torch.inf)
     found_scale, found_zero = torch.full_like(largest, TINY), torch.zeros_like(largest)
     for zero in range(16):
-        for shrink in (1.0, 0.93, 0.86):
+        for shrink in _SECOND_SHRINK:
             step = (largest * shrink / (top + zero)).half().float().clamp(min=TINY)
             code = (wanted / step[:, None] - zero).round().clamp(min=0).minimum(top)
             # A scale of zero would make a group of zeros: the smallest code stays above it.
@@ -121,9 +135,7 @@ def second_order(scale: Tensor, importance: Tensor, widths: Tensor) -> SecondOrd
             won = error < best
             best = torch.where(won, error, best)
             found_scale, found_zero = torch.where(won, step, found_scale), torch.where(won, float(zero), found_zero)
-    s, z = _by_row(found_scale, scale), _by_row(found_zero, scale)
-    codes = (scale / s - z).round().clamp(min=0).minimum(top)
-    return SecondOrder(found_scale, found_zero, torch.where((z == 0) & (codes == 0), 1.0, codes), top)
+    return found_scale, found_zero
 
 
 def feedback(target: Tensor, by: LDLFactor, start: MixedFit) -> MixedFit:

@@ -30,6 +30,7 @@ from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, format_of, nbytes
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
+from crelle.formats.dense import DenseTensor
 from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.io import read_json, to_json, write_whole
 from crelle.formats.kv import KVFormat
@@ -123,8 +124,7 @@ def quantize(
     weights = weights if view is None else view(weights)
     if weights.path.is_dir():
         check_copied_files(weights.path)
-    if isinstance(weights, Checkpoint) and weights.scheme != str(Passthrough()):
-        raise FormatError(f"{weights.path} is already quantized ({weights.scheme}); start from the original model")
+    refuse_quantized(weights)
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
     if head is not None:
@@ -183,6 +183,14 @@ def quantize(
         return Report(out, str(default), 0.0, 0, perf_counter() - begun, resumed)
     report = _report(Checkpoint(out, verify=False), perf_counter() - begun, resumed, warnings)
     return replace(report, block_losses=blocks)
+
+
+def refuse_quantized(weights: Weights) -> None:
+    """Refuse a checkpoint of ours to quantize, but for what `keep` imported and what was never quantized (fp16)."""
+    if not isinstance(weights, Checkpoint) or weights.scheme == str(Passthrough()):
+        return
+    if any(spec["format"] != DenseTensor.format for spec in weights.specs.values()):
+        raise FormatError(f"{weights.path} is already quantized ({weights.scheme}); start from the original model")
 
 
 def _report(made: Checkpoint, seconds: float, resumed: int, warnings: tuple[str, ...]) -> Report:

@@ -68,12 +68,23 @@ class Stats:
         """
         if self.cross is None:
             return weight
+        N, K = weight.shape
+        if solve is not None and weight.device.type == "cpu" and (N >= K or damp in self.kept):
+            return weight.float() + weight.float() @ self._compensation(damp, solve)
         missing = weight.float() @ (self.cross - self.hessian)  # [N, K]
         if solve is not None:
             return weight.float() + solve(missing)
         ridge = damp * self.hessian.diagonal().mean().clamp(min=1e-12)
         damped = self.hessian + ridge * torch.eye(len(self.hessian), device=self.hessian.device)
         return weight.float() + torch.cholesky_solve(missing.T, torch.linalg.cholesky(damped)).T
+
+    def _compensation(self, damp: float, solve: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return (cross - hessian) hessian⁻¹ [K, K]: for many outputs less work than solving for each."""
+        assert self.cross is not None
+        if damp not in self.kept:
+            self.kept[damp] = solve(self.cross - self.hessian)
+        found: Tensor = self.kept[damp]
+        return found
 
 
 def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:

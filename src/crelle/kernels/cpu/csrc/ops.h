@@ -116,6 +116,7 @@ struct Ops {
   void (*affine_sweep)(const AffineSweep &s, int tile, float *scratch);
   void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
   void (*search_grids)(const GridSearch &s, int tile, float *scratch);
+  void (*second_order)(const SecondOrderSearch &s, int tile, float *scratch);
   void (*row_errors)(const RowErrors &s, int tile, float *scratch);
   void (*solve_scales)(const ScaleSolve &s, int tile, float *scratch, double *wide);  // scratch: as ScaleSolve says
 };

@@ -50,6 +50,7 @@ const Ops kOpsAvx2{"avx2",
                    avx2::affine_sweep_tile,
                    avx2::descend_scales_tile,
                    avx2::search_grids_tile,
+                   avx2::second_order_tile,
                    avx2::row_errors_tile,
                    avx2::solve_scales_tile};
 

@@ -50,6 +50,7 @@ const Ops kOpsAvx512{"avx512",
                      avx512::affine_sweep_tile,
                      avx512::descend_scales_tile,
                      avx512::search_grids_tile,
+                     avx512::second_order_tile,
                      avx512::row_errors_tile,
                      avx512::solve_scales_tile};
 

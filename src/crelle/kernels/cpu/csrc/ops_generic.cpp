@@ -52,6 +52,7 @@ const Ops kOpsGeneric{"generic",
                       generic::affine_sweep_tile,
                       generic::descend_scales_tile,
                       generic::search_grids_tile,
+                      generic::second_order_tile,
                       generic::row_errors_tile,
                       generic::solve_scales_tile};
 

@@ -24,32 +24,44 @@ struct Queries {
 // Scores of R keys for W vectors of queries: out [R][W].
 template <int R, int W>
 CRELLE_INLINE void block_scores(const float *k, const Queries<W> &a, int D, float *out) {
-  Vec sums[R][W] = {};
-  for (int d = 0; d < D; ++d) {
-    Vec v[W];
-    for (int w = 0; w < W; ++w) v[w] = load(a.q[w] + d * kLanes);
-    for (int r = 0; r < R; ++r)
-      for (int w = 0; w < W; ++w) sums[r][w] += v[w] * k[size_t(r) * D + d];
-  }
+  Part sums[R][W][kParts] = {};
+  for (int d = 0; d < D; ++d)
+#pragma GCC unroll 3
+    for (int w = 0; w < W; ++w)
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; ++p) {
+        const Part v = load_part(a.q[w] + d * kLanes + p * kPartLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][w][p] += v * k[size_t(r) * D + d];
+      }
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(out + (r * W + w) * kLanes, sums[r][w]);
+    for (int w = 0; w < W; ++w)
+      for (int p = 0; p < kParts; ++p) store_part(out + (r * W + w) * kLanes + p * kPartLanes, sums[r][w][p]);
 }
 
 // Channels [d, d + R) of the outputs: out = out * factor + sum over keys of weight * value.
 template <int R, int W>
 CRELLE_INLINE void block_values(const float *v, const float *weights, int keys, int D, const Vec (&factor)[W], int d,
                                 const Queries<W> &a) {
-  Vec sums[R][W];
+  Part sums[R][W][kParts];
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sums[r][w] = load(a.out[w] + (d + r) * kLanes) * factor[w];
-  for (int i = 0; i < keys; ++i) {
-    Vec p[W];
-    for (int w = 0; w < W; ++w) p[w] = load(weights + (i * W + w) * kLanes);
-    for (int r = 0; r < R; ++r)
-      for (int w = 0; w < W; ++w) sums[r][w] += p[w] * v[size_t(i) * D + d + r];
-  }
+    for (int w = 0; w < W; ++w)
+      for (int p = 0; p < kParts; ++p) {
+        const Part by = load_part(reinterpret_cast<const float *>(&factor[w]) + p * kPartLanes);
+        sums[r][w][p] = load_part(a.out[w] + (d + r) * kLanes + p * kPartLanes) * by;
+      }
+  for (int i = 0; i < keys; ++i)
+#pragma GCC unroll 3
+    for (int w = 0; w < W; ++w)
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; ++p) {
+        const Part by = load_part(weights + (i * W + w) * kLanes + p * kPartLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][w][p] += by * v[size_t(i) * D + d + r];
+      }
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(a.out[w] + (d + r) * kLanes, sums[r][w]);
+    for (int w = 0; w < W; ++w)
+      for (int p = 0; p < kParts; ++p) store_part(a.out[w] + (d + r) * kLanes + p * kPartLanes, sums[r][w][p]);
 }
 
 // Whether some of 16 queries from `position` on do not see some of these keys; and which of them see one key.

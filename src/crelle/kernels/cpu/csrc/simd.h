@@ -10,9 +10,29 @@ constexpr int kLanes = 16;
 constexpr int kRegisters = 32;  // how many Vec the machine holds
 #elif defined(__AVX2__)
 constexpr int kRegisters = 8;
+#elif defined(__aarch64__)
+constexpr int kRegisters = 8;
 #else
 constexpr int kRegisters = 4;
 #endif
+
+// As wide as the machine's vectors: GCC 12 keeps sums of wider ones in memory.
+#if defined(__AVX512F__)
+using Part = Vec;
+#elif defined(__AVX2__)
+using Part = float __attribute__((vector_size(32)));
+#else
+using Part = float __attribute__((vector_size(16)));
+#endif
+using PartInt = int __attribute__((vector_size(sizeof(Part))));
+constexpr int kParts = sizeof(Vec) / sizeof(Part), kPartLanes = kLanes / kParts;
+
+CRELLE_INLINE Part load_part(const float *p) {
+  Part v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+CRELLE_INLINE void store_part(float *p, Part v) { __builtin_memcpy(p, &v, sizeof v); }
 
 CRELLE_INLINE Vec all(float v) { return Vec{} + v; }
 CRELLE_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }

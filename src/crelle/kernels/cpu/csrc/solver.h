@@ -74,6 +74,17 @@ struct GridSearch {
   float *scale, *zero;               // [groups, N], written
 };
 
+// Scales of 2-bit groups as scale2[tile][j] (code + zero2[tile][j]), codes of 0 … top[j]: the zero of kSecondZeros and
+// the share of the scale that covers all 16 rows with the least weighted error.
+constexpr int kSecondZeros = 16;
+struct SecondOrderSearch {
+  int N, groups, tries;
+  const float *scale, *importance;  // [groups, N]
+  const float *top;                 // [groups]
+  const float *shrink;              // [tries]
+  float *scale2, *zero2;            // [tiles, groups], written; scale2: values of f16
+};
+
 // Least squares for the scales of a row, the codes fixed: weight k is sum_u scale[group of k][u] features[u][k], and
 // the change of all scales that lowers error' H error most solves  A x = b,
 //   A[cu][dv] = sum_{i in c, j in d} features[u][i] H[i][j] features[v][j]     b[cu] = sum_i features[u][i] (H

@@ -132,6 +132,19 @@ void search_grids(In<float, 2> weight, In<float, 2> importance, int G, In<float,
   for_each_tile(tiles_of(N), 0, [&](int tile, float *scratch) { ops.search_grids(s, tile, scratch); });
 }
 
+void second_order(In<float, 2> scale, In<float, 2> importance, In<float, 1> top, In<float, 1> shrink,
+                  Out<float, 2> scale2, Out<float, 2> zero2) {
+  const size_t groups = scale.shape(0), N = scale.shape(1), tiles = tiles_of(N);
+  require(importance.shape(0) == groups && importance.shape(1) == N, "scale and importance must be [groups, N]");
+  require(top.shape(0) == groups, "top must be [groups]");
+  require(scale2.shape(0) == tiles && scale2.shape(1) == groups && zero2.shape(0) == tiles && zero2.shape(1) == groups,
+          "scale2 and zero2 must be [tiles, groups]");
+  const SecondOrderSearch s{int(N),     int(groups),   int(shrink.shape(0)), scale.data(), importance.data(),
+                            top.data(), shrink.data(), scale2.data(),        zero2.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(int(tiles), 0, [&](int tile, float *scratch) { ops.second_order(s, tile, scratch); });
+}
+
 void row_errors(In<float, 2> hessian, In<float, 2> error, Out<float, 1> result) {
   const size_t K = error.shape(0), N = error.shape(1);
   require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
@@ -176,6 +189,8 @@ void bind_solver(nb::module_ &m) {
         "scale2"_a.noconvert(), "codes"_a.noconvert());
   m.def("search_grids", &search_grids, "weight"_a.noconvert(), "importance"_a.noconvert(), "G"_a,
         "shrink"_a.noconvert(), "scale"_a.noconvert(), "zero"_a.noconvert());
+  m.def("second_order", &second_order, "scale"_a.noconvert(), "importance"_a.noconvert(), "top"_a.noconvert(),
+        "shrink"_a.noconvert(), "scale2"_a.noconvert(), "zero2"_a.noconvert());
   m.def("row_errors", &row_errors, "hessian"_a.noconvert(), "error"_a.noconvert(), "result"_a.noconvert());
   m.def("solve_scales", &solve_scales, "hessian"_a.noconvert(), "error"_a.noconvert(), "features"_a.noconvert(), "G"_a,
         "ridge"_a, "change"_a.noconvert());

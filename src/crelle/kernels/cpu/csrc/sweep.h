@@ -5,17 +5,6 @@
 //
 // Included inside a namespace of the including file, after simd.h.
 
-// As wide as the machine's vectors: GCC 12 keeps sums of wider ones in memory.
-#if defined(__AVX512F__)
-using Part = Vec;
-#elif defined(__AVX2__)
-using Part = float __attribute__((vector_size(32)));
-#else
-using Part = float __attribute__((vector_size(16)));
-#endif
-using PartInt = int __attribute__((vector_size(sizeof(Part))));
-constexpr int kParts = sizeof(Vec) / sizeof(Part);
-
 // sum_k by[k] x[k], for n vectors x.
 CRELLE_INLINE Vec weighted_sum(const float *by, const float *x, int n) {
   constexpr int kChains = 4;
@@ -23,8 +12,7 @@ CRELLE_INLINE Vec weighted_sum(const float *by, const float *x, int n) {
   const auto add = [&](int i, int k) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {
-      Part v;
-      __builtin_memcpy(&v, x + size_t(k) * kLanes + p * (kLanes / kParts), sizeof v);
+      const Part v = load_part(x + size_t(k) * kLanes + p * kPartLanes);
       sums[i][p] += by[k] * v;
     }
   };
@@ -53,8 +41,7 @@ CRELLE_INLINE void weighted_sums(const float *rows, size_t ld, const float *x, i
   for (int k = 0; k < n; ++k)
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {
-      Part v;
-      __builtin_memcpy(&v, x + size_t(k) * kLanes + p * (kLanes / kParts), sizeof v);
+      const Part v = load_part(x + size_t(k) * kLanes + p * kPartLanes);
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) total[c][p] += rows[c * ld + k] * v;
     }
@@ -77,16 +64,13 @@ CRELLE_INLINE void store_lanes(float *row, int row0, int N, Vec v) { store_first
 
 // The nearest of `count` ascending levels, 16 rows side by side and `next` floats from one to the next, and its place.
 CRELLE_INLINE void nearest_level(const Vec &want, const float *levels, size_t next, int count, Vec &value, Int &place) {
-  constexpr int kWidth = kLanes / kParts;
   for (int p = 0; p < kParts; ++p) {
-    Part w, low, found;
+    Part w;
     __builtin_memcpy(&w, reinterpret_cast<const char *>(&want) + p * sizeof w, sizeof w);
-    __builtin_memcpy(&low, levels + p * kWidth, sizeof low);
-    found = low;
+    Part low = load_part(levels + p * kPartLanes), found = low;
     PartInt at = {};
     for (int l = 1; l < count; ++l) {
-      Part high;
-      __builtin_memcpy(&high, levels + l * next + p * kWidth, sizeof high);
+      const Part high = load_part(levels + l * next + p * kPartLanes);
       const PartInt above = w > (low + high) * 0.5f;
       found = above ? high : found;
       at -= above;
@@ -221,13 +205,7 @@ inline void descend_scales_tile(const ScaleDescent &s, int tile, float *error) {
 CRELLE_INLINE void search_grid(const GridSearch &s, const float *w, const float *importance, int G, float *scales,
                                float *zeros) {
   constexpr float kTiny = 0x1p-24f;
-  constexpr int kWidth = kLanes / kParts;
-  const auto load_part = [](const float *from) __attribute__((always_inline)) {
-    Part v;
-    __builtin_memcpy(&v, from, sizeof v);
-    return v;
-  };
-  for (int p = 0; p < kLanes; p += kWidth) {
+  for (int p = 0; p < kLanes; p += kPartLanes) {
     Part low = Part{} + 3.4e38f, high = -low;
     for (int k = 0; k < G; ++k) {
       const Part v = load_part(w + k * kLanes + p), weight = load_part(importance + k * kLanes + p);
@@ -259,8 +237,8 @@ CRELLE_INLINE void search_grid(const GridSearch &s, const float *w, const float 
         zero = won ? Part{} + offset : zero;
       }
     }
-    __builtin_memcpy(scales + p, &scale, sizeof scale);
-    __builtin_memcpy(zeros + p, &zero, sizeof zero);
+    store_part(scales + p, scale);
+    store_part(zeros + p, zero);
   }
 }
 
@@ -277,5 +255,39 @@ inline void search_grids_tile(const GridSearch &s, int tile, float *scratch) {
     search_grid(s, w, importance, G, found, found + kLanes);
     store_lanes(s.scale + size_t(j) * N, row0, N, load(found));
     store_lanes(s.zero + size_t(j) * N, row0, N, load(found + kLanes));
+  }
+}
+
+// scratch: two vectors.
+inline void second_order_tile(const SecondOrderSearch &s, int tile, float *scratch) {
+  constexpr float kTiny = 0x1p-24f;
+  const int N = s.N, row0 = tile * kLanes;
+  float *const scales = scratch, *const weights = scratch + kLanes;
+  for (int j = 0; j < s.groups; ++j) {
+    const Vec wanted = lanes_of(s.scale + size_t(j) * N, row0, N);
+    store(scales, wanted);
+    store(weights, lanes_of(s.importance + size_t(j) * N, row0, N));
+    const float largest = top_of(wanted), top = s.top[j];
+    float best = __builtin_inff(), found_scale = kTiny, found_zero = 0;
+    for (int zero = 0; zero < kSecondZeros; ++zero)
+      for (int i = 0; i < s.tries; ++i) {
+        float step = as_half(largest * s.shrink[i] / (top + float(zero)));
+        step = step > kTiny ? step : kTiny;
+        const float least = zero == 0;  // a scale is never 0
+        Part error = {};
+        for (int p = 0; p < kLanes; p += kPartLanes) {
+          const Part want = load_part(scales + p), lowest = Part{} + least, highest = Part{} + top;
+          Part code = want / step - float(zero);
+          code = code > lowest ? code : lowest;
+          code = rounded(code < highest ? code : highest);
+          const Part off = step * (code + float(zero)) - want;
+          error += load_part(weights + p) * (off * off);
+        }
+        float sum = 0;
+        for (int l = 0; l < kPartLanes; ++l) sum += error[l];
+        if (sum < best) best = sum, found_scale = step, found_zero = float(zero);
+      }
+    s.scale2[size_t(tile) * s.groups + j] = found_scale;
+    s.zero2[size_t(tile) * s.groups + j] = found_zero;
   }
 }
