@@ -67,25 +67,12 @@ void bound_binary_codes(In<float, 2> w, In<float, 2> alpha, In<float, 1> z, Out<
   });
 }
 
-void bound_uniform_grids(In<float, 2> w, Importance importance, int bits, bool symmetric, In<float, 1> shrink,
-                         int aside, Out<float, 1> scale, Out<float, 1> zero) {
-  require_bits(bits);
-  require(scale.shape(0) == w.shape(0) && zero.shape(0) == w.shape(0), "scale and zero must be [R]");
-  const GridCandidates c{symmetric, shrink.data(), int(shrink.shape(0)), aside};
-  with_bits(bits, [&](auto b) {
-    for_each_group(w, importance, [&](int r, const SortedGroup &g) {
-      scale.data()[r] = kTinyHalf, zero.data()[r] = 0;
-      if (g.n) uniform_grid<b>(g, c, scale.data() + r, zero.data() + r);
-    });
-  });
-}
-
 void bound_affine_grids(In<float, 2> w, Importance importance, int bits, In<float, 1> shrink, int rounds,
                         Out<float, 1> scale, Out<float, 1> low) {
   require_bits(bits);
   require(shrink.shape(0) > 0, "there must be a part of the range to try");
   require(scale.shape(0) == w.shape(0) && low.shape(0) == w.shape(0), "scale and low must be [R]");
-  const GridCandidates c{false, shrink.data(), int(shrink.shape(0)), 0};
+  const GridCandidates c{shrink.data(), int(shrink.shape(0))};
   with_bits(bits, [&](auto b) {
     for_each_group(w, importance, [&](int r, const SortedGroup &g) {
       scale.data()[r] = kTinyHalf, low.data()[r] = 0;
@@ -101,8 +88,6 @@ void bind_groups(nb::module_ &m) {
         "bias"_a, "alpha"_a.noconvert(), "z"_a.noconvert());
   m.def("binary_codes", &bound_binary_codes, "w"_a.noconvert(), "alpha"_a.noconvert(), "z"_a.noconvert(),
         "codes"_a.noconvert());
-  m.def("uniform_grids", &bound_uniform_grids, "w"_a.noconvert(), "importance"_a.none().noconvert(), "bits"_a,
-        "symmetric"_a, "shrink"_a.noconvert(), "aside"_a, "scale"_a.noconvert(), "zero"_a.noconvert());
   m.def("affine_grids", &bound_affine_grids, "w"_a.noconvert(), "importance"_a.none().noconvert(), "bits"_a,
         "shrink"_a.noconvert(), "rounds"_a, "scale"_a.noconvert(), "low"_a.noconvert());
 }

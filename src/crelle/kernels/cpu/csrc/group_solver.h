@@ -344,37 +344,11 @@ Scales best_planes(const SortedGroup &g, const Scales &greedy, int rounds, bool 
   return best.found;
 }
 
-// A uniform grid scale * (code - zero): the clipped range with the least error.
+// The parts of a group's range that are tried.
 struct GridCandidates {
-  bool symmetric;
-  const float *shrink;  // [shrinks], parts of the range
+  const float *shrink;  // [shrinks]
   int shrinks;
-  int aside;  // zero points that many steps to either side are tried too
 };
-
-template <int kBits>
-void uniform_grid(const SortedGroup &g, const GridCandidates &c, float *scale, float *zero) {
-  constexpr float top = (1 << kBits) - 1;
-  float low = std::min(g.low(), 0.0f), high = std::max(g.high(), 0.0f);
-  if (c.symmetric) high = std::max(-low, high), low = -high;
-  double best = std::numeric_limits<double>::infinity();
-  *scale = kTinyHalf, *zero = 0;
-  for (int i = 0; i < c.shrinks; ++i)
-    for (int j = 0; j <= 2 * c.aside; ++j) {
-      const int step = j % 2 ? -(j + 1) / 2 : j / 2;  // 0, -1, 1, …
-      Scales s;
-      const float a = s.alpha[0] = to_half(std::max((high - low) * (c.shrink[i] / top), kTinyHalf));
-      if (a > 65504.0f) {  // the caller refuses it
-        *scale = a;
-        return;
-      }
-      const float rounded = std::nearbyint(-low * c.shrink[i] / a) + float(step);
-      const float o = c.symmetric ? float(1 << (kBits - 1)) : std::min(std::max(rounded, 0.0f), top);
-      s.z = -a * o;
-      const double error = squared_error<UniformBook<kBits>>(g, s);
-      if (error < best) best = error, *scale = a, *zero = o;
-    }
-}
 
 // An affine grid low + scale * code: the best clipped range, then codes and least squares in turn.
 template <int kBits>

@@ -4,7 +4,7 @@
 //   small_ops.h   norms, rope, activations, sums, conversions
 //   dense.h       products with matrices that are not quantized
 //   attention.h   query heads over a run of cached keys and values
-//   sweep.h, nested_sweep.h, normal_equations.h   inner loops of quantizers
+//   sweep.h, grid_search.h, nested_sweep.h, normal_equations.h   inner loops of quantizers
 // A result depends on its inputs only, never on which thread computed it.
 #pragma once
 
@@ -115,6 +115,7 @@ struct Ops {
   void (*nested_sweep)(const NestedSweep &s, int tile, float *scratch);  // scratch: 16 K P floats
   void (*affine_sweep)(const AffineSweep &s, int tile, float *scratch);
   void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
+  void (*uniform_grids)(const UniformGrids &s, int tile, float *scratch);
   void (*search_grids)(const GridSearch &s, int tile, float *scratch);
   void (*second_order)(const SecondOrderSearch &s, int tile, float *scratch);
   void (*row_errors)(const RowErrors &s, int tile, float *scratch);

@@ -18,6 +18,7 @@ namespace avx2 {
 #include "prefill_attention.h"
 #include "kv_dequant.h"
 #include "sweep.h"
+#include "grid_search.h"
 #include "nested_sweep.h"
 #include "normal_equations.h"
 
@@ -49,6 +50,7 @@ const Ops kOpsAvx2{"avx2",
                    avx2::nested_sweep_tile,
                    avx2::affine_sweep_tile,
                    avx2::descend_scales_tile,
+                   avx2::uniform_grids_tile,
                    avx2::search_grids_tile,
                    avx2::second_order_tile,
                    avx2::row_errors_tile,

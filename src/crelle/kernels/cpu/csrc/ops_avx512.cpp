@@ -18,6 +18,7 @@ namespace avx512 {
 #include "prefill_attention.h"
 #include "kv_dequant.h"
 #include "sweep.h"
+#include "grid_search.h"
 #include "nested_sweep.h"
 #include "normal_equations.h"
 
@@ -49,6 +50,7 @@ const Ops kOpsAvx512{"avx512",
                      avx512::nested_sweep_tile,
                      avx512::affine_sweep_tile,
                      avx512::descend_scales_tile,
+                     avx512::uniform_grids_tile,
                      avx512::search_grids_tile,
                      avx512::second_order_tile,
                      avx512::row_errors_tile,

@@ -20,6 +20,7 @@ namespace generic {
 #include "prefill_attention.h"
 #include "kv_dequant.h"
 #include "sweep.h"
+#include "grid_search.h"
 #include "nested_sweep.h"
 #include "normal_equations.h"
 
@@ -51,6 +52,7 @@ const Ops kOpsGeneric{"generic",
                       generic::nested_sweep_tile,
                       generic::affine_sweep_tile,
                       generic::descend_scales_tile,
+                      generic::uniform_grids_tile,
                       generic::search_grids_tile,
                       generic::second_order_tile,
                       generic::row_errors_tile,

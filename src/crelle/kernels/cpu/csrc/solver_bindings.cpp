@@ -118,6 +118,30 @@ void descend_scales(In<float, 2> hessian, In<int32_t, 1> columns, int G, In<floa
   for_each_tile(int(tiles), s.K, [&](int tile, float *scratch) { ops.descend_scales(s, tile, scratch); });
 }
 
+void uniform_grids(In<float, 2> weight, std::optional<In<float, 2>> importance, int bits, bool symmetric,
+                   In<float, 1> shrink, int aside, Out<float, 1> scale, Out<float, 1> zero) {
+  const size_t R = weight.shape(0), G = weight.shape(1), C = importance ? importance->shape(0) : 1;
+  require(bits >= 1 && bits <= 8, "bits must be 1 to 8");
+  require(aside == 0 || aside == 1, "zero points are tried as they are, or one step to either side too");
+  require(!importance || (importance->shape(1) == G && C > 0 && R % C == 0),
+          "importances must be [C, G], where C divides the number of groups");
+  require(scale.shape(0) == R && zero.shape(0) == R, "scale and zero must be [R]");
+  const UniformGrids s{int(R),
+                       int(G),
+                       int(C),
+                       bits,
+                       int(shrink.shape(0)),
+                       symmetric,
+                       aside == 1,
+                       weight.data(),
+                       importance ? importance->data() : nullptr,
+                       shrink.data(),
+                       scale.data(),
+                       zero.data()};
+  const Ops &ops = ops_of(isa());
+  for_each_tile(tiles_of(R), 2 * s.G, [&](int tile, float *scratch) { ops.uniform_grids(s, tile, scratch); });
+}
+
 void search_grids(In<float, 2> weight, In<float, 2> importance, int G, In<float, 1> shrink, Out<float, 2> scale,
                   Out<float, 2> zero) {
   const size_t K = weight.shape(0), N = weight.shape(1);
@@ -187,6 +211,8 @@ void bind_solver(nb::module_ &m) {
   m.def("descend_scales", &descend_scales, "hessian"_a.noconvert(), "columns"_a.noconvert(), "G"_a,
         "factor"_a.noconvert(), "zero2"_a.noconvert(), "top"_a.noconvert(), "error"_a.noconvert(),
         "scale2"_a.noconvert(), "codes"_a.noconvert());
+  m.def("uniform_grids", &uniform_grids, "weight"_a.noconvert(), "importance"_a.none().noconvert(), "bits"_a,
+        "symmetric"_a, "shrink"_a.noconvert(), "aside"_a, "scale"_a.noconvert(), "zero"_a.noconvert());
   m.def("search_grids", &search_grids, "weight"_a.noconvert(), "importance"_a.noconvert(), "G"_a,
         "shrink"_a.noconvert(), "scale"_a.noconvert(), "zero"_a.noconvert());
   m.def("second_order", &second_order, "scale"_a.noconvert(), "importance"_a.noconvert(), "top"_a.noconvert(),
