@@ -2,27 +2,46 @@
 //
 // Four outputs at a time: four chains of multiply-adds hide the latency, and x is loaded once for all of them. The
 // values are widened to f32 in registers; the matrix is read once for up to four rows of x. From eight rows on it is
-// three outputs for eight rows: a value is widened once for eight products, and eight sums are folded as one. A row
-// has the same bits either way.
+// three outputs for eight rows: a value is widened once for eight products, and eight sums are folded as one. On Arm it
+// is two outputs for three rows from three rows on. A row has the same bits in all cases.
 //
 // Included inside a namespace of the including file, after simd.h.
 
 template <class T, int R, int M>
 CRELLE_INLINE void dense_tile(const T *w, size_t K, const float *x, size_t ldx, float *y, size_t ldy) {
-  Vec sums[M][R] = {};
-  size_t k = 0;
-  const auto step = [&](auto &&take) {
-    Vec v[M];
-    for (int m = 0; m < M; ++m) v[m] = take(x + m * ldx + k);
-    for (int r = 0; r < R; ++r) {
-      const Vec values = take(w + r * K + k);
-      for (int m = 0; m < M; ++m) sums[m][r] += values * v[m];
+  Part sums[M][R][kParts] = {};
+  const auto step = [&](auto &&x_at, auto &&w_at) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      Part v[M];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) v[m] = load_part(x_at(m) + p * kPartLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Part values = load_part(w_at(r) + p * kPartLanes);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) sums[m][r][p] += values * v[m];
+      }
     }
   };
-  for (; k + kLanes <= K; k += kLanes) step([](const auto *p) { return load(p); });
-  if (k < K) step([n = static_cast<int>(K - k)](const auto *p) { return load_first(p, n); });
+  size_t k = 0;
+  for (; k + kLanes <= K; k += kLanes)
+    step([&](int m) __attribute__((always_inline)) { return x + m * ldx + k; },
+         [&](int r) __attribute__((always_inline)) { return w + r * K + k; });
+  if (k < K) {  // zeros behind the end
+    float last_x[M][kLanes] = {};
+    T last_w[R][kLanes] = {};
+    for (int m = 0; m < M; ++m) __builtin_memcpy(last_x[m], x + m * ldx + k, (K - k) * sizeof(float));
+    for (int r = 0; r < R; ++r) __builtin_memcpy(last_w[r], w + r * K + k, (K - k) * sizeof(T));
+    step([&](int m) __attribute__((always_inline)) { return last_x[m]; },
+         [&](int r) __attribute__((always_inline)) { return last_w[r]; });
+  }
   for (int m = 0; m < M; ++m)
-    for (int r = 0; r < R; ++r) y[m * ldy + r] = sum_of(sums[m][r]);
+    for (int r = 0; r < R; ++r) {
+      Vec sum;
+      __builtin_memcpy(&sum, sums[m][r], sizeof sum);
+      y[m * ldy + r] = sum_of(sum);
+    }
 }
 
 // The sums of eight vectors, each folded as sum_of does it: halves, quarters, pairs, neighbours.
@@ -69,11 +88,11 @@ CRELLE_INLINE void dense_eight(const T *w, size_t K, const float *x, size_t ldx,
   for (int r = 0; r < R; ++r) sums_of_8(sums[r], y + r, ldy);
 }
 
-template <class T, int R>
+template <class T, int R, int Rows = kRegisters >= 32 ? 4 : 1>
 void dense_tiles(const T *w, size_t K, const float *x, size_t ldx, int M, float *y, size_t ldy) {
   int m = 0;
-  if constexpr (kRegisters >= 32)
-    for (; m + 4 <= M; m += 4) dense_tile<T, R, 4>(w, K, x + m * ldx, ldx, y + m * ldy, ldy);
+  if constexpr (Rows > 1)
+    for (; m + Rows <= M; m += Rows) dense_tile<T, R, Rows>(w, K, x + m * ldx, ldx, y + m * ldy, ldy);
   for (; m < M; ++m) dense_tile<T, R, 1>(w, K, x + m * ldx, ldx, y + m * ldy, ldy);
 }
 
@@ -90,6 +109,10 @@ void dense_rows(const T *w, size_t K, const float *x, size_t ldx, int M, float *
       }
     }
   }
+#if defined(__aarch64__)
+  if (M >= 3)  // 24 sums, and six products for two values that are widened
+    for (; n + 2 <= row1; n += 2) dense_tiles<T, 2, 3>(w + n * K, K, x, ldx, M, y + n, ldy);
+#endif
   for (; n + 4 <= row1; n += 4) dense_tiles<T, 4>(w + n * K, K, x, ldx, M, y + n, ldy);
   for (; n < row1; ++n) dense_tiles<T, 1>(w + n * K, K, x, ldx, M, y + n, ldy);
 }

@@ -87,6 +87,35 @@ CRELLE_INLINE Vec load(const Bfloat *p) {
 #endif
 }
 
+CRELLE_INLINE Part load_part(const Half *p) {
+#if defined(__AVX512F__)
+  return load(p);
+#elif defined(__AVX2__)
+  return (Part)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__aarch64__)
+  return (Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t *>(p))));
+#else
+  Part v;
+  for (int i = 0; i < kPartLanes; ++i) v[i] = float_of_half(p[i].bits);
+  return v;
+#endif
+}
+
+CRELLE_INLINE Part load_part(const Bfloat *p) {
+#if defined(__AVX512F__)
+  return load(p);
+#elif defined(__AVX2__)
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+  return (Part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+#elif defined(__aarch64__)
+  return (Part)vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t *>(p)), 16);
+#else
+  PartInt v;
+  for (int i = 0; i < kPartLanes; ++i) v[i] = static_cast<int>(uint32_t{p[i].bits} << 16);
+  return (Part)v;
+#endif
+}
+
 // The first n of 16, zeros behind them: nothing beyond p[n] is touched.
 template <class T>
 CRELLE_INLINE Vec load_first(const T *p, int n) {
