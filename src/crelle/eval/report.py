@@ -94,4 +94,5 @@ def _label(axes: Any, point: Row | Point, height: float, offset: tuple[int, int]
         ha="center",
         fontsize=7,
         color=colour,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5},  # lines pass behind it
     )

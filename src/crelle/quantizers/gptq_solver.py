@@ -145,9 +145,10 @@ def inverse_diagonal(by: LDLFactor) -> Tensor:
 def _unit_inverse(upper: Tensor) -> Tensor:
     """Return (I + U)⁻¹ of a strictly upper triangular matrix, by halves: products of a third of what solving takes."""
     K = len(upper)
-    inverse = torch.eye(K, device=upper.device)
+    inverse: Tensor = torch.eye(K, device=upper.device)
     if K <= _SOLVED:
-        return torch.linalg.solve_triangular(upper, inverse, upper=True, unitriangular=True)
+        inverse = torch.linalg.solve_triangular(upper, inverse, upper=True, unitriangular=True)
+        return inverse
     a, b = slice(0, K // 2), slice(K // 2, K)
     inverse[a, a], inverse[b, b] = _unit_inverse(upper[a, a]), _unit_inverse(upper[b, b])
     inverse[a, b] = (inverse[a, a] @ upper[a, b]).neg_() @ inverse[b, b]
