@@ -148,10 +148,10 @@ def _unit_inverse(upper: Tensor) -> Tensor:
     inverse: Tensor = torch.eye(K, device=upper.device)
     if K <= _SOLVED:
         inverse = torch.linalg.solve_triangular(upper, inverse, upper=True, unitriangular=True)
-        return inverse
-    a, b = slice(0, K // 2), slice(K // 2, K)
-    inverse[a, a], inverse[b, b] = _unit_inverse(upper[a, a]), _unit_inverse(upper[b, b])
-    inverse[a, b] = (inverse[a, a] @ upper[a, b]).neg_() @ inverse[b, b]
+    else:
+        a, b = slice(0, K // 2), slice(K // 2, K)
+        inverse[a, a], inverse[b, b] = _unit_inverse(upper[a, a]), _unit_inverse(upper[b, b])
+        inverse[a, b] = (inverse[a, a] @ upper[a, b]).neg_() @ inverse[b, b]
     return inverse
 
 
