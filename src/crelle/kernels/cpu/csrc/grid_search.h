@@ -93,11 +93,9 @@ CRELLE_INLINE void search_grid(const GridSearch &s, const float *w, const float 
         const Part inverse = 1.0f / a;
         Part error = {};
         for (int k = 0; k < G; ++k) {
-          const Part v = load_part(w + k * kLanes + p), top = Part{} + 3.0f;
-          Part code = v * inverse + offset;
-          code = code > 0 ? code : Part{};
-          code = rounded(code < top ? code : top);
-          const Part off = v - a * (code - offset);
+          const Part v = load_part(w + k * kLanes + p);
+          const Part code = rounded(clamped(v * inverse + offset, Part{}, Part{} + 3.0f)),
+                     off = v - a * (code - offset);
           error += load_part(importance + k * kLanes + p) * off * off;
         }
         const auto won = error < best;
@@ -145,10 +143,8 @@ inline void second_order_tile(const SecondOrderSearch &s, int tile, float *scrat
         const float least = zero == 0;  // a scale is never 0
         Part error = {};
         for (int p = 0; p < kLanes; p += kPartLanes) {
-          const Part want = load_part(scales + p), lowest = Part{} + least, highest = Part{} + top;
-          Part code = want / step - float(zero);
-          code = code > lowest ? code : lowest;
-          code = rounded(code < highest ? code : highest);
+          const Part want = load_part(scales + p);
+          const Part code = rounded(clamped(want / step - float(zero), Part{} + least, Part{} + top));
           const Part off = step * (code + float(zero)) - want;
           error += load_part(weights + p) * (off * off);
         }

@@ -69,12 +69,11 @@ struct ScaleDescent {
 // scale is one of `tries` shares of the one that covers the group's range and 0.
 struct UniformGrids {
   int R, G, C, bits, tries;
-  bool symmetric, aside;  // zero: in the middle; one step to either side is tried too
-  const float *weight;    // [R, G]
-  const float
-      *importance;      // [C, G], that of group r is row r modulo C, or null: all 1; of importance 0: does not count
-  const float *shrink;  // [tries]
-  float *scale, *zero;  // [R], written; scale: values of f16
+  bool symmetric, aside;    // zero: in the middle; one step to either side is tried too
+  const float *weight;      // [R, G]
+  const float *importance;  // [C, G], of group r: row r modulo C; 0: does not count. Or null: all 1
+  const float *shrink;      // [tries]
+  float *scale, *zero;      // [R], written; scale: values of f16
 };
 
 // The 2-bit grid scale * (0 … 3 - zero) with the least weighted error for each row and each G columns; zero is 0.5, 1,
