@@ -57,7 +57,7 @@ def main() -> None:
                 told = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
                 told += [line for line in lines if " FAILED" in line][:20]  # which the summary lacks after a crash
                 if crash := [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]:
-                    told += [line for line in lines[: crash[0]] if "::" in line][-1:]  # what was running
+                    told += [line for line in lines[: crash[0]] if ".py::" in line][-1:]  # what was running
                     told += [line for line in lines if "what():" in line or "CUDA error" in line][:5]
                     told += lines[max(0, crash[0] - 2) : crash[0] + 40]
                 print("\n".join(line[:300] for line in told[:100]), flush=True)

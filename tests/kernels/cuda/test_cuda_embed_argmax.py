@@ -1,10 +1,15 @@
 """The ends of a decode step: rows of embeddings exactly as torch gathers them, the same tokens as torch.argmax."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from crelle.kernels import cuda
 from crelle.kernels.cuda import embed_argmax, jit
+from crelle.kernels.cuda.decode_step import Embed
+from crelle.models.linear import QuantEmbedding
+from crelle.quantizers.rtn import RTN
 
 gpu = pytest.mark.gpu
 needs_device = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
@@ -29,6 +34,27 @@ def test_embed_equals_torch(B: int, V: int, width: int, dtype: torch.dtype) -> N
     assert torch.equal(embed_argmax.embed(ids, table), table[ids])
     wanted = table[ids] + learned[position.long() + 2]
     assert torch.equal(embed_argmax.embed(ids, table, position, learned), wanted)
+
+
+@gpu
+@needs_device
+@pytest.mark.parametrize("width", [256, 20])
+def test_padding_reads_nothing_before_the_learned_positions(width: int) -> None:
+    """GPT-2's begin with the first row of their table, and a row of padding has position -1."""
+    table, whole = torch.randn(77, width, device="cuda").half(), torch.randn(9, width, device="cuda").half()
+    whole[0] = torch.nan
+    ids, position = torch.tensor([3, 0], device="cuda"), torch.tensor([5, -1], device="cuda", dtype=torch.int32)
+    learned = whole[1:]
+    found = embed_argmax.embed(ids, table, position, learned, 0)
+    assert torch.equal(found, table[ids] + learned[position.long().clamp(min=0)])
+
+
+def test_padding_gets_the_first_learned_position_of_quantized_tables() -> None:
+    spec = SimpleNamespace(learned_positions=0, embedding_scale=1)
+    words, learned = (QuantEmbedding(RTN(bits=8, group=32).fit(torch.randn(n, 64)), torch.float32) for n in (77, 9))
+    ids, position = torch.tensor([3, 0]), torch.tensor([5, -1], dtype=torch.int32)
+    found = Embed(words, learned, spec)(ids, position)
+    assert torch.equal(found, words(ids) + learned(torch.tensor([5, 0])))
 
 
 @gpu

@@ -57,7 +57,10 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
 
 
 class Embed:
-    """Token embedding, and the learned positions added; quantized tables are dequantized by torch."""
+    """Token embedding, and the learned positions added; quantized tables are dequantized by torch.
+
+    Rows of padding have position -1, and get what position 0 gets.
+    """
 
     def __init__(self, words: Any, positions: Any, spec: DecoderSpec) -> None:
         self.words, self.positions = words, positions
@@ -71,7 +74,7 @@ class Embed:
             return embed(ids, table, None if self.positions is None else position, learned, self.first)
         x: Tensor = self.words(ids)
         x = x if self.scale == 1 else x * self.scale
-        return x if self.positions is None else x + self.positions(position.long() + self.first)
+        return x if self.positions is None else x + self.positions(position.long().clamp(min=0) + self.first)
 
 
 def _plain(e: Any) -> Tensor | None:

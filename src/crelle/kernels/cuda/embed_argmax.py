@@ -57,7 +57,10 @@ def embed(
     first: int = 2,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return table[ids] as [B, width]; with learned `positions`, plus their rows position + first (OPT: 2)."""
+    """Return table[ids] as [B, width]; with learned `positions`, plus their rows position + first (OPT: 2).
+
+    A row with position -1 is padding.
+    """
     B, width = ids.shape[0], table.shape[1]
     y = torch.empty(B, width, dtype=table.dtype, device=table.device) if out is None else out
     grid = (-(-width // (8 * _THREADS)), B, 1)

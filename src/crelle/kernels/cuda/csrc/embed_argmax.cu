@@ -7,7 +7,8 @@
 
 namespace crelle {
 
-// y [B, width] = table[ids] (+ positions[position + first], where positions is not null); grid (ceil(width / 2048), B)
+// y [B, width] = table[ids] (+ positions[position + first], where positions is not null); grid (ceil(width / 2048), B).
+// A row of padding has position -1: it reads what position 0 does, because there may be nothing before the table.
 template <typename T>
 __global__ void __launch_bounds__(256) embed(const long long *ids, const T *__restrict__ table, const int *position,
                                              const T *__restrict__ positions, T *y, int width, int first) {
@@ -15,7 +16,7 @@ __global__ void __launch_bounds__(256) embed(const long long *ids, const T *__re
   launch_dependents();
   grid_dependency_wait();
   const T *word = table + ids[b] * width + k, *place = positions;
-  if (positions) place += (size_t)(position[b] + first) * width + k;
+  if (positions) place += (size_t)(max(position[b], 0) + first) * width + k;
   y += (size_t)b * width + k;
   if (width % 8 == 0 && k < width) {
     uint4 v = *reinterpret_cast<const uint4 *>(word);
