@@ -2,6 +2,7 @@
 
     python bench/quality.py smollm2    OUT.json DATA SCHEME …      DATA: a folder with text/ (and stories15M/)
     python bench/quality.py stories15M OUT.json DATA SCHEME …      a SCHEME that is a directory is only evaluated
+    python bench/quality.py stories15M OUT.json DATA 'auto:bits=2.6 + tune --train all --steps 1000'    then trained
 
 Only the layers' matrices are quantized; their bits per weight count every scale. Calibration sees
 text/wikitext2-valid-tokenised.txt (SmolLM2) or text/tinystories-calibration.txt (stories15M), nothing else. Each row is
@@ -158,10 +159,19 @@ def main() -> None:
             made = Path(scheme) if Path(scheme).is_dir() else Path(d) / "out"
             row: dict[str, Any] = {"scheme": scheme, "command": command}
             if not Path(scheme).is_dir():
-                report = crelle("quantize", source, made, "--scheme", scheme, *calibration(args, case), *shared(args))
+                recipe, _, tune = scheme.partition(" + tune ")
+                report = crelle("quantize", source, made, "--scheme", recipe, *calibration(args, case), *shared(args))
+                row["seconds"] = report["seconds"]
+                if tune:
+                    tuned = Path(d) / "tuned"
+                    text = ("--teacher", source, "--text", args.data / "text" / case["calib"])
+                    sizes = ("--length", args.length or case["length"])
+                    row["tune_seconds"] = crelle("tune", made, tuned, *text, *sizes, *tune.split(), *shared(args))[
+                        "seconds"
+                    ]
+                    made = tuned
                 # Children's peak is a maximum over all so far: name the heaviest scheme last.
-                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
-                row |= {"seconds": report["seconds"], "peak_gigabytes": peak}
+                row["peak_gigabytes"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
             else:
                 from crelle.formats.checkpoint import Checkpoint
 

@@ -17,7 +17,8 @@ def test_parts_lie_within_the_whole(tiny_model: Path, tmp_path: Path) -> None:
     quantize(tiny_model, tmp_path / "q", "rtn:bits=4,group=24")
     seen = []
     m = startup.measure(tmp_path / "q", repeat=1, progress=lambda *what: seen.append(what[:2]))
-    assert (m.model, m.repeat, seen) == ("q", 1, [(1, 1)])
+    assert (m.model, m.repeat, seen) == ("q", 1, [(1, 2), (2, 2)])
+    assert m.starts == (m.first_token_seconds,)
     assert 0 < m.first_token_seconds == m.first_token_seconds_median < m.process_seconds
     assert all(seconds >= 0 for seconds in m.parts.values())
     assert all(m.parts[part] > 0 for part in ("interpreter", "command line", "torch", "prepare", "tokenizer"))

@@ -29,6 +29,7 @@ class Startup:
     model: str
     prompt: str
     repeat: int
+    starts: tuple[float, ...]  # to the first token, in order: with an empty cache the first one compiles kernels
     first_token_seconds: float
     first_token_seconds_median: float
     process_seconds: float  # until the process was gone
@@ -43,21 +44,25 @@ def measure(
     repeat: int = 5,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Startup:
-    """Start `crelle generate MODEL` `repeat` times plainly and as often under the watch, in turns."""
+    """Start `crelle generate MODEL` `repeat` times plainly, then as often under the watch."""
     if repeat < 1:
         raise SchemeError(f"--repeat must be at least 1, got {repeat}")
     command = ["generate", str(model), "--prompt", prompt, "--max-tokens", "1"]
     runs, watched = [], []
     for i in range(repeat):
         runs.append(_run(_ENTRY, command, len(prompt.encode()))[:2])
+        if progress:
+            progress(i + 1, 2 * repeat, f"{min(runs)[0]:.2f} s")
+    for i in range(repeat):
         watched.append(_parts(*_run(_WATCHED, command, len(prompt.encode()))))
         if progress:
-            progress(i + 1, repeat, f"{min(runs)[0]:.2f} s")
+            progress(repeat + i + 1, 2 * repeat, f"{min(runs)[0]:.2f} s")
     first, whole = zip(*runs, strict=True)
     return Startup(
         model=model.name,
         prompt=prompt,
         repeat=repeat,
+        starts=first,
         first_token_seconds=min(first),
         first_token_seconds_median=median(first),
         process_seconds=min(whole),

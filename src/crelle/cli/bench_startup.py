@@ -21,8 +21,8 @@ def run(
 ) -> None:
     """Time `crelle generate` in fresh processes, from the shell to the first token, and show its parts.
 
-    Each round is one plain run, which gives the time, and one under a watch, which gives the parts. The tokenizer is
-    read beside the weights, so parts may add up to more than the whole. Files are warm after the first round.
+    Plain runs give the times, further ones under a watch the parts. The tokenizer is read beside the weights, so parts
+    may add up to more than the whole. With an empty CRELLE_CACHE the first start on a GPU compiles its kernels.
 
     **Example**: `crelle bench startup out/smollm2-4bit --repeat 10`
     """
@@ -41,6 +41,7 @@ def run(
     table.add_row("the first token", f"{m.first_token_seconds:.2f} s", f"{m.first_token_seconds_median:.2f} s")
     table.add_row("the end of the process", f"{m.process_seconds:.2f} s", f"{m.process_seconds_median:.2f} s")
     out.print(table)
+    out.print("starts in order, to the first token: " + ", ".join(f"{s:.2f}" for s in m.starts) + " s", highlight=False)
     parts = Table("part of the quickest watched run", "ms")
     for name, seconds in m.parts.items():
         parts.add_row(name, f"{1e3 * seconds:.0f}")

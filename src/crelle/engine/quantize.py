@@ -265,10 +265,11 @@ def _plan(
 def _own_rows(
     weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
 ) -> Tensor:
-    """Sample sequences from the full-precision model: half continue 16 tokens of the text, half a single token of it.
+    """Sample sequences from the full-precision model, a third of them from each kind of opening.
 
-    The first half stays close to the text's domain, the other covers whatever else the model knows. Of several ranks
-    the first one samples, so that they are the same sequences as with one.
+    16 tokens of the text, a single token of it, or any token of the vocabulary: the first stay close to the text's
+    domain, the last cover whatever else the model knows. Of several ranks the first one samples, so that they are the
+    same sequences as with one.
     """
     return world().once_tensor(lambda: _sample(weights, rows, count, length, device, seed, progress))
 
@@ -282,7 +283,9 @@ def _sample(
     flat = rows.flatten()
     at = torch.randint(0, len(flat) - _PROMPT, (count,), generator=chance)
     openings = flat[at[:, None] + torch.arange(_PROMPT)]
-    openings[count // 2 :, 1:] = -1
+    any_token = torch.randint(0, read_spec(weights).vocabulary, (count,), generator=chance)
+    openings[count // 3 :, 1:] = -1
+    openings[2 * count // 3 :, 0] = any_token[2 * count // 3 :]
     return sampled_rows(model, openings, length, seed=seed, batch=1024, progress=progress)
 
 
