@@ -1,18 +1,26 @@
 """The demo, with the tiny model in the place of the one it downloads."""
 
 import json
+import re
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from in_process import Result, run, succeed
 from PIL import Image
+from rich.console import Console
+from rich.table import Table
 
 import crelle.cli.demo
 from crelle import LLM, Sampling
+from crelle.bench import decode_cuda
+from crelle.bench.model_shapes import RandomWeights
 from crelle.cli.demo import _LABELS, PLAIN, PROMPT, SCHEMES
-from crelle.errors import CrelleError
+from crelle.cli.demo_shape import decode_rows, shape_table
+from crelle.errors import CapacityError, CrelleError
 from crelle.eval import smollm2
 from crelle.eval.report import Row
 
@@ -97,6 +105,32 @@ def test_sample_that_looks_like_markup_is_shown_as_it_is(
     monkeypatch.setattr(Row, "of", classmethod(lambda cls, *args: row))
     monkeypatch.setattr(crelle.cli.demo, "SCHEMES", ())  # the other rows would say the same
     assert PROMPT + said in demo(tmp_path / "out", text).out
+
+
+def test_a_real_shape_is_timed_beside_fp16_and_what_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    schemes, device = ("fp16", *SCHEMES), torch.device("cpu")
+    rows = decode_rows(schemes, device, "smollm2-135m", layers=1)
+    assert [r.scheme for r in rows] == list(schemes)
+    assert [r.note for r in rows] == [None] * 4
+    sizes = [r.gigabytes or 0 for r in rows]
+    assert sizes[0] > sizes[1] > sizes[2] > sizes[3] > 0
+    shown = printed(shape_table(rows, _LABELS, "smollm2-135m"))
+    assert re.search(r"fp16 .* 1\.00 ", shown)
+    assert all(label in shown for label in _LABELS.values())
+
+    def refuse(weights: RandomWeights, *_: object, **__: object) -> None:
+        raise CapacityError("too large")
+
+    monkeypatch.setattr(decode_cuda, "measure", refuse)
+    rows = decode_rows(schemes[:1], device, "smollm2-135m", layers=1)
+    assert rows[0].note == "too large"
+    assert "does not fit" in printed(shape_table(rows, _LABELS))
+
+
+def printed(table: Table) -> str:
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 def test_demo_without_a_network_is_a_sentence(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

