@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
     seconds = []
     for step in range(args.steps):
         begun = perf_counter()
-        loss = float(run._take(step))
+        loss = float(run.take(step))
         seconds.append(perf_counter() - begun)
         assert loss < 1e6, loss  # also where it is NaN
     run.step.close()

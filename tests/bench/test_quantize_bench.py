@@ -51,7 +51,38 @@ def test_recipes_that_train_and_search_go_through_the_same(scheme: str) -> None:
     cost = bench_quantize("tiny", scheme, device="cpu", rows=4, length=16)
     assert TRAIN in cost.layer_seconds[0]
     assert ("search" in cost.once_seconds) == ("search=false" not in scheme)
-    assert any("end-to-end" in sentence for sentence in cost.left_out) == ("tune=full" in scheme)
+    assert (cost.training is not None) == ("tune=full" in scheme)
+
+
+@pytest.mark.parametrize("train", ["all", "scales"])
+def test_end_to_end_training_is_measured_and_is_part_of_the_whole(train: str) -> None:
+    scheme = f"auto:bits=3.9,steps=1,search=false,tune=full,end=50,own=9,train={train}"
+    cost = bench_quantize("tiny", scheme, device="cpu", rows=4, length=16)
+    assert len(cost.layer_seconds) == 2  # though one was asked for
+    t = cost.training
+    assert t is not None
+    assert (t.what, t.steps, t.batch, t.length, t.own, t.sampling_batch) == (train, 50, 8, 32, 9, 9)
+    assert (t.measured, t.low_memory, t.peak_bytes) == (2, False, None)
+    assert t.seconds == pytest.approx(50 * t.step_seconds + t.sampling_seconds)
+    assert min(t.step_seconds, t.sampling_seconds) > 0
+    before = sum(cost.once_seconds.values()) + 3 * sum(cost.layer_seconds[-1].values())
+    assert cost.extrapolated_seconds == pytest.approx(before + t.seconds)
+
+
+def test_what_training_takes_is_shown_and_measured_by_several_processes() -> None:
+    scheme = "auto:bits=3.9,steps=1,search=false,tune=full,end=50,own=9"
+    options = ("--scheme", scheme, "--rows", "4", "--length", "16", "--devices", "cpu,cpu")
+    shown = succeed("bench", "quantize", "--shape", "tiny", *options).out
+    assert "50 steps of 8 sequences of 32 tokens" in shown
+    assert "9 sequences that the model writes" in shown
+    assert "s end to end)" in shown
+
+
+def test_a_model_of_one_layer_tells_nothing_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "flat", {**TINY, "num_hidden_layers": 1})  # type: ignore[arg-type]
+    cost = bench_quantize("flat", "auto:bits=3.9,steps=1,search=false,tune=full", device="cpu", rows=4, length=16)
+    assert cost.training is None
+    assert any("end-to-end" in sentence for sentence in cost.left_out)
 
 
 def test_schemes_without_data_are_measured_too() -> None:

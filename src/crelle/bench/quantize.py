@@ -16,7 +16,7 @@ from torch import Tensor
 from crelle.bench.model_shapes import RandomWeights, llama_config
 from crelle.bench.plan_shapes import config_named
 from crelle.engine.quantize import check_spread
-from crelle.engine.quantize_cost import QuantizeCost, measure
+from crelle.engine.quantize_cost import QuantizeCost, measure, trains_fully
 from crelle.engine.rank_devices import devices_of
 from crelle.engine.rank_processes import on_devices
 from crelle.errors import SchemeError
@@ -88,6 +88,8 @@ def bench_quantize(
     most = _layers(config)
     if not 1 <= layers <= most:
         raise SchemeError(f"{shape} has 1 to {most} layers, not {layers}")
+    if trains_fully(parse(scheme)):
+        layers = min(most, max(2, layers))  # the cost of a layer is the difference between one and more
     spread = devices_of(devices, device)
     check_spread(len(spread), scheme, [parse(scheme)])
     arguments = {

@@ -10,6 +10,7 @@ from crelle.cli.console import out
 
 if TYPE_CHECKING:
     from crelle.engine.quantize_cost import QuantizeCost
+    from crelle.engine.training_cost import TrainingCost
 
 DeviceMemory = Annotated[
     str | None,
@@ -45,9 +46,24 @@ def show(cost: "QuantizeCost") -> None:
         where = "on the device" if plan.states_on_device else f"in host memory, {plan.host_bytes / 1e9:.2f} GB"
         again = "" if plan.keep else "; products of a layer are computed again for each of its stages"
         lines.append(f"batches of {plan.batch} sequences, hidden states {where}{again}")
+    if (t := cost.training) is not None:
+        lines += _training(t)
     lines.append(f"whole model, extrapolated ({_how(cost)}): {cost.extrapolated_seconds / 60:.1f} min")
     for line in (*lines, *cost.left_out):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _training(t: "TrainingCost") -> list[str]:
+    """Return what end-to-end training takes."""
+    how = "8-bit Adam, layers computed twice" if t.low_memory else "f32 Adam"
+    peak = "" if t.peak_bytes is None else f", about {t.peak_bytes / 1e9:.1f} GB"
+    steps = f"{t.steps} steps of {t.batch} sequences of {t.length} tokens"
+    sampled = f"{t.own} sequences that the model writes, {t.sampling_batch} at a time"
+    return [
+        f"then end to end, {t.what} trained ({how}): {steps}, {t.step_seconds:.2f} s each{peak}: "
+        f"{t.steps * t.step_seconds / 60:.1f} min, extrapolated from 1 and {t.measured} layers",
+        f"before it {sampled}: at least {t.sampling_seconds / 60:.1f} min",
+    ]
 
 
 def _where(cost: "QuantizeCost") -> str:
@@ -55,7 +71,12 @@ def _where(cost: "QuantizeCost") -> str:
 
 
 def _how(cost: "QuantizeCost") -> str:
-    return f"{cost.layers} x {cost.seconds_per_layer:.2f} s a layer + {sum(cost.once_seconds.values()):.2f} s once"
+    parts = [
+        f"{cost.layers} x {cost.seconds_per_layer:.2f} s a layer",
+        f"{sum(cost.once_seconds.values()):.2f} s once",
+        *([] if cost.training is None else [f"{cost.training.seconds:.0f} s end to end"]),
+    ]
+    return " + ".join(parts)
 
 
 def _seconds(value: float | None) -> str:

@@ -18,6 +18,11 @@ def layer_count(weights: Weights) -> int:
     return 1 + max((int(found[1]) for n in weights.names() if (found := _LAYER.match(n))), default=-1)
 
 
+def in_layer(name: str) -> bool:
+    """Tell whether a tensor is one of a numbered layer's."""
+    return _LAYER.match(name) is not None
+
+
 class FirstLayers:
     """Weights without the layers behind the first so many."""
 

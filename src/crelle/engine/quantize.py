@@ -13,9 +13,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
+from crelle.engine.calibration_data import CalibrationData, rows_of
 from crelle.engine.first_layers import FirstLayers, layer_count
-from crelle.engine.quantize_cost import QuantizeCost, measure
+from crelle.engine.own_sequences import own_rows
+from crelle.engine.quantize_cost import QuantizeCost, layer_weights, measure, trains_fully
 from crelle.engine.quantize_plan import SUFFIX, forget_plan, planned, refuse_other_file
 from crelle.engine.rank_devices import devices_of
 from crelle.engine.rank_processes import on_devices
@@ -26,7 +27,7 @@ from crelle.formats.destination import PARTIAL, destination, refuse_existing, re
 from crelle.formats.open import Weights, open_weights
 from crelle.formats.ownership import STAGE, remove_directory
 from crelle.models.calibration_model import open_model
-from crelle.models.loader import build, choose_device, family_of, in_usual_form, read_spec
+from crelle.models.loader import choose_device, family_of, in_usual_form, read_spec
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.base import Quantizer
@@ -40,7 +41,6 @@ from crelle.quantizers.trained import TrainedConfig
 from crelle.quantizers.training import Training
 
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
-_PROMPT = 16  # tokens of the text that the model continues
 
 _BY_TRANSFORMERS = """{reason}, so that '{scheme}' cannot calibrate on it here. Schemes that look at no data (rtn, \
 bcq) can be used all the same; gptq, hbcq, mixed and atom (without tune) calibrate inside transformers:
@@ -134,7 +134,7 @@ def quantize_on(
     config = parse(scheme)
     calibration = None
     if text is not None and any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())):
-        calibration = replace(_calibration(source, text, choose_device(device), progress), memory=memory)
+        calibration = _calibration(source, text, choose_device(device), memory, progress)
     if isinstance(config, Auto) and calibration is not None:
         overrides = _plan(config, source, out, calibration, overrides or {}, resume, overwrite, progress)
     options: dict[str, object] = {
@@ -169,7 +169,10 @@ def dry_run(
     memory: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
-    """Quantize the first layer of a model (on a GPU two: the first one warms up) and say what all of it would cost."""
+    """Quantize the first layer of a model and say what all of it would cost.
+
+    On a GPU two, of which the first warms up; with tune=full two, and both are trained for some steps.
+    """
     spread = devices_of(devices, device)
     check_spread(len(spread), scheme, [parse(s) for s in (scheme, *(overrides or {}).values())])
     arguments = {
@@ -199,7 +202,7 @@ def dry_run_on(
     weights = open_weights(source, encoded=True)
     pipeline.refuse_quantized(weights)
     where, count = choose_device(device), layer_count(weights)
-    first = FirstLayers(weights, min(count, 2 if where.type == "cuda" else 1))
+    first = FirstLayers(weights, min(count, 2 if where.type == "cuda" or trains_fully(parse(scheme)) else 1))
     tokens, left_out = None, []
     if any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())):
         if text is None:
@@ -229,15 +232,15 @@ def _require_family(source: str | Path, scheme: str, out: Path) -> None:
 
 
 def _calibration(
-    source: str | Path, text: CalibrationData, device: torch.device, progress: Progress | None
+    source: str | Path, text: CalibrationData, device: torch.device, memory: int | None, progress: Progress | None
 ) -> Calibration:
     weights = open_weights(source)
     length = min(text.length, read_spec(weights).context)
     rows = _rows(weights, text.text, length, text.rows, text.seed)
     if text.own:
-        own = _own_rows(weights, rows, text.own, length, device, text.seed, progress)
+        own = own_rows(weights, rows, text.own, length, device, text.seed, progress, memory)
         rows = torch.cat([rows, own])
-    return Calibration(rows, open_model, device)
+    return Calibration(rows, open_model, device, memory)
 
 
 def _rows(weights: Weights, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
@@ -262,33 +265,6 @@ def _plan(
     return dict(given) | {module: scheme for module, scheme in found.items() if module not in given}
 
 
-def _own_rows(
-    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
-) -> Tensor:
-    """Sample sequences from the full-precision model, a third of them from each kind of opening.
-
-    16 tokens of the text, a single token of it, or any token of the vocabulary: the first stay close to the text's
-    domain, the last cover whatever else the model knows. Of several ranks the first one samples, so that they are the
-    same sequences as with one.
-    """
-    return world().once_tensor(lambda: _sample(weights, rows, count, length, device, seed, progress))
-
-
-def _sample(
-    weights: Weights, rows: Tensor, count: int, length: int, device: torch.device, seed: int, progress: Progress | None
-) -> Tensor:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build(weights, device, dtype=dtype)
-    chance = torch.Generator().manual_seed(seed)
-    flat = rows.flatten()
-    at = torch.randint(0, len(flat) - _PROMPT, (count,), generator=chance)
-    openings = flat[at[:, None] + torch.arange(_PROMPT)]
-    any_token = torch.randint(0, read_spec(weights).vocabulary, (count,), generator=chance)
-    openings[count // 3 :, 1:] = -1
-    openings[2 * count // 3 :, 0] = any_token[2 * count // 3 :]
-    return sampled_rows(model, openings, length, seed=seed, batch=1024, progress=progress)
-
-
 def _in_two_stages(
     source: str | Path,
     out: Path,
@@ -304,13 +280,22 @@ def _in_two_stages(
     weights = open_weights(source)
     device = calibration.device
     length = min(2 * text.length, read_spec(weights).context)
-    rows = _rows(weights, text.text, length)
-    own = _own_rows(weights, rows, trained.own, length, device, text.seed, options["progress"])  # type: ignore[arg-type]
+    rows, count = _rows(weights, text.text, length), layer_weights(calibration.open(weights, device))
+    own = own_rows(
+        weights,
+        rows,
+        trained.own_sequences(count),
+        length,
+        device,
+        text.seed,
+        options["progress"],  # type: ignore[arg-type]
+        calibration.memory,
+    )
     report = tune(
         Checkpoint(base),
         weights,
         out,
-        trained.end_to_end(),
+        trained.end_to_end(count, length),
         tokens=torch.cat([rows, own]),
         open_model=open_model,
         device=device,
@@ -417,7 +402,7 @@ def tune_on(
     length = min(length, read_spec(checkpoint).context)
     rows = _rows(checkpoint, text, length)
     if own and full is not None:
-        rows = torch.cat([rows, _own_rows(full, rows, own, length, where, training.seed, progress)])
+        rows = torch.cat([rows, own_rows(full, rows, own, length, where, training.seed, progress)])
     return tune(
         checkpoint,
         full,

@@ -11,19 +11,22 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from crelle.engine.training_cost import TrainingCost, training_cost
 from crelle.errors import SchemeError
+from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import Weights
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import in_usual_form
 from crelle.quantizers import pipeline
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.device_limit import device_limit
-from crelle.quantizers.layer_api import Progress
+from crelle.quantizers.layer_api import CalibrationModel, Progress
 from crelle.quantizers.memory_plan import CalibrationMemory
 from crelle.quantizers.pipeline import Calibration
 from crelle.quantizers.ranks import world
@@ -52,6 +55,7 @@ class QuantizeCost:
     memory_plan: CalibrationMemory | None  # None: nothing was calibrated
     bits_per_weight: float
     left_out: tuple[str, ...]  # sentences: what the figures do not hold
+    training: TrainingCost | None = None  # end to end, with tune=full
 
     @property
     def seconds_per_layer(self) -> float:
@@ -60,7 +64,8 @@ class QuantizeCost:
     @property
     def extrapolated_seconds(self) -> float:
         """Return the seconds for the whole model."""
-        return sum(self.once_seconds.values()) + self.layers * self.seconds_per_layer
+        trained = 0.0 if self.training is None else self.training.seconds
+        return sum(self.once_seconds.values()) + self.layers * self.seconds_per_layer + trained
 
 
 def measure(
@@ -81,8 +86,7 @@ def measure(
     """
     calibration = None if tokens is None else Calibration(tokens, open_model, device, memory)
     recipe, left_out = parse(scheme), []
-    if isinstance(recipe, TrainedConfig) and recipe.tune == "full":
-        left_out.append("end-to-end training (tune=full) comes on top and is not in these figures")
+    if trains_fully(recipe):
         scheme = scheme.replace("tune=full", "tune=short")
     with (
         recording(device) as times,
@@ -109,11 +113,21 @@ def measure(
             view=in_usual_form,
             progress=seen,
         )
-    if not seen.layers:
-        raise SchemeError(f"{weights.path} has no layers to measure")
+        if not seen.layers:
+            raise SchemeError(f"{weights.path} has no layers to measure")
+        training, measured = None, len(seen.layers)
+        if isinstance(recipe, TrainedConfig) and trains_fully(recipe) and tokens is not None:
+            if measured > 1:
+                made = Checkpoint(Path(directory) / "out")
+                count = layer_weights(open_model(weights, device)) * layers // measured
+                sizes = {"layers": layers, "measured": measured, "count": count, "length": tokens.shape[1]}
+                training = training_cost(recipe, weights, made, device, **sizes, memory=memory)
+            else:
+                left_out.append(
+                    "end-to-end training (tune=full) comes on top: a model of one layer tells nothing of it"
+                )
     once = dict(seen.once)
     if SEARCH in once:  # its cost is of each layer; the output head is a stage of its own
-        measured = len(seen.layers)
         once[SEARCH] *= layers / measured
         if measured < layers:
             left_out.append(
@@ -137,7 +151,18 @@ def measure(
         memory_plan=planned,
         bits_per_weight=report.bits_per_weight,
         left_out=tuple(left_out),
+        training=training,
     )
+
+
+def trains_fully(recipe: object) -> bool:
+    """Whether a scheme trains the whole model end to end: then two layers are measured at least."""
+    return isinstance(recipe, TrainedConfig) and recipe.tune == "full"
+
+
+def layer_weights(model: CalibrationModel) -> int:
+    """Return how many weights the matrices of all layers have."""
+    return model.layers * sum(map(prod, model.shapes()[0]))
 
 
 def _peak_bytes() -> int:

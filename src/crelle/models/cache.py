@@ -53,9 +53,8 @@ class KVCache:
         """Make room for `more` tokens, or say that the context is full."""
         have = self.layers[0].shape[3]
         if room := _room(have, self.length + more, self.context):
-            self.layers = [
-                torch.cat([kv, kv.new_empty(*kv.shape[:3], room - have, kv.shape[4])], 3) for kv in self.layers
-            ]
+            for i, kv in enumerate(self.layers):  # one by one: what a layer had is free before the next one grows
+                self.layers[i] = torch.cat([kv, kv.new_empty(*kv.shape[:3], room - have, kv.shape[4])], 3)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, T, Hkv, D] behind what is there; return all of the layer's keys and values."""

@@ -89,8 +89,8 @@ class Atom(TrainedConfig, HessianConfig):
     tune: Tune = "none"
     steps: int = 64
     rate: float = 0.0
-    end: int = 3000
-    own: int = 2048
+    end: int = -1
+    own: int = -1
     train: Train = "all"
     seed: int = 0
 

@@ -44,8 +44,8 @@ class Auto(TrainedConfig, GroupedConfig):
     search: bool = True  # bits and group per matrix, by measured sensitivity; otherwise the same everywhere
     steps: int = 64
     rate: float = 0.0
-    end: int = 3000
-    own: int = 2048
+    end: int = -1
+    own: int = -1
     train: Train = "all"
     seed: int = 0
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix

@@ -1,5 +1,6 @@
-"""A limit on the memory that torch takes of a GPU."""
+"""How much memory a device has, and a limit on what torch takes of a GPU."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,3 +30,10 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
     finally:
         if limited:
             torch.cuda.set_per_process_memory_fraction(1.0, index)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -88,7 +88,7 @@ class EndToEnd:
         saved = time.monotonic()
         pending: list[Tensor] = []
         while len(self.losses) + len(pending) < self.t.steps:
-            pending.append(self._take(len(self.losses) + len(pending)))
+            pending.append(self.take(len(self.losses) + len(pending)))
             if (
                 len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps
             ):  # losses are copied to the host every tenth step
@@ -104,7 +104,8 @@ class EndToEnd:
         self.step.close()
         return self.losses
 
-    def _take(self, step: int) -> Tensor:
+    def take(self, step: int) -> Tensor:
+        """Take one step; returns its loss, on the device."""
         # The batch of a step depends on the seed and the step alone, so that a resumed run sees the same data.
         order = torch.Generator().manual_seed(self.t.seed * 1_000_003 + step)
         pick = torch.randint(0, len(self.tokens), (self.t.batch,), generator=order)

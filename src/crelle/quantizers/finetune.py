@@ -6,14 +6,13 @@ a task is a few hundred KB). The training state is kept beside the unfinished ch
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE
 from crelle.formats.tokenizer_files import check_copied_files
+from crelle.quantizers.device_limit import total_memory
 from crelle.quantizers.end_to_end import EndToEnd, Network
 from crelle.quantizers.first_writer import Encoded, FirstWriter
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, has_half_products
@@ -90,15 +90,11 @@ def tune(
         "devices": world().size,  # sums over other parts differ in their last digits
     }
     with FirstWriter(out, recipe, [], resume=resume, overwrite=overwrite) as writer:
-        shrink = in_bf16 if training.low_memory and training.half and has_half_products(device) else None
-        full = None if teacher is None else Network.of(open_model(teacher, device), shrink)
-        coders: dict[str, TrainableWeight] = {}
-        install = _installer(checkpoint, full, what, device, coders)
-        student = Network.of(open_model(checkpoint, device), install, recompute=training.low_memory)
-        if not coders:
-            raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
-        run = EndToEnd(student, list(coders.values()), full, tokens, training, device)
-        losses = run.run(writer.partial / STATE, progress)
+        found = network_of(
+            checkpoint, checkpoint, teacher, training, tokens=tokens, open_model=open_model, device=device, what=what
+        )
+        coders = found.coders
+        losses = found.run.run(writer.partial / STATE, progress)
 
         def publish(to: CheckpointWriter) -> None:
             checkpoint.copy_tokenizer(to.partial)
@@ -112,28 +108,52 @@ def tune(
     return TuneReport(out, scheme, count, losses, perf_counter() - begun, warnings)
 
 
-def too_large_for(device: torch.device, checkpoint: Checkpoint, batch: int, length: int) -> bool:
-    """Tell whether the device has too little memory for the fast way, with its rows of a batch."""
-    need, ranks = fast_bytes(checkpoint, -(-batch // world().size) * length), world().size
-    total = _total_memory(device) // (1 if device.type == "cuda" else ranks)  # ranks on a CPU share it
+class TrainedNetwork(NamedTuple):
+    """A run that trains, and what it trains by module."""
+
+    run: EndToEnd
+    coders: dict[str, TrainableWeight]
+
+
+def network_of(
+    checkpoint: Checkpoint,
+    student: Weights,
+    teacher: Weights | None,
+    training: Training,
+    *,
+    tokens: Tensor,
+    open_model: Callable[[Weights, torch.device], CalibrationModel],
+    device: torch.device,
+    what: What,
+) -> TrainedNetwork:
+    """Build both models in memory; `student`: the checkpoint, or some of its layers, which the teacher then has too."""
+    shrink = in_bf16 if training.low_memory and training.half and has_half_products(device) else None
+    full = None if teacher is None else Network.of(open_model(teacher, device), shrink)
+    coders: dict[str, TrainableWeight] = {}
+    install = _installer(checkpoint, full, what, device, coders)
+    network = Network.of(open_model(student, device), install, recompute=training.low_memory)
+    if not coders:
+        raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
+    return TrainedNetwork(EndToEnd(network, list(coders.values()), full, tokens, training, device), coders)
+
+
+def too_large_for(device: torch.device, checkpoint: Checkpoint, batch: int, length: int, times: float = 1) -> bool:
+    """Tell whether the device has too little memory for the fast way, with its rows of a batch; times: fast_bytes."""
+    need, ranks = fast_bytes(checkpoint, -(-batch // world().size) * length, times), world().size
+    total = total_memory(device) // (1 if device.type == "cuda" else ranks)  # ranks on a CPU share it
     return need > total
 
 
-def fast_bytes(checkpoint: Checkpoint, tokens: int) -> int:
+def fast_bytes(checkpoint: Checkpoint, tokens: int, times: float = 1) -> int:
     """Return about how much memory end-to-end training takes where it need not save any.
 
     A weight: the teacher's f32, the trained f32, its gradient and two moments, and what products keep of it for
-    backward. A token: inputs and outputs of all linears, and its logits with the teacher's.
+    backward. A token: inputs and outputs of all linears, and its logits with the teacher's. `times`: how many layers a
+    model has for each of the checkpoint's.
     """
     shapes = [s["shape"] for m, s in checkpoint.specs.items() if format_of(s).quantized and ".layers." in m]
     vocabulary = int(checkpoint.config.get("vocab_size", 0))
-    return 30 * sum(map(prod, shapes)) + tokens * (8 * sum(map(sum, shapes)) + 24 * vocabulary)
-
-
-def _total_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(times * (30 * sum(map(prod, shapes)) + tokens * 8 * sum(map(sum, shapes)))) + tokens * 24 * vocabulary
 
 
 def in_bf16(block: Block) -> None:

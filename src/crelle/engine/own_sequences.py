@@ -1,0 +1,79 @@
+"""Sequences that the full-precision model itself writes, to calibrate and train on beside a text."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from crelle.engine.calibration_data import sampled_rows
+from crelle.engine.first_layers import in_layer
+from crelle.formats.open import Weights
+from crelle.models.loader import build, read_spec
+from crelle.quantizers.device_limit import total_memory
+from crelle.quantizers.layer_api import Progress
+from crelle.quantizers.ranks import world
+
+_PROMPT = 16  # tokens of the text that the model continues
+_BATCH = 1024  # sequences at a time, where their cache fits
+_SHARE = 0.6  # of the memory, for the model and the cache
+
+
+def own_rows(
+    weights: Weights,
+    rows: Tensor,
+    count: int,
+    length: int,
+    device: torch.device,
+    seed: int,
+    progress: Progress | None,
+    memory: int | None = None,
+) -> Tensor:
+    """Sample sequences from the full-precision model, a third of them from each kind of opening.
+
+    16 tokens of the text `rows`, a single token of it, or any token of the vocabulary: the first stay close to the
+    text's domain, the last cover whatever else the model knows. Of several ranks the first one samples, so that they
+    are the same sequences as with one. `memory`: bytes of the device that may be used.
+    """
+    return world().once_tensor(lambda: _sample(weights, rows, count, length, device, seed, progress, memory))
+
+
+def _sample(
+    weights: Weights,
+    rows: Tensor,
+    count: int,
+    length: int,
+    device: torch.device,
+    seed: int,
+    progress: Progress | None,
+    memory: int | None,
+) -> Tensor:
+    if not count:
+        return rows.new_empty(0, length)
+    spec, dtype = read_spec(weights), sampling_dtype(device)
+    chance = torch.Generator().manual_seed(seed)
+    flat = rows.flatten()
+    at = torch.randint(0, len(flat) - _PROMPT, (count,), generator=chance)
+    openings = flat[at[:, None] + torch.arange(_PROMPT)]
+    any_token = torch.randint(0, spec.vocabulary, (count,), generator=chance)
+    openings[count // 3 :, 1:] = -1
+    openings[2 * count // 3 :, 0] = any_token[2 * count // 3 :]
+    batch = sampling_batch(weights, length, dtype, min(total_memory(device), memory or total_memory(device)))
+    model = build(weights, device, dtype=dtype)
+    return sampled_rows(model, openings, length, seed=seed, batch=batch, progress=progress)
+
+
+def sampling_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def sampling_batch(weights: Weights, length: int, dtype: torch.dtype, memory: int, times: float = 1) -> int:
+    """Return how many sequences are sampled at one time: 1024, or as many as have room beside the model.
+
+    By all of the `memory`, in bytes, and not by what of it is free: other batches are other samples, and a run that
+    goes on must see the same. `times`: how many layers the model has for each of these.
+    """
+    spec, size = read_spec(weights), dtype.itemsize
+    cached = times * sum(2 * layer.attention.kv_heads * layer.attention.head_size for layer in spec.layers)
+    each = length * cached * size + 24 * spec.vocabulary  # f32 logits, and what sampling makes of them
+    model = size * sum(prod(weights.shape(n)) * (times if in_layer(n) else 1) for n in weights.names())
+    return max(1, min(_BATCH, int((_SHARE * memory - model) // each)))

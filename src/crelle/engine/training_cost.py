@@ -1,0 +1,155 @@
+"""What end-to-end training (tune=full) of a whole model costs, measured on its first layers.
+
+Some steps of training, and of sampling the model's own sequences, run with one layer and with all that were quantized.
+The difference is the cost of a layer, from which the whole model's follows. Whether memory is saved (8-bit moments,
+layers computed twice) is decided for the whole model, and the measured steps do the same.
+"""
+
+import gc
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from crelle.engine.calibration_data import sampled_rows
+from crelle.engine.first_layers import FirstLayers
+from crelle.engine.own_sequences import sampling_batch, sampling_dtype
+from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.open import Weights
+from crelle.models.calibration_model import open_model
+from crelle.models.loader import build, read_spec
+from crelle.quantizers.device_limit import total_memory
+from crelle.quantizers.finetune import network_of, too_large_for
+from crelle.quantizers.ranks import world
+from crelle.quantizers.trained import TrainedConfig
+from crelle.quantizers.training import Training, TrainStep
+
+_SAMPLED = 12  # tokens of each sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCost:
+    """Of the whole model, extrapolated from `measured` layers and one."""
+
+    what: str  # "all" or "scales"
+    steps: int
+    batch: int  # sequences
+    length: int  # tokens of each
+    low_memory: bool
+    measured: int  # layers
+    step_seconds: float
+    peak_bytes: int | None  # allocated by torch; None: not on a GPU
+    own: int  # sequences that the model writes
+    sampling_batch: int  # of them at a time
+    sampling_seconds: float  # with a short cache: longer ones take longer
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.step_seconds + self.sampling_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    step_seconds: float
+    peak_bytes: int
+    token_seconds: float  # of one token of every sequence of a batch
+
+
+def training_cost(
+    recipe: TrainedConfig,
+    weights: Weights,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    layers: int,
+    measured: int,
+    count: int,
+    length: int,
+    memory: int | None = None,
+) -> TrainingCost:
+    """Measure on `weights` with `measured` layers, at least 2, that were quantized into `checkpoint`.
+
+    layers: of the whole model, count: weights in them, length: tokens of a calibration sequence.
+    """
+    length = min(2 * length, read_spec(weights).context)
+    training = recipe.end_to_end(count, length)
+    low = too_large_for(device, checkpoint, training.batch, length, times=layers / measured)
+    own = recipe.own_sequences(count)
+    room = min(total_memory(device), memory or total_memory(device))
+    batch = min(own, sampling_batch(weights, length, sampling_dtype(device), room, times=layers / measured))
+    rows = torch.randint(read_spec(weights).vocabulary, (2 * training.batch, length), generator=torch.Generator())
+    few, many = (
+        _measure(weights, checkpoint, n, recipe, replace(training, low_memory=low), rows, batch, device)
+        for n in (1, measured)
+    )
+
+    def whole(one: float, all_measured: float) -> float:
+        return one + max(0.0, all_measured - one) / (measured - 1) * (layers - 1)
+
+    token = whole(few.token_seconds, many.token_seconds)
+    return TrainingCost(
+        what=recipe.train,
+        steps=training.steps,
+        batch=training.batch,
+        length=length,
+        low_memory=low,
+        measured=measured,
+        step_seconds=whole(few.step_seconds, many.step_seconds),
+        peak_bytes=int(whole(few.peak_bytes, many.peak_bytes)) if device.type == "cuda" else None,
+        own=own,
+        sampling_batch=batch,
+        sampling_seconds=-(-own // max(1, batch)) * length * token,
+    )
+
+
+def _measure(
+    weights: Weights,
+    checkpoint: Checkpoint,
+    layers: int,
+    recipe: TrainedConfig,
+    training: Training,
+    rows: Tensor,
+    batch: int,
+    device: torch.device,
+) -> _Measured:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    teacher = FirstLayers(weights, layers)
+    run = network_of(
+        checkpoint,
+        FirstLayers(checkpoint, layers),
+        teacher,
+        training,
+        tokens=rows,
+        open_model=open_model,
+        device=device,
+        what=recipe.train,
+    ).run
+    seconds = []
+    for step in range(TrainStep.EAGER + 3 if device.type == "cuda" else 2):  # the first ones warm up, or are captured
+        begun = perf_counter()
+        float(run.take(step))  # waits for the device
+        seconds.append(perf_counter() - begun)
+    run.step.close()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    del run
+    return _Measured(min(seconds[1:]), peak, _token_seconds(teacher, rows, batch, device) if batch else 0.0)
+
+
+def _token_seconds(weights: Weights, rows: Tensor, batch: int, device: torch.device) -> float:
+    """Return how long one more token of `batch` sequences takes; of several ranks the first one samples."""
+
+    def seconds() -> float:
+        model = build(weights, device, dtype=sampling_dtype(device))
+        openings = rows.flatten()[:batch, None]
+        openings = openings.repeat(-(-batch // len(openings)), 1)[:batch]
+        sampled_rows(model, openings, 3, batch=batch)  # what is set up lazily
+        begun = perf_counter()
+        sampled_rows(model, openings, _SAMPLED + 1, batch=batch)
+        return (perf_counter() - begun) / _SAMPLED
+
+    found: float = world().once(seconds)
+    return found

@@ -1,0 +1,64 @@
+"""Sequences that a model writes for its own training: openings, batches that fit, and how many by default."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from crelle.bench.model_shapes import RandomWeights
+from crelle.engine import own_sequences
+from crelle.engine.own_sequences import own_rows, sampling_batch
+from crelle.errors import SchemeError
+from crelle.formats.open import open_weights
+from crelle.quantizers.auto import Auto
+from crelle.quantizers.mixed import Mixed
+
+CPU = torch.device("cpu")
+GB = 10**9
+
+
+def test_a_third_continues_the_text_a_third_one_token_of_it_and_a_third_any_token(tiny_model: Path) -> None:
+    text = torch.arange(5, 25).repeat(4, 3)  # 20 of 259 tokens
+    found = own_rows(open_weights(tiny_model), text, 60, 24, CPU, 0, None)
+    assert found.shape == (60, 24)
+    starts = found[:20, :16]
+    assert torch.equal(starts[:, 1:], (starts[:, :1] - 5 + torch.arange(1, 16)) % 20 + 5)
+    assert set(found[:40, 0].tolist()) <= set(range(5, 25))
+    assert len(set(found[40:, 0].tolist()) - set(range(5, 25))) > 10
+    assert torch.equal(found, own_rows(open_weights(tiny_model), text, 60, 24, CPU, 0, None))
+    assert own_rows(open_weights(tiny_model), text, 0, 24, CPU, 0, None).shape == (0, 24)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "memory", "least", "most"),
+    [
+        ("smollm2-135m", 1024, 140 * GB, 1024, 1024),
+        ("llama3-8b", 4096, 140 * GB, 100, 140),  # a sequence's keys and values take 0.54 GB
+        ("llama3-8b", 4096, 48 * GB, 20, 25),
+        ("llama3-8b", 4096, 24 * GB, 1, 1),  # the model alone takes 16
+    ],
+)
+def test_as_many_are_sampled_at_one_time_as_have_room(
+    shape: str, length: int, memory: int, least: int, most: int
+) -> None:
+    batch = sampling_batch(RandomWeights(shape, "fp16", CPU), length, torch.bfloat16, memory)
+    assert least <= batch <= most
+    first = RandomWeights(shape, "fp16", CPU, layers=2)
+    times = len(own_sequences.read_spec(RandomWeights(shape, "fp16", CPU)).layers) / 2
+    assert sampling_batch(first, length, torch.bfloat16, memory, times) == batch
+
+
+def test_training_is_as_long_as_a_model_of_that_size_needs() -> None:
+    small, large = 106_000_000, 6_980_000_000
+    full = Auto(bits=2.35, tune="full")
+    assert (full.end_to_end(small, 1024).steps, full.own_sequences(small)) == (3000, 2048)
+    assert full.end_to_end(small, 256).steps == 3000
+    tokens = full.end_to_end(large, 4096).steps * 8 * 4096
+    assert 7e6 < tokens < 9e6
+    assert full.end_to_end(large, 2048).steps * 8 * 2048 == pytest.approx(tokens, rel=0.01)
+    assert 200 < full.own_sequences(large) < 250
+    given = Mixed(tune="full", end=7, own=0)
+    assert (given.end_to_end(large, 4096).steps, given.own_sequences(large)) == (7, 0)
+    assert str(given) == "mixed:group=16,tune=full,end=7,own=0"
+    with pytest.raises(SchemeError, match="own must be 0 or more"):
+        Auto(bits=3, own=-2)
