@@ -34,7 +34,7 @@ from crelle.quantizers.auto import Auto
 _LENGTH, _TOKENS, _CONTEXT = 512, 20480, 1024
 BITS = (2.35, 3.35, 4.35)
 AUTO = ((32, 0, 16, ""), (64, 0, 24, ""), (256, 0, 128, ""), (384, 0, 256, ""), (192, 192, 256, ""))
-FULL = {2.35: (1500, 3072), 3.35: (2000, 2048), 4.35: (500, 1024)}  # steps of end-to-end training, own sequences
+FULL = {2.35: 1000, 3.35: 1000, 4.35: 500}  # steps of end-to-end training
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
@@ -46,8 +46,7 @@ def cases() -> list[dict[str, Any]]:
     """Return schemes with their calibration data."""
     found: list[dict[str, Any]] = [{"scheme": s, "rows": 64, "own": 0} for s in PLAIN]
     for bits in BITS:
-        end, sampled = FULL[bits]
-        full = 256, 0, 256, f",tune=full,end={end},own={sampled}"  # rows, own rows, steps, more
+        full = 256, 0, 256, f",tune=full,end={FULL[bits]},own=1024"  # rows, own rows, steps, more
         for rows, own, steps, more in (*AUTO, full):
             found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
     return found
