@@ -1,7 +1,7 @@
 """What the demo adds on a GPU: how fast each scheme decodes in the shape of a 7B model, with random weights.
 
-A step of the demo's own model takes a GPU less than a millisecond, nearly all of it in starting kernels: fewer bytes do
-not show there. In a real shape they do, and speed does not depend on the values of the weights.
+A step of the demo's own model takes a GPU less than a millisecond and is bound by kernel launches: fewer bytes do not
+show there. In a real shape they do, and speed does not depend on the values of the weights.
 """
 
 from collections.abc import Sequence
