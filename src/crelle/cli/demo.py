@@ -89,7 +89,7 @@ def run(
         return
     out.print(_table(rows))
     if large:
-        out.print("On a GPU a step of so small a model waits for kernel launches, not for weights. In a 7B shape it is:")
+        out.print("On a GPU a step of so small a model waits for kernel launches, not for weights; in a 7B shape:")
         out.print(shape_table(large, _LABELS))
     for r in rows:
         label = f"{_LABELS[r.scheme]}, {r.scheme}" if r.scheme in _LABELS else r.scheme
