@@ -115,6 +115,7 @@ def measure(
         )
         if not seen.layers:
             raise SchemeError(f"{weights.path} has no layers to measure")
+        allocated, reserved = _device_peaks(device)  # of calibration: training has its own
         training, measured = None, len(seen.layers)
         if isinstance(recipe, TrainedConfig) and trains_fully(recipe) and tokens is not None:
             if measured > 1:
@@ -133,19 +134,18 @@ def measure(
             left_out.append(
                 f"the search for bits is taken to cost {layers / measured:g} times that of {measured} layers"
             )
-    on_gpu = device.type == "cuda"
     return QuantizeCost(
         model=weights.path.name,
         scheme=str(recipe),
-        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         devices=world().size,
         rows=0 if tokens is None else tokens.shape[0],
         length=0 if tokens is None else tokens.shape[1],
         layers=layers,
         layer_seconds=seen.layers,
         once_seconds=once,
-        device_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        device_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        device_peak_bytes=allocated,
+        device_reserved_bytes=reserved,
         host_peak_bytes=_peak_bytes(),
         memory_limit=memory,
         memory_plan=planned,
@@ -163,6 +163,13 @@ def trains_fully(recipe: object) -> bool:
 def layer_weights(model: CalibrationModel) -> int:
     """Return how many weights the matrices of all layers have."""
     return model.layers * sum(map(prod, model.shapes()[0]))
+
+
+def _device_peaks(device: torch.device) -> tuple[int | None, int | None]:
+    """Return the most memory of a GPU that torch has had allocated, and held."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def _peak_bytes() -> int:
