@@ -34,32 +34,28 @@ def own_rows(
     text's domain, the last cover whatever else the model knows. Of several ranks the first one samples, so that they
     are the same sequences as with one. `memory`: bytes of the device that may be used.
     """
-    return world().once_tensor(lambda: _sample(weights, rows, count, length, device, seed, progress, memory))
-
-
-def _sample(
-    weights: Weights,
-    rows: Tensor,
-    count: int,
-    length: int,
-    device: torch.device,
-    seed: int,
-    progress: Progress | None,
-    memory: int | None,
-) -> Tensor:
     if not count:
         return rows.new_empty(0, length)
-    spec, dtype = read_spec(weights), sampling_dtype(device)
+
+    def sample() -> Tensor:
+        dtype = sampling_dtype(device)
+        batch = sampling_batch(weights, length, dtype, min(total_memory(device), memory or total_memory(device)))
+        model = build(weights, device, dtype=dtype)
+        openings = _openings(rows.flatten(), count, read_spec(weights).vocabulary, seed)
+        return sampled_rows(model, openings, length, seed=seed, batch=batch, progress=progress)
+
+    return world().once_tensor(sample)
+
+
+def _openings(text: Tensor, count: int, vocabulary: int, seed: int) -> Tensor:
+    """Return [count, 16] token ids; -1: to be sampled."""
     chance = torch.Generator().manual_seed(seed)
-    flat = rows.flatten()
-    at = torch.randint(0, len(flat) - _PROMPT, (count,), generator=chance)
-    openings = flat[at[:, None] + torch.arange(_PROMPT)]
-    any_token = torch.randint(0, spec.vocabulary, (count,), generator=chance)
+    at = torch.randint(0, len(text) - _PROMPT, (count,), generator=chance)
+    openings = text[at[:, None] + torch.arange(_PROMPT)]
+    any_token = torch.randint(0, vocabulary, (count,), generator=chance)
     openings[count // 3 :, 1:] = -1
     openings[2 * count // 3 :, 0] = any_token[2 * count // 3 :]
-    batch = sampling_batch(weights, length, dtype, min(total_memory(device), memory or total_memory(device)))
-    model = build(weights, device, dtype=dtype)
-    return sampled_rows(model, openings, length, seed=seed, batch=batch, progress=progress)
+    return openings
 
 
 def sampling_dtype(device: torch.device) -> torch.dtype:
