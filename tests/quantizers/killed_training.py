@@ -90,7 +90,7 @@ def die_while_saving(time: int) -> None:
 def main(model: str, directory: Path, options: dict[str, Any]) -> dict[str, Any]:
     EndToEnd.run.__defaults__ = (None, None, 0.0)  # state, progress, save_every: saved after every tenth step
     if options.get("low_memory"):
-        finetune.too_large_for = lambda *_: True
+        finetune.too_large_for = lambda *_, **__: True
     text = CalibrationData(text=TEXT, rows=4, length=options.get("length", 32))
     steps: list[int] = []
 

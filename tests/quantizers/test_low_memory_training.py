@@ -12,11 +12,13 @@ from crelle.engine.calibration_data import CalibrationData
 from crelle.engine.quantize import quantize, tune_checkpoint
 from crelle.errors import FormatError
 from crelle.formats.checkpoint import Checkpoint
+from crelle.quantizers import finetune
 from crelle.quantizers.adam8 import LowMemoryStep, Moments
-from crelle.quantizers.finetune import fast_bytes
+from crelle.quantizers.finetune import fast_bytes, too_large_for
 from crelle.quantizers.training import Training
 
 CPU = torch.device("cpu")
+SCALES = "auto:bits=2.9,tune=full,steps=2,end=4,own=2,train=scales"
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60
 
 
@@ -103,15 +105,29 @@ def test_a_training_that_died_goes_on_to_the_same_weights(checkpoint: Path, tiny
 
 
 def test_scales_alone_by_the_scheme(tiny_model: Path, tmp_path: Path) -> None:
-    scheme = "auto:bits=2.9,tune=full,steps=2,end=4,own=2,train=scales"
     text = CalibrationData(text=TEXT, rows=4, length=32)
-    quantize(tiny_model, tmp_path / "q", scheme, text=text, device="cpu")
-    assert Checkpoint(tmp_path / "q").scheme == scheme
+    quantize(tiny_model, tmp_path / "q", SCALES, text=text, device="cpu")
+    assert Checkpoint(tmp_path / "q").scheme == SCALES
 
 
 def test_large_models_take_the_way_with_less_memory(checkpoint: Path) -> None:
     weights = 30 * sum(N * K for N, K in _shapes(checkpoint))
     assert weights < fast_bytes(Checkpoint(checkpoint), 8 * 512) < 100 * weights
+
+    need = fast_bytes(Checkpoint(checkpoint), 8 * 512)
+    assert not too_large_for(CPU, Checkpoint(checkpoint), 8, 512)
+    assert not too_large_for(CPU, Checkpoint(checkpoint), 8, 512, memory=need)
+    assert too_large_for(CPU, Checkpoint(checkpoint), 8, 512, memory=need - 1)
+
+
+def test_a_limit_on_memory_is_one_on_training_too(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(finetune, "too_large_for", lambda *_, memory: seen.append(memory) or True)
+    text = CalibrationData(text=TEXT, rows=2, length=32)
+    quantize(tiny_model, tmp_path / "out", SCALES, text=text, memory=10**9, device="cpu")
+    assert seen == [10**9]
 
 
 def _shapes(path: Path) -> list[tuple[int, int]]:

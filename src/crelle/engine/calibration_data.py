@@ -11,6 +11,7 @@ from torch import Tensor
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
+from crelle.models.cache import Cache
 from crelle.models.loader import Model
 
 
@@ -64,8 +65,7 @@ def sampled_rows(
         given = part.to(model.device)
         row = fresh = given[:, :1]
         while row.shape[1] < length:
-            logits = model(fresh, cache, last=True)[:, -1].float() / temperature
-            fresh = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            fresh = next_tokens(model, cache, fresh, generator, temperature)
             if row.shape[1] < given.shape[1]:
                 wanted = given[:, row.shape[1], None]
                 fresh = torch.where(wanted >= 0, wanted, fresh)
@@ -74,3 +74,11 @@ def sampled_rows(
         if progress:
             progress(min((at + 1) * batch, len(opening)), len(opening), "sampling")
     return torch.cat(done)
+
+
+def next_tokens(
+    model: Model, cache: Cache, tokens: Tensor, generator: torch.Generator | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Append `tokens` [S, T] to the cache and sample the token that follows them, [S, 1]."""
+    logits = model(tokens, cache, last=True)[:, -1].float() / temperature
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -303,6 +303,7 @@ def _in_two_stages(
         scheme=str(trained),
         resume=bool(options["resume"]),
         overwrite=bool(options["overwrite"]),
+        memory=calibration.memory,
         progress=options["progress"],  # type: ignore[arg-type]
     )
     if not world().first:

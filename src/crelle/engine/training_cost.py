@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from crelle.engine.calibration_data import sampled_rows
+from crelle.engine.calibration_data import next_tokens
 from crelle.engine.first_layers import FirstLayers
 from crelle.engine.own_sequences import sampling_batch, sampling_dtype
 from crelle.formats.checkpoint import Checkpoint
@@ -25,7 +25,8 @@ from crelle.quantizers.ranks import world
 from crelle.quantizers.trained import TrainedConfig
 from crelle.quantizers.training import Training, TrainStep
 
-_SAMPLED = 12  # tokens of each sequence
+_SAMPLED = 8  # tokens of each sequence at most, after as many that warm up
+_PREFILL = 64  # tokens of each sequence in one pass, which bounds the activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class TrainingCost:
     peak_bytes: int | None  # allocated by torch; None: not on a GPU
     own: int  # sequences that the model writes
     sampling_batch: int  # of them at a time
-    sampling_seconds: float  # with a short cache: longer ones take longer
+    sampling_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -74,7 +75,7 @@ def training_cost(
     """
     length = min(2 * length, read_spec(weights).context)
     training = recipe.end_to_end(count, length)
-    low = too_large_for(device, checkpoint, training.batch, length, times=layers / measured)
+    low = too_large_for(device, checkpoint, training.batch, length, times=layers / measured, memory=memory)
     own = recipe.own_sequences(count)
     room = min(total_memory(device), memory or total_memory(device))
     batch = min(own, sampling_batch(weights, length, sampling_dtype(device), room, times=layers / measured))
@@ -139,17 +140,31 @@ def _measure(
     return _Measured(min(seconds[1:]), peak, _token_seconds(teacher, rows, batch, device) if batch else 0.0)
 
 
+@torch.inference_mode()
 def _token_seconds(weights: Weights, rows: Tensor, batch: int, device: torch.device) -> float:
-    """Return how long one more token of `batch` sequences takes; of several ranks the first one samples."""
+    """Return how long one more token of `batch` sequences takes; of several ranks the first one samples.
+
+    At half of the length: a token's time grows with the cache, so that is the mean of a whole sequence.
+    """
 
     def seconds() -> float:
         model = build(weights, device, dtype=sampling_dtype(device))
-        openings = rows.flatten()[:batch, None]
-        openings = openings.repeat(-(-batch // len(openings)), 1)[:batch]
-        sampled_rows(model, openings, 3, batch=batch)  # what is set up lazily
-        begun = perf_counter()
-        sampled_rows(model, openings, _SAMPLED + 1, batch=batch)
-        return (perf_counter() - begun) / _SAMPLED
+        cache = model.new_cache(batch)
+        count = max(1, min(_SAMPLED, rows.shape[1] // 4))
+        opening = rows[torch.arange(batch) % len(rows), : max(1, rows.shape[1] // 2 - count)].to(device)
+        for part in torch.split(opening, _PREFILL, dim=1):
+            fresh = next_tokens(model, cache, part)
+
+        def sample() -> float:
+            nonlocal fresh
+            begun = perf_counter()
+            for _ in range(count):
+                fresh = next_tokens(model, cache, fresh)
+            fresh.cpu()  # waits for the device
+            return perf_counter() - begun
+
+        sample()  # what is set up lazily
+        return sample() / count
 
     found: float = world().once(seconds)
     return found

@@ -66,11 +66,13 @@ def tune(
     resume: bool = False,
     overwrite: bool = False,
     low_memory: bool | None = None,
+    memory: int | None = None,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`.
 
-    low_memory: Training.low_memory; None: where the device has too little for the fast way.
+    low_memory: Training.low_memory; None: where the device, or the `memory` that may be used of it, has too little for
+    the fast way.
     """
     begun = perf_counter()
     out = destination(out)
@@ -78,7 +80,7 @@ def tune(
     check_copied_files(checkpoint.path)
     scheme = scheme or f"{checkpoint.scheme}"
     if low_memory is None:
-        low_memory = too_large_for(device, checkpoint, training.batch, tokens.shape[1])
+        low_memory = too_large_for(device, checkpoint, training.batch, tokens.shape[1], memory=memory)
     training = replace(training, low_memory=low_memory)
     recipe = {
         "crelle": __version__,
@@ -137,11 +139,22 @@ def network_of(
     return TrainedNetwork(EndToEnd(network, list(coders.values()), full, tokens, training, device), coders)
 
 
-def too_large_for(device: torch.device, checkpoint: Checkpoint, batch: int, length: int, times: float = 1) -> bool:
-    """Tell whether the device has too little memory for the fast way, with its rows of a batch; times: fast_bytes."""
+def too_large_for(
+    device: torch.device,
+    checkpoint: Checkpoint,
+    batch: int,
+    length: int,
+    *,
+    times: float = 1,
+    memory: int | None = None,
+) -> bool:
+    """Tell whether the device has too little memory for the fast way, with its rows of a batch.
+
+    times: fast_bytes. memory: bytes of the device that may be used; None: all.
+    """
     need, ranks = fast_bytes(checkpoint, -(-batch // world().size) * length, times), world().size
     total = total_memory(device) // (1 if device.type == "cuda" else ranks)  # ranks on a CPU share it
-    return need > total
+    return need > min(total, memory or total)
 
 
 def fast_bytes(checkpoint: Checkpoint, tokens: int, times: float = 1) -> int:
