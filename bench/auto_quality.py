@@ -1,11 +1,11 @@
 """What calibration data, training steps and damping bring: perplexity on the test text, and on texts of other kinds.
 
-    python bench/auto_quality.py OUT.json DATA [--only 'bits=3.35.*full'] [--device cuda] [--jobs 6]    DATA: with text/
+    python bench/auto_quality.py OUT.json DATA [--only 'auto.* 192 rows'] [--device cuda] [--jobs 6] [--memory 50]
 
-SmolLM2, calibrated on rows of 512 tokens of WikiText-2 valid and on sequences that the model itself writes (`own`).
-Test: WikiText-2 test; unseen: TinyStories and Python's documentation; windows of 1024, 20,480 tokens each. `auto` is
-searched for once for each target, and quantized by that plan: runs differ in what their rows say alone. Rows are added
-to OUT.json as they are done.
+DATA: a folder with text/. SmolLM2, calibrated on rows of 512 tokens of WikiText-2 valid and on sequences that the model
+itself writes (`own`). Test: WikiText-2 test; unseen: TinyStories and Python's documentation; windows of 1024, 20,480
+tokens each. `auto` is searched for once for each target, and quantized by that plan: runs differ in what their rows say
+alone. Rows are added to OUT.json as they are done.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from crelle.quantizers.auto import Auto
 _LENGTH, _TOKENS, _CONTEXT = 512, 20480, 1024
 BITS = (2.35, 3.35, 4.35)
 AUTO = ((32, 0, 16, ""), (64, 0, 24, ""), (256, 0, 128, ""), (384, 0, 256, ""), (192, 192, 256, ""))
-FULL = {2.35: 1000, 3.35: 1000, 4.35: 500}  # steps of end-to-end training
+FULL = {2.35: "end=1000,own=1024", 3.35: "end=3000,own=2048", 4.35: "end=500,own=1024"}  # training end to end
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
@@ -46,7 +46,7 @@ def cases() -> list[dict[str, Any]]:
     """Return schemes with their calibration data."""
     found: list[dict[str, Any]] = [{"scheme": s, "rows": 64, "own": 0} for s in PLAIN]
     for bits in BITS:
-        full = 256, 0, 256, f",tune=full,end={FULL[bits]},own=1024"  # rows, own rows, steps, more
+        full = 192, 192, 256, f",tune=full,{FULL[bits]}"  # rows, own rows, steps, more
         for rows, own, steps, more in (*AUTO, full):
             found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
     return found
@@ -74,14 +74,14 @@ def search(bits: float, data: Path, device: str) -> dict[str, str]:
     return Auto(bits=bits).plan(open_model(weights, where), rows, where, None)
 
 
-def one(case: dict[str, Any], plan: dict[str, str], data: Path, device: str) -> dict[str, Any]:
+def one(case: dict[str, Any], plan: dict[str, str], data: Path, device: str, memory: int | None) -> dict[str, Any]:
     """Quantize and evaluate one case."""
     torch.set_num_threads(1)
     begun = perf_counter()
     text = CalibrationData(text=calibration_text(data), rows=case["rows"], length=_LENGTH, own=case["own"])
     scheme = f"{case['scheme']},search=false" if plan else case["scheme"]
     with tempfile.TemporaryDirectory() as d:
-        made = quantize(smollm2(), Path(d) / "out", scheme, text=text, device=device, overrides=plan)
+        made = quantize(smollm2(), Path(d) / "out", scheme, text=text, device=device, overrides=plan, memory=memory)
         row = {**case, "bits_per_weight": made.bits_per_weight, "seconds": perf_counter() - begun}
         return row | perplexities(made.out, data, device)
 
@@ -90,13 +90,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--only", default="", help="a regular expression for the schemes to run")
+    parser.add_argument("--only", default="", help="a regular expression for what to run, like 'auto.* 192 rows'")
+    parser.add_argument("--memory", type=float, help="gigabytes of the device for each run; default: all of it")
     add_options(parser)
     args = parser.parse_args()
     only = f" --only '{args.only}'" if args.only else ""
+    memory = None if args.memory is None else int(args.memory * 1e9)
+    only += "" if args.memory is None else f" --memory {args.memory:g}"
     command = f"python bench/auto_quality.py OUT.json DATA{only} --device {args.device} --jobs {args.jobs}"
     results = Results(args.out, command)
-    wanted = [c for c in cases() if re.search(args.only, c["scheme"])]
+    wanted = [c for c in cases() if re.search(args.only, f"{c['scheme']} {c['rows']} rows {c['own']} own")]
     wanted = [c for c in wanted if not results.has(scheme=c["scheme"], rows=c["rows"], own=c["own"])]
     results.result["model"] = "SmolLM2-135M-Instruct"
     if "fp32" not in results.result:
@@ -107,7 +110,7 @@ def main() -> None:
         running = {}
         for case in sorted(wanted, key=lambda c: "target" in c):  # those without a plan first
             plan = plans[case["target"]].result() if "target" in case else {}
-            running[pool.submit(one, case, plan, args.data, args.device)] = case
+            running[pool.submit(one, case, plan, args.data, args.device, memory)] = case
         for done in as_completed(running):
             if error := done.exception():
                 print(running[done], error, flush=True)

@@ -62,6 +62,7 @@ def sampled_rows(
     done: list[Tensor] = []
     for at, part in enumerate(torch.split(opening, batch)):
         cache = model.new_cache(len(part))
+        cache.grow(length - 1)  # at once: what a cache that grows leaves behind would take as much again
         given = part.to(model.device)
         row = fresh = given[:, :1]
         while row.shape[1] < length:

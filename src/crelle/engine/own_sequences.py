@@ -15,7 +15,7 @@ from crelle.quantizers.ranks import world
 
 _PROMPT = 16  # tokens of the text that the model continues
 _BATCH = 1024  # sequences at a time, where their cache fits
-_SHARE = 0.6  # of the memory, for the model and the cache
+_SHARE = 0.85  # of the memory, for the model and the cache
 
 
 def own_rows(

@@ -150,6 +150,7 @@ def _token_seconds(weights: Weights, rows: Tensor, batch: int, device: torch.dev
     def seconds() -> float:
         model = build(weights, device, dtype=sampling_dtype(device))
         cache = model.new_cache(batch)
+        cache.grow(rows.shape[1] - 1)
         count = max(1, min(_SAMPLED, rows.shape[1] // 4))
         opening = rows[torch.arange(batch) % len(rows), : max(1, rows.shape[1] // 2 - count)].to(device)
         for part in torch.split(opening, _PREFILL, dim=1):
