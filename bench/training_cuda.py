@@ -20,11 +20,11 @@ import torch
 from crelle.bench.environment import environment
 from crelle.bench.model_shapes import SHAPES, RandomWeights
 from crelle.models.calibration_model import open_model
-from crelle.quantizers.end_to_end import EndToEnd, Network
-from crelle.quantizers.finetune import in_bf16
-from crelle.quantizers.layer_api import Block, has_half_products
+from crelle.quantizers.end_to_end import EndToEnd, Network, drawn
+from crelle.quantizers.layer_api import Block
 from crelle.quantizers.ste import trainable
 from crelle.quantizers.ste_base import TrainableWeight
+from crelle.quantizers.teacher import Teacher
 from crelle.quantizers.training import Training
 
 SCHEME = "gptq:bits=2,group=64,free=true"
@@ -34,18 +34,18 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
     device = torch.device(args.device)
     torch.manual_seed(0)
     source = RandomWeights(args.shape, "fp16", device=device, layers=layers)
-    teacher = Network.of(open_model(source, device), in_bf16 if has_half_products(device) else None)
+    tokens = torch.randint(0, SHAPES[args.shape]["vocab_size"], (16, args.length))
+    training = Training(steps=1000, batch=args.batch, warmup=1, low_memory=True)
+    teacher = Teacher.of(open_model(source, device), tokens, drawn(len(tokens), training), device, batch=args.batch)
     weights = RandomWeights(args.shape, SCHEME, device=device, layers=layers)
     coders: list[TrainableWeight] = []
 
-    def install(block: Block) -> None:
+    def install(_: int, block: Block) -> None:
         for name, linear in block.linears().items():
             coders.append(trainable(weights.matrix(name), None, what).to(device))
             linear.coder, linear.weight = coders[-1], torch.empty(0)
 
     student = Network.of(open_model(weights, device), install, recompute=True)
-    tokens = torch.randint(0, SHAPES[args.shape]["vocab_size"], (16, args.length))
-    training = Training(steps=1000, batch=args.batch, warmup=1, low_memory=True)
     run = EndToEnd(student, coders, teacher, tokens, training, device)
     # Of the first layer; a low moves only when weights leave the grid, and none has yet.
     watched = [p for c in coders[:7] for name, p in c.named_parameters() if name != "low"]
@@ -60,7 +60,9 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
     moved = [float((a != b).float().mean()) for a, b in zip(before, watched, strict=True)]
     assert min(moved) > 0.5, f"some parameters hardly moved: {moved}"
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {"what": what, "layers": layers, "step_seconds": seconds, "peak_bytes": peak, "last_loss": loss}
+    each = teacher.seconds / len(tokens)
+    found = {"step_seconds": seconds, "teacher_seconds_per_sequence": each, "peak_bytes": peak, "last_loss": loss}
+    return {"what": what, "layers": layers, **found}
 
 
 def main() -> None:

@@ -63,8 +63,8 @@ def test_end_to_end_training_is_measured_and_is_part_of_the_whole(train: str) ->
     assert t is not None
     assert (t.what, t.steps, t.batch, t.length, t.own, t.sampling_batch) == (train, 50, 8, 32, 9, 9)
     assert (t.measured, t.low_memory, t.peak_bytes) == (2, False, None)
-    assert t.seconds == pytest.approx(50 * t.step_seconds + t.sampling_seconds)
-    assert min(t.step_seconds, t.sampling_seconds) > 0
+    assert t.seconds == pytest.approx(50 * t.step_seconds + t.sampling_seconds + t.teacher_seconds)
+    assert min(t.step_seconds, t.sampling_seconds, t.teacher_seconds) > 0
     before = sum(cost.once_seconds.values()) + 3 * sum(cost.layer_seconds[-1].values())
     assert cost.extrapolated_seconds == pytest.approx(before + t.seconds)
 

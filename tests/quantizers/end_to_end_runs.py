@@ -8,8 +8,9 @@ import torch
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
-from crelle.quantizers.end_to_end import EndToEnd, Network
+from crelle.quantizers.end_to_end import EndToEnd, Network, drawn
 from crelle.quantizers.ste import trainable
+from crelle.quantizers.teacher import Teacher
 from crelle.quantizers.training import Training
 
 
@@ -23,8 +24,9 @@ def fresh_run(checkpoint: Path, teacher: Path, training: Training) -> EndToEnd:
         for name, linear in block.linears().items():
             linear.coder = trainable(c.matrix(name), None, "all")
             coders.append(linear.coder)
-    full = Network.of(CalibrationModel(open_weights(teacher)))
-    return EndToEnd(student, coders, full, tokens, training, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    full = Teacher.of(CalibrationModel(open_weights(teacher)), tokens, drawn(len(tokens), training), cpu)
+    return EndToEnd(student, coders, full, tokens, training, cpu)
 
 
 def killed_at_10(run: EndToEnd, state: Path) -> None:

@@ -62,7 +62,8 @@ def _training(t: "TrainingCost") -> list[str]:
     return [
         f"then end to end, {t.what} trained ({how}): {steps}, {t.step_seconds:.2f} s each{peak}: "
         f"{t.steps * t.step_seconds / 60:.1f} min, extrapolated from 1 and {t.measured} layers",
-        f"before it {sampled}: {t.sampling_seconds / 60:.1f} min",
+        f"before it {sampled}: {t.sampling_seconds / 60:.1f} min, and the full-precision model on all sequences: "
+        f"{t.teacher_seconds / 60:.1f} min",
     ]
 
 

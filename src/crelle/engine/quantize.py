@@ -203,17 +203,28 @@ def dry_run_on(
     pipeline.refuse_quantized(weights)
     where, count = choose_device(device), layer_count(weights)
     first = FirstLayers(weights, min(count, 2 if where.type == "cuda" or trains_fully(parse(scheme)) else 1))
-    tokens, left_out = None, []
+    tokens, left_out, sequences = None, [], None
     if any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())):
         if text is None:
             raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
         length = min(text.length, read_spec(weights).context)
         tokens = _rows(weights, text.text, length, text.rows + text.own, text.seed)
+        if trains_fully(parse(scheme)):
+            sequences = len(_rows(weights, text.text, min(2 * length, read_spec(weights).context)))
         if text.own:
             left_out.append(f"sampling {text.own} sequences from the model comes on top and is not in these figures")
     matching = pipeline.matching(overrides or {}, in_usual_form(first))
     cost = measure(
-        first, scheme, tokens, where, layers=count, overrides=matching, head=head, memory=memory, progress=progress
+        first,
+        scheme,
+        tokens,
+        where,
+        layers=count,
+        overrides=matching,
+        head=head,
+        memory=memory,
+        text=sequences,
+        progress=progress,
     )
     return replace(cost, left_out=(*left_out, *cost.left_out))
 

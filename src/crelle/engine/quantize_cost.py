@@ -78,11 +78,13 @@ def measure(
     overrides: Mapping[str, str] | None = None,
     head: str | None = None,
     memory: int | None = None,
+    text: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
     """Quantize weights that have the first layers of a model with `layers`, and measure it.
 
-    `tokens` are the calibration sequences [S, T], for schemes that look at data; `memory`: bytes that may be used.
+    `tokens` are the calibration sequences [S, T], for schemes that look at data; `memory`: bytes that may be used;
+    `text`: sequences of 2 T tokens for training, None: as many tokens as for calibration.
     """
     calibration = None if tokens is None else Calibration(tokens, open_model, device, memory)
     recipe, left_out = parse(scheme), []
@@ -121,8 +123,18 @@ def measure(
             if measured > 1:
                 made = Checkpoint(Path(directory) / "out")
                 count = layer_weights(open_model(weights, device)) * layers // measured
-                sizes = {"layers": layers, "measured": measured, "count": count, "length": tokens.shape[1]}
-                training = training_cost(recipe, weights, made, device, **sizes, memory=memory)
+                training = training_cost(
+                    recipe,
+                    weights,
+                    made,
+                    device,
+                    layers=layers,
+                    measured=measured,
+                    count=count,
+                    length=tokens.shape[1],
+                    text=-(-len(tokens) // 2) if text is None else text,
+                    memory=memory,
+                )
             else:
                 left_out.append(
                     "end-to-end training (tune=full) comes on top: a model of one layer tells nothing of it"

@@ -20,6 +20,7 @@ from crelle.formats.open import Weights
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, read_spec
 from crelle.quantizers.device_limit import total_memory
+from crelle.quantizers.end_to_end import drawn
 from crelle.quantizers.finetune import network_of, too_large_for
 from crelle.quantizers.ranks import world
 from crelle.quantizers.trained import TrainedConfig
@@ -44,10 +45,11 @@ class TrainingCost:
     own: int  # sequences that the model writes
     sampling_batch: int  # of them at a time
     sampling_seconds: float
+    teacher_seconds: float  # the full-precision model on every sequence, before training
 
     @property
     def seconds(self) -> float:
-        return self.steps * self.step_seconds + self.sampling_seconds
+        return self.steps * self.step_seconds + self.sampling_seconds + self.teacher_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _Measured:
     step_seconds: float
     peak_bytes: int
     token_seconds: float  # of one token of every sequence of a batch
+    teacher_seconds: float  # of one sequence
 
 
 def training_cost(
@@ -67,11 +70,13 @@ def training_cost(
     measured: int,
     count: int,
     length: int,
+    text: int,
     memory: int | None = None,
 ) -> TrainingCost:
     """Measure on `weights` with `measured` layers, at least 2, that were quantized into `checkpoint`.
 
-    layers: of the whole model, count: weights in them, length: tokens of a calibration sequence.
+    layers: of the whole model, count: weights in them, length: tokens of a calibration sequence, text: sequences for
+    training that the text has.
     """
     length = min(2 * length, read_spec(weights).context)
     training = recipe.end_to_end(count, length)
@@ -81,7 +86,7 @@ def training_cost(
     batch = min(own, sampling_batch(weights, length, sampling_dtype(device), room, times=layers / measured))
     rows = torch.randint(read_spec(weights).vocabulary, (2 * training.batch, length), generator=torch.Generator())
     few, many = (
-        _measure(weights, checkpoint, n, recipe, replace(training, low_memory=low), rows, batch, device)
+        _measure(weights, checkpoint, n, recipe, replace(training, low_memory=low), rows, batch, device, memory)
         for n in (1, measured)
     )
 
@@ -101,6 +106,7 @@ def training_cost(
         own=own,
         sampling_batch=batch,
         sampling_seconds=-(-own // max(1, batch)) * length * token,
+        teacher_seconds=len(drawn(own + text, training)) * whole(few.teacher_seconds, many.teacher_seconds),
     )
 
 
@@ -113,6 +119,7 @@ def _measure(
     rows: Tensor,
     batch: int,
     device: torch.device,
+    memory: int | None,
 ) -> _Measured:
     gc.collect()
     if device.type == "cuda":
@@ -128,7 +135,10 @@ def _measure(
         open_model=open_model,
         device=device,
         what=recipe.train,
+        memory=memory,
     ).run
+    assert run.teacher is not None
+    each = run.teacher.seconds / len(drawn(len(rows), training))
     seconds = []
     for step in range(TrainStep.EAGER + 3 if device.type == "cuda" else 2):  # the first ones warm up, or are captured
         begun = perf_counter()
@@ -137,7 +147,7 @@ def _measure(
     run.step.close()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     del run
-    return _Measured(min(seconds[1:]), peak, _token_seconds(teacher, rows, batch, device) if batch else 0.0)
+    return _Measured(min(seconds[1:]), peak, _token_seconds(teacher, rows, batch, device) if batch else 0.0, each)
 
 
 @torch.inference_mode()

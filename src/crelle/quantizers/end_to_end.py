@@ -1,6 +1,7 @@
 """Training a whole quantized model end to end, saving its state so that a killed run goes on.
 
-    min over all parameters of  mean_t KL(p_t ‖ p̂_t)     p the full-precision model's next-token distribution;
+    min over all parameters of  mean_t KL(p_t ‖ p̂_t)     p the full-precision model's next-token distribution
+                                                         (crelle.quantizers.teacher);
     or the plain language-model loss where there is no teacher (AlphaTuning on a task's text)
 
 Deterministic for a seed. Of several ranks (crelle.quantizers.ranks) each has the whole model and takes its rows of
@@ -23,6 +24,7 @@ from crelle.formats.io import whole_file
 from crelle.quantizers.adam8 import LowMemoryStep
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
 from crelle.quantizers.ranks import world
+from crelle.quantizers.teacher import Teacher
 from crelle.quantizers.training import Training, TrainStep, whole_losses
 
 _CHUNK = 512  # tokens whose logits are in memory at one time, on a CPU and where memory is short
@@ -38,14 +40,16 @@ class Network:
 
     @classmethod
     def of(
-        cls, model: CalibrationModel, prepare: Callable[[Block], None] | None = None, recompute: bool = False
+        cls, model: CalibrationModel, prepare: Callable[[int, Block], None] | None = None, recompute: bool = False
     ) -> "Network":
-        """Build all blocks; `prepare` is called with each before the next is built, and may drop what it holds."""
+        """Build all blocks; `prepare` is called with each and its number before the next is built, and may drop what
+        it holds.
+        """
         blocks = []
         for i in range(model.layers):
             blocks.append(model.block(i))
             if prepare is not None:
-                prepare(blocks[-1])
+                prepare(i, blocks[-1])
         return cls(model, blocks, recompute)
 
     def hidden(self, rows: Tensor) -> Tensor:
@@ -56,6 +60,21 @@ class Network:
         return self.model.finish(x)
 
 
+def picked(step: int, count: int, t: Training) -> Tensor:
+    """Return which of `count` sequences this rank has in a step: by the seed and the step alone, so that a resumed run
+    sees the same data.
+    """
+    order = torch.Generator().manual_seed(t.seed * 1_000_003 + step)
+    return world().part(torch.randint(0, count, (t.batch,), generator=order))
+
+
+def drawn(count: int, t: Training) -> Tensor:
+    """Return which of `count` sequences this rank has in any step."""
+    return torch.tensor(
+        sorted({i for step in range(t.steps) for i in picked(step, count, t).tolist()}), dtype=torch.long
+    )
+
+
 class EndToEnd:
     """Trains the coders in a network on token sequences [S, T], by distillation or by the language-model loss."""
 
@@ -63,7 +82,7 @@ class EndToEnd:
         self,
         student: Network,
         coders: Sequence[nn.Module],
-        teacher: Network | None,
+        teacher: Teacher | None,
         tokens: Tensor,
         t: Training,
         device: torch.device,
@@ -106,17 +125,12 @@ class EndToEnd:
 
     def take(self, step: int) -> Tensor:
         """Take one step; returns its loss, on the device."""
-        # The batch of a step depends on the seed and the step alone, so that a resumed run sees the same data.
-        order = torch.Generator().manual_seed(self.t.seed * 1_000_003 + step)
-        pick = torch.randint(0, len(self.tokens), (self.t.batch,), generator=order)
-        return self.step(step, self.tokens[world().part(pick)].to(self.device))
+        pick = picked(step, len(self.tokens), self.t)
+        inputs = [self.tokens[pick], *([] if self.teacher is None else [self.teacher.hidden(pick)])]
+        return self.step(step, *(t.to(self.device) for t in inputs))
 
-    def _loss_of(self, rows: Tensor) -> Tensor:
+    def _loss_of(self, rows: Tensor, soft: Tensor | None = None) -> Tensor:
         with half_products(self.device, self.t.half):
-            soft = None
-            if self.teacher is not None:
-                with torch.no_grad():
-                    soft = self.teacher.hidden(rows)
             return self._loss(self.student.hidden(rows), soft, rows)
 
     def _loss(self, out: Tensor, soft: Tensor | None, rows: Tensor) -> Tensor:

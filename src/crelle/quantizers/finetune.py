@@ -26,13 +26,14 @@ from crelle.formats.open import Weights
 from crelle.formats.ownership import STATE
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.quantizers.device_limit import total_memory
-from crelle.quantizers.end_to_end import EndToEnd, Network
+from crelle.quantizers.end_to_end import EndToEnd, Network, drawn
 from crelle.quantizers.first_writer import Encoded, FirstWriter
-from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, has_half_products
+from crelle.quantizers.layer_api import Block, CalibrationModel, Progress
 from crelle.quantizers.pipeline import Shard, plan
 from crelle.quantizers.ranks import world
 from crelle.quantizers.ste import trainable
 from crelle.quantizers.ste_base import TrainableWeight
+from crelle.quantizers.teacher import Teacher
 from crelle.quantizers.training import Training
 from crelle.version import __version__
 
@@ -93,7 +94,16 @@ def tune(
     }
     with FirstWriter(out, recipe, [], resume=resume, overwrite=overwrite) as writer:
         found = network_of(
-            checkpoint, checkpoint, teacher, training, tokens=tokens, open_model=open_model, device=device, what=what
+            checkpoint,
+            checkpoint,
+            teacher,
+            training,
+            tokens=tokens,
+            open_model=open_model,
+            device=device,
+            what=what,
+            memory=memory,
+            progress=progress,
         )
         coders = found.coders
         losses = found.run.run(writer.partial / STATE, progress)
@@ -127,16 +137,29 @@ def network_of(
     open_model: Callable[[Weights, torch.device], CalibrationModel],
     device: torch.device,
     what: What,
+    memory: int | None = None,
+    progress: Progress | None = None,
 ) -> TrainedNetwork:
-    """Build both models in memory; `student`: the checkpoint, or some of its layers, which the teacher then has too."""
-    shrink = in_bf16 if training.low_memory and training.half and has_half_products(device) else None
-    full = None if teacher is None else Network.of(open_model(teacher, device), shrink)
+    """Run the teacher, then build the student; `student`: the checkpoint, or some of its layers, as the teacher has."""
+    full = None if teacher is None else open_model(teacher, device)
+    soft = None
+    if full is not None:
+        soft = Teacher.of(
+            full,
+            tokens,
+            drawn(len(tokens), training),
+            device,
+            batch=training.batch,
+            half=training.half,
+            memory=memory,
+            progress=progress,
+        )
     coders: dict[str, TrainableWeight] = {}
-    install = _installer(checkpoint, full, what, device, coders)
+    install = _installer(checkpoint, full if what == "all" else None, what, device, coders)
     network = Network.of(open_model(student, device), install, recompute=training.low_memory)
     if not coders:
         raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
-    return TrainedNetwork(EndToEnd(network, list(coders.values()), full, tokens, training, device), coders)
+    return TrainedNetwork(EndToEnd(network, list(coders.values()), soft, tokens, training, device), coders)
 
 
 def too_large_for(
@@ -160,33 +183,31 @@ def too_large_for(
 def fast_bytes(checkpoint: Checkpoint, tokens: int, times: float = 1) -> int:
     """Return about how much memory end-to-end training takes where it need not save any.
 
-    A weight: the teacher's f32, the trained f32, its gradient and two moments, and what products keep of it for
-    backward. A token: inputs and outputs of all linears, and its logits with the teacher's. `times`: how many layers a
+    A weight: the trained f32, its gradient and two moments, and what products keep of it for backward. A token: inputs
+    and outputs of all linears, and its logits with the teacher's. `times`: how many layers a
     model has for each of the checkpoint's.
     """
     shapes = [s["shape"] for m, s in checkpoint.specs.items() if format_of(s).quantized and ".layers." in m]
     vocabulary = int(checkpoint.config.get("vocab_size", 0))
-    return int(times * (30 * sum(map(prod, shapes)) + tokens * 8 * sum(map(sum, shapes)))) + tokens * 24 * vocabulary
-
-
-def in_bf16(block: Block) -> None:
-    """Products of the teacher are bf16: so may its weights be."""
-    for linear in block.linears().values():
-        linear.weight = linear.weight.bfloat16()
+    return int(times * (26 * sum(map(prod, shapes)) + tokens * 8 * sum(map(sum, shapes)))) + tokens * 24 * vocabulary
 
 
 def _installer(
-    checkpoint: Checkpoint, full: Network | None, what: What, device: torch.device, coders: dict[str, TrainableWeight]
-) -> Callable[[Block], None]:
+    checkpoint: Checkpoint,
+    full: CalibrationModel | None,
+    what: What,
+    device: torch.device,
+    coders: dict[str, TrainableWeight],
+) -> Callable[[int, Block], None]:
     """Return what puts a trainable module into every quantized linear of a student's block, and into `coders`."""
-    sources = {} if full is None else {n: one for b in full.blocks for n, one in b.linears().items()}
 
-    def install(block: Block) -> None:
+    def install(i: int, block: Block) -> None:
+        sources = {} if full is None else full.block(i).linears()
         for name, linear in block.linears().items():
             if not format_of(checkpoint.specs[name]).quantized:
                 continue
             stored = checkpoint.matrix(name).to(device)
-            source = _source(stored, sources[name].weight) if what == "all" and name in sources else None
+            source = _source(stored, sources[name].weight) if name in sources else None
             coders[name] = trainable(stored, source, what).to(device)
             linear.coder, linear.weight = coders[name], torch.empty(0)  # the coder computes it
 
