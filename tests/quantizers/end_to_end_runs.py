@@ -25,7 +25,8 @@ def fresh_run(checkpoint: Path, teacher: Path, training: Training) -> EndToEnd:
             linear.coder = trainable(c.matrix(name), None, "all")
             coders.append(linear.coder)
     cpu = torch.device("cpu")
-    full = Teacher.of(CalibrationModel(open_weights(teacher)), tokens, drawn(len(tokens), training), cpu)
+    model, numbers = CalibrationModel(open_weights(teacher)), drawn(len(tokens), training)
+    full = Teacher.of(model, tokens, numbers, cpu, half=training.half)
     return EndToEnd(student, coders, full, tokens, training, cpu)
 
 

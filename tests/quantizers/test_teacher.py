@@ -63,7 +63,7 @@ def test_only_what_is_drawn_is_run_and_every_step_finds_it(tiny_model: Path) -> 
     rows, training = tokens(200), Training(steps=5, batch=3)
     numbers = drawn(len(rows), training)
     assert len(numbers) <= 15
-    found = Teacher.of(open_model(open_weights(tiny_model)), rows, numbers, CPU)
+    found = Teacher.of(open_model(open_weights(tiny_model)), rows, numbers, CPU, half=True)
     assert sum(len(s) for s in found.states) == len(numbers)
     for step in range(5):
         assert found.hidden(picked(step, len(rows), training)).shape[:2] == (3, rows.shape[1])
@@ -78,7 +78,7 @@ def test_only_what_is_drawn_is_run_and_every_step_finds_it(tiny_model: Path) -> 
 def test_on_a_gpu_states_are_bf16(tiny_model: Path, memory: int | None) -> None:
     device, rows = torch.device("cuda"), tokens()
     weights, every = open_weights(tiny_model), torch.arange(len(rows))
-    found, again = (Teacher.of(open_model(weights, device), rows, every, device, memory=memory) for _ in range(2))
+    found, again = (Teacher.of(open_model(weights, device), rows, every, device, half=True, memory=memory) for _ in range(2))
     assert found.states[0].dtype == torch.bfloat16
     assert found.states[0].device.type == ("cuda" if memory is None else "cpu")
     assert torch.equal(found.hidden(every), again.hidden(every))

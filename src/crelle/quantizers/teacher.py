@@ -38,14 +38,14 @@ class Teacher:
         drawn: Tensor,
         device: torch.device,
         *,
+        half: bool,
         batch: int = 8,
-        half: bool = True,
         memory: int | None = None,
         progress: Progress | None = None,
     ) -> "Teacher":
         """Run those of the sequences [S, T] whose numbers, each once, are `drawn`.
 
-        batch: sequences at a time; memory: bytes of the device that may be used.
+        half: as in training (Training.half); batch: sequences at a time; memory: bytes of the device that may be used.
         """
         index = torch.full((len(tokens),), -1)
         index[drawn] = torch.arange(len(drawn))
