@@ -36,7 +36,9 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
     source = RandomWeights(args.shape, "fp16", device=device, layers=layers)
     tokens = torch.randint(0, SHAPES[args.shape]["vocab_size"], (16, args.length))
     training = Training(steps=1000, batch=args.batch, warmup=1, low_memory=True)
-    teacher = Teacher.of(open_model(source, device), tokens, drawn(len(tokens), training), device, half=True, batch=args.batch)
+    teacher = Teacher.of(
+        open_model(source, device), tokens, drawn(len(tokens), training), device, half=True, batch=args.batch
+    )
     weights = RandomWeights(args.shape, SCHEME, device=device, layers=layers)
     coders: list[TrainableWeight] = []
 

@@ -78,7 +78,8 @@ def test_only_what_is_drawn_is_run_and_every_step_finds_it(tiny_model: Path) -> 
 def test_on_a_gpu_states_are_bf16(tiny_model: Path, memory: int | None) -> None:
     device, rows = torch.device("cuda"), tokens()
     weights, every = open_weights(tiny_model), torch.arange(len(rows))
-    found, again = (Teacher.of(open_model(weights, device), rows, every, device, half=True, memory=memory) for _ in range(2))
+    options = {"half": True, "memory": memory}
+    found, again = (Teacher.of(open_model(weights, device), rows, every, device, **options) for _ in range(2))
     assert found.states[0].dtype == torch.bfloat16
     assert found.states[0].device.type == ("cuda" if memory is None else "cpu")
     assert torch.equal(found.hidden(every), again.hidden(every))

@@ -1,11 +1,14 @@
 """The look-up kernel: layout and algorithm in plain torch everywhere, the kernel itself where there is a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from plane_weights import TOLERANCE, random_weight, relative
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
+from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import BCQTensor
 from crelle.formats.composite import PermutedTensor
 from crelle.kernels.cuda import jit, lut
@@ -194,6 +197,19 @@ def test_half_tables_hold_inputs_of_any_size(size: float) -> None:
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16) * size
     y = lut.matmul(x, lut.lay_out(w))
     assert relative(y, x.double() @ w.dequantize(torch.float64).T) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["SHARED", "PRIVATE"])
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_half_tables_do_not_round_what_every_row_shares(tokens: int, variant: Variant) -> None:
+    w = random_weight(ScaleKind.AFFINE, 3, 64, 1024, ROW, torch.float16, "cuda")
+    assert isinstance(w, AffineTensor)
+    w = replace(w, low=torch.ones_like(w.low))  # times the sum of all inputs, which is nearly 0
+    x = torch.randn(tokens, 1024, device="cuda")
+    x = (x - x.mean(1, keepdim=True)).half()
+    y = lut.matmul(x, lut.lay_out(w), variant=variant)
+    assert relative(y, x.double() @ w.dequantize(torch.float64).T) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.gpu
