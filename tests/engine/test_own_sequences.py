@@ -29,6 +29,18 @@ def test_a_third_continues_the_text_a_third_one_token_of_it_and_a_third_any_toke
     assert own_rows(open_weights(tiny_model), text, 0, 24, CPU, 0, None).shape == (0, 24)
 
 
+def test_long_sequences_are_made_of_pieces(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_sequences, "_LONGEST", 20)
+    assert [own_sequences.pieces_of(n) for n in (1, 20, 21, 50)] == [(1, 1), (1, 20), (2, 11), (3, 17)]
+    text = torch.arange(5, 25).repeat(4, 3)
+    found = own_rows(open_weights(tiny_model), text, 6, 50, CPU, 0, None)
+    assert found.shape == (6, 50)
+    starts = found[:, :16]  # of 18 pieces the first 6 continue 16 tokens of the text, and each begins another sequence
+    assert torch.equal(starts[:, 1:], (starts[:, :1] - 5 + torch.arange(1, 16)) % 20 + 5)
+    assert set(found[:, 17].tolist()) <= set(range(5, 25))
+    assert not set(found[:, 34].tolist()) <= set(range(5, 25))
+
+
 @pytest.mark.parametrize(
     ("shape", "length", "memory", "least", "most"),
     [

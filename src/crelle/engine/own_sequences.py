@@ -15,6 +15,7 @@ from crelle.quantizers.ranks import world
 
 _PROMPT = 16  # tokens of the text that the model continues
 _BATCH = 1024  # sequences at a time, where their cache fits
+_LONGEST = 1024  # tokens that are sampled in one piece
 _SHARE = 0.85  # of the memory, for the model and the cache
 
 
@@ -31,20 +32,35 @@ def own_rows(
     """Sample sequences from the full-precision model, a third of them from each kind of opening.
 
     16 tokens of the text `rows`, a single token of it, or any token of the vocabulary: the first stay close to the
-    text's domain, the last cover whatever else the model knows. Of several ranks the first one samples, so that they
-    are the same sequences as with one. `memory`: bytes of the device that may be used.
+    text's domain, the last cover whatever else the model knows. Long sequences are made of several pieces (pieces_of).
+    Of several ranks the first one samples, so that they are the same sequences as with one. `memory`: bytes of the
+    device that may be used.
     """
     if not count:
         return rows.new_empty(0, length)
 
     def sample() -> Tensor:
         dtype = sampling_dtype(device)
-        batch = sampling_batch(weights, length, dtype, min(total_memory(device), memory or total_memory(device)))
+        pieces, size = pieces_of(length)
+        batch = sampling_batch(weights, size, dtype, min(total_memory(device), memory or total_memory(device)))
         model = build(weights, device, dtype=dtype)
-        openings = _openings(rows.flatten(), count, read_spec(weights).vocabulary, seed)
-        return sampled_rows(model, openings, length, seed=seed, batch=batch, progress=progress)
+        openings = _openings(rows.flatten(), pieces * count, read_spec(weights).vocabulary, seed)
+        found = sampled_rows(model, openings, size, seed=seed, batch=batch, progress=progress)
+        # Piece by piece, so that a sequence has openings of several kinds.
+        return found.view(pieces, count, size).transpose(0, 1).reshape(count, pieces * size)[:, :length]
 
     return world().once_tensor(sample)
+
+
+def pieces_of(length: int) -> tuple[int, int]:
+    """Return of how many pieces a sequence is made, and their tokens: 1024 at most.
+
+    Sampling takes a step for every token of a piece, and the shorter they are, the more of them have room in the cache:
+    a sequence of 4096 tokens in 4 pieces takes a sixteenth of the steps where memory bounds the batch. Both models see
+    the pieces behind each other, so what one says of them is still what the other has to say.
+    """
+    pieces = -(-length // _LONGEST)
+    return pieces, -(-length // pieces)
 
 
 def _openings(text: Tensor, count: int, vocabulary: int, seed: int) -> Tensor:

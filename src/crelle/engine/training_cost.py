@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crelle.engine.calibration_data import next_tokens
 from crelle.engine.first_layers import FirstLayers
-from crelle.engine.own_sequences import sampling_batch, sampling_dtype
+from crelle.engine.own_sequences import pieces_of, sampling_batch, sampling_dtype
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import Weights
 from crelle.models.calibration_model import open_model
@@ -43,7 +43,7 @@ class TrainingCost:
     step_seconds: float
     peak_bytes: int | None  # allocated by torch; None: not on a GPU
     own: int  # sequences that the model writes
-    sampling_batch: int  # of them at a time
+    sampling_batch: int  # of their pieces at a time
     sampling_seconds: float
     teacher_seconds: float  # the full-precision model on every sequence, before training
 
@@ -83,7 +83,8 @@ def training_cost(
     low = too_large_for(device, checkpoint, training.batch, length, times=layers / measured, memory=memory)
     own = recipe.own_sequences(count)
     room = min(total_memory(device), memory or total_memory(device))
-    batch = min(own, sampling_batch(weights, length, sampling_dtype(device), room, times=layers / measured))
+    pieces, size = pieces_of(length)
+    batch = min(pieces * own, sampling_batch(weights, size, sampling_dtype(device), room, times=layers / measured))
     rows = torch.randint(read_spec(weights).vocabulary, (2 * training.batch, length), generator=torch.Generator())
     few, many = (
         _measure(weights, checkpoint, n, recipe, replace(training, low_memory=low), rows, batch, device, memory)
@@ -105,7 +106,7 @@ def training_cost(
         peak_bytes=int(whole(few.peak_bytes, many.peak_bytes)) if device.type == "cuda" else None,
         own=own,
         sampling_batch=batch,
-        sampling_seconds=-(-own // max(1, batch)) * length * token,
+        sampling_seconds=-(-pieces * own // max(1, batch)) * size * token,
         teacher_seconds=len(drawn(own + text, training)) * whole(few.teacher_seconds, many.teacher_seconds),
     )
 
@@ -154,15 +155,15 @@ def _measure(
 def _token_seconds(weights: Weights, rows: Tensor, batch: int, device: torch.device) -> float:
     """Return how long one more token of `batch` sequences takes; of several ranks the first one samples.
 
-    At half of the length: a token's time grows with the cache, so that is the mean of a whole sequence.
+    At half of a piece: a token's time grows with the cache, so that is the mean of a whole piece.
     """
 
     def seconds() -> float:
-        model = build(weights, device, dtype=sampling_dtype(device))
+        model, size = build(weights, device, dtype=sampling_dtype(device)), pieces_of(rows.shape[1])[1]
         cache = model.new_cache(batch)
-        cache.grow(rows.shape[1] - 1)
-        count = max(1, min(_SAMPLED, rows.shape[1] // 4))
-        opening = rows[torch.arange(batch) % len(rows), : max(1, rows.shape[1] // 2 - count)].to(device)
+        cache.grow(size - 1)
+        count = max(1, min(_SAMPLED, size // 4))
+        opening = rows[torch.arange(batch) % len(rows), : max(1, size // 2 - count)].to(device)
         for part in torch.split(opening, _PREFILL, dim=1):
             fresh = next_tokens(model, cache, part)
 

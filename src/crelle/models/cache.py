@@ -5,12 +5,14 @@ values and lets the new tokens look at all that is stored; a model need not know
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv import KVFormat, KVPages
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _STEP = 256  # tokens by which a cache grows
 CENTER_SAMPLE = 256  # random tokens from which the centres of keys are found
 _HORIZON = 4096  # positions for which they are meant
+_OF_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softca
     gqa = q.shape[2] != k.shape[1]
     if softcap is not None:
         return _capped(q, k, v, mask, causal, softcap)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=gqa)
+    # cuDNN compiles its kernel anew for every number of keys, which is another one for every token of a decode.
+    with sdpa_kernel(_OF_ANY_LENGTH) if q.is_cuda and q.shape[1] != k.shape[2] else nullcontext():
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=gqa)
     return y.transpose(1, 2)
 
 
