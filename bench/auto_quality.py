@@ -34,7 +34,7 @@ from crelle.quantizers.auto import Auto
 _LENGTH, _TOKENS, _CONTEXT = 512, 20480, 1024
 BITS = (2.35, 3.35, 4.35)
 AUTO = ((32, 0, 16, ""), (64, 0, 24, ""), (256, 0, 128, ""), (384, 0, 256, ""), (192, 192, 256, ""))
-FULL = {2.35: "end=1000,own=1024", 3.35: "end=3000,own=2048", 4.35: "end=500,own=1024"}  # training end to end
+FULL = {2.35: "end=1000,own=1024", 3.35: "end=3000,own=2048", 4.35: "end=1500,own=2048"}  # training end to end
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
