@@ -103,6 +103,7 @@ def tune(
             device=device,
             what=what,
             memory=memory,
+            folder=writer.partial,
             progress=progress,
         )
         coders = found.coders
@@ -138,9 +139,13 @@ def network_of(
     device: torch.device,
     what: What,
     memory: int | None = None,
+    folder: Path | None = None,
     progress: Progress | None = None,
 ) -> TrainedNetwork:
-    """Run the teacher, then build the student; `student`: the checkpoint, or some of its layers, as the teacher has."""
+    """Run the teacher, then build the student; `student`: the checkpoint, or some of its layers, as the teacher has.
+
+    memory, folder: Teacher.of.
+    """
     full = None if teacher is None else open_model(teacher, device)
     soft = None
     if full is not None:
@@ -152,6 +157,7 @@ def network_of(
             batch=training.batch,
             half=training.half,
             memory=memory,
+            folder=folder,
             progress=progress,
         )
     coders: dict[str, TrainableWeight] = {}
