@@ -176,7 +176,7 @@ def main() -> None:
         if K not in known:
             hessian = hessian_of(K, device)
             size, by = hessian.diagonal().sqrt(), factor(hessian, NESTED.damp, act_order=NESTED.act_order)
-            known = {K: (Stats(hessian, size, size, 2 * K), by)}
+            known = {K: (Stats(hessian, size, 2 * K), by)}
         stats, by = known[K]
         stats.kept[NESTED.damp, NESTED.act_order] = by
         target = torch.randn(N, K, generator=torch.Generator(device).manual_seed(N), device=device) * 0.02

@@ -112,7 +112,7 @@ def checked_against_torch(N: int, K: int) -> dict[str, Any]:
     wanted_levels, there = in_torch(lambda: timed(lambda: CONFIG.levels(target, by.cost, 128)))
     alike = (found_levels.scales == wanted_levels.scales).float().mean()
     result["grid"] = {"kernel": here, "torch": there, "scales_alike": float(alike)}
-    stats = Stats(hessian, hessian.diagonal().sqrt(), hessian.diagonal().sqrt(), 1000)
+    stats = Stats(hessian, hessian.diagonal().sqrt(), 1000)
     _, result["mixed, fit"] = timed(lambda: Mixed().fit(target, stats))
     return result
 
@@ -135,7 +135,7 @@ def stages(N: int, K: int, hessian: Tensor, by: LDLFactor) -> dict[str, Any]:
     result["error after feedback, solve, descend"] = [
         float(row_errors(target, hessian, f).double().sum()) for f in (fit, solved, better)
     ]
-    stats = Stats(hessian, hessian.diagonal().sqrt(), hessian.diagonal().sqrt(), 1000)
+    stats = Stats(hessian, hessian.diagonal().sqrt(), 1000)
     stats.kept[CONFIG.damp, CONFIG.act_order] = by
     _, result["fit"] = timed(lambda: CONFIG.fit(target, stats))
     if (N, K) == (14336, 4096):

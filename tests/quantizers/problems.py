@@ -15,7 +15,7 @@ def weight(N: int, K: int, seed: int = 0) -> Tensor:
 
 def stats_of(hessian: Tensor, cross: Tensor | None = None) -> Stats:
     size = hessian.diagonal().clamp(min=0).sqrt()
-    return Stats(hessian, 3 * size, size, 1000, cross)
+    return Stats(hessian, size, 1000, cross)
 
 
 def correlated(K: int, seed: int = 0, tokens: int = 4000) -> Stats:

@@ -66,7 +66,6 @@ def primitives(device: str, progress: Any) -> dict[str, Any]:
         "sum": here.add(numbers(here.rank, 7, 3).to(on)),
         "transposed sum": here.add(numbers(here.rank, 7, 3).to(on).T),
         "sums": torch.cat([p.flatten() for p in parts]),
-        "largest": here.largest(numbers(here.rank, 5).to(on)),
         "mean": here.mean(numbers(here.rank, 4 + here.rank).to(on)),
         "gather": here.gather(mine),
         "tensors": here.tensors({"x": numbers(here.rank, 3).to(on)})["x"],
@@ -155,10 +154,10 @@ def layer_stats(device: str, progress: Any, source: Path) -> dict[str, Tensor]:
     found = {}
     for stage in (0, 2):
         stats = layer.stats(layer.block.stages()[stage][0])
-        kinds = {"hessian": stats.hessian, "cross": stats.cross, "absmax": stats.absmax, "sample": stats.sample}
+        kinds = {"hessian": stats.hessian, "cross": stats.cross, "absmean": stats.absmean, "sample": stats.sample}
         found |= {f"{kind} {stage}": t.cpu() for kind, t in kinds.items() if t is not None}
     near = GPTQ(bits=3, group=24, free=True, refine=0)
-    alike = Stats(torch.eye(36, device=on), *(torch.ones(36, device=on) for _ in range(2)), 1)
+    alike = Stats(torch.eye(36, device=on), torch.ones(36, device=on), 1)
     fitted = {n: near.fit(w.weight, alike) for n, w in layer.full.linears().items() if w.weight.shape[1] == 36}
     layer.put(fitted)
     Auto(steps=8).after_layer(layer, fitted)

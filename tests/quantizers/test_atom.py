@@ -65,7 +65,7 @@ def fitted(scheme: str, w: Tensor, x: Tensor, stats: Stats) -> GroupedTensor | T
     collector.add(rounding(x), x)
     seen = collector.stats()
     hessian, cross = seen.hessian, seen.cross
-    return config.fit(w, Stats(hessian, seen.absmax, seen.absmean, seen.tokens, cross, rounding=rounding))
+    return config.fit(w, Stats(hessian, seen.absmean, seen.tokens, cross, rounding=rounding))
 
 
 def error(scheme: str, w: Tensor, x: Tensor, stats: Stats) -> float:
@@ -152,7 +152,7 @@ def test_weights_of_zero_and_inputs_that_are_never_seen() -> None:
     hessian = stats.hessian.clone()
     hessian[40:48], hessian[:, 40:48] = 0, 0
     for scheme in SCHEMES:
-        found = parse(scheme).fit(w, Stats(hessian, stats.absmax, stats.absmean, stats.tokens)).dequantize()
+        found = parse(scheme).fit(w, Stats(hessian, stats.absmean, stats.tokens)).dequantize()
         assert bool(found.isfinite().all())
         assert float(found[3].abs().max()) < 1e-3
 

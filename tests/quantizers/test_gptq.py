@@ -197,7 +197,7 @@ def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
 @pytest.mark.parametrize("config", [*VARIANTS.values(), HBCQ()], ids=str)
 def test_a_gpu_does_as_well(config: GPTQ | HBCQ) -> None:
     w, stats = weight(64, 300), correlated(300)
-    there = Stats(stats.hessian.cuda(), stats.absmax.cuda(), stats.absmean.cuda(), stats.tokens)
+    there = Stats(stats.hessian.cuda(), stats.absmean.cuda(), stats.tokens)
     q = config.fit(w.cuda(), there)
     assert q.device.type == "cuda"
     assert output_error(q.to("cpu"), w, stats) == pytest.approx(error(config, w, stats), rel=0.02)

@@ -89,7 +89,7 @@ def test_weights_of_zero_and_inputs_that_are_never_seen() -> None:
     w[3], w[:, 16:32] = 0, 0
     hessian = stats.hessian.clone()
     hessian[40:48], hessian[:, 40:48] = 0, 0
-    found = Mixed().fit(w, Stats(hessian, stats.absmax, stats.absmean, stats.tokens)).dequantize()
+    found = Mixed().fit(w, Stats(hessian, stats.absmean, stats.tokens)).dequantize()
     assert bool(found.isfinite().all())
     assert float(found[3].abs().max()) < 1e-3
 
@@ -127,7 +127,7 @@ def test_training_begins_where_the_quantizer_ended(N: int, K: int, four: float) 
 
 def test_training_lowers_the_error_and_stores_what_it_trained() -> None:
     w, stats = layer(48, 128)
-    blind = Stats(torch.eye(128), stats.absmax, stats.absmean, 1)  # codes that know nothing of the inputs
+    blind = Stats(torch.eye(128), stats.absmean, 1)  # codes that know nothing of the inputs
     start = Mixed(outliers=0.004, refine=0).fit(w, blind)
     module = STEMixed(start, w)
     optimizer = torch.optim.Adam(module.parameters(), lr=5e-4)

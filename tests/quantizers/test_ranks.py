@@ -95,9 +95,8 @@ def test_what_ranks_tell_each_other(two: dict[str, Any]) -> None:
     assert found["sum"] == (a + b).tolist()
     assert found["transposed sum"] == (a + b).T.tolist()
     assert found["sums"] == [3.0] * 7
-    small = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r, n in ((0, 5), (1, 5), (0, 4), (1, 5))]
-    assert found["largest"] == torch.maximum(small[0], small[1]).tolist()
-    assert found["mean"] == pytest.approx(float(torch.cat(small[2:]).mean()))
+    small = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r, n in ((0, 4), (1, 5))]
+    assert found["mean"] == pytest.approx(float(torch.cat(small).mean()))
     assert found["gather"] == torch.arange(22).view(11, 2).tolist()
     assert sorted(row[0] for row in found["taken"]) == [0, 6, 6, 14, 20]
     assert found["counts"] == [0, 1]

@@ -243,7 +243,7 @@ def test_the_predicted_increase_is_that_of_the_divergence(opened: CalibrationMod
                 inputs = seen[0].flatten(0, 1)
                 linear.watch = None
                 stats = correlated(100)
-                stats = type(stats)(inputs.T @ inputs / len(inputs), stats.absmax, stats.absmean, len(inputs))
+                stats = type(stats)(inputs.T @ inputs / len(inputs), stats.absmean, len(inputs))
                 linear.weight = GPTQ(bits=5, group=32, free=True, refine=0).fit(linear.weight, stats).dequantize()
             x = block(x)
         return opened.logits(opened.finish(x)).log_softmax(-1)

@@ -129,6 +129,6 @@ def test_the_command_prints_and_reports_it(model: Path, tmp_path: Path, crelle: 
 def test_integer_groups_are_told_by_rows() -> None:
     w = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
     w[2], w[:, 16:32] = 1e-9, 0  # a group of zeros is no loss
-    stats = Stats(torch.eye(48), torch.ones(48), torch.ones(48), 1)
+    stats = Stats(torch.eye(48), torch.ones(48), 1)
     found = underflow("m.weight", parse("atom:group=16,outliers=16").fit(w, stats), lambda: w)
     assert "1 of 6 rows" in str(found)

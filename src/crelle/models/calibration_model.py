@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv import KVFormat, as_stored
 from crelle.formats.open import Weights
-from crelle.kernels.spec import DecoderSpec, RopeSpec
-from crelle.models.builder import Builder
+from crelle.kernels.spec import DecoderSpec, NormSpec, RopeSpec
+from crelle.models.builder import Builder, LayerNorm, RMSNorm
 from crelle.models.cache import attention, key_center
 from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, Mlp, OutputLayer, capped
 from crelle.models.families.base import Architecture
@@ -61,6 +61,8 @@ class _Keys:
 class _WholeSequences(Compute):
     """Angles of positions 0, 1, … are computed once: a recorded CUDA graph cannot make them."""
 
+    tape: Tape | None = None  # of the layer that runs
+
     def __init__(self) -> None:
         self._known: dict[tuple[RopeSpec, int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -70,12 +72,37 @@ class _WholeSequences(Compute):
             self._known[key] = angles(rope, torch.arange(T, device=device), dtype)
         return self._known[key]
 
+    def rotated(self, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.tape is not None and not self.tape.at_end:  # attention, which alone reads them, is on the tape
+            return q, k
+        return super().rotated(q, k, cos_sin)
+
     def expert(self, expert: Mlp, x: Tensor, rows: Tensor) -> Tensor:
         """Run an expert even on no token: every linear then reads something of every batch, in the same order."""
         for linear in (expert.gate, expert.up, expert.down):
             if isinstance(linear, TrainableLinear):
                 linear.rows = rows
         return expert(x[rows], self)  # type: ignore[no-any-return]
+
+
+class _TapedNorm(nn.Module):
+    """A norm whose results a tape can repeat."""
+
+    def __init__(self, norm: RMSNorm | LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+        self.tape: Tape | None = None
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.norm.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.norm, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if self.tape is None else self.tape(lambda: self.norm(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,9 @@ class _OpenBuilder(Builder):
         linear = TrainableLinear(module, w.dequantize(torch.float32), bias)
         linear.activation = input_rounding(w)
         return linear
+
+    def norm(self, module: str, size: int, spec: NormSpec) -> Any:
+        return _TapedNorm(Builder.norm(self, module, size, spec))
 
 
 class CalibrationBlock(nn.Module):
@@ -133,9 +163,10 @@ class CalibrationBlock(nn.Module):
             self._center = key_center(found.keys[0].float(), self.spec.attention.rope, spec.context)
 
     def use_tape(self, tape: Tape | None) -> None:
-        self._tape = tape
-        for linear in self._linears.values():
-            linear.tape = tape
+        self._tape = self._compute.tape = tape
+        for module in self.layer.modules():
+            if isinstance(module, TrainableLinear | _TapedNorm):
+                module.tape = tape
 
     def _name(self, slot: str) -> str:
         return self._arch.names.of_layer(self._index, slot)

@@ -69,6 +69,10 @@ class Compute:
     def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(rope, positions, dtype)
 
+    def rotated(self, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return queries and keys at their positions, for attention."""
+        return rotate(q, *cos_sin), rotate(k, *cos_sin)
+
     def expert(self, expert: "Mlp", x: Tensor, rows: Tensor) -> Tensor | None:
         """Run an expert on those rows of x [N, width] that are its tokens; None where it has none."""
         return expert(x[rows], self) if len(rows) else None
@@ -107,7 +111,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None:
-            q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+            q, k = compute.rotated(q, k, cos_sin)
         if s.scale != s.head_size**-0.5:  # caches scale by that
             q = q * (s.scale * s.head_size**0.5)
         y = cache.attend(self.layer, q, k, v, s.window, s.softcap)

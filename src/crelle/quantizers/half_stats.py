@@ -38,9 +38,7 @@ class HalfStatsCollector(StatsCollector):
             wide = x[some].float()
             here[some] = wide
             difference[some] = full[some].float() - wide
-            size = wide.abs()
-            self._absmax = torch.maximum(self._absmax, size.amax(0))
-            self._abssum += size.sum(0)
+            self._abssum += wide.abs().sum(0)
         assert self._cross is not None
         add_upper_half(self._hessian, here)
         for begin in range(0, K, _SLAB):
@@ -54,13 +52,13 @@ class HalfStatsCollector(StatsCollector):
         """Return the stats; the sums become part of them, so that nothing can be added afterwards."""
         self._over_ranks()
         if not self._tokens:
-            return without_tokens(self._absmax)
+            return without_tokens(self._abssum)
         T = self._tokens
         assert self._cross is not None
         hessian = mirror_(self._hessian.div_(T))
         cross = self._cross.div_(T).add_(hessian)
         sample = torch.cat(self._sample) if self._sample else None
-        return Stats(hessian, self._absmax, self._abssum / T, self._tokens, cross, sample)
+        return Stats(hessian, self._abssum / T, self._tokens, cross, sample)
 
 
 def add_upper_half(sums: Tensor, x: Tensor) -> None:

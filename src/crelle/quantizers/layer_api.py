@@ -47,7 +47,9 @@ def bf16_sums(device: torch.device, wanted: bool = True) -> Iterator[None]:
 
 
 class Tape:
-    """The products of a forward pass in order: a pass over the same input repeats them instead of computing them."""
+    """Products, norms and attention of a forward pass in order: a pass over the same input repeats them instead of
+    computing them.
+    """
 
     def __init__(self) -> None:
         self.results: list[Tensor] = []
@@ -56,8 +58,13 @@ class Tape:
     def rewind(self) -> None:
         self._next = 0
 
+    @property
+    def at_end(self) -> bool:
+        """Whether what comes next has to be computed."""
+        return self._next == len(self.results)
+
     def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
-        if self._next == len(self.results):
+        if self.at_end:
             self.results.append(compute())
         self._next += 1
         return self.results[self._next - 1]
@@ -121,7 +128,7 @@ class Block(Protocol):
         ...
 
     def use_tape(self, tape: Tape | None) -> None:
-        """Take products that are on the tape from there, and write the others to it, from now on."""
+        """Take what is on the tape from there, and write the rest to it, from now on."""
         ...
 
     def twin(self) -> "Block":

@@ -5,7 +5,7 @@
               and by a slab of rows with the levels that are tried for them (bytes as measured on an H200)
     batch     activations of a batch in one layer, and its part of the sums
     states    hidden states of all sequences, three times: of both models, and behind the layer
-    kept      what the linears of a layer read and give, so that no product is computed twice
+    kept      what the linears of a layer read and give, and its norms, so that nothing is computed twice
 Solver and batch are not needed at the same time. What fits is put on the device in the order of this list; states that
 do not fit go to pinned host memory, products that are not kept are computed again. That changes no result. The sizes of
 batches and slabs do change the last digits, so they depend on the budget alone and not on what is free at the moment.
@@ -33,7 +33,7 @@ class CalibrationMemory:
     batch: int = BATCH
     states: torch.dtype = torch.float32
     states_on_device: bool = True
-    keep: bool = True  # what linears read and give
+    keep: bool = True  # what linears read and give, and norms
     slab: int = SLAB_CUDA  # weights that a solver works on at one time
     device_bytes: int = 0  # expected peak
     host_bytes: int = 0  # of hidden states in pinned memory
@@ -46,7 +46,7 @@ def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: i
     token = 4 * (outputs + 3 * widest + 6 * width)
     work = 8 * sum(N * K for N, K in shapes) + max((8 + _FACTOR) * widest**2, BATCH * T * token)
     need = work + 3 * 4 * S * T * width
-    kept = 4 * S * T * (inputs + outputs)
+    kept = 4 * S * T * (inputs + outputs + 2 * width)
     if need > budget:
         raise CapacityError(
             f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.1f} GB, and "
@@ -83,7 +83,7 @@ def plan_memory(
     left = min(room, int(_SPARE * free)) - work
     states = 3 * S * T * width * 2
     on_device = states <= left
-    kept = S * T * (2 * outputs + 4 * inputs)
+    kept = S * T * (2 * outputs + 4 * inputs + 8 * width)
     keep = on_device and states + kept <= left
     used = work + states * on_device + kept * keep
     return CalibrationMemory(batch, torch.bfloat16, on_device, keep, slab, used, 0 if on_device else states)

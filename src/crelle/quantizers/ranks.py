@@ -97,13 +97,6 @@ class World:
         for t, new in zip(tensors, torch.split(total, [t.numel() for t in tensors]), strict=True):
             t.copy_(new.view_as(t))
 
-    def largest(self, t: Tensor) -> Tensor:
-        """Take the maximum over the ranks, in place."""
-        if not self.alone:
-            with timed(COMMUNICATION):
-                dist.all_reduce(t, dist.ReduceOp.MAX)
-        return t
-
     def counts(self, n: int) -> list[int]:
         """Return a number of every rank."""
         if self.alone:

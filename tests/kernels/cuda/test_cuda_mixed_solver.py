@@ -24,7 +24,7 @@ def weight(N: int, K: int) -> Tensor:
 
 def stats_of(K: int) -> Stats:
     hessian = hessian_of(K)
-    return Stats(hessian, hessian.diagonal().sqrt(), hessian.diagonal().sqrt(), 1000)
+    return Stats(hessian, hessian.diagonal().sqrt(), 1000)
 
 
 @pytest.mark.parametrize("group", kernels.GROUPS)
@@ -102,7 +102,7 @@ def test_scales_over_several_large_blocks(device: str, monkeypatch: pytest.Monke
 def test_a_fit_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.available() is None
     w, stats = weight(200, 600).cuda(), stats_of(600)
-    stats = Stats(stats.hessian.cuda(), stats.absmax.cuda(), stats.absmean.cuda(), stats.tokens)
+    stats = Stats(stats.hessian.cuda(), stats.absmean.cuda(), stats.tokens)
     with monkeypatch.context() as here:
         here.setattr(mixed_solver, "_descend_scales_torch", None)
         found = Mixed().fit(w, stats)

@@ -116,7 +116,7 @@ def test_a_fit_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its error is that of the passes in torch."""
     assert cuda.available() is None
     hessian = hessian_of(600).cuda()
-    stats = Stats(hessian, hessian.diagonal().sqrt(), hessian.diagonal().sqrt(), 1000)
+    stats = Stats(hessian, hessian.diagonal().sqrt(), 1000)
     w = torch.randn(200, 600, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as here:
         here.setattr(nested_sweep, "sweep", None)  # the loop in torch
