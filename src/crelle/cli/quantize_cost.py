@@ -58,7 +58,8 @@ def _training(t: "TrainingCost") -> list[str]:
     how = "8-bit Adam, layers computed twice" if t.low_memory else "f32 Adam"
     peak = "" if t.peak_bytes is None else f", about {t.peak_bytes / 1e9:.1f} GB"
     steps = f"{t.steps} steps of {t.batch} sequences of {t.length} tokens"
-    sampled = f"{t.own} sequences that the model writes, in pieces, {t.sampling_batch} at a time"
+    made = f", of {t.pieces} pieces each" if t.pieces > 1 else ""
+    sampled = f"{t.own} sequences that the model writes{made}, {t.sampling_batch} at a time"
     return [
         f"then end to end, {t.what} trained ({how}): {steps}, {t.step_seconds:.2f} s each{peak}: "
         f"{t.steps * t.step_seconds / 60:.1f} min, extrapolated from 1 and {t.measured} layers",

@@ -43,7 +43,8 @@ class TrainingCost:
     step_seconds: float
     peak_bytes: int | None  # allocated by torch; None: not on a GPU
     own: int  # sequences that the model writes
-    sampling_batch: int  # of their pieces at a time
+    pieces: int  # of which each is made
+    sampling_batch: int  # pieces at a time
     sampling_seconds: float
     teacher_seconds: float  # the full-precision model on every sequence, before training
 
@@ -105,6 +106,7 @@ def training_cost(
         step_seconds=whole(few.step_seconds, many.step_seconds),
         peak_bytes=int(whole(few.peak_bytes, many.peak_bytes)) if device.type == "cuda" else None,
         own=own,
+        pieces=pieces,
         sampling_batch=batch,
         sampling_seconds=-(-pieces * own // max(1, batch)) * size * token,
         teacher_seconds=len(drawn(own + text, training)) * whole(few.teacher_seconds, many.teacher_seconds),
