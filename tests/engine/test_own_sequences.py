@@ -7,7 +7,7 @@ import torch
 
 from crelle.bench.model_shapes import RandomWeights
 from crelle.engine import own_sequences
-from crelle.engine.own_sequences import own_rows, sampling_batch
+from crelle.engine.own_sequences import own_rows, sampling_batch, sampling_room
 from crelle.errors import SchemeError
 from crelle.formats.open import open_weights
 from crelle.quantizers.auto import Auto
@@ -42,23 +42,30 @@ def test_long_sequences_are_made_of_pieces(tiny_model: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("shape", "length", "memory", "least", "most"),
+    ("shape", "length", "room", "least", "most"),
     [
         ("smollm2-135m", 1024, 140 * GB, 1024, 1024),
-        ("llama3-8b", 4096, 140 * GB, 170, 200),  # a sequence's keys and values take 0.54 GB
-        ("llama3-8b", 4096, 48 * GB, 40, 46),
-        ("llama3-8b", 4096, 24 * GB, 6, 9),
-        ("llama3-8b", 4096, 18 * GB, 1, 1),  # the model alone takes 16
+        ("llama3-8b", 4096, 120 * GB, 170, 200),  # a sequence's keys and values take 0.54 GB
+        ("llama3-8b", 1024, 120 * GB, 680, 800),
+        ("llama3-8b", 4096, 40 * GB, 40, 46),
+        ("llama3-8b", 4096, 16 * GB, 1, 1),  # the model alone takes as much
     ],
 )
 def test_as_many_are_sampled_at_one_time_as_have_room(
-    shape: str, length: int, memory: int, least: int, most: int
+    shape: str, length: int, room: int, least: int, most: int
 ) -> None:
-    batch = sampling_batch(RandomWeights(shape, "fp16", CPU), length, torch.bfloat16, memory)
+    batch = sampling_batch(RandomWeights(shape, "fp16", CPU), length, torch.bfloat16, room)
     assert least <= batch <= most
     first = RandomWeights(shape, "fp16", CPU, layers=2)
     times = len(own_sequences.read_spec(RandomWeights(shape, "fp16", CPU)).layers) / 2
-    assert sampling_batch(first, length, torch.bfloat16, memory, times) == batch
+    assert sampling_batch(first, length, torch.bfloat16, room, times) == batch
+
+
+def test_sampling_takes_a_part_of_the_memory_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_sequences, "total_memory", lambda device: 100 * GB)
+    assert sampling_room(torch.device("cuda"), None) == 85 * GB
+    assert sampling_room(torch.device("cuda"), 40 * GB) == 34 * GB
+    assert sampling_room(CPU, None) == 50 * GB
 
 
 def test_training_is_as_long_as_a_model_of_that_size_needs() -> None:

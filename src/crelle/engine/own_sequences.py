@@ -16,7 +16,7 @@ from crelle.quantizers.ranks import world
 _PROMPT = 16  # tokens of the text that the model continues
 _BATCH = 1024  # sequences at a time, where their cache fits
 _LONGEST = 1024  # tokens that are sampled in one piece
-_SHARE = 0.85  # of the memory, for the model and the cache
+_SHARE = {"cuda": 0.85, "cpu": 0.5}  # of the memory, for the model and the cache
 
 
 def own_rows(
@@ -42,7 +42,7 @@ def own_rows(
     def sample() -> Tensor:
         dtype = sampling_dtype(device)
         pieces, size = pieces_of(length)
-        batch = sampling_batch(weights, size, dtype, min(total_memory(device), memory or total_memory(device)))
+        batch = sampling_batch(weights, size, dtype, sampling_room(device, memory))
         model = build(weights, device, dtype=dtype)
         openings = _openings(rows.flatten(), pieces * count, read_spec(weights).vocabulary, seed)
         found = sampled_rows(model, openings, size, seed=seed, batch=batch, progress=progress)
@@ -56,7 +56,7 @@ def pieces_of(length: int) -> tuple[int, int]:
     """Return of how many pieces a sequence is made, and their tokens: 1024 at most.
 
     Sampling takes a step for every token of a piece, and the shorter they are, the more of them have room in the cache:
-    a sequence of 4096 tokens in 4 pieces takes a sixteenth of the steps where memory bounds the batch. Both models see
+    sequences of 4096 tokens in 4 pieces each take a quarter of the steps where memory bounds the batch. Both models see
     the pieces behind each other, so what one says of them is still what the other has to say.
     """
     pieces = -(-length // _LONGEST)
@@ -78,14 +78,21 @@ def sampling_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def sampling_batch(weights: Weights, length: int, dtype: torch.dtype, memory: int, times: float = 1) -> int:
-    """Return how many sequences are sampled at one time: 1024, or as many as have room beside the model.
+def sampling_room(device: torch.device, memory: int | None) -> int:
+    """Return the bytes that sampling may use: of all memory, or of the `memory` that may be used of the device.
 
-    By all of the `memory`, in bytes, and not by what of it is free: other batches are other samples, and a run that
-    goes on must see the same. `times`: how many layers the model has for each of these.
+    Not by what of it is free: other batches are other samples, and a run that goes on must see the same.
+    """
+    return int(_SHARE[device.type] * min(total_memory(device), memory or total_memory(device)))
+
+
+def sampling_batch(weights: Weights, length: int, dtype: torch.dtype, room: int, times: float = 1) -> int:
+    """Return how many sequences are sampled at one time: 1024, or as many as have room beside the model, in bytes.
+
+    times: how many layers the model has for each of these.
     """
     spec, size = read_spec(weights), dtype.itemsize
     cached = times * sum(2 * layer.attention.kv_heads * layer.attention.head_size for layer in spec.layers)
     each = length * cached * size + 24 * spec.vocabulary  # f32 logits, and what sampling makes of them
     model = size * sum(prod(weights.shape(n)) * (times if in_layer(n) else 1) for n in weights.names())
-    return max(1, min(_BATCH, int((_SHARE * memory - model) // each)))
+    return max(1, min(_BATCH, int((room - model) // each)))

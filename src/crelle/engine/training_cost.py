@@ -14,12 +14,11 @@ from torch import Tensor
 
 from crelle.engine.calibration_data import next_tokens
 from crelle.engine.first_layers import FirstLayers
-from crelle.engine.own_sequences import pieces_of, sampling_batch, sampling_dtype
+from crelle.engine.own_sequences import pieces_of, sampling_batch, sampling_dtype, sampling_room
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import Weights
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, read_spec
-from crelle.quantizers.device_limit import total_memory
 from crelle.quantizers.end_to_end import drawn
 from crelle.quantizers.finetune import network_of, too_large_for
 from crelle.quantizers.ranks import world
@@ -83,7 +82,7 @@ def training_cost(
     training = recipe.end_to_end(count, length)
     low = too_large_for(device, checkpoint, training.batch, length, times=layers / measured, memory=memory)
     own = recipe.own_sequences(count)
-    room = min(total_memory(device), memory or total_memory(device))
+    room = sampling_room(device, memory)
     pieces, size = pieces_of(length)
     batch = min(pieces * own, sampling_batch(weights, size, sampling_dtype(device), room, times=layers / measured))
     rows = torch.randint(read_spec(weights).vocabulary, (2 * training.batch, length), generator=torch.Generator())
