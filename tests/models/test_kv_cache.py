@@ -11,7 +11,7 @@ from test_opt import write_random
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
-from crelle.models.cache import CacheSizes, KVCache, PagedCache, why_not_fused
+from crelle.models.cache import CacheSizes, KVCache, PagedCache, attention, why_not_fused
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load
 
@@ -132,6 +132,26 @@ def opt_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opt(opt_path: Path) -> DecoderModel:
     return load(opt_path, device="cpu")[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("T", "heads", "kv_heads"), [(1, 8, 2), (1, 4, 4), (5, 8, 2), (33, 4, 1)])
+def test_attention_over_a_part_of_a_cache_is_that_of_f64(
+    device: str, dtype: torch.dtype, window: int | None, T: int, heads: int, kv_heads: int
+) -> None:
+    B, S, D = 3, 33, 64
+    room = torch.full((2, B, kv_heads, S + 31, D), torch.nan, dtype=dtype, device=device)
+    room[:, :, :, :S] = torch.randn(2, B, kv_heads, S, D, device=device)
+    q, (k, v) = torch.randn(B, T, heads, D, device=device).to(dtype), room[:, :, :, :S]
+    found = attention(q, k, v, window)
+    keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+    scores = q.double().transpose(1, 2) @ keys.mT / D**0.5
+    behind = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
+    hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+    wanted = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+    assert float((found.double() - wanted).norm() / wanted.norm()) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_kv_16_is_the_cache_of_numbers(tiny: DecoderModel) -> None:

@@ -146,8 +146,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softca
     gqa = q.shape[2] != k.shape[1]
     if softcap is not None:
         return _capped(q, k, v, mask, causal, softcap)
-    # cuDNN compiles its kernel anew for every number of keys, which is another one for every token of a decode.
-    with sdpa_kernel(_OF_ANY_LENGTH) if q.is_cuda and q.shape[1] != k.shape[2] else nullcontext():
+    # cuDNN builds a graph for every number of keys, and each token of a decode has another one.
+    with sdpa_kernel(_OF_ANY_LENGTH) if q.is_cuda and q.shape[1] == 1 else nullcontext():
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=gqa)
     return y.transpose(1, 2)
 
