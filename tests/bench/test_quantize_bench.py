@@ -69,6 +69,14 @@ def test_end_to_end_training_is_measured_and_is_part_of_the_whole(train: str) ->
     assert cost.extrapolated_seconds == pytest.approx(before + t.seconds)
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_training_shorter_than_what_is_measured(end: int) -> None:
+    scheme = f"auto:bits=3.9,steps=1,search=false,tune=full,end={end},own=0"
+    shown = succeed("bench", "quantize", "--shape", "tiny", "--scheme", scheme, "--rows", "4", "--length", "16").out
+    assert f"{end} steps of 8 sequences" in shown
+    assert "the model writes" not in shown
+
+
 def test_what_training_takes_is_shown_and_measured_by_several_processes() -> None:
     scheme = "auto:bits=3.9,steps=1,search=false,tune=full,end=50,own=9"
     options = ("--scheme", scheme, "--rows", "4", "--length", "16", "--devices", "cpu,cpu")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,10 +45,12 @@ def test_layers_run_in_groups_where_not_all_fit(tiny_model: Path, monkeypatch: p
     weights, rows = open_weights(tiny_model), tokens()
     every = torch.arange(len(rows))
     whole = Teacher.of(open_model(weights), rows, every, CPU, half=False)
-    sizes, blocks = [], teacher._blocks
+    sizes, before, blocks = [], [], teacher._blocks
 
     def counted(*args: object) -> object:
+        assert not any(block() for block in before), "layers that have run are still in memory"
         found = blocks(*args)  # type: ignore[arg-type]
+        before.extend(map(weakref.ref, found))
         sizes.append(len(found))
         return found
 
@@ -97,6 +100,9 @@ def test_only_what_is_drawn_is_run_and_every_step_finds_it(tiny_model: Path) -> 
     none = drawn(len(rows), replace(training, steps=0))
     assert none.numel() == 0
     assert not len(Teacher.of(open_model(open_weights(tiny_model)), rows, none, CPU, half=True).states)
+    never = next(i for i in range(len(rows)) if i not in numbers.tolist())
+    with pytest.raises(AssertionError, match="not to be drawn"):
+        found.hidden(torch.tensor([int(numbers[0]), never]))
 
 
 @pytest.mark.gpu

@@ -59,12 +59,12 @@ def _training(t: "TrainingCost") -> list[str]:
     peak = "" if t.peak_bytes is None else f", about {t.peak_bytes / 1e9:.1f} GB"
     steps = f"{t.steps} steps of {t.batch} sequences of {t.length} tokens"
     made = f", of {t.pieces} pieces each" if t.pieces > 1 else ""
-    sampled = f"{t.own} sequences that the model writes{made}, {t.sampling_batch} at a time"
+    sampled = f"{t.own} sequences that the model writes{made}, {t.sampling_batch} at a time: "
+    sampled = f"{sampled}{t.sampling_seconds / 60:.1f} min, and " if t.own else ""
     return [
         f"then end to end, {t.what} trained ({how}): {steps}, {t.step_seconds:.2f} s each{peak}: "
         f"{t.steps * t.step_seconds / 60:.1f} min, extrapolated from 1 and {t.measured} layers",
-        f"before it {sampled}: {t.sampling_seconds / 60:.1f} min, and the full-precision model on all sequences: "
-        f"{t.teacher_seconds / 60:.1f} min",
+        f"before it {sampled}the full-precision model on all sequences: {t.teacher_seconds / 60:.1f} min",
     ]
 
 

@@ -128,6 +128,8 @@ def _measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     teacher = FirstLayers(weights, layers)
+    steps = TrainStep.EAGER + 3 if device.type == "cuda" else 2  # the first ones warm up, or are captured
+    training = replace(training, steps=max(steps, training.steps))
     run = network_of(
         checkpoint,
         FirstLayers(checkpoint, layers),
@@ -140,9 +142,9 @@ def _measure(
         memory=memory,
     ).run
     assert run.teacher is not None
-    each = run.teacher.seconds / len(drawn(len(rows), training))
+    each = run.teacher.seconds / len(run.teacher.states)
     seconds = []
-    for step in range(TrainStep.EAGER + 3 if device.type == "cuda" else 2):  # the first ones warm up, or are captured
+    for step in range(steps):
         begun = perf_counter()
         float(run.take(step))  # waits for the device
         seconds.append(perf_counter() - begun)

@@ -190,8 +190,8 @@ def fast_bytes(checkpoint: Checkpoint, tokens: int, times: float = 1) -> int:
     """Return about how much memory end-to-end training takes where it need not save any.
 
     A weight: the trained f32, its gradient and two moments, and what products keep of it for backward. A token: inputs
-    and outputs of all linears, and its logits with the teacher's. `times`: how many layers a
-    model has for each of the checkpoint's.
+    and outputs of all linears, and its logits with the teacher's. `times`: how many layers a model has for each of the
+    checkpoint's.
     """
     shapes = [s["shape"] for m, s in checkpoint.specs.items() if format_of(s).quantized and ".layers." in m]
     vocabulary = int(checkpoint.config.get("vocab_size", 0))

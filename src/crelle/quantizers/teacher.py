@@ -61,34 +61,41 @@ class Teacher:
         dtype = torch.bfloat16 if half else torch.float32
         states = torch.empty(len(drawn), tokens.shape[1], 0, dtype=dtype)
         parts = torch.split(tokens[drawn], batch)
-        seconds, first = 0.0, 0
-        while first < model.layers and len(drawn):
+        begun, reading, first = perf_counter(), 0.0, 0
+
+        def through(first: int) -> tuple[Tensor, int]:
+            """Run all sequences through the layers from `first` on that fit; return states, and the layer after."""
+            nonlocal reading
+            before = perf_counter()
             blocks = _blocks(model, first, _LAYERS * room, half)
-            begun, last = perf_counter(), first + len(blocks) == model.layers
-            after = states
+            reading += perf_counter() - before
+            after, end = states, first + len(blocks)
             for i, part in enumerate(parts):
                 at = slice(i * batch, i * batch + len(part))
                 with half_products(device, half):
                     x = states[at].to(device).float() if first else model.embed(part.to(device))
                     for block in blocks:
                         x = block(x)
-                    x = model.finish(x) if last else x
+                    x = model.finish(x) if end == model.layers else x
                 if after.shape[-1] != x.shape[-1]:
                     after = _room((*states.shape[:2], x.shape[-1]), dtype, device, room, folder)
                 after[at] = x.to(after.device, dtype)
                 if progress:
                     done = first * len(parts) + (i + 1) * len(blocks)
                     progress(done, model.layers * len(parts), "full-precision model")
-            states = after
-            states[-1, 0, 0].item()  # waits for the device
-            seconds += perf_counter() - begun
-            first += len(blocks)
+            after[-1, 0, 0].item()  # waits for the device
+            return after, end
+
+        while first < model.layers and len(drawn):
+            states, first = through(first)  # whose layers are gone before the next ones are built
         model.drop_tables()
-        return cls(model, states, index, seconds)
+        return cls(model, states, index, perf_counter() - begun - reading)
 
     def hidden(self, pick: Tensor) -> Tensor:
         """Return what the output head reads, [B, T, width], for the sequences with these numbers."""
-        return self.states[self.index[pick].to(self.states.device)]
+        at = self.index[pick]
+        assert (at >= 0).all(), "a sequence that was not to be drawn"
+        return self.states[at.to(self.states.device)]
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, memory: int, folder: Path | None) -> Tensor:
