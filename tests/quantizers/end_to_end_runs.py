@@ -14,20 +14,19 @@ from crelle.quantizers.teacher import Teacher
 from crelle.quantizers.training import Training
 
 
-def fresh_run(checkpoint: Path, teacher: Path, training: Training) -> EndToEnd:
+def fresh_run(checkpoint: Path, teacher: Path, training: Training, device: str = "cpu") -> EndToEnd:
     """All weights of a checkpoint, on random tokens."""
     tokens = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(0))
-    c = Checkpoint(checkpoint)
-    student = Network.of(CalibrationModel(c), recompute=training.low_memory)
+    c, where = Checkpoint(checkpoint), torch.device(device)
+    student = Network.of(CalibrationModel(c, where), recompute=training.low_memory)
     coders = []
     for block in student.blocks:
         for name, linear in block.linears().items():
-            linear.coder = trainable(c.matrix(name), None, "all")
+            linear.coder = trainable(c.matrix(name), None, "all").to(where)
             coders.append(linear.coder)
-    cpu = torch.device("cpu")
-    model, numbers = CalibrationModel(open_weights(teacher)), drawn(len(tokens), training)
-    full = Teacher.of(model, tokens, numbers, cpu, half=training.half)
-    return EndToEnd(student, coders, full, tokens, training, cpu)
+    model, numbers = CalibrationModel(open_weights(teacher), where), drawn(len(tokens), training)
+    full = Teacher.of(model, tokens, numbers, where, half=training.half)
+    return EndToEnd(student, coders, full, tokens, training, where)
 
 
 def killed_at_10(run: EndToEnd, state: Path) -> None:

@@ -19,6 +19,7 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.bcq import BCQ
 from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.end_to_end import picked
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.ste import ScaleTuner, STEWeight, trainable
 from crelle.quantizers.training import Training, relative_error, tune_block
@@ -178,3 +179,23 @@ def test_auto_in_full(tiny_model: Path, tmp_path: Path) -> None:
     assert report.bits_per_weight <= 2.9
     assert Checkpoint(tmp_path / "q").scheme == scheme
     assert [f.name for f in tmp_path.iterdir()] == ["q"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["gptq:bits=3,group=24,free=true", "mixed:group=16,four=0.3,outliers=0.01"])
+def test_a_gpu_has_the_gradients_of_a_cpu(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
+    text = CalibrationData(text=TEXT, rows=4, length=24)
+    made = quantize(tiny_model, tmp_path / "start", scheme, text=text, device="cpu").out
+    found: dict[str, tuple[float, list[torch.Tensor]]] = {}
+    for device in ("cpu", "cuda"):
+        run = fresh_run(made, tiny_model, Training(steps=3, batch=4, half=False), device)
+        pick = picked(0, len(run.tokens), run.t)
+        loss = run._loss_of(*(t.to(device) for t in (run.tokens[pick], run.teacher.hidden(pick))))
+        loss.backward()
+        parameters = [p for coder in run.coders for p in coder.parameters()]
+        found[device] = float(loss.detach()), [p.grad.cpu() for p in parameters if p.grad is not None]
+    (loss, wanted), (near, grads) = found["cpu"], found["cuda"]
+    assert near == pytest.approx(loss, rel=1e-3)
+    assert len(grads) == len(wanted) > 0
+    for mine, theirs in zip(grads, wanted, strict=True):
+        assert float((mine - theirs).norm()) <= 2e-3 * float(theirs.norm()) + 1e-9

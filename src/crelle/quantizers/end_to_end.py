@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from crelle.errors import FormatError
 from crelle.formats.io import whole_file
 from crelle.quantizers.adam8 import LowMemoryStep
+from crelle.quantizers.divergence import kl_divergence
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
 from crelle.quantizers.ranks import world
 from crelle.quantizers.teacher import Teacher
@@ -148,10 +149,9 @@ class EndToEnd:
 
     def _divergence(self, out: Tensor, soft: Tensor) -> Tensor:
         assert self.teacher is not None
-        mine = self.student.model.logits(out).float().log_softmax(-1)
         with torch.no_grad():
-            theirs = self.teacher.model.logits(soft).float().log_softmax(-1)
-        return F.kl_div(mine, theirs, log_target=True, reduction="sum")
+            theirs = self.teacher.model.logits(soft)
+        return kl_divergence(self.student.model.logits(out), theirs)
 
     def _cross_entropy(self, out: Tensor, goal: Tensor) -> Tensor:
         return F.cross_entropy(self.student.model.logits(out).float(), goal, reduction="sum")

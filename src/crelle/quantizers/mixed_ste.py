@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from crelle.formats.mixed import MixedTensor, zero_of
 from crelle.formats.mixed_packing import pack
 from crelle.quantizers.grouping import TINY, from_groups, to_groups
-from crelle.quantizers.ste_base import OnGrid, TrainableWeight, as_f16
+from crelle.quantizers.ste_base import TrainableWeight, as_f16, on_grid
 
 _BIN = 0.45  # how far from its level, in steps, a weight may begin
 
@@ -85,12 +85,12 @@ class STEMixed(TrainableWeight):
         for groups, top in ((slice(0, self.C2), 3), (slice(self.C2, None), 15)):
             w, step, s = self.w[:, groups], self.step[:, groups], scale[:, groups]
             if w.shape[1]:
-                parts.append(OnGrid.apply(w, step, s, low[:, groups], top))  # type: ignore[no-untyped-call]
+                parts.append(on_grid(w, step, s, low[:, groups], top))
         weight = from_groups(torch.cat(parts, 1)[:, self.back], start.K)
         outliers = self._stored()[2]
         if outliers is None or self.places is None:
             return weight
-        return weight.index_put(self.places, outliers)
+        return weight.index_put(self.places, outliers.to(weight.dtype))
 
     @torch.no_grad()
     def export(self) -> MixedTensor:

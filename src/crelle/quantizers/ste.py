@@ -27,7 +27,7 @@ from crelle.formats.two_level import TwoLevelTensor
 from crelle.quantizers.grouped_ste import STEGrouped, STETwoLevel
 from crelle.quantizers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.mixed_ste import STEMixed
-from crelle.quantizers.ste_base import OnGrid, TrainableWeight, as_f16
+from crelle.quantizers.ste_base import TrainableWeight, as_f16, on_own_grid, stored_grid
 
 
 class STEWeight(TrainableWeight):
@@ -51,17 +51,12 @@ class STEWeight(TrainableWeight):
         self.scale = nn.Parameter(torch.ones_like(step))
         self.low = nn.Parameter(start.low.float()[..., None] / step)
 
-    def _grid(self) -> tuple[Tensor, Tensor]:
-        return as_f16((self.scale * self.step).clamp(min=TINY)), as_f16(self.low * self.step)
-
     def forward(self) -> Tensor:
-        scale, low = self._grid()
-        w: Tensor = OnGrid.apply(self.w, self.step, scale, low, 2**self.bits - 1)  # type: ignore[no-untyped-call]
-        return from_groups(w, self.K)
+        return from_groups(on_own_grid(self.w, self.step, self.scale, self.low, 2**self.bits - 1), self.K)
 
     @torch.no_grad()
     def export(self) -> AffineTensor:
-        scale, low = self._grid()
+        scale, low = stored_grid(self.step, self.scale, self.low)
         q = ((self.w * self.step - low) / scale).round().clamp(0, 2**self.bits - 1)
         codes = from_groups(q.to(torch.uint8), self.K)
         return AffineTensor.from_codes(codes, self.bits, scale[..., 0].half(), low[..., 0].half(), self.group)

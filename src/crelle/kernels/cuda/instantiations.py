@@ -25,6 +25,7 @@ from crelle.kernels.cuda import (
     integer_encode,
     integer_gemm,
     integer_layout,
+    kl_divergence,
     lut,
     mixed_config,
     mixed_decode,
@@ -35,6 +36,7 @@ from crelle.kernels.cuda import (
     paged_attention,
     residual_norm_pack,
     skinny_gemm,
+    straight_through,
     sweep,
     weight_layout,
 )
@@ -70,6 +72,8 @@ def instantiations(arch: str) -> list[Instantiation]:
             *nested_sweep.variants(),
             *mixed_solver.variants(),
             *group_solver.variants(),
+            *straight_through.variants(),
+            *kl_divergence.variants(),
         }
     )
 

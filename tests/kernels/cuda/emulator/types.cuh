@@ -285,6 +285,7 @@ inline T from_float(float v) {
   return T(v);
 }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+inline float min_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 inline float relu(float v) { return max_nan(v, 0); }
 template <Prologue OP>
 inline float gelu_of(float v) {
