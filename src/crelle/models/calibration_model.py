@@ -1,5 +1,6 @@
 """Models for calibration and training: the layers that are served, over linears whose weights can be replaced."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +78,13 @@ class _WholeSequences(Compute):
             return q, k
         return super().rotated(q, k, cos_sin)
 
+    def linears(self, linears: Sequence[Any], x: Tensor) -> list[Tensor]:
+        """Where they train, round their input to the dtype of products once, and not for each of them."""
+        kind = x.device.type
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and all(m.activation is None for m in linears):
+            x = x.to(torch.get_autocast_dtype(kind))
+        return super().linears(linears, x)
+
     def expert(self, expert: Mlp, x: Tensor, rows: Tensor) -> Tensor:
         """Run an expert even on no token: every linear then reads something of every batch, in the same order."""
         for linear in (expert.gate, expert.up, expert.down):
@@ -102,7 +110,13 @@ class _TapedNorm(nn.Module):
         return getattr(self.norm, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) if self.tape is None else self.tape(lambda: self.norm(x))
+        return self._of(x) if self.tape is None else self.tape(lambda: self._of(x))
+
+    def _of(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if isinstance(norm, RMSNorm) and x.is_cuda and torch.is_grad_enabled():  # one kernel each way, not twenty
+            return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+        return norm(x)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
