@@ -44,7 +44,7 @@ def test_long_sequences_are_made_of_pieces(tiny_model: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("shape", "length", "room", "least", "most"),
     [
-        ("smollm2-135m", 1024, 140 * GB, 1024, 1024),
+        ("smollm2-135m", 1024, 140 * GB, 4096, 4096),
         ("llama3-8b", 4096, 120 * GB, 170, 200),  # a sequence's keys and values take 0.54 GB
         ("llama3-8b", 1024, 120 * GB, 680, 800),
         ("llama3-8b", 4096, 40 * GB, 40, 46),
@@ -54,11 +54,11 @@ def test_long_sequences_are_made_of_pieces(tiny_model: Path, monkeypatch: pytest
 def test_as_many_are_sampled_at_one_time_as_have_room(
     shape: str, length: int, room: int, least: int, most: int
 ) -> None:
-    batch = sampling_batch(RandomWeights(shape, "fp16", CPU), length, torch.bfloat16, room)
+    batch = sampling_batch(RandomWeights(shape, "fp16", CPU), length, torch.device("cuda"), room)
     assert least <= batch <= most
     first = RandomWeights(shape, "fp16", CPU, layers=2)
     times = len(own_sequences.read_spec(RandomWeights(shape, "fp16", CPU)).layers) / 2
-    assert sampling_batch(first, length, torch.bfloat16, room, times) == batch
+    assert sampling_batch(first, length, torch.device("cuda"), room, times) == batch
 
 
 def test_sampling_takes_a_part_of_the_memory_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

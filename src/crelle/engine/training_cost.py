@@ -84,7 +84,7 @@ def training_cost(
     own = recipe.own_sequences(count)
     room = sampling_room(device, memory)
     pieces, size = pieces_of(length)
-    batch = min(pieces * own, sampling_batch(weights, size, sampling_dtype(device), room, times=layers / measured))
+    batch = min(pieces * own, sampling_batch(weights, size, device, room, times=layers / measured))
     rows = torch.randint(read_spec(weights).vocabulary, (2 * training.batch, length), generator=torch.Generator())
     few, many = (
         _measure(weights, checkpoint, n, recipe, replace(training, low_memory=low), rows, batch, device, memory)
