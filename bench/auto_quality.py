@@ -33,8 +33,19 @@ from crelle.quantizers.auto import Auto
 
 _LENGTH, _TOKENS, _CONTEXT = 512, 20480, 1024
 BITS = (2.35, 3.35, 4.35)
-AUTO = ((32, 0, 16, ""), (64, 0, 24, ""), (256, 0, 128, ""), (384, 0, 256, ""), (192, 192, 256, ""))
-FULL = {2.35: "end=1000,own=1024", 3.35: "end=3000,own=2048", 4.35: "end=1500,own=2048"}  # training end to end
+AUTO = (
+    (32, 0, 16, ""),
+    (64, 0, 24, ""),
+    (256, 0, 128, ""),
+    (384, 0, 256, ""),
+    (192, 192, 256, ""),
+    (128, 384, 256, ""),
+)
+FULL = {  # rows of the text, own ones, and training end to end
+    2.35: (128, 384, "end=3000,own=4096"),
+    3.35: (384, 192, "end=5000,own=4096"),
+    4.35: (192, 192, "end=1500,own=2048"),
+}
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
@@ -46,7 +57,8 @@ def cases() -> list[dict[str, Any]]:
     """Return schemes with their calibration data."""
     found: list[dict[str, Any]] = [{"scheme": s, "rows": 64, "own": 0} for s in PLAIN]
     for bits in BITS:
-        full = 192, 192, 256, f",tune=full,{FULL[bits]}"  # rows, own rows, steps, more
+        text, written, training = FULL[bits]
+        full = text, written, 256, f",tune=full,{training}"  # rows, own rows, steps, more
         for rows, own, steps, more in (*AUTO, full):
             found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
     return found
