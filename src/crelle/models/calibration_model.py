@@ -79,9 +79,10 @@ class _WholeSequences(Compute):
         return super().rotated(q, k, cos_sin)
 
     def linears(self, linears: Sequence[Any], x: Tensor) -> list[Tensor]:
-        """Where they train, round their input to the dtype of products once, and not for each of them."""
+        """Round their input to the dtype of products once, and not for each of them, where this takes time."""
         kind = x.device.type
-        if torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and all(m.activation is None for m in linears):
+        slow = torch.is_grad_enabled() or kind == "cpu"
+        if slow and torch.is_autocast_enabled(kind) and all(m.activation is None for m in linears):
             x = x.to(torch.get_autocast_dtype(kind))
         return super().linears(linears, x)
 
