@@ -1,5 +1,7 @@
 """Sequences that run through the layers: the sums they leave, the hidden states, runs that die and go on."""
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -13,9 +15,12 @@ from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import open_weights
+from crelle.kernels import cpu
+from crelle.kernels.cpu import stats as cpu_stats
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.half_stats import HalfStatsCollector
 from crelle.quantizers.rtn import RTN
 from crelle.quantizers.stats import Stats, StatsCollector
 
@@ -53,8 +58,9 @@ def test_stats_are_the_sums_of_their_definition(K: int) -> None:
 
 
 def test_bf16_sums_leave_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with AMX: factors are rounded to bf16 there, so entries are within 2^-8 of their scale."""
+    """As with AMX but no C++ core: factors are rounded to bf16, so entries are within 2^-8 of their scale."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(cpu_stats, "usable", lambda device: False)
     before = torch.get_float32_matmul_precision()
     x = torch.randn(500, 70)
     collector = StatsCollector(70, cross=True, half=True)
@@ -63,6 +69,66 @@ def test_bf16_sums_leave_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch
     stats = collector.stats()
     torch.testing.assert_close(stats.hessian, x.T @ x / 500, rtol=0, atol=2**-8)
     torch.testing.assert_close(stats.cross, 1.1 * x.T @ x / 500, rtol=0, atol=2**-8)
+
+
+@pytest.mark.parametrize("make", [partial(StatsCollector, cross=True), HalfStatsCollector])
+def test_a_token_has_its_weight_in_all_sums(make: Callable[[int], StatsCollector]) -> None:
+    x, full, weight = torch.randn(300, 20), torch.randn(300, 20).bfloat16(), torch.rand(300)
+    inside, before = make(20), make(20)
+    inside.add(x, full, weight)
+    before.add(weight[:, None] * x, weight[:, None] * full)
+    found, wanted = inside.stats(), before.stats()
+    for name in ("hessian", "cross", "absmean", "sample"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+@pytest.fixture
+def emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine with AMX does, by tiles in plain C++."""
+    if cpu.available() is not None:
+        pytest.skip("needs the C++ core")
+    monkeypatch.setattr(cpu_stats, "usable", lambda device: True)
+    monkeypatch.setattr(cpu_stats, "StatsTiles", partial(cpu_stats.StatsTiles, emulate=True))
+
+
+@pytest.mark.usefixtures("emulated_tiles")
+@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_tiles_give_the_stats_of_torch(cross: bool, weighted: bool) -> None:
+    """Inputs [1, T, K] in two batches, f32 and bf16; as close as rounding to bf16 leaves them."""
+    x, weight = torch.randn(2, 300, 70), torch.rand(2, 300) + 0.5 if weighted else None
+    full = x + 0.1 * torch.randn(2, 300, 70)
+    tiles, plain = (StatsCollector(70, cross=cross, half=half) for half in (True, False))
+    assert tiles._tiles is not None
+    assert plain._tiles is None
+    for collector in (tiles, plain):
+        for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+            some = None if weight is None else weight[i]
+            collector.add(x[i : i + 1].to(dtype), full[i : i + 1] if cross else None, some)
+    found, wanted = tiles.stats(), plain.stats()
+    assert found.tokens == wanted.tokens == 600
+    assert torch.equal(found.sample, wanted.sample)
+    assert torch.equal(found.hessian, found.hessian.T)
+    torch.testing.assert_close(found.absmean, wanted.absmean)
+    torch.testing.assert_close(found.hessian, wanted.hessian, rtol=0, atol=2**-7)
+    if cross:
+        torch.testing.assert_close(found.cross, wanted.cross, rtol=0, atol=2**-7)
+        change = found.cross - found.hessian
+        torch.testing.assert_close(change, wanted.cross - wanted.hessian, rtol=0, atol=2**-10)
+    else:
+        assert found.cross is None
+
+
+@pytest.mark.usefixtures("emulated_tiles")
+def test_a_layer_is_calibrated_through_tiles_as_through_torch(tiny_model: Path) -> None:
+    found = []
+    for half in (True, False):
+        walk = Calibrator(CalibrationModel(open_weights(tiny_model)), rows(), batch=4, half=half).begin()
+        found.append(walk.stats(walk.block.stages()[-1][0]))
+    tiles, plain = found
+    scale = plain.hessian.diagonal().sqrt()
+    assert ((tiles.hessian - plain.hessian).abs() <= 2**-6 * scale[:, None] * scale).all()
+    torch.testing.assert_close(tiles.absmean, plain.absmean, rtol=0.02, atol=0.02 * float(plain.absmean.mean()))
 
 
 def test_the_target_undoes_the_error_that_came_in() -> None:

@@ -13,6 +13,7 @@ from conftest import ROOT
 
 AVX2 = {"-mavx2", "-mfma", "-mf16c"}
 AVX512 = AVX2 | {"-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"}
+AMX = AVX512 | {"-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"}
 SPECIAL = {
     "x86_64": {
         "isa_avx2.cpp": AVX2,
@@ -20,7 +21,8 @@ SPECIAL = {
         "isa_avx512.cpp": AVX512,
         "ops_avx512.cpp": AVX512,
         "isa_vbmi.cpp": AVX512 | {"-mavx512vbmi", "-mavx512vnni"},
-        "isa_amx.cpp": AVX512 | {"-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"},
+        "isa_amx.cpp": AMX,
+        "stats_amx.cpp": AMX,
     },
     "arm64": {"isa_dotprod.cpp": {"-march=armv8.2-a+dotprod"}},  # macOS's name for aarch64
 }

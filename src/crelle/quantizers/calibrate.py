@@ -244,7 +244,7 @@ class LayerCalibration:
             x, x_full = x.flatten(0, -2), _of_same_tokens(full, here)
             weight = weight.flatten() if here.rows is None else weight.flatten()[here.rows]
             with timed(HESSIAN):
-                collector.add(weight[:, None] * x, weight[:, None] * x_full)
+                collector.add(x, x_full, weight)
         with timed(HESSIAN):
             return replace(collector.stats(), rounding=rounding)
 

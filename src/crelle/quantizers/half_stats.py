@@ -12,7 +12,7 @@ rounded inputs, to see on a CPU what a GPU gives.
 import torch
 from torch import Tensor
 
-from crelle.quantizers.stats import Stats, StatsCollector, mirror_, without_tokens
+from crelle.quantizers.stats import Stats, StatsCollector, mirror_, weighted, without_tokens
 
 _SLAB = 2048  # rows of a sum that are updated at one time
 _TOKENS = 2048  # whose rounding takes memory in f32 at one time
@@ -25,10 +25,10 @@ class HalfStatsCollector(StatsCollector):
     def __init__(self, K: int, device: torch.device | str = "cpu") -> None:
         super().__init__(K, device, cross=True)
 
-    def add(self, x: Tensor, full: Tensor | None = None) -> None:
-        """Add inputs [..., K]; `full`: those of the full-precision model, where they differ."""
-        x = x.detach().flatten(0, -2)
-        full = x if full is None else full.detach().flatten(0, -2)
+    def add(self, x: Tensor, full: Tensor | None = None, weight: Tensor | None = None) -> None:
+        """Add inputs [..., K] times their tokens' weights; `full`: of the full-precision model, where they differ."""
+        x = weighted(x.detach().flatten(0, -2), weight)
+        full = x if full is None else weighted(full.detach().flatten(0, -2), weight)
         T, K = x.shape
         if not T:
             return

@@ -10,7 +10,8 @@ They are sums over tokens, so memory is a few K² whatever the amount of data. A
 the stats of independent inputs of size 1, so that its weights alone decide. Where the layer's activations are to be
 quantized, X̂ is what the integers stand for (`rounding`); how to quantize them is decided on stats without that, which
 have a sample of inputs and, of the weights W that read them, readers = Σ Wᵀ W. Of several ranks each adds its own
-tokens, and all get the stats of all tokens (crelle.quantizers.ranks).
+tokens, and all get the stats of all tokens (crelle.quantizers.ranks). On a CPU with AMX one kernel adds up all of it,
+from inputs rounded to bf16 (crelle.kernels.cpu.stats).
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.activations import ActivationSpec
+from crelle.kernels.cpu import stats as cpu_stats
 from crelle.quantizers.layer_api import bf16_sums
 from crelle.quantizers.ranks import world
 
@@ -95,6 +97,11 @@ def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
     return stats
 
 
+def weighted(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Return inputs [T, K] times their tokens' weights [T]."""
+    return x if weight is None else weight[:, None] * x
+
+
 def add_upper(sums: Tensor, x: Tensor) -> None:
     """Add xᵀ x of inputs [T, K] to sums [K, K]: to the upper triangle, and to little of the lower one."""
     for begin in range(0, len(sums), _BLOCK):
@@ -134,19 +141,28 @@ class StatsCollector:
         self._abssum = torch.zeros(K, device=device)
         self._tokens = 0
         self._sample: list[Tensor] = []
+        self._tiles = cpu_stats.StatsTiles() if half and cpu_stats.usable(self._hessian.device) else None
 
-    def add(self, x: Tensor, full: Tensor | None = None) -> None:
-        """Add inputs [..., K]."""
-        x = x.detach().flatten(0, -2).float()
+    def add(self, x: Tensor, full: Tensor | None = None, weight: Tensor | None = None) -> None:
+        """Add inputs [..., K], those of each token multiplied by its weight, [T]; default: 1."""
+        x = x.detach().flatten(0, -2)
+        full = None if full is None else full.detach().flatten(0, -2)
         if not len(x):
             return
+        self._tokens += len(x)
+        some = slice(None, None, max(1, len(x) // _SAMPLE))
+        if self._tiles is not None:
+            self._tiles.add(x, full, weight, self._hessian, self._cross, self._abssum)
+            kept = weighted(x[some], None if weight is None else weight[some])
+            self._sample.append(kept.to(torch.float32, copy=True))
+            return
+        x = weighted(x, weight).float()
         with bf16_sums(x.device, self._half):
             add_upper(self._hessian, x)
             if self._cross is not None and full is not None:
-                self._cross.addmm_((full.detach().flatten(0, -2).float() - x).T, x)
+                self._cross.addmm_((weighted(full, weight).float() - x).T, x)
         self._abssum += x.new_ones(len(x)) @ x.abs()  # a third of the time of a sum over rows, on a CPU
-        self._tokens += len(x)
-        self._sample.append(x[:: max(1, len(x) // _SAMPLE)].clone())
+        self._sample.append(x[some].clone())
 
     def _over_ranks(self) -> None:
         """Add what the other ranks have collected."""

@@ -4,16 +4,7 @@
 // x 16 rows. D = 2 (Precision::Exact) splits both sides in two (hi + lo) and drops lo * lo: three products, 16 bits
 // each.
 //
-// Included inside a namespace of the including file, after dequant_bf16.h.
-
-// Pairs (a, b) of 16 rows: what a row's two values round to, beside each other, and what is left of both.
-CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {
-  const __m512i interleave =
-      _mm512_add_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(0x10001),
-                                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)),
-                       _mm512_set1_epi32(0x100000));
-  return _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-}
+// Included inside a namespace of the including file, after amx_tiles.h and dequant_bf16.h.
 
 template <int D>
 struct Bf16Tiles {

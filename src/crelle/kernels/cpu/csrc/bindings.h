@@ -56,6 +56,7 @@ void bind_timing(nb::module_ &m);
 void bind_ops(nb::module_ &m);
 void bind_solver(nb::module_ &m);
 void bind_groups(nb::module_ &m);
+void bind_stats(nb::module_ &m);
 void bind_integer(nb::module_ &m);
 void bind_decoder(nb::module_ &m);
 

@@ -32,21 +32,9 @@ namespace crelle::cpu {
 namespace {
 namespace amx {
 
-constexpr int kTileBytes = 16 * 64;
+#include "amx_tiles.h"
+
 constexpr size_t kPanelBytes = size_t{1} << 20;  // tiles of the weights that stay in L2
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-  TileConfig() {
-    for (int i = 0; i < 8; ++i) bytes[i] = 64, rows[i] = 16;
-  }
-};
-
-// GCC's tile intrinsics do not tell the compiler which memory they read and write: everything in memory is written
-// here.
-CRELLE_INLINE void compiler_fence() { __asm__ volatile("" ::: "memory"); }
 
 using Sums = float[16][16];  // one result, 1 KB in one piece
 
@@ -79,31 +67,6 @@ CRELLE_INLINE void store_sums(Sums *y0, Sums *y1) {
     _tile_stored(3, y1 + 1, 64);
   }
   compiler_fence();
-}
-
-// 16 x 16 dwords.
-CRELLE_INLINE void transpose(__m512i (&v)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < 4; ++i) {  // quarters: v[i + 4 k] holds columns i, i + 4, i + 8, i + 12 of rows 4 k ... 4 k + 3
-    t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-    t[i + 8] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-    t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i)
-    for (int h = 0; h < 2; ++h) {
-      v[i + 4 * h] = _mm512_shuffle_i32x4(t[i + 8 * h], t[i + 8 * h + 4], 0x88);
-      v[i + 4 * h + 8] = _mm512_shuffle_i32x4(t[i + 8 * h], t[i + 8 * h + 4], 0xdd);
-    }
 }
 
 #include "unpack_codes.h"

@@ -233,6 +233,7 @@ NB_MODULE(_core, m) {
   bind_ops(m);
   bind_solver(m);
   bind_groups(m);
+  bind_stats(m);
   bind_integer(m);
   m.def(
       "isas",
