@@ -22,7 +22,7 @@ def fresh_run(checkpoint: Path, teacher: Path, training: Training, device: str =
     coders = []
     for block in student.blocks:
         for name, linear in block.linears().items():
-            linear.coder = trainable(c.matrix(name), None, "all").to(where)
+            linear.coder = trainable(c.matrix(name).to(where), None, "all")
             coders.append(linear.coder)
     model, numbers = CalibrationModel(open_weights(teacher), where), drawn(len(tokens), training)
     full = Teacher.of(model, tokens, numbers, where, half=training.half)

@@ -9,6 +9,7 @@ from crelle.kernels.cuda import kl_divergence as kernels
 from crelle.quantizers.divergence import kl_divergence
 
 device = device_fixture(kernels)
+USABLE = kernels.usable
 SHAPES = [(1, 1), (3, 7), (2, 256), (3, 1000), (2, 2048 + 8), (5, 4099)]
 
 
@@ -79,7 +80,7 @@ def test_nan_is_not_hidden(device: str) -> None:
 def test_what_cannot_be_compared_is_left_to_torch() -> None:
     assert cuda.available() is None
     here = torch.zeros(2, 8, device="cuda")
-    assert kernels.usable(here, here)
-    assert not kernels.usable(here, here.half())
-    assert not kernels.usable(here.double(), here.double())
-    assert not kernels.usable(here.cpu(), here.cpu())
+    assert USABLE(here, here)
+    assert not USABLE(here, here.half())
+    assert not USABLE(here.double(), here.double())
+    assert not USABLE(here.cpu(), here.cpu())
