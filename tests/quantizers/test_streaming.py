@@ -17,6 +17,7 @@ from crelle.formats.open import open_weights
 from crelle.models import builder, decoder
 from crelle.models.calibration_model import CalibrationModel, open_model
 from crelle.models.read_ahead import ReadAhead
+from crelle.quantizers import layer_api
 from crelle.quantizers.calibrate import Calibrator, memory_for
 from crelle.quantizers.gptq import GPTQ
 from crelle.quantizers.half_stats import HalfStatsCollector
@@ -63,11 +64,21 @@ def test_so_are_norms_wherever_they_stand(tmp_path: Path, family: str) -> None:
     assert same(calibrated(model, CPU, plain), calibrated(model, CPU, replace(plain, keep=False)))
 
 
-@pytest.mark.parametrize(("keep", "norms", "rotations"), [(True, 4, 4), (False, 16, 16)])
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # where there are no such products, torch has another way
+def test_so_are_products_of_rounded_inputs(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_api, "has_half_products", lambda device: True)
+    plain = CalibrationMemory(batch=5)
+    kept = calibrated(tiny_model, CPU, plain)
+    assert same(kept, calibrated(tiny_model, CPU, replace(plain, keep=False)))
+    monkeypatch.setattr(layer_api, "has_half_products", lambda device: False)
+    assert not same(kept, calibrated(tiny_model, CPU, plain))
+
+
+@pytest.mark.parametrize(("keep", "norms", "rotations", "inner"), [(True, 4, 4, 2), (False, 16, 16, 4)])
 def test_what_is_kept_is_not_computed_again(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, norms: int, rotations: int
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, norms: int, rotations: int, inner: int
 ) -> None:
-    counts = {"norm": 0, "rotate": 0}
+    counts = {"norm": 0, "rotate": 0, "inner": 0}
     norm, rotate = builder.RMSNorm.forward, decoder.rotate
 
     def counted(name: str, f: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -79,11 +90,12 @@ def test_what_is_kept_is_not_computed_again(
 
     monkeypatch.setattr(builder.RMSNorm, "forward", counted("norm", norm))
     monkeypatch.setattr(decoder, "rotate", counted("rotate", rotate))
+    monkeypatch.setattr(decoder.Compute, "inner", counted("inner", decoder.Compute.inner))
     model = CalibrationModel(open_weights(tiny_model))
     layer = Calibrator(model, tokens(), memory=CalibrationMemory(batch=12, keep=keep)).begin()
     layer.fit(lambda name, weight, stats: GPTQ(bits=3, group=24).fit(weight, stats))
     layer.end()
-    assert (counts["norm"], counts["rotate"]) == (norms, rotations)
+    assert counts == {"norm": norms, "rotate": rotations, "inner": inner}
 
 
 @pytest.mark.parametrize("K", [5, 40])

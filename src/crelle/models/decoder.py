@@ -66,6 +66,10 @@ class Compute:
     def activate(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return f(x)
 
+    def inner(self, f: Callable[[Tensor], Tensor], gate: Tensor | None, up: Tensor) -> Tensor:
+        """Return what a feed-forward's last product reads."""
+        return self.activate(f, up) if gate is None else self.activate(f, gate) * up
+
     def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(rope, positions, dtype)
 
@@ -129,11 +133,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
         if self.gate is None:
-            inner = compute.activate(self.activation, compute.linear(self.up, x))
+            gate, up = None, compute.linear(self.up, x)
         else:
             gate, up = compute.linears((self.gate, self.up), x)
-            inner = compute.activate(self.activation, gate) * up
-        return compute.linear(self.down, inner)
+        return compute.linear(self.down, compute.inner(self.activation, gate, up))
 
 
 class Experts(nn.Module):

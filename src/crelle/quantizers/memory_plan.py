@@ -46,7 +46,7 @@ def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: i
     token = 4 * (outputs + 3 * widest + 6 * width)
     work = 8 * sum(N * K for N, K in shapes) + max((8 + _FACTOR) * widest**2, BATCH * T * token)
     need = work + 3 * 4 * S * T * width
-    kept = 4 * S * T * (inputs + outputs + 2 * width)
+    kept = 4 * S * T * (inputs + outputs + widest + 2 * width)  # widest: of what the feed-forward's last linear reads
     if need > budget:
         raise CapacityError(
             f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.1f} GB, and "
