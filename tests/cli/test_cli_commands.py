@@ -274,7 +274,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no such model": ("inspect {tmp}/nowhere", "does not exist"),
     "no model there": ("inspect {tmp}", "has no config.json"),
     "no such text": ("eval {tiny} --text {tmp}/no.txt", "no.txt does not exist"),
-    "window too long": ("eval {tiny} --text {text}", "a window of 2048 tokens does not fit the model's context of 96"),
+    "window too long": (
+        "eval {tiny} --text {text} --context 97",
+        "a window of 97 tokens does not fit the model's context of 96",
+    ),
     "tokens below one": ("eval {tiny} --text {text} --context 64 --tokens -1", "tokens must be at least 1"),
     "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "there is no scheme 'magic'"),
     "unknown setting": ("quantize {tiny} {tmp}/q --scheme rtn:colour=4", "has no setting 'colour'"),

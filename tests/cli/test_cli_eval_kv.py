@@ -47,6 +47,11 @@ def test_the_command_measures_what_the_function_does(tiny_model: Path, text: Pat
     assert (refused.code, "one of 16, 8, 4, 3, 2" in refused.err) == (2, True)
 
 
+def test_windows_are_as_long_as_the_model_reads(tiny_model: Path, text: Path) -> None:
+    result = succeed("eval", tiny_model, "--text", text, "--device", "cpu", "--json")
+    assert result.json["context"] == 96
+
+
 def test_explain_tells_how_coded_pages_run(tiny_model: Path) -> None:
     seen = succeed("explain", tiny_model, "--device", "cpu", "--kv", "4", "--json").json
     plain = succeed("explain", tiny_model, "--device", "cpu", "--json").json

@@ -24,7 +24,9 @@ NAME = "eval"
 def run(
     model: Model,
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    context: Annotated[int | None, typer.Option("--context", help="Tokens in a window; 2048 by default.")] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help="Tokens in a window; default: 2048, or what the model has.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
     bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
     *,
@@ -85,8 +87,8 @@ def run(
     if chosen.tasks is not None:
         run_tasks(model, against, options, chosen, json)
         return
-    corpus, context = read_text(text), 2048 if context is None else context
-    llm = options.load(model)
+    corpus, llm = read_text(text), options.load(model)
+    context = min(2048, llm.model.spec.context) if context is None else context
     tell_path(llm)
     if kl or kl_limit is not None:
         _divergence(llm, corpus, context, tokens, bos, kl_limit, json)
