@@ -4,17 +4,13 @@
 //
 //   sum_v p log(p / p^) = sum_v p (theirs - mine) - log sum exp(theirs) + log sum exp(mine)
 #include "types.cuh"
+#include "vector.cuh"
 
 namespace crelle {
 
 constexpr int KL_THREADS = 256;
 // Below every logit, and yet not infinite: the difference of two of them is a number.
 constexpr float NOTHING = -3e38f;
-
-template <int VEC, typename T>
-struct __align__(VEC * sizeof(T)) Logits {
-  T v[VEC];
-};
 
 // Sums over logits relative to the largest of them.
 struct Partial {
@@ -47,8 +43,8 @@ __global__ void __launch_bounds__(KL_THREADS)
   const long long row = static_cast<long long>(blockIdx.x) * V;
   Partial sums{NOTHING, 0, NOTHING, 0, 0};
   for (int i = threadIdx.x * VEC; i < V; i += KL_THREADS * VEC) {
-    const auto m = *reinterpret_cast<const Logits<VEC, T> *>(mine + row + i);
-    const auto t = *reinterpret_cast<const Logits<VEC, T> *>(theirs + row + i);
+    const auto m = *reinterpret_cast<const Vector<VEC, T> *>(mine + row + i);
+    const auto t = *reinterpret_cast<const Vector<VEC, T> *>(theirs + row + i);
     float most_m = to_float(m.v[0]), most_t = to_float(t.v[0]);
 #pragma unroll
     for (int e = 1; e < VEC; e++) most_m = fmaxf(most_m, to_float(m.v[e])), most_t = fmaxf(most_t, to_float(t.v[e]));
@@ -79,13 +75,13 @@ __global__ void __launch_bounds__(KL_THREADS)
   if (i >= V) return;
   const long long at = static_cast<long long>(blockIdx.x) * V + i;
   const float of_mine = log_mine[blockIdx.x], of_theirs = log_theirs[blockIdx.x], factor = by[0];
-  const auto m = *reinterpret_cast<const Logits<VEC, T> *>(mine + at);
-  const auto t = *reinterpret_cast<const Logits<VEC, T> *>(theirs + at);
-  Logits<VEC, T> d;
+  const auto m = *reinterpret_cast<const Vector<VEC, T> *>(mine + at);
+  const auto t = *reinterpret_cast<const Vector<VEC, T> *>(theirs + at);
+  Vector<VEC, T> d;
 #pragma unroll
   for (int e = 0; e < VEC; e++)
     d.v[e] = from_float<T>((__expf(to_float(m.v[e]) - of_mine) - __expf(to_float(t.v[e]) - of_theirs)) * factor);
-  *reinterpret_cast<Logits<VEC, T> *>(gradient + at) = d;
+  *reinterpret_cast<Vector<VEC, T> *>(gradient + at) = d;
 }
 
 }  // namespace crelle

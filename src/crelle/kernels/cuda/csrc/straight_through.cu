@@ -7,6 +7,7 @@
 // are, one by one, so that the forward pass has its bits. OWN: scale and low are in steps, as an affine grid trains
 // them, and rounded to f16 here, as it stores them.
 #include "types.cuh"
+#include "vector.cuh"
 
 namespace crelle {
 
@@ -35,11 +36,6 @@ __device__ __forceinline__ float in_steps(float w, const Grid &g) {
 
 // NaN stays NaN, as in torch.
 __device__ __forceinline__ float code(float v, float top) { return min_nan(max_nan(rintf(v), 0), top); }
-
-template <int VEC, typename T>
-struct __align__(VEC * sizeof(T)) Vector {
-  T v[VEC];
-};
 
 // What a lane works on.
 struct Place {
