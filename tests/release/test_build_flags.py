@@ -23,6 +23,7 @@ SPECIAL = {
         "isa_vbmi.cpp": AVX512 | {"-mavx512vbmi", "-mavx512vnni"},
         "isa_amx.cpp": AMX,
         "stats_amx.cpp": AMX,
+        "bf16_gemm_amx.cpp": AMX,
     },
     "arm64": {"isa_dotprod.cpp": {"-march=armv8.2-a+dotprod"}},  # macOS's name for aarch64
 }

@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from crelle.kernels import cpu
+from crelle.kernels.cpu.tiles import usable
 
-
-def usable(device: torch.device) -> bool:
-    """Whether this machine has the tiles, and tensors of the device can be read."""
-    return device.type == "cpu" and cpu.available() is None and "amx" in cpu.core().isas()
+__all__ = ["StatsTiles", "usable"]
 
 
 class StatsTiles:

@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -25,6 +27,11 @@ inline void require(bool ok, const char *what) {
   if (!ok) throw std::invalid_argument(what);
 }
 inline void require(bool ok, const std::string &what) { require(ok, what.c_str()); }
+
+inline void require_amx() {
+  const bool found = std::any_of(isas().begin(), isas().end(), [](auto *p) { return !std::strcmp(p->name, "amx"); });
+  require(found, "this machine has no AMX");
+}
 
 inline DType dtype_of(nb::dlpack::dtype d) {
   if (d == nb::dtype<float>()) return DType::F32;
@@ -57,6 +64,7 @@ void bind_ops(nb::module_ &m);
 void bind_solver(nb::module_ &m);
 void bind_groups(nb::module_ &m);
 void bind_stats(nb::module_ &m);
+void bind_bf16_gemm(nb::module_ &m);
 void bind_integer(nb::module_ &m);
 void bind_decoder(nb::module_ &m);
 

@@ -234,6 +234,7 @@ NB_MODULE(_core, m) {
   bind_solver(m);
   bind_groups(m);
   bind_stats(m);
+  bind_bf16_gemm(m);
   bind_integer(m);
   m.def(
       "isas",

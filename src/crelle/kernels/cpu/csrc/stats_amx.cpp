@@ -20,23 +20,8 @@ namespace amx {
 
 static_assert(kStepBytes == 2 * kTileBytes);
 
-struct AmxTile {
+struct StatsTile : AmxTile {
   static CRELLE_INLINE Int pair(Vec a, Vec b) { return (Int)pair_up((__m512)a, (__m512)b); }
-
-  static CRELLE_INLINE void transpose(Int (&v)[16]) {
-    __m512i turned[16];
-    for (int i = 0; i < 16; ++i) turned[i] = (__m512i)v[i];
-    amx::transpose(turned);
-    for (int i = 0; i < 16; ++i) v[i] = (Int)turned[i];
-  }
-
-  static CRELLE_INLINE void begin() {
-    const TileConfig config;
-    compiler_fence();
-    _tile_loadconfig(&config);
-  }
-
-  static CRELLE_INLINE void end() { _tile_release(); }
 
   // Tiles 0 ... 3: sums; 4, 5: left factors; 6, 7: right ones.
   static CRELLE_INLINE void multiply(const uint8_t *a, const uint8_t *b, int steps, float *y, size_t stride,
@@ -75,6 +60,6 @@ struct AmxTile {
 }  // namespace amx
 }  // namespace
 
-const StatsKernel kStatsAmx{amx::pack<amx::AmxTile>, amx::multiply<amx::AmxTile>};
+const StatsKernel kStatsAmx{amx::pack<amx::StatsTile>, amx::multiply<amx::StatsTile>};
 
 }  // namespace crelle::cpu

@@ -2,7 +2,6 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <mutex>
 #include <optional>
@@ -17,13 +16,9 @@ using namespace nb::literals;
 namespace crelle::cpu {
 namespace {
 
-bool has_amx() {
-  return std::any_of(isas().begin(), isas().end(), [](auto *p) { return !std::strcmp(p->name, "amx"); });
-}
-
 const StatsKernel &stats_kernel(bool emulate) {
   if (emulate) return kStatsEmulated;
-  require(has_amx(), "this machine has no AMX");
+  require_amx();
 #if defined(__x86_64__)
   return kStatsAmx;
 #else

@@ -1,0 +1,45 @@
+// Tiles of plain C++ for bf16_gemm.h, on any machine: slow, for tests.
+#if defined(__aarch64__)
+#include <arm_neon.h>  // for simd.h
+#endif
+
+#include <algorithm>
+#include <utility>
+
+#include "bf16_gemm.h"
+#include "half.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace generic {
+
+#include "simd.h"
+#include "bf16_gemm_tiles.h"
+#include "emulated_tiles.h"
+
+struct GemmTile : EmulatedTile {
+  static CRELLE_INLINE Int round(Vec a, Vec b) {
+    Bfloat both[32];
+    for (int i = 0; i < 16; ++i) {
+      store_one(both + i, a[i]);
+      store_one(both + 16 + i, b[i]);
+    }
+    Int v;
+    __builtin_memcpy(&v, both, sizeof v);
+    return v;
+  }
+
+  static void multiply(const uint8_t *x, const uint8_t *w, int steps, float *sums, bool add, const Ahead &) {
+    if (!add) std::fill(sums, sums + kSums, 0.0f);
+    multiply_blocks(x, w, steps, sums, kBlock);
+  }
+};
+
+}  // namespace generic
+}  // namespace
+
+const Bf16GemmKernel kBf16GemmEmulated{generic::pack<generic::GemmTile>, generic::multiply<generic::GemmTile>};
+
+}  // namespace crelle::cpu

@@ -1,0 +1,10 @@
+"""Whether bf16 tiles (AMX) can be used: what crelle.kernels.cpu.stats and bf16_gemm are made of."""
+
+import torch
+
+from crelle.kernels import cpu
+
+
+def usable(device: torch.device) -> bool:
+    """Whether this machine has the tiles, and tensors of the device can be read."""
+    return device.type == "cpu" and cpu.available() is None and "amx" in cpu.core().isas()
