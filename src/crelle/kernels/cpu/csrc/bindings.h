@@ -61,6 +61,7 @@ inline Precision precision_of(const std::string &name) {
 
 void bind_timing(nb::module_ &m);
 void bind_ops(nb::module_ &m);
+void bind_row_ops(nb::module_ &m);
 void bind_solver(nb::module_ &m);
 void bind_groups(nb::module_ &m);
 void bind_stats(nb::module_ &m);

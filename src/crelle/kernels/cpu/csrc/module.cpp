@@ -231,6 +231,7 @@ NB_MODULE(_core, m) {
   bind_timing(m);
   bind_decoder(m);
   bind_ops(m);
+  bind_row_ops(m);
   bind_solver(m);
   bind_groups(m);
   bind_stats(m);

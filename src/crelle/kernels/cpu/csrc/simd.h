@@ -25,6 +25,7 @@ using Part = float __attribute__((vector_size(32)));
 using Part = float __attribute__((vector_size(16)));
 #endif
 using PartInt = int __attribute__((vector_size(sizeof(Part))));
+using PartWord = uint32_t __attribute__((vector_size(sizeof(Part))));
 constexpr int kParts = sizeof(Vec) / sizeof(Part), kPartLanes = kLanes / kParts;
 
 CRELLE_INLINE Part load_part(const float *p) {
@@ -134,6 +135,24 @@ CRELLE_INLINE void store_one(Bfloat *p, float f) {
   __builtin_memcpy(&bits, &f, 4);
   p->bits =
       static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The bits of store_one for each.
+CRELLE_INLINE void store_part(Bfloat *p, Part v) {
+  const PartWord bits = (PartWord)v, nan = PartWord{} + 0x7fc0;
+  const PartWord found = v == v ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : nan;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16((__m512i)found));
+#elif defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)found), high = _mm256_extracti128_si256((__m256i)found, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm_packus_epi32(low, high));
+#elif defined(__aarch64__)
+  vst1_u16(reinterpret_cast<uint16_t *>(p), vmovn_u32((uint32x4_t)found));
+#else
+  using Short = uint16_t __attribute__((vector_size(sizeof(Part) / 2)));
+  const Short some = __builtin_convertvector(found, Short);
+  __builtin_memcpy(p, &some, sizeof some);
+#endif
 }
 
 // Fold a vector's halves together until one lane is left: always in the same order.

@@ -5,7 +5,7 @@
 template <class T>
 void load_row(const T *from, float *to, int n) {
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+  for (; i + kPartLanes <= n; i += kPartLanes) store_part(to + i, load_part(from + i));
   if (i < n) store_first(to + i, load_first(from + i, n - i), n - i);
 }
 
@@ -21,9 +21,12 @@ inline void load_floats(DType type, const uint8_t *from, float *to, int n) {
 inline void store_floats(DType type, const float *from, uint8_t *to, int n) {
   if (type == DType::F32)
     __builtin_memcpy(to, from, n * sizeof(float));
-  else if (type == DType::BF16)
-    for (int i = 0; i < n; ++i) store_one(reinterpret_cast<Bfloat *>(to) + i, from[i]);
-  else {
+  else if (type == DType::BF16) {
+    Bfloat *const bf16 = reinterpret_cast<Bfloat *>(to);
+    int i = 0;
+    for (; i + kPartLanes <= n; i += kPartLanes) store_part(bf16 + i, load_part(from + i));
+    for (; i < n; ++i) store_one(bf16 + i, from[i]);
+  } else {
     Half *half = reinterpret_cast<Half *>(to);
     int i = 0;
 #if defined(__AVX512F__)

@@ -1,0 +1,159 @@
+// Norms, rotary positions, gated activations and sums over many rows for Python: each one pass over memory, on all
+// threads. A thread takes a piece that stays in its first cache, widens it to f32, works on it, and rounds it once.
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "bindings.h"
+#include "memory.h"
+#include "pool.h"
+
+using namespace nb::literals;
+
+namespace crelle::cpu {
+namespace {
+
+template <int Dim>
+using Values = nb::ndarray<nb::ro, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
+template <int Dim>
+using Results = nb::ndarray<nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
+
+// Where pieces begin depends on the shape only, so that a value's bits do not depend on the number of threads.
+constexpr size_t kPiece = 2048;  // floats; two pieces of them, and what they are read from, are less than 32 KB
+
+DType wide_or_bf16(nb::dlpack::dtype d) {
+  const DType type = dtype_of(d);
+  require(type != DType::F16, "values must be f32 or bf16");
+  return type;
+}
+
+// What is read: f32 as it lies, bf16 as floats in `room`.
+struct Source {
+  template <class Array>
+  explicit Source(const Array &a) : data(static_cast<const uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
+
+  const float *read(const Ops &ops, size_t at, size_t n, float *room) const {
+    if (type == DType::F32) return reinterpret_cast<const float *>(data) + at;
+    copy(ops, at, n, room);
+    return room;
+  }
+  void copy(const Ops &ops, size_t at, size_t n, float *to) const {
+    ops.load(type, data + at * size_of(type), to, int(n));
+  }
+
+  const uint8_t *data;
+  DType type;
+};
+
+// What is written: f32 is computed where it will lie, bf16 in `room`.
+struct Target {
+  template <class Array>
+  explicit Target(const Array &a) : data(static_cast<uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
+
+  float *begin(size_t at, float *room) const {
+    return type == DType::F32 ? reinterpret_cast<float *>(data) + at : room;
+  }
+  void end(const Ops &ops, size_t at, size_t n, const float *from) const {
+    if (type != DType::F32) ops.store(type, from, data + at * size_of(type), int(n));
+  }
+
+  uint8_t *data;
+  DType type;
+};
+
+// Calls fn(piece, room) for each of `count` pieces; every thread has room for `floats`.
+template <class F>
+void share(size_t count, size_t floats, F &&fn) {
+  nb::gil_scoped_release release;
+  Pool::get().run([&](int t, int n) {
+    static thread_local Buffer room;
+    room.grow(floats * sizeof(float));
+    for (size_t i = count * t / n; i < count * (t + 1) / n; ++i) fn(i, floats_of(room));
+  });
+}
+
+template <class F>
+void share_pieces(size_t n, F &&fn) {
+  share((n + kPiece - 1) / kPiece, 2 * kPiece,
+        [&](size_t i, float *room) { fn(i * kPiece, std::min(kPiece, n - i * kPiece), room, room + kPiece); });
+}
+
+void check_width(size_t n) { require(n < size_t(std::numeric_limits<int>::max()), "a row is too long"); }
+
+void norm_rows(Values<2> x, In<float, 1> weight, float eps, Results<2> y) {
+  const size_t rows = x.shape(0), n = x.shape(1);
+  require(weight.shape(0) == n && y.shape(0) == rows && y.shape(1) == n, "x, y [M, K], weight [K]");
+  check_width(n);
+  if (!rows || !n) return;
+  const Source from(x);
+  const Target to(y);
+  const Ops &ops = ops_of(isa());
+  const size_t block = std::max<size_t>(1, kPiece / n);  // rows of a piece
+  share((rows + block - 1) / block, block * n, [&](size_t i, float *room) {
+    const size_t at = i * block * n, count = std::min(block, rows - i * block) * n;
+    const float *const in = from.read(ops, at, count, room);
+    float *const out = to.begin(at, room);
+    for (size_t r = 0; r < count; r += n) ops.rms_norm(in + r, weight.data(), eps, int(n), out + r);
+    to.end(ops, at, count, out);
+  });
+}
+
+void rotate_rows(Values<3> x, In<float, 2> cos, In<float, 2> sin, Results<3> y) {
+  const size_t tokens = x.shape(0), H = x.shape(1), D = x.shape(2), T = cos.shape(0), R = cos.shape(1), n = H * D;
+  require(y.shape(0) == tokens && y.shape(1) == H && y.shape(2) == D, "x and y must be [B T, H, D] alike");
+  require(sin.shape(0) == T && sin.shape(1) == R && R % 2 == 0 && R <= D, "cos and sin must be [T, R], R even, R <= D");
+  check_width(n);
+  if (!tokens || !n) return;
+  require(T && tokens % T == 0, "x must be [B T, H, D] for cos and sin [T, R]");
+  const Source from(x);
+  const Target to(y);
+  const Ops &ops = ops_of(isa());
+  share(tokens, n, [&](size_t i, float *room) {
+    const size_t angle = i % T * R;
+    float *const out = to.begin(i * n, room);
+    from.copy(ops, i * n, n, out);
+    for (size_t h = 0; h < H; ++h) ops.rope(out + h * D, cos.data() + angle, sin.data() + angle, int(R));
+    to.end(ops, i * n, n, out);
+  });
+}
+
+void gate_rows(const std::string &kind, Values<1> gate, Values<1> up, Results<1> y) {
+  const size_t n = gate.shape(0);
+  require(up.shape(0) == n && y.shape(0) == n, "gate, up and y must be [N] alike");
+  const Activation f = activation_of(kind);
+  const Source from(gate), factor(up);
+  const Target to(y);
+  const Ops &ops = ops_of(isa());
+  share_pieces(n, [&](size_t at, size_t count, float *a, float *b) {
+    float *const out = to.begin(at, a);
+    from.copy(ops, at, count, out);
+    ops.activate(f, out, factor.read(ops, at, count, b), int(count));
+    to.end(ops, at, count, out);
+  });
+}
+
+void add_rows(Values<1> x, Values<1> y, Results<1> sum) {
+  const size_t n = x.shape(0);
+  require(y.shape(0) == n && sum.shape(0) == n, "x, y and their sum must be [N] alike");
+  const Source first(x), second(y);
+  const Target to(sum);
+  const Ops &ops = ops_of(isa());
+  share_pieces(n, [&](size_t at, size_t count, float *a, float *b) {
+    float *const out = to.begin(at, a);
+    first.copy(ops, at, count, out);
+    ops.add(out, second.read(ops, at, count, b), int(count));
+    to.end(ops, at, count, out);
+  });
+}
+
+}  // namespace
+
+void bind_row_ops(nb::module_ &m) {
+  m.def("norm_rows", &norm_rows, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "y"_a.noconvert());
+  m.def("rotate_rows", &rotate_rows, "x"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert(), "y"_a.noconvert());
+  m.def("gate_rows", &gate_rows, "kind"_a, "gate"_a.noconvert(), "up"_a.noconvert(), "y"_a.noconvert());
+  m.def("add_rows", &add_rows, "x"_a.noconvert(), "y"_a.noconvert(), "sum"_a.noconvert());
+}
+
+}  // namespace crelle::cpu
