@@ -4,8 +4,6 @@ Inputs are f32 or bf16 on the CPU; nothing is kept for gradients. Where torch.au
 the caller says which dtype the result has.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -20,11 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
     x = _plain("x", x)
     if x.ndim < 1:
         raise ValueError("x must be [..., n], got a single number")
-    n = x.shape[-1]
-    weight = _f32("weight", weight, (n,))
+    weight = _f32("weight", weight, x.shape[-1:])
     y = _empty(x.shape, dtype)
-    rows = math.prod(x.shape[:-1])
-    cpu.core().norm_rows(x.view(rows, n), weight, eps, y.view(rows, n))
+    cpu.core().norm_rows(x, weight.numpy(), eps, y)
     return y
 
 
@@ -37,14 +33,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     x = _plain("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must be [..., T, H, D], got {list(x.shape)}")
-    T, H, D = x.shape[-3:]
+    T, _, D = x.shape[-3:]
     R = cos.shape[-1] if cos.ndim else 0
     if R % 2 or R > D:
         raise ValueError(f"cos and sin must have an even number of channels up to the {D} of x, got {R}")
     cos, sin = _f32("cos", cos, (T, 1, R)), _f32("sin", sin, (T, 1, R))
     y = _empty(x.shape, dtype)
-    rows = math.prod(x.shape[:-2])
-    cpu.core().rotate_rows(x.view(rows, H, D), cos.view(T, R), sin.view(T, R), y.view(rows, H, D))
+    cpu.core().rotate_rows(x, cos.numpy(), sin.numpy(), y)
     return y
 
 
@@ -52,7 +47,7 @@ def gated(activation: Activation, gate: Tensor, up: Tensor, dtype: torch.dtype) 
     """Return f(gate) * up."""
     gate, up = _alike("gate", gate, "up", up)
     y = _empty(gate.shape, dtype)
-    cpu.core().gate_rows(activation, gate.view(-1), up.view(-1), y.view(-1))
+    cpu.core().gate_rows(activation, gate, up, y)
     return y
 
 
@@ -60,7 +55,7 @@ def added(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x + y; they may be of different dtypes."""
     x, y = _alike("x", x, "y", y)
     total = _empty(x.shape, dtype)
-    cpu.core().add_rows(x.view(-1), y.view(-1), total.view(-1))
+    cpu.core().add_rows(x, y, total)
     return total
 
 

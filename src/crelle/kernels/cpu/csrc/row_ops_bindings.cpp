@@ -14,10 +14,8 @@ using namespace nb::literals;
 namespace crelle::cpu {
 namespace {
 
-template <int Dim>
-using Values = nb::ndarray<nb::ro, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
-template <int Dim>
-using Results = nb::ndarray<nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
+using Values = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;  // of any shape
+using Results = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 // Where pieces begin depends on the shape only, so that a value's bits do not depend on the number of threads.
 constexpr size_t kPiece = 2048;  // floats; two pieces of them, and what they are read from, are less than 32 KB
@@ -30,8 +28,7 @@ DType wide_or_bf16(nb::dlpack::dtype d) {
 
 // What is read: f32 as it lies, bf16 as floats in `room`.
 struct Source {
-  template <class Array>
-  explicit Source(const Array &a) : data(static_cast<const uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
+  explicit Source(const Values &a) : data(static_cast<const uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
 
   const float *read(const Ops &ops, size_t at, size_t n, float *room) const {
     if (type == DType::F32) return reinterpret_cast<const float *>(data) + at;
@@ -48,8 +45,7 @@ struct Source {
 
 // What is written: f32 is computed where it will lie, bf16 in `room`.
 struct Target {
-  template <class Array>
-  explicit Target(const Array &a) : data(static_cast<uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
+  explicit Target(const Results &a) : data(static_cast<uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
 
   float *begin(size_t at, float *room) const {
     return type == DType::F32 ? reinterpret_cast<float *>(data) + at : room;
@@ -81,11 +77,12 @@ void share_pieces(size_t n, F &&fn) {
 
 void check_width(size_t n) { require(n < size_t(std::numeric_limits<int>::max()), "a row is too long"); }
 
-void norm_rows(Values<2> x, In<float, 1> weight, float eps, Results<2> y) {
-  const size_t rows = x.shape(0), n = x.shape(1);
-  require(weight.shape(0) == n && y.shape(0) == rows && y.shape(1) == n, "x, y [M, K], weight [K]");
+void norm_rows(Values x, In<float, 1> weight, float eps, Results y) {
+  const size_t n = weight.shape(0);
+  require(x.ndim() && x.shape(x.ndim() - 1) == n && y.size() == x.size(), "x and y must be [..., K], weight [K]");
   check_width(n);
-  if (!rows || !n) return;
+  if (!x.size()) return;
+  const size_t rows = x.size() / n;
   const Source from(x);
   const Target to(y);
   const Ops &ops = ops_of(isa());
@@ -99,13 +96,15 @@ void norm_rows(Values<2> x, In<float, 1> weight, float eps, Results<2> y) {
   });
 }
 
-void rotate_rows(Values<3> x, In<float, 2> cos, In<float, 2> sin, Results<3> y) {
-  const size_t tokens = x.shape(0), H = x.shape(1), D = x.shape(2), T = cos.shape(0), R = cos.shape(1), n = H * D;
-  require(y.shape(0) == tokens && y.shape(1) == H && y.shape(2) == D, "x and y must be [B T, H, D] alike");
-  require(sin.shape(0) == T && sin.shape(1) == R && R % 2 == 0 && R <= D, "cos and sin must be [T, R], R even, R <= D");
+void rotate_rows(Values x, In<float, 3> cos, In<float, 3> sin, Results y) {
+  const size_t dims = x.ndim(), T = cos.shape(0), R = cos.shape(2);
+  require(dims >= 3 && x.shape(dims - 3) == T && y.size() == x.size(), "x and y must be [..., T, H, D]");
+  const size_t H = x.shape(dims - 2), D = x.shape(dims - 1), n = H * D;
+  require(cos.size() == T * R && sin.size() == T * R && R % 2 == 0 && R <= D,
+          "cos and sin must be [T, 1, R], R even and at most D");
   check_width(n);
-  if (!tokens || !n) return;
-  require(T && tokens % T == 0, "x must be [B T, H, D] for cos and sin [T, R]");
+  if (!x.size()) return;
+  const size_t tokens = x.size() / n;
   const Source from(x);
   const Target to(y);
   const Ops &ops = ops_of(isa());
@@ -118,9 +117,9 @@ void rotate_rows(Values<3> x, In<float, 2> cos, In<float, 2> sin, Results<3> y) 
   });
 }
 
-void gate_rows(const std::string &kind, Values<1> gate, Values<1> up, Results<1> y) {
-  const size_t n = gate.shape(0);
-  require(up.shape(0) == n && y.shape(0) == n, "gate, up and y must be [N] alike");
+void gate_rows(const std::string &kind, Values gate, Values up, Results y) {
+  const size_t n = gate.size();
+  require(up.size() == n && y.size() == n, "gate, up and y must be alike");
   const Activation f = activation_of(kind);
   const Source from(gate), factor(up);
   const Target to(y);
@@ -133,9 +132,9 @@ void gate_rows(const std::string &kind, Values<1> gate, Values<1> up, Results<1>
   });
 }
 
-void add_rows(Values<1> x, Values<1> y, Results<1> sum) {
-  const size_t n = x.shape(0);
-  require(y.shape(0) == n && sum.shape(0) == n, "x, y and their sum must be [N] alike");
+void add_rows(Values x, Values y, Results sum) {
+  const size_t n = x.size();
+  require(y.size() == n && sum.size() == n, "x, y and their sum must be alike");
   const Source first(x), second(y);
   const Target to(sum);
   const Ops &ops = ops_of(isa());

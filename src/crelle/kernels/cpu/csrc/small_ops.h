@@ -55,7 +55,8 @@ inline void rms_norm(const float *x, const float *weight, float eps, int n, floa
   }
   const float mean = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(n);
   const float factor = 1.0f / __builtin_sqrtf(mean + eps);
-  for (i = 0; i + kLanes <= n; i += kLanes) store(y + i, load(x + i) * factor * load(weight + i));
+  for (i = 0; i + kPartLanes <= n; i += kPartLanes)
+    store_part(y + i, load_part(x + i) * factor * load_part(weight + i));
   for (; i < n; ++i) y[i] = x[i] * factor * weight[i];
 }
 
@@ -153,7 +154,7 @@ inline void activate(Activation kind, float *x, const float *up, int n) {
 
 inline void add(float *x, const float *y, int n) {
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(x + i, load(x + i) + load(y + i));
+  for (; i + kPartLanes <= n; i += kPartLanes) store_part(x + i, load_part(x + i) + load_part(y + i));
   for (; i < n; ++i) x[i] += y[i];
 }
 
