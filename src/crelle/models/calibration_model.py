@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv import KVFormat, as_stored
 from crelle.formats.open import Weights
-from crelle.kernels.spec import DecoderSpec, NormSpec, RopeSpec
+from crelle.kernels.cpu import row_ops
+from crelle.kernels.spec import Activation, DecoderSpec, NormSpec, RopeSpec
 from crelle.models.builder import Builder, LayerNorm, RMSNorm
 from crelle.models.cache import attention, key_center
-from crelle.models.decoder import Attend, Compute, Experts, InputLayer, Layer, Mlp, OutputLayer, capped
+from crelle.models.decoder import ACTIVATIONS, Attend, Compute, Experts, InputLayer, Layer, Mlp, OutputLayer, capped
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.read_ahead import ReadAhead
 from crelle.models.reproducible import fix_backward_order
 from crelle.models.rope import angles
 from crelle.models.tensor_shapes import tensor_shapes
-from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads
+from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads, fused_on_cpu
+
+_NAMES: dict[Callable[[Tensor], Tensor], Activation] = {f: name for name, f in ACTIVATIONS.items()}
 
 
 class _NoCache:
@@ -77,7 +80,12 @@ class _WholeSequences(Compute):
     def rotated(self, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self._repeated:  # attention, which alone reads them, is on the tape
             return q, k
+        if fused_on_cpu(q):
+            return row_ops.rotate(q, *cos_sin, torch.bfloat16), row_ops.rotate(k, *cos_sin, torch.bfloat16)
         return super().rotated(q, k, cos_sin)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        return row_ops.added(x, y, torch.promote_types(x.dtype, y.dtype)) if fused_on_cpu(x) else super().added(x, y)
 
     def linears(self, linears: Sequence[Any], x: Tensor) -> list[Tensor]:
         """Round their input to the dtype of products once, and not for each of them, where this takes time."""
@@ -90,8 +98,13 @@ class _WholeSequences(Compute):
     def inner(self, f: Callable[[Tensor], Tensor], gate: Tensor | None, up: Tensor) -> Tensor:
         """On a CPU it takes a tenth of a pass, and is kept; on a GPU memory is dearer."""
         if self.tape is None or up.device.type != "cpu":
-            return super().inner(f, gate, up)
-        return self.tape(lambda: Compute.inner(self, f, gate, up))
+            return self._inner(f, gate, up)
+        return self.tape(lambda: self._inner(f, gate, up))
+
+    def _inner(self, f: Callable[[Tensor], Tensor], gate: Tensor | None, up: Tensor) -> Tensor:
+        if gate is not None and f in _NAMES and fused_on_cpu(up):
+            return row_ops.gated(_NAMES[f], gate, up, up.dtype)
+        return super().inner(f, gate, up)
 
     @property
     def _repeated(self) -> bool:
@@ -113,6 +126,7 @@ class _TapedNorm(nn.Module):
         super().__init__()
         self.norm = norm
         self.tape: Tape | None = None
+        self.readers: tuple[TrainableLinear, ...] = ()  # where these linears alone read it
 
     @property
     def weight(self) -> Tensor | None:
@@ -127,6 +141,9 @@ class _TapedNorm(nn.Module):
 
     def _of(self, x: Tensor) -> Tensor:
         norm = self.norm
+        if isinstance(norm, RMSNorm) and fused_on_cpu(x):
+            rounded = self.readers and all(linear.activation is None for linear in self.readers)
+            return row_ops.rms_norm(x, norm.weight, norm.eps, torch.bfloat16 if rounded else norm.weight.dtype)
         if isinstance(norm, RMSNorm) and x.is_cuda and torch.is_grad_enabled():  # one kernel each way, not twenty
             return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
         return norm(x)  # type: ignore[no-any-return]
@@ -159,9 +176,20 @@ class CalibrationBlock(nn.Module):
         self.layer, self.spec, self._compute = layer, layer.spec, compute
         self._arch, self._index = arch, i
         self._linears = {m.name: m for m in layer.modules() if isinstance(m, TrainableLinear)}
+        self._find_readers()
         self._tape: Tape | None = None
         self._kv: KVFormat | None = None
         self._center: Tensor | None = None
+
+    def _find_readers(self) -> None:
+        """Tell the norms which linears read them, where nothing else does: not the residual stream, not a router."""
+        a, mlp, s = self.layer.attention, self.layer.mlp, self.spec
+        if s.placement == "post" or isinstance(mlp, Experts):
+            return
+        inner = tuple(m for m in (mlp.gate, mlp.up) if m is not None)
+        self.layer.norm_attention.readers = (a.q, a.k, a.v, *(inner if s.shared_norm else ()))
+        if self.layer.norm_mlp is not None:
+            self.layer.norm_mlp.readers = inner
 
     @property
     def capturable(self) -> bool:

@@ -70,6 +70,10 @@ class Compute:
         """Return what a feed-forward's last product reads."""
         return self.activate(f, up) if gate is None else self.activate(f, gate) * up
 
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add to the residual stream."""
+        return x + y
+
     def angles(self, rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(rope, positions, dtype)
 
@@ -180,16 +184,16 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Angles, cache: Attend, compute: Compute = PLAIN) -> Tensor:
         if self.spec.placement == "post":
-            x = self.norm_attention(x + self.attention(x, cos_sin, cache, compute))
-            return self.norm_mlp(x + self.mlp(x, compute))  # type: ignore[misc,no-any-return]
+            x = self.norm_attention(compute.added(x, self.attention(x, cos_sin, cache, compute)))
+            return self.norm_mlp(compute.added(x, self.mlp(x, compute)))  # type: ignore[misc,no-any-return]
         h = self.norm_attention(x)
         y = self.attention(h, cos_sin, cache, compute)
         if self.spec.parallel:
             h = h if self.norm_mlp is None else self.norm_mlp(x)
-            return x + y + self.mlp(h, compute)  # type: ignore[no-any-return]
-        x = x + (y if self.post_attention_norm is None else self.post_attention_norm(y))
+            return compute.added(compute.added(x, y), self.mlp(h, compute))
+        x = compute.added(x, y if self.post_attention_norm is None else self.post_attention_norm(y))
         y = self.mlp(self.norm_mlp(x), compute)  # type: ignore[misc]
-        return x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))  # type: ignore[no-any-return]
+        return compute.added(x, y if self.post_mlp_norm is None else self.post_mlp_norm(y))
 
 
 class InputLayer(nn.Module):

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.kv import KVFormat
+from crelle.kernels.cpu.bf16_gemm import PackedWeight
+from crelle.kernels.cpu.tiles import usable
 
 Progress = Callable[[int, int, str], None]  # (done, total, what), called after each piece of work
 
@@ -27,6 +29,17 @@ def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
     """Autocast matrix products to bf16 where the hardware has instructions for it; sums and residuals stay f32."""
     enabled = wanted and has_half_products(device)
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+def fused_on_cpu(x: Tensor) -> bool:
+    """Whether a forward pass on x can take our own kernels: products of bf16 on a CPU with AMX, and no gradient."""
+    return (
+        x.device.type == "cpu"
+        and torch.is_autocast_enabled("cpu")
+        and not torch.is_grad_enabled()
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        and usable(x.device)
+    )
 
 
 @contextmanager
@@ -70,6 +83,25 @@ class Tape:
         return self.results[self._next - 1]
 
 
+class _Tiles:
+    """A weight as bf16 tiles: packed when it is first multiplied by, and again once it is another one or changed."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._version = 0
+        self._packed: PackedWeight | None = None
+
+    def packed(self, weight: Tensor) -> PackedWeight:
+        version = -1 if weight.is_inference() else weight._version  # an inference tensor does not count its changes
+        if self._packed is None or self._of is not weight or version != self._version or version < 0:
+            self._packed = PackedWeight(weight)
+            self._of, self._version = weight, version
+        return self._packed
+
+    def __deepcopy__(self, memo: object) -> "_Tiles":
+        return _Tiles()  # a copied layer is given other weights
+
+
 class TrainableLinear(nn.Module):
     """y = x Wᵀ + bias, where W can be replaced or computed by a trainable module, and x observed or rounded."""
 
@@ -83,6 +115,7 @@ class TrainableLinear(nn.Module):
         self.watch: Callable[[Tensor], None] | None = None  # called with every input
         self.activation: Callable[[Tensor], Tensor] | None = None  # rounds x before the product (quantized activations)
         self.tape: Tape | None = None
+        self._tiles = _Tiles()
         self.rows: Tensor | None = None  # which of the batch's B T tokens x is of, where not all: an expert's
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,6 +125,8 @@ class TrainableLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         x = x if self.activation is None else self.activation(x)
+        if self.coder is None and fused_on_cpu(x):
+            return self._tiles.packed(self.weight).product(x, self.bias)
         return F.linear(x, self.weight if self.coder is None else self.coder(), self.bias)
 
 
