@@ -49,7 +49,7 @@ inline void nested_sweep_rows(const NestedSweep &s, int tile, float *error) {
   for (int k = 0; s.error && k < K; ++k)
     for (int p = 0; p < P; ++p)
       store(error + p * plane + size_t(k) * kLanes, lanes_of(s.error + (size_t(k) * P + p) * N, row0, N));
-  Vec outside[P][kColumns] = {}, behind[kColumns] = {};  // what reaches the columns of a block from outside it
+  Vec outside[P][kColumns] = {}, behind[1][kColumns] = {};  // what reaches the columns of a block from outside it
   for (int i = 0; i < K; ++i) {
     const int column = i % kColumns, begin = i - column, end = begin + kColumns;
     const bool blocked = end <= K;
@@ -62,10 +62,10 @@ inline void nested_sweep_rows(const NestedSweep &s, int tile, float *error) {
       want[p] = target;
       if (!s.mix) continue;
       if (blocked && column == 0) {
-        weighted_sums(mix, K, e, begin, outside[p]);
+        weighted_sums<1>(mix, K, e, 0, begin, outside + p);
         if (!s.triangular) {
-          weighted_sums(mix + end, K, e + size_t(end) * kLanes, K - end, behind);
-          for (int c = 0; c < kColumns; ++c) outside[p][c] += behind[c];
+          weighted_sums<1>(mix + end, K, e + size_t(end) * kLanes, 0, K - end, behind);
+          for (int c = 0; c < kColumns; ++c) outside[p][c] += behind[0][c];
         }
       }
       if (blocked) {

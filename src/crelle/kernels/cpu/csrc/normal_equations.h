@@ -1,41 +1,51 @@
-// Scales of 16 rows by least squares, and the rows' errors (solver.h).
+// Scales of rows by least squares, and the rows' errors (solver.h).
 //
 // Included inside a namespace of the including file, after sweep.h.
 
-// result[i] = sum_j hessian[first_row + i][j] x[j] for columns [begin, end) of the Hessian, rows [first, last).
+// result[i] = sum_j hessian[i][j] x[j] over columns [begin, end) of the Hessian, for rows [first, last) of it and R
+// tiles, `plane` floats from tile to tile.
+template <int R>
 CRELLE_INLINE void products(const float *hessian, int K, int first, int last, int begin, int end, const float *x,
-                            float *result) {
+                            size_t plane, float *result) {
   int i = first;
   for (; i + kColumns <= last; i += kColumns) {
-    Vec sums[kColumns];
-    weighted_sums(hessian + size_t(i) * K + begin, K, x + size_t(begin) * kLanes, end - begin, sums);
-    for (int c = 0; c < kColumns; ++c) store(result + size_t(i + c) * kLanes, sums[c]);
+    Vec sums[R][kColumns];
+    weighted_sums<R>(hessian + size_t(i) * K + begin, K, x + size_t(begin) * kLanes, plane, end - begin, sums);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kColumns; ++c) store(result + r * plane + size_t(i + c) * kLanes, sums[r][c]);
   }
   for (; i < last; ++i)
-    store(result + size_t(i) * kLanes,
-          weighted_sum(hessian + size_t(i) * K + begin, x + size_t(begin) * kLanes, end - begin));
+    for (int r = 0; r < R; ++r)
+      store(result + r * plane + size_t(i) * kLanes,
+            weighted_sum(hessian + size_t(i) * K + begin, x + r * plane + size_t(begin) * kLanes, end - begin));
 }
 
-inline void row_errors_tile(const RowErrors &s, int tile, float *scratch) {
+template <int R>
+CRELLE_INLINE void errors_of_rows(const RowErrors &s, int tile, float *scratch) {
   const int N = s.N, K = s.K, row0 = tile * kLanes;
-  float *const error = scratch;
-  for (int k = 0; k < K; ++k) store(error + size_t(k) * kLanes, lanes_of(s.error + size_t(k) * N, row0, N));
-  Vec total = {};
+  const size_t plane = size_t(K) * kLanes;
+  for (int r = 0; r < R; ++r) load_lanes(s.error, K, row0 + r * kLanes, N, scratch + r * plane);
+  Vec total[R] = {};
   for (int i = 0; i < K; i += kColumns) {  // one triangle, twice, and the diagonal
     const int count = K - i < kColumns ? K - i : kColumns;
-    Vec before[kColumns] = {};
-    if (count == kColumns)
-      weighted_sums(s.hessian + size_t(i) * K, K, error, i, before);
-    else
-      for (int c = 0; c < count; ++c) before[c] = weighted_sum(s.hessian + size_t(i + c) * K, error, i);
-    for (int c = 0; c < count; ++c) {
-      const float *const h = s.hessian + size_t(i + c) * K;
-      const Vec own = load(error + size_t(i + c) * kLanes);
-      for (int j = i; j < i + c; ++j) before[c] += h[j] * load(error + size_t(j) * kLanes);
-      total += own * (2.0f * before[c] + h[i + c] * own);
+    Vec before[R][kColumns] = {};
+    if (count == kColumns) weighted_sums<R>(s.hessian + size_t(i) * K, K, scratch, plane, i, before);
+    for (int r = 0; r < R; ++r) {
+      const float *const error = scratch + r * plane;
+      for (int c = 0; c < count; ++c) {
+        const float *const h = s.hessian + size_t(i + c) * K;
+        const Vec own = load(error + size_t(i + c) * kLanes);
+        Vec reached = count == kColumns ? before[r][c] : weighted_sum(h, error, i);
+        for (int j = i; j < i + c; ++j) reached += h[j] * load(error + size_t(j) * kLanes);
+        total[r] += own * (2.0f * reached + h[i + c] * own);
+      }
     }
   }
-  store_lanes(s.result, row0, N, total);
+  for (int r = 0; r < R; ++r) store_lanes(s.result, row0 + r * kLanes, N, total[r]);
+}
+
+inline void row_errors_tiles(const RowErrors &s, int tile, int tiles, float *scratch) {
+  with_tiles(tiles, [&](auto R) { errors_of_rows<R>(s, tile, scratch); });
 }
 
 using Lanes = double[kLanes];
@@ -74,33 +84,9 @@ inline void solve_lanes(Lanes *A, Lanes *b, int n) {
   }
 }
 
-// scratch, wide: as many floats and doubles as ScaleSolve says.
-inline void solve_scales_tile(const ScaleSolve &s, int tile, float *scratch, double *wide) {
-  const int N = s.N, K = s.K, U = s.U, C = s.groups(), n = s.unknowns(), row0 = tile * kLanes;
-  const size_t plane = size_t(K) * kLanes;
-  float *const error = scratch, *const features = error + plane, *const reached = features + U * plane;
-  Lanes *const A = reinterpret_cast<Lanes *>(wide), *const b = A + triangle(n);
-  __builtin_memset(wide, 0, s.doubles() * sizeof(double));
-  for (int k = 0; k < K; ++k) store(error + size_t(k) * kLanes, lanes_of(s.error + size_t(k) * N, row0, N));
-  for (int k = 0; k < U * K; ++k) store(features + size_t(k) * kLanes, lanes_of(s.features + size_t(k) * N, row0, N));
-  const auto end_of = [&](int c) { return (c + 1) * s.G < K ? (c + 1) * s.G : K; };
-  const auto along = [&](int c, int u, const float *by) {  // sum over a group of features times `by`
-    Vec sum = {};
-    for (int i = c * s.G; i < end_of(c); ++i)
-      sum += load(features + u * plane + size_t(i) * kLanes) * load(by + size_t(i) * kLanes);
-    return sum;
-  };
-  products(s.hessian, K, 0, K, 0, K, error, reached);
-  for (int c = 0; c < C; ++c)
-    for (int u = 0; u < U; ++u) add_lanes(b[c * U + u], along(c, u, reached));
-  for (int d = 0; d < C; ++d) {  // group d with itself and the later ones
-    for (int v = 0; v < U; ++v)
-      products(s.hessian, K, d * s.G, K, d * s.G, end_of(d), features + v * plane, reached + v * plane);
-    for (int c = d; c < C; ++c)
-      for (int u = 0; u < U; ++u)
-        for (int v = 0; v < (c == d ? u + 1 : U); ++v)
-          add_lanes(A[triangle(c * U + u) + d * U + v], along(c, u, reached + v * plane));
-  }
+// A x = b of one tile, scaled to a unit diagonal; x goes to the tile's rows of s.change.
+inline void solve_equations(const ScaleSolve &s, int row0, Lanes *A, Lanes *b) {
+  const int n = s.unknowns();
   Lanes *const unit = b + n;
   for (int j = 0; j < n; ++j)
     for (int l = 0; l < kLanes; ++l) {
@@ -116,6 +102,49 @@ inline void solve_scales_tile(const ScaleSolve &s, int tile, float *scratch, dou
   for (int j = 0; j < n; ++j) {
     Vec x;
     for (int l = 0; l < kLanes; ++l) x[l] = float(b[j][l] * unit[j][l]);
-    store_lanes(s.change + size_t(j) * N, row0, N, x);
+    store_lanes(s.change + size_t(j) * s.N, row0, s.N, x);
   }
+}
+
+template <int R>
+CRELLE_INLINE void solve_some(const ScaleSolve &s, int tile, float *scratch, double *wide) {
+  const int N = s.N, K = s.K, U = s.U, C = s.groups(), row0 = tile * kLanes;
+  const size_t plane = size_t(K) * kLanes;
+  float *const error = scratch, *const features = error + R * plane, *const reached = features + U * R * plane;
+  __builtin_memset(wide, 0, R * s.doubles() * sizeof(double));
+  const auto matrix = [&](int r) { return reinterpret_cast<Lanes *>(wide + r * s.doubles()); };
+  const auto right = [&](int r) { return matrix(r) + triangle(s.unknowns()); };
+  for (int r = 0; r < R; ++r) {
+    load_lanes(s.error, K, row0 + r * kLanes, N, error + r * plane);
+    for (int u = 0; u < U; ++u)
+      load_lanes(s.features + size_t(u) * K * N, K, row0 + r * kLanes, N, features + (u * R + r) * plane);
+  }
+  const auto end_of = [&](int c) { return (c + 1) * s.G < K ? (c + 1) * s.G : K; };
+  // Sum over a group of tile r's features times those of plane `by`.
+  const auto along = [&](int r, int c, int u, const float *by) {
+    Vec sum = {};
+    for (int i = c * s.G; i < end_of(c); ++i)
+      sum += load(features + (u * R + r) * plane + size_t(i) * kLanes) * load(by + r * plane + size_t(i) * kLanes);
+    return sum;
+  };
+  products<R>(s.hessian, K, 0, K, 0, K, error, plane, reached);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      for (int u = 0; u < U; ++u) add_lanes(right(r)[c * U + u], along(r, c, u, reached));
+  for (int d = 0; d < C; ++d) {  // group d with itself and the later ones
+    for (int v = 0; v < U; ++v)
+      products<R>(s.hessian, K, d * s.G, K, d * s.G, end_of(d), features + v * R * plane, plane,
+                  reached + v * R * plane);
+    for (int r = 0; r < R; ++r)
+      for (int c = d; c < C; ++c)
+        for (int u = 0; u < U; ++u)
+          for (int v = 0; v < (c == d ? u + 1 : U); ++v)
+            add_lanes(matrix(r)[triangle(c * U + u) + d * U + v], along(r, c, u, reached + v * R * plane));
+  }
+  for (int r = 0; r < R; ++r) solve_equations(s, row0 + r * kLanes, matrix(r), right(r));
+}
+
+// scratch, wide: as many floats and doubles for each tile as ScaleSolve says.
+inline void solve_scales_tiles(const ScaleSolve &s, int tile, int tiles, float *scratch, double *wide) {
+  with_tiles(tiles, [&](auto R) { solve_some<R>(s, tile, scratch, wide); });
 }

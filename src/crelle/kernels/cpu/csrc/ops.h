@@ -110,16 +110,19 @@ struct Ops {
   size_t (*attend_block_scratch)(int heads, int D);  // in floats
   // `rows` rows of codes [D * bits / 8] and packed scales [groups] to floats: see kv_dequant.h
   void (*unpack)(int bits, const uint8_t *codes, const int16_t *words, int rows, int D, int groups, float *out);
-  // 16 rows of a weight that is being quantized: see solver.h; scratch of 16 (K + 130) floats
-  void (*sweep)(const Sweep &s, int tile, float *scratch);
+  // 16 rows of a weight that is being quantized: see solver.h; scratch of 16 (K + 130) floats. Some take several tiles
+  // of 16 rows at once, at most solver_tiles, each with scratch of its own.
+  int solver_tiles;
+  void (*sweep)(const Sweep &s, int tile, int tiles, float *scratch);
   void (*nested_sweep)(const NestedSweep &s, int tile, float *scratch);  // scratch: 16 K P floats
   void (*affine_sweep)(const AffineSweep &s, int tile, float *scratch);
   void (*descend_scales)(const ScaleDescent &s, int tile, float *scratch);
   void (*uniform_grids)(const UniformGrids &s, int tile, float *scratch);
   void (*search_grids)(const GridSearch &s, int tile, float *scratch);
   void (*second_order)(const SecondOrderSearch &s, int tile, float *scratch);
-  void (*row_errors)(const RowErrors &s, int tile, float *scratch);
-  void (*solve_scales)(const ScaleSolve &s, int tile, float *scratch, double *wide);  // scratch: as ScaleSolve says
+  void (*row_errors)(const RowErrors &s, int tile, int tiles, float *scratch);
+  // scratch: as ScaleSolve says
+  void (*solve_scales)(const ScaleSolve &s, int tile, int tiles, float *scratch, double *wide);
 };
 
 // A norm of either kind over one row, or over a tile; y may be x.

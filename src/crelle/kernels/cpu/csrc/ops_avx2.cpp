@@ -1,6 +1,8 @@
 // The small ops for AVX2 + FMA + F16C.
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "half.h"
 #include "ops.h"
 
@@ -46,14 +48,15 @@ const Ops kOpsAvx2{"avx2",
                    avx2::attend_block,
                    avx2::attend_block_scratch,
                    avx2::unpack,
-                   avx2::sweep_tile,
+                   avx2::kTiles,
+                   avx2::sweep_tiles,
                    avx2::nested_sweep_tile,
                    avx2::affine_sweep_tile,
                    avx2::descend_scales_tile,
                    avx2::uniform_grids_tile,
                    avx2::search_grids_tile,
                    avx2::second_order_tile,
-                   avx2::row_errors_tile,
-                   avx2::solve_scales_tile};
+                   avx2::row_errors_tiles,
+                   avx2::solve_scales_tiles};
 
 }  // namespace crelle::cpu

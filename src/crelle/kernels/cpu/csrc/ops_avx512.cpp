@@ -1,6 +1,8 @@
 // The small ops for AVX-512 F/BW/VL/DQ.
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "half.h"
 #include "ops.h"
 
@@ -46,14 +48,15 @@ const Ops kOpsAvx512{"avx512",
                      avx512::attend_block,
                      avx512::attend_block_scratch,
                      avx512::unpack,
-                     avx512::sweep_tile,
+                     avx512::kTiles,
+                     avx512::sweep_tiles,
                      avx512::nested_sweep_tile,
                      avx512::affine_sweep_tile,
                      avx512::descend_scales_tile,
                      avx512::uniform_grids_tile,
                      avx512::search_grids_tile,
                      avx512::second_order_tile,
-                     avx512::row_errors_tile,
-                     avx512::solve_scales_tile};
+                     avx512::row_errors_tiles,
+                     avx512::solve_scales_tiles};
 
 }  // namespace crelle::cpu

@@ -3,6 +3,8 @@
 #include <arm_neon.h>  // conversion of f16: part of the base instruction set
 #endif
 
+#include <type_traits>
+
 #include "half.h"
 #include "ops.h"
 
@@ -48,14 +50,15 @@ const Ops kOpsGeneric{"generic",
                       generic::attend_block,
                       generic::attend_block_scratch,
                       generic::unpack,
-                      generic::sweep_tile,
+                      generic::kTiles,
+                      generic::sweep_tiles,
                       generic::nested_sweep_tile,
                       generic::affine_sweep_tile,
                       generic::descend_scales_tile,
                       generic::uniform_grids_tile,
                       generic::search_grids_tile,
                       generic::second_order_tile,
-                      generic::row_errors_tile,
-                      generic::solve_scales_tile};
+                      generic::row_errors_tiles,
+                      generic::solve_scales_tiles};
 
 }  // namespace crelle::cpu

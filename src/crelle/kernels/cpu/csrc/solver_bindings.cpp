@@ -1,6 +1,7 @@
 // The inner loops of quantizers for Python, on all threads: see solver.h.
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -21,6 +22,17 @@ void for_each_tile(int tiles, int K, F &&work) {
   Pool::get().run([&](int t, int n) {
     std::vector<float> scratch(size_t(K + 130) * kSweepRows);
     for (int tile = part(tiles, t, n); tile < part(tiles, t + 1, n); ++tile) work(tile, scratch.data());
+  });
+}
+
+// The same, up to `most` neighbouring tiles at once: work(first, how many, scratch).
+template <class F>
+void for_each_tiles(int tiles, int most, int K, F &&work) {
+  nb::gil_scoped_release release;
+  Pool::get().run([&](int t, int n) {
+    std::vector<float> scratch(size_t(K) * kSweepRows * most);
+    const int end = part(tiles, t + 1, n);
+    for (int tile = part(tiles, t, n); tile < end; tile += most) work(tile, std::min(most, end - tile), scratch.data());
   });
 }
 
@@ -59,7 +71,8 @@ void sweep(In<float, 2> target, In<float, 2> mix, bool triangular, In<float, 2> 
                 codes.data(),
                 kept ? kept->data() : nullptr};
   const Ops &ops = ops_of(isa());
-  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.sweep(s, tile, scratch); });
+  for_each_tiles(tiles_of(N), ops.solver_tiles, s.K,
+                 [&](int tile, int tiles, float *scratch) { ops.sweep(s, tile, tiles, scratch); });
 }
 
 void nested_sweep(In<float, 2> target, std::optional<In<float, 2>> mix, In<float, 4> grids, In<float, 1> roots,
@@ -175,7 +188,8 @@ void row_errors(In<float, 2> hessian, In<float, 2> error, Out<float, 1> result) 
   require(result.shape(0) == N, "the result must be [N]");
   const RowErrors s{int(N), int(K), hessian.data(), error.data(), result.data()};
   const Ops &ops = ops_of(isa());
-  for_each_tile(tiles_of(N), s.K, [&](int tile, float *scratch) { ops.row_errors(s, tile, scratch); });
+  for_each_tiles(tiles_of(N), ops.solver_tiles, s.K,
+                 [&](int tile, int tiles, float *scratch) { ops.row_errors(s, tile, tiles, scratch); });
 }
 
 void solve_scales(In<float, 2> hessian, In<float, 2> error, In<float, 3> features, int G, double ridge,
@@ -188,13 +202,14 @@ void solve_scales(In<float, 2> hessian, In<float, 2> error, In<float, 3> feature
   require(change.shape(0) == size_t(s.groups()) && change.shape(1) == U && change.shape(2) == N,
           "the change must be [groups, U, N]");
   const Ops &ops = ops_of(isa());
-  const int tiles = tiles_of(N);
+  const int all = tiles_of(N), most = ops.solver_tiles;
   nb::gil_scoped_release release;
   Pool::get().run([&](int t, int n) {
-    std::vector<float> scratch(s.floats());
-    std::vector<double> wide(s.doubles());
-    for (int tile = part(tiles, t, n); tile < part(tiles, t + 1, n); ++tile)
-      ops.solve_scales(s, tile, scratch.data(), wide.data());
+    std::vector<float> scratch(s.floats() * most);
+    std::vector<double> wide(s.doubles() * most);
+    const int end = part(all, t + 1, n);
+    for (int tile = part(all, t, n); tile < end; tile += most)
+      ops.solve_scales(s, tile, std::min(most, end - tile), scratch.data(), wide.data());
   });
 }
 
