@@ -50,8 +50,8 @@ def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: i
     kept = 4 * S * T * (inputs + outputs + widest + 2 * width)  # widest: of what the feed-forward's last linear reads
     if need > budget:
         raise CapacityError(
-            f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.1f} GB, and "
-            f"{budget / 1e9:.1f} GB may be used; allow more with --memory, or give fewer sequences with --rows"
+            f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.3g} GB, and "
+            f"{budget / 1e9:.3g} GB may be used; allow more with --memory, or give fewer sequences with --rows"
         )
     keep = need + kept <= budget
     return CalibrationMemory(keep=keep, device_bytes=need + kept * keep)
@@ -78,7 +78,7 @@ def plan_memory(
     work = layer + max(_solver_bytes(shapes, slab), 10 * widest**2 + batch * T * token)
     if work > room:
         raise CapacityError(
-            f"a layer of this model takes about {work / 1e9:.1f} GB of GPU memory to quantize, and {room / 1e9:.1f} GB "
+            f"a layer of this model takes about {work / 1e9:.3g} GB of GPU memory to quantize, and {room / 1e9:.3g} GB "
             "may be used; allow more with --memory, or shorten the sequences with --length"
         )
     left = min(room, int(_SPARE * free)) - work

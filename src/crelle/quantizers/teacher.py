@@ -112,7 +112,7 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, memo
         return torch.from_file(name, shared=True, size=prod(shape), dtype=dtype).view(shape)
     except OSError as e:
         raise CapacityError(
-            f"what the full-precision model says of the sequences takes {size / 1e9:.1f} GB, more than half of the "
+            f"what the full-precision model says of the sequences takes {size / 1e9:.3g} GB, more than half of the "
             f"host's memory, and cannot be written to {folder} ({e.strerror}); train on less text, or with fewer steps "
             "or own sequences"
         ) from e

@@ -31,7 +31,7 @@ constexpr int kStepInputs = 32;                  // of one product of tiles
 constexpr size_t kPairBytes = size_t{2} * 1024;  // a step of a block
 constexpr int kSums = kBlock * kBlock;           // of a block of rows and one of outputs
 constexpr int kChunkSteps = 10;                  // 20 KB of weights, as much of x, and sums: 44 of L1's 48 KB
-constexpr int kRangeSteps = 128;                 // 256 KB for a block of rows: a group has at least four
+constexpr int kRangeSteps = 128;                 // 256 KB for a block of rows: a group has at least three
 constexpr size_t kRowsBytes = size_t{1} << 20;   // half of L2
 constexpr int kStripBlocks = 16384 / kBlock;     // outputs at a time: bounds the sums that wait for another range
 
