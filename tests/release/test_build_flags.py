@@ -24,6 +24,7 @@ SPECIAL = {
         "isa_amx.cpp": AMX,
         "stats_amx.cpp": AMX,
         "bf16_gemm_amx.cpp": AMX,
+        "bf16_attention_amx.cpp": AMX,
     },
     "arm64": {"isa_dotprod.cpp": {"-march=armv8.2-a+dotprod"}},  # macOS's name for aarch64
 }

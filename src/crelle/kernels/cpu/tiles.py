@@ -1,4 +1,4 @@
-"""Whether bf16 tiles (AMX) can be used: what crelle.kernels.cpu.stats and bf16_gemm are made of."""
+"""Whether bf16 tiles (AMX) can be used: what stats, bf16_gemm and bf16_attention are made of."""
 
 import torch
 

@@ -52,7 +52,8 @@ CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {
   return _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-// What a kind of tiles (stats_tiles.h, bf16_gemm_tiles.h) is made from; V: any vector of 16 dwords.
+// What a kind of tiles (stats_tiles.h, bf16_gemm_tiles.h, bf16_attention_tiles.h) is made from; V: any vector of 16
+// dwords.
 struct AmxTile {
   template <class V>
   static CRELLE_INLINE void transpose(V (&v)[16]) {

@@ -20,17 +20,6 @@ namespace generic {
 #include "emulated_tiles.h"
 
 struct GemmTile : EmulatedTile {
-  static CRELLE_INLINE Int round(Vec a, Vec b) {
-    Bfloat both[32];
-    for (int i = 0; i < 16; ++i) {
-      store_one(both + i, a[i]);
-      store_one(both + 16 + i, b[i]);
-    }
-    Int v;
-    __builtin_memcpy(&v, both, sizeof v);
-    return v;
-  }
-
   static void multiply(const uint8_t *x, const uint8_t *w, int steps, float *sums, bool add, const Ahead &) {
     if (!add) std::fill(sums, sums + kSums, 0.0f);
     multiply_blocks(x, w, steps, sums, kBlock);

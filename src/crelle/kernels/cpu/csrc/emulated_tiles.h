@@ -14,6 +14,18 @@ struct EmulatedTile {
       }
   }
 
+  // 32 bf16: those of a, then those of b.
+  static CRELLE_INLINE Int round(Vec a, Vec b) {
+    Bfloat both[32];
+    for (int i = 0; i < 16; ++i) {
+      store_one(both + i, a[i]);
+      store_one(both + 16 + i, b[i]);
+    }
+    Int v;
+    __builtin_memcpy(&v, both, sizeof v);
+    return v;
+  }
+
   static void begin() {}
   static void end() {}
 

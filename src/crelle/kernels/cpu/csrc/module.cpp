@@ -236,6 +236,7 @@ NB_MODULE(_core, m) {
   bind_groups(m);
   bind_stats(m);
   bind_bf16_gemm(m);
+  bind_bf16_attention(m);
   bind_integer(m);
   m.def(
       "isas",

@@ -1,0 +1,34 @@
+// Tiles of plain C++ for bf16_attention.h, on any machine: slow, for tests.
+#if defined(__aarch64__)
+#include <arm_neon.h>  // for simd.h
+#endif
+
+#include <algorithm>
+#include <utility>
+
+#include "bf16_attention.h"
+#include "half.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace generic {
+
+#include "simd.h"
+#include "bf16_attention_tiles.h"
+#include "emulated_tiles.h"
+
+struct AttentionTile : EmulatedTile {
+  static void multiply(const uint8_t *x, const uint8_t *w, int steps, float *sums, bool add) {
+    if (!add) std::fill(sums, sums + kSums, 0.0f);
+    multiply_blocks(x, w, steps, sums, kBlock);
+  }
+};
+
+}  // namespace generic
+}  // namespace
+
+const Bf16AttentionKernel kBf16AttentionEmulated{generic::attend<generic::AttentionTile>};
+
+}  // namespace crelle::cpu
