@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_tokenizer
+from conftest import write_tiny_model, write_tokenizer
 from mixtral import MIXTRAL, write_mixtral
 from test_families import MAIN, write_random
 from torch import Tensor
@@ -16,6 +16,7 @@ from crelle.engine.quantize import quantize
 from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.open import open_weights
 from crelle.kernels import cpu
+from crelle.kernels.cpu import bf16_attention
 from crelle.models.calibration_model import open_model
 from crelle.models.families import families
 from crelle.quantizers import layer_api
@@ -32,13 +33,16 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(layer_api, "usable", lambda device: device.type == "cpu")
     monkeypatch.setattr(layer_api, "PackedWeight", partial(layer_api.PackedWeight, emulate=True))
+    monkeypatch.setattr(bf16_attention, "causal_attention", partial(bf16_attention.causal_attention, emulate=True))
 
 
-@pytest.fixture(params=["llama", "mixtral", *MAIN])
+@pytest.fixture(params=["llama", "llama, heads of 32", "mixtral", *MAIN])
 def path(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """RMS norms and a gate; a router; layer norms and no gate; norms of queries and behind products."""
+    """RMS norms and a gate; attention as tiles; a router; layer norms and no gate; norms of queries."""
     if request.param == "llama":
         return tiny_model
+    if request.param == "llama, heads of 32":
+        return write_tiny_model(tmp_path, head_dim=32)
     if request.param in MAIN:
         return write_random(tmp_path, request.param, **MAIN[request.param])
     monkeypatch.setitem(families(), "mixtral", MIXTRAL)
@@ -118,6 +122,24 @@ def test_a_linear_multiplies_by_the_weight_that_it_has_now() -> None:
         check()
         linear.weight.mul_(3)
         check()
+
+
+def test_attention_is_taken_where_it_sees_all_tokens_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = bf16_attention.causal_attention
+
+    def watched(*tensors: Tensor) -> Tensor:
+        seen.append(tensors[0].shape)
+        return plain(*tensors)
+
+    monkeypatch.setattr(bf16_attention, "causal_attention", watched)
+    model = open_model(open_weights(write_tiny_model(tmp_path, head_dim=32)))
+    with torch.no_grad():
+        x = model.embed(torch.randint(0, 250, (2, 20), generator=torch.Generator().manual_seed(8)))
+    passed(model.block(0), x)
+    assert seen == [(2, 20, 6, 32)]
+    passed(model.block(0), x, half=False)
+    assert len(seen) == 1
 
 
 def test_gradients_and_full_precision_stay_with_torch() -> None:

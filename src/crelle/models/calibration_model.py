@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv import KVFormat, as_stored
 from crelle.formats.open import Weights
-from crelle.kernels.cpu import row_ops
+from crelle.kernels.cpu import bf16_attention, row_ops
 from crelle.kernels.spec import Activation, DecoderSpec, NormSpec, RopeSpec
 from crelle.models.builder import Builder, LayerNorm, RMSNorm
 from crelle.models.cache import attention, key_center
@@ -42,6 +42,9 @@ class _NoCache:
             keys, values = k, v
             if self._kv is not None:
                 keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
+            everything = softcap is None and (window is None or window >= q.shape[1])
+            if everything and fused_on_cpu(q) and bf16_attention.supports(q, keys):
+                return bf16_attention.causal_attention(q, keys, values)
             y = attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
             if y.is_cuda:
                 fix_backward_order(y)
