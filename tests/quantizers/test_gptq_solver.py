@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.kernels import cpu
+from crelle.kernels.cpu import solver as cpu_solver
 from crelle.kernels.cpu.check import instruction_set
 from crelle.quantizers import gptq_solver as tools
 from crelle.quantizers import sweep as passes
@@ -67,6 +68,27 @@ def test_codes_levels_and_features_agree(kind: str) -> None:
     scales = levels.scales.repeat_interleave(8, dim=1)[:, :23]  # [N, K, U]
     direct = (levels.features(codes) * scales.movedim(-1, 0)).sum(0)
     torch.testing.assert_close(levels.decode(codes), direct, rtol=1e-6, atol=1e-7)
+
+
+@every_kind
+@pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core")
+@pytest.mark.parametrize(("N", "K", "group"), [(1, 1, 8), (16, 64, 32), (17, 23, 8), (50, 130, 64)])
+def test_levels_in_cpp_have_the_bits_of_torch(kind: str, N: int, K: int, group: int) -> None:
+    w = weight(N, K)
+    levels = levels_of(kind, w, 3, group)
+    codes = torch.randint(0, 8, w.shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    assert torch.equal(tools.errors(w, Fit(codes, levels)), (w - levels.decode(codes)).T)
+    features = [cpu_solver.level_values(codes, f, group) for f in levels.factors()]
+    assert torch.equal(torch.stack(features), levels.features(codes).mT)
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core")
+def test_a_code_beyond_its_levels_is_refused() -> None:
+    codes, levels = torch.tensor([[0, 3]], dtype=torch.uint8), torch.zeros(1, 1, 3)
+    with pytest.raises(ValueError, match="beyond its levels"):
+        cpu_solver.level_values(codes, levels, 2)
+    with pytest.raises(ValueError, match=r"levels must be \[N, groups, L\]"):
+        cpu_solver.level_values(codes, levels, 1)
 
 
 def test_the_factor_is_one_of_the_damped_hessian() -> None:

@@ -61,6 +61,12 @@ class Levels:
             return features
         return features - expand_groups(self.shift.movedim(-1, 0), self.group, codes.shape[1])
 
+    def factors(self) -> Tensor:
+        """Return the factor of each scale in each level [U, N, C, L]."""
+        N, C, U = self.scales.shape
+        book = self.book.T[:, None, None].expand(U, N, C, len(self.book))
+        return book if self.shift is None else book - self.shift.movedim(-1, 0)[..., None]
+
     def decode(self, codes: Tensor) -> Tensor:
         """Return the weights that codes [N, K] stand for."""
         if self.count is not None:  # a long book of which most groups use little
@@ -119,7 +125,8 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
     root = root.flip(0, 1)
     scale = root.diagonal().clone()
     cost = torch.empty_like(scale).scatter_(0, order, scale.square())
-    mix = root.div_(scale).triu_(1).float()
+    mix = root.div_(scale).float()  # the other triangle is 0
+    mix.diagonal().zero_()
     wanted = hessian.float().clone()
     wanted.diagonal().copy_(diagonal + ridge * mean)
     return LDLFactor(order, mix, cost.float(), wanted, {})
@@ -199,7 +206,7 @@ def feedback_by_group(target: Tensor, by: LDLFactor, group: int, find: Callable[
 
 def descend(target: Tensor, hessian: Tensor, fit: Fit) -> Fit:
     """Coordinate descent, one pass: set each code to its best level given all others."""
-    error = (target - fit.levels.decode(fit.codes)).T
+    error = errors(target, fit)
     group_of = [i // fit.levels.group for i in range(target.shape[1])]
     codes, _ = sweep_levels(target.T, error, mixing(hessian), _level_table(fit.levels), group_of)
     return Fit(codes.T.contiguous(), fit.levels)
@@ -213,11 +220,23 @@ def mixing(hessian: Tensor) -> Tensor:
     return mix
 
 
+def errors(target: Tensor, fit: Fit) -> Tensor:
+    """Return what the weights differ from the target by, [K, N]: as the loops over columns take it."""
+    if _in_cpp(target, fit):
+        return solver.level_values(fit.codes, fit.levels.values(), fit.levels.group, target)
+    return (target - fit.levels.decode(fit.codes)).T
+
+
+def _in_cpp(target: Tensor, fit: Fit) -> bool:
+    return type(fit.levels) is Levels and fit.levels.count is None and solver.usable(target)
+
+
 def row_errors(target: Tensor, hessian: Tensor, fit: Fit) -> Tensor:
     """Return the output error of each row [N]."""
-    error = target - fit.levels.decode(fit.codes)
+    error = errors(target, fit)
     if solver.usable(error):
         return solver.row_errors(error, hessian)
+    error = error.T
     return ((error @ hessian) * error).sum(1)
 
 
@@ -240,8 +259,11 @@ def best_scales(target: Tensor, hessian: Tensor, fit: Fit, ridge: float = 1e-7) 
     _, C, U = levels.scales.shape
     G = levels.group
     if solver.usable(target) and C * U <= _LANES:
-        error, features = target - levels.decode(codes), levels.features(codes)
-        return levels.scales.double() + solver.solve_scales(error, hessian, features, G, ridge)
+        if _in_cpp(target, fit):
+            features = torch.stack([solver.level_values(codes, f, G) for f in levels.factors()])
+        else:
+            features = levels.features(codes).mT
+        return levels.scales.double() + solver.solve_scales(errors(target, fit), hessian, features, G, ridge)
     H = torch.nn.functional.pad(hessian, (0, C * G - K, 0, C * G - K))
     most = _UNKNOWNS_CUDA if codes.device.type == "cuda" else _UNKNOWNS
     step = max(1, most // max(C * U * C * U, K * U))

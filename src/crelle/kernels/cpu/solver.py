@@ -87,21 +87,31 @@ def nested_sweep(
     return codes
 
 
+def level_values(codes: Tensor, levels: Tensor, group: int, target: Tensor | None = None) -> Tensor:
+    """Return the levels that codes uint8 [N, K] name, transposed to [K, N]; target [N, K]: what it has more than them.
+
+    levels [N, C, L]: of the groups of `group` inputs of each row.
+    """
+    result = torch.empty(codes.shape[::-1])
+    cpu.core().spread_levels(_array(codes), _array(levels), group, _array(target), result.numpy())
+    return result
+
+
 def row_errors(error: Tensor, hessian: Tensor) -> Tensor:
-    """Return error H error' of each row [N] of an error [N, K]."""
-    result = torch.empty(len(error))
-    cpu.core().row_errors(_array(hessian), _array(error.T), result.numpy())
+    """Return error H error' of each row [N] of an error [K, N]."""
+    result = torch.empty(error.shape[1])
+    cpu.core().row_errors(_array(hessian), _array(error), result.numpy())
     return result
 
 
 def solve_scales(error: Tensor, hessian: Tensor, features: Tensor, group: int, ridge: float) -> Tensor:
     """Return the change of scales [N, C, U] that lowers error H error' of each row most.
 
-    error [N, K]; features [U, N, K]: the factor of each scale in each weight. NaN where the equations are singular.
+    error [K, N]; features [U, K, N]: the factor of each scale in each weight. NaN where the equations are singular.
     """
-    N, K = error.shape
+    K, N = error.shape
     change = torch.empty(-(-K // group), len(features), N)
-    given = (_array(t) for t in (hessian, error.T, features.mT))
+    given = (_array(t) for t in (hessian, error, features))
     cpu.core().solve_scales(*given, group, ridge, change.numpy())
     return change.permute(2, 0, 1)
 

@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <vector>
 
@@ -182,6 +183,33 @@ void second_order(In<float, 2> scale, In<float, 2> importance, In<float, 1> top,
   for_each_tile(int(tiles), 0, [&](int tile, float *scratch) { ops.second_order(s, tile, scratch); });
 }
 
+// result [K, N] = the level that each code [N, K] names, or a target [N, K] minus it. Levels: [N, groups, L].
+void spread_levels(In<uint8_t, 2> codes, In<float, 3> levels, int G, std::optional<In<float, 2>> target,
+                   Out<float, 2> result) {
+  const int N = int(codes.shape(0)), K = int(codes.shape(1)), C = int(levels.shape(1)), L = int(levels.shape(2));
+  require(G >= 1 && levels.shape(0) == size_t(N) && C == (K + G - 1) / G && L >= 1, "levels must be [N, groups, L]");
+  require(!target || (target->shape(0) == size_t(N) && target->shape(1) == size_t(K)), "the target must be [N, K]");
+  require(result.shape(0) == size_t(K) && result.shape(1) == size_t(N), "the result must be [K, N]");
+  const float *const wanted = target ? target->data() : nullptr;
+  std::atomic<bool> beyond{false};
+  for_each_tile(tiles_of(N), 0, [&](int tile, float *) {
+    const int row0 = tile * kSweepRows, rows = std::min(kSweepRows, N - row0);
+    int most = 0;
+    for (int k = 0; k < K; ++k) {
+      float *const to = result.data() + size_t(k) * N + row0;
+      for (int r = 0; r < rows; ++r) {
+        const size_t n = row0 + r, at = n * K + k;
+        const int code = codes.data()[at];
+        most = std::max(most, code);
+        const float level = levels.data()[(n * C + k / G) * L + std::min(code, L - 1)];
+        to[r] = wanted ? wanted[at] - level : level;
+      }
+    }
+    if (most >= L) beyond = true;
+  });
+  require(!beyond, "a code is beyond its levels");
+}
+
 void row_errors(In<float, 2> hessian, In<float, 2> error, Out<float, 1> result) {
   const size_t K = error.shape(0), N = error.shape(1);
   require(hessian.shape(0) == K && hessian.shape(1) == K, "the Hessian must be [K, K]");
@@ -232,6 +260,8 @@ void bind_solver(nb::module_ &m) {
         "shrink"_a.noconvert(), "scale"_a.noconvert(), "zero"_a.noconvert());
   m.def("second_order", &second_order, "scale"_a.noconvert(), "importance"_a.noconvert(), "top"_a.noconvert(),
         "shrink"_a.noconvert(), "scale2"_a.noconvert(), "zero2"_a.noconvert());
+  m.def("spread_levels", &spread_levels, "codes"_a.noconvert(), "levels"_a.noconvert(), "G"_a,
+        "target"_a.none().noconvert(), "result"_a.noconvert());
   m.def("row_errors", &row_errors, "hessian"_a.noconvert(), "error"_a.noconvert(), "result"_a.noconvert());
   m.def("solve_scales", &solve_scales, "hessian"_a.noconvert(), "error"_a.noconvert(), "features"_a.noconvert(), "G"_a,
         "ridge"_a, "change"_a.noconvert());
