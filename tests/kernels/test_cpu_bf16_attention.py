@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tile_kinds import AMX, TILES
 from torch import Tensor
 
 from crelle.kernels.cpu import available
@@ -11,15 +12,11 @@ if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.bf16_attention import causal_attention, supports, usable
+from crelle.kernels.cpu.bf16_attention import causal_attention, supports
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 BF16 = torch.bfloat16
-TILES = [
-    pytest.param(True, id="emulated"),
-    pytest.param(False, id="amx", marks=pytest.mark.skipif(not usable(torch.device("cpu")), reason="needs AMX")),
-]
 
 
 def inputs(B: int, T: int, H: int, Hkv: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,7 +183,7 @@ def test_what_is_not_finite_reaches_only_tokens_that_see_it(token: int, bad: flo
         assert torch.allclose(found[~touched].float(), clean[~touched].float(), rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.skipif(usable(torch.device("cpu")), reason="this machine has AMX")
+@pytest.mark.skipif(AMX, reason="this machine has AMX")
 def test_without_amx_there_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="no AMX"):
         causal_attention(*inputs(1, 3, 2, 1, 64))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tile_kinds import AMX, TILES
 from torch import Tensor
 
 from crelle.kernels.cpu import available
@@ -10,15 +11,11 @@ if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.bf16_gemm import PackedWeight, usable
+from crelle.kernels.cpu.bf16_gemm import PackedWeight
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 F32, BF16 = torch.float32, torch.bfloat16
-TILES = [
-    pytest.param(True, id="emulated"),
-    pytest.param(False, id="amx", marks=pytest.mark.skipif(not usable(torch.device("cpu")), reason="needs AMX")),
-]
 
 
 def inputs(M: int, N: int, K: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +169,7 @@ def test_what_is_too_large_for_bf16_is_infinite(emulate: bool) -> None:
     assert y.tolist() == [[torch.inf] * 2, [0.0] * 2]
 
 
-@pytest.mark.skipif(usable(torch.device("cpu")), reason="this machine has AMX")
+@pytest.mark.skipif(AMX, reason="this machine has AMX")
 def test_without_amx_there_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="no AMX"):
         PackedWeight(torch.ones(3, 3))

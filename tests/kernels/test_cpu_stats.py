@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tile_kinds import AMX, TILES
 from torch import Tensor
 
 from crelle.kernels.cpu import available
@@ -12,15 +13,11 @@ if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.stats import StatsTiles, usable
+from crelle.kernels.cpu.stats import StatsTiles
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 F32, BF16 = torch.float32, torch.bfloat16
-TILES = [
-    pytest.param(True, id="emulated"),
-    pytest.param(False, id="amx", marks=pytest.mark.skipif(not usable(torch.device("cpu")), reason="needs AMX")),
-]
 
 
 class Sums(NamedTuple):
@@ -160,7 +157,7 @@ def test_values_round_to_the_nearest_even_bf16(emulate: bool) -> None:
     assert torch.equal(sums.hessian.triu(), (a.T @ a).triu())
 
 
-@pytest.mark.skipif(not usable(torch.device("cpu")), reason="needs AMX")
+@pytest.mark.skipif(not AMX, reason="needs AMX")
 @pytest.mark.parametrize(("T", "K"), [(777, 100), (1500, 300)])
 @pytest.mark.parametrize("types", [(F32, F32), (BF16, F32), (BF16, BF16)])
 def test_amx_and_emulated_tiles_agree(T: int, K: int, types: tuple[torch.dtype, torch.dtype]) -> None:
@@ -175,7 +172,7 @@ def test_amx_and_emulated_tiles_agree(T: int, K: int, types: tuple[torch.dtype, 
     torch.testing.assert_close(real.abssum, emulated.abssum)
 
 
-@pytest.mark.skipif(usable(torch.device("cpu")), reason="this machine has AMX")
+@pytest.mark.skipif(AMX, reason="this machine has AMX")
 def test_without_amx_there_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="no AMX"):
         StatsTiles()
@@ -195,7 +192,7 @@ def test_wrong_shapes_and_types_are_refused() -> None:
         ("both or neither", (x, full, weight, H, None, A)),
         ("f32 or bf16", (x.half(), full, weight, H, C, A)),
         ("f32 or bf16", (x, full.half(), weight, H, C, A)),
-        ("f32, f16 or bf16", (x.double(), full, weight, H, C, A)),
+        ("inputs must be f32 or bf16", (x.double(), full, weight, H, C, A)),
         ("at least 1", (x[:, :0].contiguous(), None, weight, H[:0, :0].contiguous(), None, A[:0])),
     ):
         with pytest.raises(ValueError, match=said):

@@ -44,7 +44,7 @@ def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: i
     inputs, outputs = sum(K for _, K in shapes), sum(N for N, _ in shapes)
     widest = max(K for _, K in shapes)
     token = 4 * (outputs + 3 * widest + 6 * width)
-    layer = 12 * sum(N * K for N, K in shapes)  # twice, in f32 and as bf16 tiles
+    layer = 12 * sum(N * K for N, K in shapes)  # twice, in f32 and, with AMX, as bf16 tiles
     work = layer + max((8 + _FACTOR) * widest**2, BATCH * T * token)
     need = work + 3 * 4 * S * T * width
     kept = 4 * S * T * (inputs + outputs + widest + 2 * width)  # widest: of what the feed-forward's last linear reads

@@ -4,9 +4,6 @@ import torch
 from torch import Tensor
 
 from crelle.kernels import cpu
-from crelle.kernels.cpu.tiles import usable
-
-__all__ = ["causal_attention", "supports", "usable"]
 
 _TYPES = (torch.float32, torch.bfloat16)
 

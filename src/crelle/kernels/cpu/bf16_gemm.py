@@ -4,9 +4,6 @@ import torch
 from torch import Tensor
 
 from crelle.kernels import cpu
-from crelle.kernels.cpu.tiles import usable
-
-__all__ = ["PackedWeight", "usable"]
 
 
 class PackedWeight:

@@ -1,5 +1,4 @@
-// What all files with AMX tiles need: the configuration, 16 x 16 dwords turned, pairs of bf16, and what kinds of tiles
-// share.
+// What all files with AMX tiles need: the configuration, 16 x 16 dwords turned, pairs of bf16.
 //
 // Included inside a namespace amx of the including file, after immintrin.h.
 
@@ -51,23 +50,3 @@ CRELLE_INLINE __m512i pair_up(__m512 a, __m512 b) {
                        _mm512_set1_epi32(0x100000));
   return _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
-
-// What a kind of tiles (stats_tiles.h, bf16_gemm_tiles.h, bf16_attention_tiles.h) is made from; V: any vector of 16
-// dwords.
-struct AmxTile {
-  template <class V>
-  static CRELLE_INLINE void transpose(V (&v)[16]) {
-    __m512i turned[16];
-    for (int i = 0; i < 16; ++i) turned[i] = (__m512i)v[i];
-    amx::transpose(turned);
-    for (int i = 0; i < 16; ++i) v[i] = (V)turned[i];
-  }
-
-  static CRELLE_INLINE void begin() {
-    const TileConfig config;
-    compiler_fence();
-    _tile_loadconfig(&config);
-  }
-
-  static CRELLE_INLINE void end() { _tile_release(); }
-};

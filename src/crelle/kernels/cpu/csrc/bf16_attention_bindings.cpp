@@ -18,20 +18,6 @@ using HeadsOut = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 constexpr size_t kMost = size_t(std::numeric_limits<int>::max()) - 1024;
 
-const Bf16AttentionKernel &attention_kernel(bool emulate) {
-  if (emulate) return kBf16AttentionEmulated;
-  require_amx();
-#if defined(__x86_64__)
-  return kBf16AttentionAmx;
-#else
-  return kBf16AttentionEmulated;  // not reached
-#endif
-}
-
-bool is_bf16(nb::dlpack::dtype type) {
-  return type.lanes == 1 && type.bits == 16 && type.code == uint8_t(nb::dlpack::dtype_code::Bfloat);
-}
-
 template <class A, class B>
 bool same_shape(const A &a, const B &b) {
   for (size_t i = 0; i < 4; ++i)
@@ -50,7 +36,7 @@ void causal_attention(Heads q, Heads k, Heads v, HeadsOut y, bool emulate) {
   require(same_shape(q, y), "q and y must be alike");
   require(H >= 1 && Hkv >= 1 && H % Hkv == 0, "the heads of q must be a multiple of those of k");
   require(std::max({B, T, H}) < kMost, "q must be smaller");
-  const Bf16AttentionKernel &kernel = attention_kernel(emulate);
+  const Bf16AttentionKernel &kernel = tile_kernel(emulate, kBf16AttentionEmulated, CRELLE_AMX(kBf16AttentionAmx));
   if (!B || !T) return;
   const auto bits = [](const auto &a) { return static_cast<const uint16_t *>(a.data()); };
   CausalAttention a{int(B), int(T), int(H), int(Hkv), int(D), bits(q), bits(k), bits(v), nullptr, 1};

@@ -21,8 +21,7 @@ namespace generic {
 
 struct AttentionTile : EmulatedTile {
   static void multiply(const uint8_t *x, const uint8_t *w, int steps, float *sums, bool add) {
-    if (!add) std::fill(sums, sums + kSums, 0.0f);
-    multiply_blocks(x, w, steps, sums, kBlock);
+    multiply_blocks(x, w, steps, sums, kBlock, add);
   }
 };
 

@@ -22,30 +22,13 @@ using AnyOutput = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 constexpr size_t kMost = size_t(std::numeric_limits<int>::max()) - 1024;
 
-const Bf16GemmKernel &gemm_kernel(bool emulate) {
-  if (emulate) return kBf16GemmEmulated;
-  require_amx();
-#if defined(__x86_64__)
-  return kBf16GemmAmx;
-#else
-  return kBf16GemmEmulated;  // not reached
-#endif
-}
-
-DType float_or_bf16(nb::dlpack::dtype type, const char *otherwise) {
-  require(type.lanes == 1 &&
-              (type == nb::dtype<float>() || (type.bits == 16 && type.code == uint8_t(nb::dlpack::dtype_code::Bfloat))),
-          otherwise);
-  return dtype_of(type);
-}
-
 Dense matrix_of(const AnyMatrix &a, const char *otherwise) {
-  return {static_cast<const uint8_t *>(a.data()), float_or_bf16(a.dtype(), otherwise), int(a.shape(0)),
-          int(a.shape(1))};
+  return {static_cast<const uint8_t *>(a.data()), f32_or_bf16(a.dtype(), otherwise), int(a.shape(0)), int(a.shape(1))};
 }
 
 struct PackedBf16 {
-  PackedBf16(AnyMatrix weight, bool emulate) : kernel(gemm_kernel(emulate)) {
+  PackedBf16(AnyMatrix weight, bool emulate)
+      : kernel(tile_kernel(emulate, kBf16GemmEmulated, CRELLE_AMX(kBf16GemmAmx))) {
     const size_t N = weight.shape(0), K = weight.shape(1);
     require(N >= 1 && K >= 1 && std::max(N, K) < kMost, "a weight must be [N, K], both at least 1");
     const Dense from = matrix_of(weight, "a weight must be f32 or bf16");
@@ -81,11 +64,11 @@ void product(const PackedBf16 &packed, AnyMatrix x, std::optional<AnyVector> bia
   const size_t M = x.shape(0);
   require(x.shape(1) == size_t(w.K) && M < kMost, "x must be [M, K], with the weight's K");
   require(y.shape(0) == M && y.shape(1) == size_t(w.N), "y must be [M, N]");
-  require(float_or_bf16(y.dtype(), "y must be bf16") == DType::BF16, "y must be bf16");
+  require(is_bf16(y.dtype()), "y must be bf16");
   std::vector<float> addends(size_t(w.blocks()) * kBlock);
   if (bias) {
     require(bias->shape(0) == size_t(w.N), "the bias must be [N]");
-    if (float_or_bf16(bias->dtype(), "the bias must be f32 or bf16") == DType::F32) {
+    if (f32_or_bf16(bias->dtype(), "the bias must be f32 or bf16") == DType::F32) {
       std::memcpy(addends.data(), bias->data(), w.N * sizeof(float));
     } else {
       const auto *from = static_cast<const uint16_t *>(bias->data());

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "activations.h"
 #include "ops.h"
@@ -28,9 +29,18 @@ inline void require(bool ok, const char *what) {
 }
 inline void require(bool ok, const std::string &what) { require(ok, what.c_str()); }
 
-inline void require_amx() {
+// A kernel over bf16 tiles: emulated, or by AMX, which only x86 has: CRELLE_AMX gives its address, or null.
+#if defined(__x86_64__)
+#define CRELLE_AMX(kernel) (&(kernel))
+#else
+#define CRELLE_AMX(kernel) nullptr
+#endif
+template <class Kernel>
+const Kernel &tile_kernel(bool emulate, const Kernel &emulated, const std::type_identity_t<Kernel> *amx) {
+  if (emulate) return emulated;
   const bool found = std::any_of(isas().begin(), isas().end(), [](auto *p) { return !std::strcmp(p->name, "amx"); });
-  require(found, "this machine has no AMX");
+  require(amx && found, "this machine has no AMX");
+  return *amx;
 }
 
 inline DType dtype_of(nb::dlpack::dtype d) {
@@ -39,6 +49,15 @@ inline DType dtype_of(nb::dlpack::dtype d) {
   if (d.code == uint8_t(nb::dlpack::dtype_code::Float)) return DType::F16;
   require(d.code == uint8_t(nb::dlpack::dtype_code::Bfloat), "values must be f32, f16 or bf16");
   return DType::BF16;
+}
+
+inline bool is_bf16(nb::dlpack::dtype d) {
+  return d.bits == 16 && d.lanes == 1 && d.code == uint8_t(nb::dlpack::dtype_code::Bfloat);
+}
+
+inline DType f32_or_bf16(nb::dlpack::dtype d, const char *otherwise) {
+  require(d == nb::dtype<float>() || is_bf16(d), otherwise);
+  return dtype_of(d);
 }
 
 inline Dense dense_of(const AnyMatrix &a) {

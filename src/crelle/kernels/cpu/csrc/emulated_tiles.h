@@ -29,9 +29,10 @@ struct EmulatedTile {
   static void begin() {}
   static void end() {}
 
-  // 2 x 2 products of tiles, `steps` times: y [32, 32] += those of a [2][16 rows][32] and b [2][16 pairs][16
+  // 2 x 2 products of tiles, `steps` times: y [32, 32] = or += those of a [2][16 rows][32] and b [2][16 pairs][16
   // columns][2].
-  static void multiply_blocks(const uint8_t *a, const uint8_t *b, int steps, float *y, size_t stride) {
+  static void multiply_blocks(const uint8_t *a, const uint8_t *b, int steps, float *y, size_t stride, bool add) {
+    for (int i = 0; i < 32 && !add; ++i) std::fill(y + i * stride, y + i * stride + 32, 0.0f);
     for (int step = 0; step < steps; ++step, a += 2 * kBytes, b += 2 * kBytes)
       for (int i = 0; i < 2; ++i)
         for (int j = 0; j < 2; ++j) multiply_tile(a + i * kBytes, b + j * kBytes, y + i * 16 * stride + j * 16, stride);

@@ -20,15 +20,12 @@ using Results = nb::ndarray<nb::c_contig, nb::device::cpu>;
 // Where pieces begin depends on the shape only, so that a value's bits do not depend on the number of threads.
 constexpr size_t kPiece = 2048;  // floats; two pieces of them, and what they are read from, are less than 32 KB
 
-DType wide_or_bf16(nb::dlpack::dtype d) {
-  const DType type = dtype_of(d);
-  require(type != DType::F16, "values must be f32 or bf16");
-  return type;
-}
+constexpr const char *kTypes = "values must be f32 or bf16";
 
 // What is read: f32 as it lies, bf16 as floats in `room`.
 struct Source {
-  explicit Source(const Values &a) : data(static_cast<const uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
+  explicit Source(const Values &a)
+      : data(static_cast<const uint8_t *>(a.data())), type(f32_or_bf16(a.dtype(), kTypes)) {}
 
   const float *read(const Ops &ops, size_t at, size_t n, float *room) const {
     if (type == DType::F32) return reinterpret_cast<const float *>(data) + at;
@@ -45,7 +42,7 @@ struct Source {
 
 // What is written: f32 is computed where it will lie, bf16 in `room`.
 struct Target {
-  explicit Target(const Results &a) : data(static_cast<uint8_t *>(a.data())), type(wide_or_bf16(a.dtype())) {}
+  explicit Target(const Results &a) : data(static_cast<uint8_t *>(a.data())), type(f32_or_bf16(a.dtype(), kTypes)) {}
 
   float *begin(size_t at, float *room) const {
     return type == DType::F32 ? reinterpret_cast<float *>(data) + at : room;

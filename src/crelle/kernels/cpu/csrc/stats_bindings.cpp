@@ -16,19 +16,9 @@ using namespace nb::literals;
 namespace crelle::cpu {
 namespace {
 
-const StatsKernel &stats_kernel(bool emulate) {
-  if (emulate) return kStatsEmulated;
-  require_amx();
-#if defined(__x86_64__)
-  return kStatsAmx;
-#else
-  return kStatsEmulated;  // not reached
-#endif
-}
-
 // The kernel and its room for a block of tokens, which stays from batch to batch.
 struct StatsTiles {
-  explicit StatsTiles(bool emulate) : kernel(stats_kernel(emulate)) {}
+  explicit StatsTiles(bool emulate) : kernel(tile_kernel(emulate, kStatsEmulated, CRELLE_AMX(kStatsAmx))) {}
 
   const StatsKernel &kernel;
   Buffer room;
@@ -70,11 +60,7 @@ void add_tokens(const StatsKernel &kernel, const TokenSums &s, Buffer &room) {
 void add(StatsTiles &tiles, AnyMatrix x, std::optional<AnyMatrix> full, In<float, 1> weight, Out<float, 2> hessian,
          std::optional<Out<float, 2>> cross, Out<float, 1> abssum) {
   const size_t T = x.shape(0), K = x.shape(1);
-  const auto type = [](const AnyMatrix &a) {
-    const DType found = dtype_of(a.dtype());
-    require(found != DType::F16, "inputs must be f32 or bf16");
-    return found;
-  };
+  const auto type = [](const AnyMatrix &a) { return f32_or_bf16(a.dtype(), "inputs must be f32 or bf16"); };
   const auto square = [&](const Out<float, 2> &a) { return a.shape(0) == K && a.shape(1) == K; };
   require(K >= 1 && std::max(T, K) < size_t(std::numeric_limits<int>::max()) - 1024, "x must be [T, K], K at least 1");
   require(!full || (full->shape(0) == T && full->shape(1) == K), "x and full must be [T, K] alike");

@@ -33,7 +33,7 @@ struct StatsTile : EmulatedTile {
   }
 
   static void multiply(const uint8_t *a, const uint8_t *b, int steps, float *y, size_t stride, const float *) {
-    multiply_blocks(a, b, steps, y, stride);
+    multiply_blocks(a, b, steps, y, stride, true);
   }
 };
 
