@@ -1,6 +1,6 @@
 """Autotune the GEMV's tile configs inside a model's step, where other kernels overlap with it (PDL), and print them.
 
-    python bench/tune_chain.py SHAPE BITS [LAYERS]          e.g. opt-175b 3 2
+    python bench/tune_chain.py SHAPE SCHEME [LAYERS]        e.g. opt-175b bcq:bits=3,group=128 2
 
 The products of a few layers of that shape, with random weights, take turns: each takes the tile config with which a
 whole step is fastest, until a turn changes nothing. The lines go into kernels/cuda/autotune.json as they are. Nothing
@@ -20,10 +20,13 @@ from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CrelleError
+from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.cuda import bmma_gemv, jit
 from crelle.kernels.cuda.bmma_gemv import EpilogueOut, GemvTileConfig
+from crelle.kernels.cuda.executor import CudaExecutor, _Graph
 from crelle.kernels.cuda.graphs import capture
-from crelle.kernels.cuda.weight_layout import CudaWeight
+from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind
+from crelle.kernels.executor import Chunk
 from crelle.models.loader import build as build_model
 
 Problem = tuple[int, int, EpilogueOut]  # N, K, epilogue
@@ -95,15 +98,17 @@ class ConfigOverride:
 
 
 @torch.inference_mode()
-def tune(shape: str, bits: int, layers: int) -> dict[Problem, GemvTileConfig]:
+def tune(shape: str, scheme: str, layers: int) -> tuple[dict[Problem, GemvTileConfig], dict[Problem, CudaWeight]]:
     device = torch.device("cuda")
-    model = build_model(RandomWeights(shape, f"bcq:bits={bits},group=128", device, layers=layers), device)
-    run, c = model.make_step(), model.spec
-    kv = [torch.randn(2, 1, c.kv_heads, 512, c.head_size, device=device, dtype=torch.float16) for _ in range(layers)]
-    ids, position = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), 200, dtype=torch.int32).cuda()
+    model = build_model(RandomWeights(shape, scheme, device, layers=layers), device)
+    kv, c = KVFormat.parse("kv16"), model.spec
+    pages = [KVPages.new(kv, 32, c.kv_heads, c.head_size, model.dtype, device) for _ in c.layers]
+    executor = CudaExecutor(model, pages, [None] * layers, step=model.cuda_step)
+    inputs = executor._inputs
+    inputs.fill([Chunk([1], 192, list(range(13)), True)], 1)
 
     def step() -> Tensor:
-        return run(ids, position, kv)
+        return _Graph(executor, 1, inputs)._run()
 
     bmma_gemv.choose = configs = ConfigOverride()
     try:
@@ -137,14 +142,17 @@ def tune(shape: str, bits: int, layers: int) -> dict[Problem, GemvTileConfig]:
                 break
     finally:
         bmma_gemv.choose = configs.usual
-    return configs.chosen
+    return configs.chosen, configs.weights
 
 
 def main() -> None:
-    shape, bits = sys.argv[1], int(sys.argv[2])
-    for (N, K, epilogue), config in tune(shape, bits, int(sys.argv[3]) if len(sys.argv) > 3 else 8).items():
-        problem = {"codes": False, "P": bits, "N": N, "K": K, "M": 1, "in_graph": True, "epilogue": epilogue}
-        print(json.dumps({**problem, "config": list(astuple(config))}))
+    shape, scheme = sys.argv[1:3]
+    chosen, weights = tune(shape, scheme, int(sys.argv[3]) if len(sys.argv) > 3 else 8)
+    for (N, K, epilogue), config in chosen.items():
+        w = weights[N, K, epilogue]
+        codes = w.kind not in (ScaleKind.BCQ, ScaleKind.BCQ_SYMMETRIC)
+        problem = {"codes": codes, "P": w.P, "N": N, "K": K, "M": 1, "in_graph": True, "epilogue": epilogue}
+        print(json.dumps({**problem, "config": list(astuple(config))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The decode bench of whole steps, on a CPU: figures fit each other, wrong decoding is noticed, limits are told."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +8,11 @@ from conftest import TINY
 
 from crelle.bench import decode_cuda
 from crelle.bench.cuda_timer import Ceiling
-from crelle.bench.decode_cuda import EagerDecoder, check, decoder_of, does_not_fit, measure, step_bytes, with_baseline
+from crelle.bench.decode_cuda import check, does_not_fit, measure, step_bytes, with_baseline
+from crelle.bench.engine_decode import EngineDecoder, Generation
 from crelle.bench.model_shapes import RandomWeights
+from crelle.bench.no_tokenizer import NoTokenizer
+from crelle.engine.llm import LLM
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes
 from crelle.models.loader import Model, build
@@ -58,26 +61,36 @@ def test_the_ratio_is_that_of_the_same_run() -> None:
     assert with_baseline(coded, None) == coded
 
 
-class Faulty(EagerDecoder):
+def decoder(model: Model, batch: int = 1) -> EngineDecoder:
+    return EngineDecoder(LLM(model, NoTokenizer(), tiny()), batch, 40)  # type: ignore[arg-type]
+
+
+class Faulty:
     """Decodes with a fault."""
 
     def __init__(self, model: Model, fault: str) -> None:
-        super().__init__(model)
-        self.fault, self.calls = fault, 0
+        self.right, self.fault, self.calls = decoder(model), fault, 0
 
-    def generate(self, ids: torch.Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> torch.Tensor:
+    def generate(self, ids: torch.Tensor, tokens: int) -> Generation:
         self.calls += 1
-        said = super().generate(ids, tokens, replayed)
-        if self.fault == "runs differ":
-            said = said.clone().fill_(self.calls)
         if self.fault == "forgets the prompt":
-            said = super().generate(ids[:, -1:], tokens, replayed)
-        return said
+            return self.right.generate(ids[:, -1:], tokens)
+        made = self.right.generate(ids, tokens)
+        return replace(made, tokens=torch.full_like(made.tokens, self.calls))
 
 
 def test_right_decoding_agrees_with_one_pass() -> None:
     model = build(tiny(), CPU, kernel="reference")
-    assert check(model, EagerDecoder(model), prompt(model, 2), 8) < 1e-3
+    assert check(model, decoder(model, 2), prompt(model, 2), 8) < 1e-3
+
+
+def test_every_token_has_its_time() -> None:
+    model = build(tiny(), CPU)
+    made = decoder(model, 3).generate(prompt(model, 3), 8)
+    assert made.tokens.shape == (3, 8)
+    assert len(made.steps) == 7
+    assert made.first > 0
+    assert min(made.steps) > 0
 
 
 @pytest.mark.parametrize(("fault", "words"), [("runs differ", "two runs"), ("forgets the prompt", "decoding is wrong")])
@@ -85,13 +98,6 @@ def test_wrong_decoding_is_not_timed(fault: str, words: str) -> None:
     model = build(tiny(), CPU)
     with pytest.raises(UnsupportedError, match=words):
         check(model, Faulty(model, fault), prompt(model), 8)
-
-
-def test_more_sequences_than_a_graph_takes_go_layer_by_layer() -> None:
-    model = build(tiny(), CPU)
-    decoder, why = decoder_of(model, batch=64)
-    assert isinstance(decoder, EagerDecoder)
-    assert "not 64" in str(why)
 
 
 def test_a_context_that_is_too_long_is_a_sentence() -> None:

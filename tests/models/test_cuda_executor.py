@@ -1,25 +1,35 @@
 """Batches of sequences on a GPU against the plain model, and against themselves alone; without one: why not."""
 
+import gc
 from collections.abc import Sequence
 
 import pytest
 import torch
-from test_graphed import ATOM, GEMMA3, GPT2, LLAMA, MISTRAL, OPT, make, reference_logits
+from cuda_models import ATOM, CONFIGS, LLAMA, WIDE, make, reference_logits
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor, why_not
 from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
+from crelle.kernels.cuda.prefill_graph import PrefillBucket
 from crelle.kernels.executor import Chunk
 from crelle.models.loader import Model
 
 gpu = pytest.mark.gpu
-CONFIGS = {"llama": LLAMA, "opt": OPT, "mistral": MISTRAL, "gpt2": GPT2, "gemma3": GEMMA3}
 TOLERANCE = {"kv16": 2e-2, "kv8": 2.5e-2, "kv4": 0.4}  # relative, of logits, to the plain model with numbers as cache
 
 
 def test_a_model_on_the_cpu_says_why_it_has_no_graphs() -> None:
     assert why_not(make(LLAMA, "fp16", "cpu"), KVFormat(4)) == "graphs of a whole step run on a GPU, not on cpu"
+
+
+def test_the_reference_of_quantized_activations_is_the_model_itself_on_a_cpu() -> None:
+    model, tokens = make({**LLAMA, "num_hidden_layers": 1}, next(iter(ATOM)), "cpu", torch.float32), torch.arange(9)
+    assert {linear.kernel for linear in model.linears()} <= {"integer-reference", "cpu-integer", "dense"}
+    assert torch.equal(reference_logits(model, tokens[None]), model(tokens[None], model.new_cache()))
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    assert torch.equal(attention.q.weight.perm, attention.v.weight.perm)  # one input has one order
+    assert torch.equal(mlp.gate.weight.perm, mlp.up.weight.perm)
 
 
 def test_buckets_hold_every_batch() -> None:
@@ -43,7 +53,7 @@ class Sequences:
             for t in pages.tensors():
                 t.view(torch.uint8)[self.left] = 255
         centers = model.key_centers if fmt.center else [None] * len(c.layers)
-        self.batch = CudaExecutor(model, self.layers, centers, batch_invariant=exact)
+        self.batch = CudaExecutor(model, self.layers, centers, batch_invariant=exact, step=model.cuda_step)
 
     def run(self, new: dict[int, Sequence[int]], wanted: Sequence[int] | None = None) -> Tensor:
         parts = [Chunk(ids, self.lengths[b], self.pages[b], wanted is None or b in wanted) for b, ids in new.items()]
@@ -172,3 +182,72 @@ def test_no_one_has_no_logits() -> None:
     model = make(LLAMA, "fp16", "cuda")
     sequences = Sequences(model, "kv16", 2, 40)
     assert sequences.run({0: random_ids(5), 1: [7]}, wanted=[]).shape == (0, 1000)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "rtn:bits=4,group=128", "bcq:bits=2,group=32"])
+@pytest.mark.parametrize("kv", ["kv16", "kv8", "kv4"])
+def test_steps_whose_epilogues_encode_give_the_models_logits(kv: str, scheme: str, dtype: torch.dtype) -> None:
+    model = make(WIDE, scheme, "cuda", dtype)
+    sequences, ids = Sequences(model, kv, 4, 80), {b: random_ids(70, seed=b) for b in range(4)}
+    with torch.inference_mode():
+        wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
+    sequences.run({b: i[: 13 + 2 * b] for b, i in ids.items()})
+    for rows in (range(4), range(1), range(1, 4), range(2), range(3, 4)):
+        for _ in range(8):
+            found = sequences.run({b: [ids[b][sequences.lengths[b]]] for b in rows})
+            for row, b in enumerate(rows):
+                assert error(found[row], wanted[b][sequences.lengths[b] - 1]) < max(TOLERANCE[kv], 6e-2)
+    assert sequences.untouched()
+
+
+@gpu
+@pytest.mark.parametrize("kv", ["kv16", "kv4"])
+@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=128", "mixed:four=0.25,outliers=0.002", "fp16"])
+@pytest.mark.parametrize("name", ["llama", "opt", "mistral", "gemma3"])
+def test_prefill_by_graph_is_prefill_without(name: str, scheme: str, kv: str) -> None:
+    """Buckets of rows, sequences and keys, with padding in all of them; then what was stored is read by a step."""
+    model = make(CONFIGS[name], scheme, "cuda")
+    lengths = [(20,), (9,), (5, 3, 30), (2, 2), (47,), (64, 30), (100,)]
+    for turn, each in enumerate(lengths):
+        graphs, plain = Sequences(model, kv, 3, 400), Sequences(model, kv, 3, 400)
+        plain.batch._prefill = lambda c, b=plain.batch: (b._prefill_eagerly(c), list(range(len(c))))  # type: ignore
+        for again in range(4):
+            ids = {b: random_ids(n, seed=10 * turn + again + b) for b, n in enumerate(each)}
+            found, wanted = graphs.run(ids), plain.run(ids)
+            assert found.shape == wanted.shape
+            assert error(found, wanted) < TOLERANCE[kv]
+        assert any(not isinstance(g, int) for g in graphs.batch._prefill_graphs.values())
+        after = {b: [7 + b] for b in range(len(each))}
+        assert error(graphs.run(after), plain.run(after)) < TOLERANCE[kv]
+        assert graphs.untouched()
+
+
+def test_prefills_have_the_smallest_bucket_that_holds_them() -> None:
+    def bucket(*chunks: tuple[int, int], context: int = 8192) -> tuple[int, int, int] | None:
+        found = PrefillBucket.of([Chunk([0] * n, start, [], True) for start, n in chunks], context)
+        return None if found is None else (found.rows, found.sequences, found.keys)
+
+    assert bucket((0, 2)) == (16, 1, 16)
+    assert bucket((0, 16)) == (16, 1, 16)
+    assert bucket((0, 17)) == (32, 1, 32)
+    assert bucket((0, 100), (0, 28)) == (128, 16, 128)
+    assert bucket((2000, 30)) == (32, 1, 4096)
+    assert bucket((2000, 30), context=2048) is None  # keys for which no memory was planned
+    assert bucket((5000, 30)) is None
+    assert bucket((0, 1025)) is None
+    assert bucket(*[(0, 2)] * 17) is None
+
+
+@gpu
+def test_executors_of_one_model_share_one_copy_of_the_weights() -> None:
+    config = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = make(config, "bcq:bits=3,group=128", "cuda")
+    alone = torch.cuda.memory_allocated() - before
+    for _ in range(2):
+        Sequences(model, "kv16", 1, 16).run({0: [1]})
+    assert torch.cuda.memory_allocated() - before < 1.25 * alone + 40e6  # pages, digits, the graph's own pool

@@ -11,7 +11,7 @@ from test_opt import write_random
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
-from crelle.models.cache import CacheSizes, KVCache, PagedCache, attention, why_not_fused
+from crelle.models.cache import CacheSizes, KVCache, PagedCache, attention
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load
 
@@ -220,14 +220,6 @@ def test_centres_are_where_the_keys_are(tiny_model: Path, opt_path: Path) -> Non
             share = (keys - center).pow(2).mean() / keys.pow(2).mean()
             assert share < (0.75 if rotated else 0.2)  # quick pairs of rope keep no mean
         assert model.key_centers is model.key_centers
-
-
-def test_coded_pages_run_in_one_call_on_the_cpu_only(tiny: DecoderModel) -> None:
-    assert why_not_fused(KVFormat(16), "cuda") is None
-    assert why_not_fused(KVFormat(4), "cpu") is None
-    assert why_not_fused(KVFormat(4), "cuda") == (
-        "a whole step in one call reads keys and values of 16 bits on cuda, not kv4"
-    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cuda_models import LLAMA, OPT, WIDE
 from test_cuda_executor import Sequences, random_ids
-from test_graphed import LLAMA, OPT, WIDE
 
 from crelle.bench.model_shapes import RandomWeights
 from crelle.formats.base import QuantTensor
@@ -36,18 +36,15 @@ def broken(name: str, scheme: str) -> Model:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_graphed_step(name: str, scheme: str) -> None:
+def test_a_step_of_few_sequences(name: str, scheme: str) -> None:
     model = broken(name, scheme)
-    ids = torch.randint(200, 900, (3, 10), device="cuda")
-    cache, other = model.new_cache(3), model.new_cache(3)
-    model(ids, cache), model(ids, other)
-    bad = ids[:, :1].clone()
-    clean = model(bad, other)[:, 0]
-    bad[1] = BROKEN
-    found = model(bad, cache)[:, 0]
+    good, bad = Sequences(model, "kv16", 3, 64), Sequences(model, "kv16", 3, 64)
+    for sequences in (good, bad):
+        sequences.run({b: random_ids(10, seed=b) for b in range(3)})
+    clean, found = good.run({0: [7], 1: [8], 2: [9]}), bad.run({0: [7], 1: [BROKEN], 2: [9]})
     assert bool(found[1].isnan().all())
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
-    assert bool(model(ids[:, :1], cache)[1].isnan().all())  # it stays in the cache
+    assert bool(bad.run({0: [7], 1: [8], 2: [9]})[1].isnan().all())  # it stays in the cache
 
 
 @pytest.mark.parametrize("kv", ["kv16", "kv8", "kv4"])

@@ -1,12 +1,12 @@
-"""Tokens per second of decoding and of prefill, on a CPU."""
+"""Tokens per second of decoding and of prefill on a CPU, by an Engine with one sequence."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
 from crelle.bench.cost import Cost
+from crelle.bench.engine_decode import EngineDecoder
 from crelle.bench.external import llama_bench
 from crelle.engine.llm import LLM
 
@@ -25,21 +25,14 @@ class DecodeSpeed:
 
 
 def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, rounds: int = 5) -> DecodeSpeed:
-    """Time greedy decoding of `tokens` from an empty cache, and one pass over `prompt` tokens."""
+    """Time greedy decoding of `tokens` after a prompt of one token, and the first token after a prompt of `prompt`."""
     best_decode = best_prefill = float("inf")
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, llm.model.spec.vocabulary, (1, prompt), generator=random)
+    decoder = EngineDecoder(llm, 1, max(prompt, tokens + 1) + 1)
     for _ in range(rounds):
-        cache = llm.model.new_cache()
-        next_id = ids[:, :1]
-        llm.model(next_id, cache, last=True)  # the first token warms the caches, as every benchmark does
-        begun = perf_counter()
-        for _ in range(tokens):
-            next_id = llm.model(next_id, cache, last=True)[:, -1].argmax(-1, keepdim=True)
-        best_decode = min(best_decode, perf_counter() - begun)
-        begun = perf_counter()
-        llm.model(ids, llm.model.new_cache(), last=True)
-        best_prefill = min(best_prefill, perf_counter() - begun)
+        best_decode = min(best_decode, sum(decoder.generate(ids[:, :1], tokens + 1).steps))
+        best_prefill = min(best_prefill, decoder.generate(ids, 1).first)
     return DecodeSpeed("crelle", threads, tokens / best_decode, prompt / best_prefill, tokens, prompt)
 
 

@@ -2,7 +2,7 @@
 
     1. build     from a file, or in a real shape with random weights, layer by layer (crelle.bench.model_shapes)
     2. check     what it decodes token by token must be what it would choose having read it all at once, twice the same
-    3. time      a context is read, then every token is one replay of the step's graph; the median of all replays
+    3. time      an Engine reads a context and generates, as for `generate` and `serve`; the median time between tokens
     4. energy    of generations one after the other, less that of reading the context
 
 The step's ceiling is the time of a plain read of its weights, measured in the same run. Keys and values are not counted
@@ -12,24 +12,25 @@ as bytes: at a context of a few hundred tokens they are less than a percent. Run
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
-from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from crelle.bench.cost import Cost
-from crelle.bench.cuda_timer import Ceiling, event
+from crelle.bench.cuda_timer import Ceiling
 from crelle.bench.energy import Energy, per_call
+from crelle.bench.engine_decode import EngineDecoder, Generation
 from crelle.bench.model_shapes import RandomWeights
+from crelle.bench.no_tokenizer import NoTokenizer
+from crelle.engine.llm import LLM
+from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes
 from crelle.formats.open import Weights
-from crelle.kernels.cuda.step_graphs import MAX_ROWS, why_not
+from crelle.kernels.cuda.executor import why_not
 from crelle.models.linear import QuantLinear
 from crelle.models.loader import Model, build
 
@@ -72,26 +73,9 @@ class DecodeCuda:
 
 
 class Decoder(Protocol):
-    """What the graphs of a step offer."""
+    """What is timed."""
 
-    def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor: ...
-
-
-class EagerDecoder:
-    """The same, layer by layer: where there is no graph."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    @torch.inference_mode()
-    def generate(self, ids: Tensor, tokens: int, replayed: Callable[[], None] | None = None) -> Tensor:
-        cache = self.model.new_cache(ids.shape[0])
-        said = [self.model(ids, cache, last=True)[:, -1].argmax(-1, keepdim=True)]
-        for _ in range(tokens - 1):
-            said.append(self.model(said[-1], cache, last=True)[:, -1].argmax(-1, keepdim=True))
-            if replayed:
-                replayed()
-        return torch.cat(said, dim=1)
+    def generate(self, ids: Tensor, tokens: int) -> Generation: ...
 
 
 def measure(
@@ -138,15 +122,16 @@ def _measure(
     model = build(weights, device, kernel=kernel)
     if context + tokens > model.spec.context:
         raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.spec.context}")
-    size = step_bytes(model)
-    decoder, why = decoder_of(model, batch)
+    llm = LLM(model, cast(Tokenizer, NoTokenizer()), weights)
+    decoder = EngineDecoder(llm, batch, context + tokens)
+    size, why = step_bytes(model), why_not(model, llm.kv)
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.spec.vocabulary, (batch, context), generator=random).to(device)
+    ids = torch.randint(model.spec.vocabulary, (batch, context), generator=random)
     gap = check(model, decoder, ids, tokens)
-    steps = [step for _ in range(rounds) for step in _steps(decoder, ids, tokens, device)]
-    prefill = median(_seconds(lambda: decoder.generate(ids, 1), device) for _ in range(rounds))
+    made = [decoder.generate(ids, tokens) for _ in range(rounds)]
+    prefill = median(generation.first for generation in made)
     spent = _energy(decoder, ids, tokens, device) if energy else Energy(reason="not asked for")
-    ms = 1e3 * median(steps)
+    ms = 1e3 * median(step for generation in made for step in generation.steps)
     speed = size / ms / 1e6
     return DecodeCuda(
         model=weights.path.name,
@@ -204,15 +189,6 @@ def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
     return f"{what} takes about {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free on this {device.type} device"
 
 
-def decoder_of(model: Model, batch: int) -> tuple[Decoder, str | None]:
-    """Return what decodes, and why it is not a graph if it is none."""
-    if batch > MAX_ROWS:
-        return EagerDecoder(model), f"a step takes up to {MAX_ROWS} sequences, not {batch}"
-    if found := model.graphed():
-        return found, None
-    return EagerDecoder(model), why_not(model) or "the model offers none"
-
-
 def check(model: Model, decoder: Decoder, ids: Tensor, tokens: int) -> float:
     """Compare decoding with one pass over the same tokens, which knows neither steps nor a cache that grew.
 
@@ -220,10 +196,10 @@ def check(model: Model, decoder: Decoder, ids: Tensor, tokens: int) -> float:
     best to the mean: 0 where they agree, a little where two tokens are nearly as likely and roundings differ, 1 where
     the choice has nothing to do with the model. Refuses more than TOLERANCE, NaN, and a second run that differs.
     """
-    said = decoder.generate(ids, tokens)
-    if not torch.equal(said, decoder.generate(ids, tokens)):
+    said = decoder.generate(ids, tokens).tokens
+    if not torch.equal(said, decoder.generate(ids, tokens).tokens):
         raise UnsupportedError("two runs of the same decoding differ, so it is not timed")
-    whole = torch.cat([ids, said[:, :-1]], dim=1)
+    whole = torch.cat([ids, said[:, :-1]], dim=1).to(model.device)
     logits = model(whole, model.new_cache(ids.shape[0]))[:, ids.shape[1] - 1 :]  # [B, tokens, V]
     best, mean = logits.amax(-1), logits.mean(-1)
     chosen = logits.gather(2, said[..., None].to(logits.device))[..., 0]
@@ -246,40 +222,14 @@ def _bytes(linear: QuantLinear) -> int:
     return size if isinstance(size, int) else nbytes(linear.weight)
 
 
-def _steps(decoder: Decoder, ids: Tensor, tokens: int, device: torch.device) -> list[float]:
-    """Return the seconds between the ends of consecutive steps of one generation."""
-    if device.type != "cuda":
-        ends: list[float] = []
-        decoder.generate(ids, tokens, lambda: ends.append(perf_counter()))
-        return [b - a for a, b in pairwise(ends)]
-    marks = [event() for _ in range(tokens)]
-    unused = iter(marks)
-    decoder.generate(ids, tokens, lambda: next(unused).record())
-    torch.cuda.synchronize()
-    used = marks[: tokens - 1]
-    return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(used)]
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    begun = perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter() - begun
-
-
 def _energy(decoder: Decoder, ids: Tensor, tokens: int, device: torch.device) -> Energy:
     """Return the joules of one decoded token of one sequence."""
     if device.type != "cuda":
         return Energy(reason="energy is counted on NVIDIA GPUs only")
-
-    def generating(n: int) -> Energy:
-        return per_call(lambda: _seconds(lambda: decoder.generate(ids, n), device))
-
-    whole = generating(tokens)
+    whole = per_call(lambda: decoder.generate(ids, tokens))
     if whole.joules is None:
         return whole
-    read = generating(1)
+    read = per_call(lambda: decoder.generate(ids, 1))
     share = (tokens - 1) * ids.shape[0]
     return Energy((whole.joules - (read.joules or 0.0)) / share, (whole.seconds - read.seconds) / share)
 

@@ -1,6 +1,5 @@
 """The models that `crelle bench serve` puts under load: from files, or of a real shape with random weights."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -8,22 +7,13 @@ import torch
 
 from crelle.bench.decode_cuda import does_not_fit, free_memory
 from crelle.bench.model_shapes import RandomWeights
+from crelle.bench.no_tokenizer import NoTokenizer
 from crelle.engine.llm import LLM
 from crelle.engine.loaded_model import LoadedModel
 from crelle.engine.tokenizer import Tokenizer
-from crelle.errors import CapacityError, UnsupportedError
+from crelle.errors import CapacityError
 from crelle.formats.checkpoint import Checkpoint
 from crelle.models.loader import Model, build
-
-
-class NoTokenizer:
-    """Stands in for the tokenizer of a model that has none: its tokens mean nothing."""
-
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        raise UnsupportedError("a model of random weights has no tokenizer; give it token ids")
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return ""
 
 
 def random_llm(

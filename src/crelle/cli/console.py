@@ -14,7 +14,7 @@ from rich.console import Console
 from crelle.cli.completion import devices, models
 
 if TYPE_CHECKING:
-    from crelle.engine.llm import LLM
+    pass
 
 out = Console()
 err = Console(stderr=True)
@@ -144,14 +144,6 @@ def tell_compilation(model: Path) -> None:
         err.print(said, highlight=False, markup=False, soft_wrap=True)
 
     jit.on_compile = tell
-
-
-def tell_path(llm: "LLM") -> None:
-    """Say on standard error where a quantized cache keeps a model from its fastest path."""
-    from crelle.models.cache import why_not_fused
-
-    if reason := why_not_fused(llm.kv, llm.model.device.type):
-        err.print(f"runs layer by layer: {reason}", highlight=False, soft_wrap=True)
 
 
 def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from crelle.cli.console import out, print_json, tell_path, tracking
+from crelle.cli.console import out, print_json, tracking
 from crelle.cli.option_groups import ModelOptions, option_group
 from crelle.errors import SchemeError
 
@@ -107,7 +107,6 @@ def _score(
     from crelle.eval.tasks.scoring import score_task
 
     llm, found = options.load(model), {}
-    tell_path(llm)
     for spec in specs:
         with tracking(f"{spec.name}, {model.name}") as track:
             found[spec.name] = score_task(llm, spec, limit=chosen.limit, results=chosen.results, progress=track)

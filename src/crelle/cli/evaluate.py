@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from crelle.cli.console import Json, Model, err, out, print_json, tell_path, tracking, use_threads
+from crelle.cli.console import Json, Model, err, out, print_json, tracking, use_threads
 from crelle.cli.eval_tasks import TaskOptions, run_tasks, task_options
 from crelle.cli.option_groups import ModelOptions, model_options
 from crelle.errors import SchemeError
@@ -89,7 +89,6 @@ def run(
         return
     corpus, llm = read_text(text), options.load(model)
     context = min(2048, llm.model.spec.context) if context is None else context
-    tell_path(llm)
     if kl or kl_limit is not None:
         _divergence(llm, corpus, context, tokens, bos, kl_limit, json)
         return

@@ -104,17 +104,15 @@ def executors(
     spec: "DecoderSpec", kv: "KVFormat", device: str, kernels: "Collection[str]", permuted: bool
 ) -> dict[str, dict[str, Any]]:
     """Return what runs the engine's batches, and a step of eval and bench, and why not the other executors."""
-    from crelle.kernels.cuda import decode_step
     from crelle.kernels.cuda import executor as cuda_executor
     from crelle.models import fused
-    from crelle.models.cache import why_not_fused
 
     on_cpu, on_gpu = fused.why_not(spec, device, kernels, permuted), _lacks_on_gpu(device, kernels)
     found: dict[str, dict[str, Any]] = {}
     for what in _RUNS:
         others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}
         if device == "cuda" and what == "step":
-            others["cuda-graphs"] = on_gpu or decode_step.supports(spec, _dtype(device)) or why_not_fused(kv, device)
+            others["cuda-graphs"] = on_gpu or "runs steps of the engine, over pages"
         if device == "cuda" and what == "engine":
             others["cuda-graphs"] = on_gpu or cuda_executor.supports(spec, kv, _dtype(device))
         chosen = next((name for name, why in others.items() if why is None), "torch")

@@ -178,13 +178,6 @@ def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[T
     return (seen if window is None else seen & (key > query - window)), False
 
 
-def why_not_fused(kv: KVFormat, device: str) -> str | None:
-    """Return why a step in one call is not for this cache on a device, or None where it may be."""
-    if device == "cpu" or not kv.coded:
-        return None
-    return f"a whole step in one call reads keys and values of 16 bits on {device}, not {kv}"
-
-
 @torch.inference_mode()
 def key_centers(model: "DecoderModel") -> list[Tensor]:
     """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.

@@ -29,7 +29,7 @@ from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.rope import angles, rotate
 
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.step_graphs import GraphedDecoder
+    from crelle.kernels.cuda.decode_step import Step
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -242,8 +242,6 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 class DecoderModel(nn.Module):
     """A decoder that runs."""
 
-    _graphed: "GraphedDecoder | str | None" = None  # or why there are none
-
     def __init__(self, build: Builder, arch: Architecture) -> None:
         super().__init__()
         s = arch.spec
@@ -265,8 +263,6 @@ class DecoderModel(nn.Module):
         # Prompts of a plain model stay with torch, whose f32 products are the reference.
         if isinstance(self.decoder, FusedDecoder) and (self.coded or T == 1):
             return self._fused(self.decoder, tokens, cache, last)
-        if T == 1 and isinstance(cache, KVCache) and (step := self.graphed()) and len(tokens) <= step.max_rows:
-            return step.step(tokens, cache)
         cache.grow(T)
         positions = torch.arange(cache.length, cache.length + T, device=self.device)
         x = self.hidden(tokens, positions, cache)
@@ -303,17 +299,13 @@ class DecoderModel(nn.Module):
         """Return the model at another precision of its checkpoint; all that has only one precision is shared."""
         return DecoderModel(replace(self.build, bits=bits), self.arch).eval()
 
-    def graphed(self) -> "GraphedDecoder | None":
-        """Return the graphs of the step on a GPU, made when they are first asked for; None where there are none."""
-        if self.device.type != "cuda":
-            return None
-        if self._graphed is None:
-            from crelle.kernels.cuda.step_graphs import graphed
+    @cached_property
+    def cuda_step(self) -> "Step":
+        """The linears joined for a step on a GPU, once for all executors of this model; `executor.why_not` is None."""
+        from crelle.kernels.cuda.decode_step import Step
 
-            with self.lock:
-                if self._graphed is None:
-                    self._graphed = graphed(self)
-        return None if isinstance(self._graphed, str) else self._graphed
+        with self.lock:
+            return self.__dict__.get("cuda_step") or Step(self)
 
     @overload
     def new_cache(self, batch: int = 1) -> KVCache: ...

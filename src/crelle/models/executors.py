@@ -34,9 +34,7 @@ def make_executor(model: DecoderModel, layers: Sequence[KVPages], kv: KVFormat, 
         from crelle.kernels.cuda.executor import CudaExecutor, why_not
 
         if why_not(model, kv) is None:
-            graphed = model.graphed()
-            step = None if graphed is None else graphed.run  # whose weights lie joined already
-            return CudaExecutor(model, layers, centers, batch_invariant=batch_invariant, step=step)
+            return CudaExecutor(model, layers, centers, batch_invariant=batch_invariant, step=model.cuda_step)
     decoder = model.decoder
     if isinstance(decoder, FusedDecoder) and (batch_invariant or model.coded) and cpu_supports(model.spec, kv) is None:
         return CpuExecutor(decoder, layers, centers)

@@ -101,6 +101,30 @@ def test_decode_matches_oracle(kind: ScaleKind, P: int, group: int, N: int, K: i
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "P", "group"), KINDS)
+@pytest.mark.parametrize("op", ["PLAIN", "RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU", "GELU_TANH_MUL"])
+def test_encoding_inside_the_product_has_the_bits_of_two_launches(
+    kind: ScaleKind, P: int, group: int, op: Prologue
+) -> None:
+    torch.manual_seed(P)
+    for N, K in ((100, 576), (333, 1023), (16, 256), (512, 2048)):
+        w = lay_out(device_weight(kind, P, N, K, group))
+        norm = [torch.randn(K, device="cuda", dtype=HALF) if "NORM" in op else None for _ in range(2)]
+        norm[1] = norm[1] if op == "LAYER_NORM" else None
+        for tokens in (1, 2, 3, 4):
+            x = torch.randn(tokens, K * (2 if is_gated(op) else 1), device="cuda", dtype=HALF)
+            bias, residual = (
+                torch.randn(N, device="cuda", dtype=HALF),
+                torch.randn(tokens, N, device="cuda", dtype=HALF),
+            )
+            out = torch.full((tokens, N), torch.nan, device="cuda", dtype=HALF)
+            config = bmma_gemv.choose(w, tokens)
+            bmma_gemv.encode_product(x, w, HALF, op, *norm, 1e-5, bias, residual, out, config)
+            xs = bmma_gemv.encode(x, w, op, *norm, 1e-5)
+            assert torch.equal(out, bmma_gemv.product(xs, w, HALF, bias, residual, config=config)), (N, K, tokens)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scales", [HALF, BF16, torch.float32])
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 def test_decode_takes_every_type(dtype: torch.dtype, scales: torch.dtype) -> None:

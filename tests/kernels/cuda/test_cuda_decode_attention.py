@@ -1,16 +1,18 @@
-"""One token's attention against fp64: every head size, group, split and window; positions differ between sequences."""
+"""One token's attention over 16-bit pages against fp64: head sizes, groups, splits, windows, positions, padding."""
 
 import pytest
 import torch
+from emulated import COMPILER, EmulatedKernel
 from plane_weights import random_weight
 from torch import Tensor
 
+from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
 from crelle.kernels.cuda import bmma_gemv, decode_attention, jit, weight_layout
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-CASES = [  # head size, heads, key/value heads, batch, capacity, window, dtype, rotated, normed, by cluster
+CASES = [  # head size, heads, key/value heads, batch, longest, window, dtype, rotated, normed, by cluster
     (128, 32, 32, 1, 256, None, torch.float16, True, False, True),
     (128, 32, 32, 1, 256, None, torch.float16, True, False, False),
     (128, 32, 8, 4, 2048, None, torch.float16, True, True, True),
@@ -22,6 +24,11 @@ CASES = [  # head size, heads, key/value heads, batch, capacity, window, dtype, 
     (256, 16, 1, 2, 600, None, torch.float16, True, False, True),  # 16 query heads: two chunks of 8
     (72, 6, 2, 3, 300, 17, torch.float16, True, True, False),
     (8, 2, 2, 2, 30, None, torch.float16, True, False, True),
+]
+EMULATED = [
+    (64, 6, 2, 2, 300, None, torch.float16, True, True, False),
+    (128, 4, 4, 3, 100, 40, torch.float16, True, False, False),
+    (72, 3, 1, 4, 70, 17, torch.float16, False, False, False),
 ]
 
 
@@ -52,6 +59,30 @@ def test_attention_says_what_it_does_not_take() -> None:
     assert "float32" in str(decode_attention.supports(64, torch.float32))
 
 
+def test_what_takes_two_launches_says_why() -> None:
+    pages = KVPages.new(KVFormat.parse("kv16"), 2, 1, 64, torch.float16, "cpu")
+    assert decode_attention.why_not(pages, torch.float16, 4096) is None
+    assert "up to 16384" in str(decode_attention.why_not(pages, torch.float16, 131072))
+    coded = KVPages.new(KVFormat.parse("kv4"), 2, 1, 64, torch.float16, "cpu")
+    assert "kv4" in str(decode_attention.why_not(coded, torch.float16, 4096))
+
+
+def paged(cache: Tensor, page: int = 16) -> tuple[KVPages, Tensor]:
+    """Keys and values [2, B, Hkv, tokens, D] as pages in no order, and their table [B, max_pages]."""
+    _, B, heads, tokens, D = cache.shape
+    each, fmt = -(-tokens // page), KVFormat.parse(f"kv16:page={page}")
+    pages = KVPages.new(fmt, B * each, heads, D, cache.dtype, cache.device)
+    padded = torch.nn.functional.pad(cache, (0, 0, 0, each * page - tokens), value=float("nan"))
+    order = torch.randperm(B * each, device=cache.device)
+    pages.codes[order] = padded.unflatten(3, (each, page)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1)
+    return pages, order.view(B, each).int()
+
+
+def contiguous(pages: KVPages, table: Tensor) -> Tensor:
+    """The same back, [2, B, Hkv, max_pages * page, D]."""
+    return pages.codes[table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
+
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
@@ -61,16 +92,31 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("turn", range(5))
 def test_attention_matches_oracle(case: tuple[object, ...], turn: int) -> None:
+    check_against_oracle(case, turn, "cuda")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_emulated_attention_matches_oracle(
+    case: tuple[object, ...], turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attention, "load", EmulatedKernel)
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda: 24)
+    check_against_oracle(case, turn, "cpu")
+
+
+def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
     D, heads, kv_heads, B, capacity, window, dtype, rotated, normed, cluster = case
     torch.manual_seed(turn)
-    dev, nan, eps = "cuda", float("nan"), 1e-6
-    corners = [0, 1, 17, min(255, capacity - 2), capacity - 1, 15, 16]
-    at = [corners[(turn + b) % len(corners)] for b in range(B)]
+    nan, eps = float("nan"), 1e-6
+    corners = [0, 1, 17, min(255, capacity - 2), capacity - 1, 15, 16, -1]
+    at = [corners[(3 * turn + b) % len(corners)] for b in range(B)]
     position = torch.tensor(at, dtype=torch.int32, device=dev)
     qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device=dev).to(dtype)
     cache = torch.randn(2, B, kv_heads, capacity, D, device=dev).to(dtype)
     for b in range(B):
-        cache[:, b, :, at[b] :] = nan  # must not be read
+        cache[:, b, :, max(at[b], 0) :] = nan  # must not be read
     angle = torch.arange(capacity, device=dev).float()[:, None] * 10000 ** (-torch.arange(0, D, 2, device=dev) / D)
     cos, sin = (angle.cos(), angle.sin()) if rotated else (None, None)
     weights = [(1 + 0.2 * torch.randn(D, device=dev)).to(dtype) if normed else None for _ in range(2)]
@@ -78,14 +124,22 @@ def test_attention_matches_oracle(case: tuple[object, ...], turn: int) -> None:
     how = decode_attention.RopeNormArgs(cos, sin, window, *weights, eps)
     outs, caches = [], []
     for _ in range(3):
-        mine, out = cache.clone(), torch.full((B, heads * D), nan, dtype=dtype, device=dev)
-        torch.cuda.synchronize()
-        decode_attention.attend(qkv, mine, position, heads, D**-0.5, how, out, cluster=cluster)
+        (mine, table), out = (
+            paged(cache, 16 + 16 * (turn % 2)),
+            torch.full((B, heads * D), nan, dtype=dtype, device=dev),
+        )
+        if dev == "cuda":
+            torch.cuda.synchronize()
+        decode_attention.attend(qkv, mine, table, position, heads, D**-0.5, how, out, cluster=cluster)
         outs.append(out)
-        caches.append(mine)
+        caches.append(contiguous(mine, table))
     assert all(torch.equal(outs[0], again) for again in outs[1:])
 
     for b, p in enumerate(at):
+        if p < 0:  # padding
+            assert not bool(outs[0][b].any())
+            assert caches[0][:, b].isnan().all()
+            continue
         q, k, v = qkv[b].split([heads * D, kv_heads * D, kv_heads * D])
         q, k = q.view(heads, D).double(), k.view(kv_heads, D).double()
         if normed:
@@ -117,11 +171,11 @@ def test_heads_leave_as_the_digits_that_they_would_become(heads: tuple[int, int]
     (H, kv), dev, capacity = heads, "cuda", 700
     position = torch.tensor([0, 255, 699, 31][:B], dtype=torch.int32, device=dev)
     qkv = torch.randn(B, (H + 2 * kv) * 128, device=dev).half()
-    cache = torch.randn(2, B, kv, capacity, 128, device=dev).half()
+    pages, table = paged(torch.randn(2, B, kv, capacity, 128, device=dev).half())
     w = weight_layout.lay_out(random_weight(weight_layout.ScaleKind.BCQ, 3, 48, H * 128, 128, device=dev))
     config = decode_attention.tile_config(B, H, kv, 128, capacity, narrow=True)  # other splits sum in another order
-    plain = decode_attention.attend(qkv, cache.clone(), position, H, 0.09, config=config, cluster=cluster)
-    digits = decode_attention.attend_encode(qkv, cache.clone(), position, H, 0.09, config=config, cluster=cluster)
+    plain = decode_attention.attend(qkv, pages, table, position, H, 0.09, config=config, cluster=cluster)
+    digits = decode_attention.attend_encode(qkv, pages, table, position, H, 0.09, config=config, cluster=cluster)
     wanted = bmma_gemv.product(bmma_gemv.encode(plain, w), w, torch.float32)
     assert torch.equal(bmma_gemv.product(digits, w, torch.float32), wanted)
 

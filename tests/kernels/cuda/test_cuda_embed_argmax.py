@@ -61,42 +61,40 @@ def test_padding_gets_the_first_learned_position_of_quantized_tables() -> None:
 @needs_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("B", "V", "width"), SIZES)
-def test_greedy_equals_argmax_and_counts(B: int, V: int, width: int, dtype: torch.dtype) -> None:
-    state = embed_argmax.State.new(B, 3, "cuda")
-    state.position.fill_(17)
+def test_argmax_equals_torch(B: int, V: int, width: int, dtype: torch.dtype) -> None:
+    argmax = embed_argmax.Argmax(B + 1, torch.device("cuda"))
     rows = torch.randn(4, B, V, device="cuda")
     rows[1] = rows[1].round()  # equals: the first counts
     rows[1, 0, :5], rows[1, 0, 5:] = -0.0, 0.0
     rows[2, B - 1, [11, 60]] = float("nan")
     rows[3, 0] = float("-inf")
-    rows = rows.to(dtype)
-    for logits in rows:
-        embed_argmax.greedy(logits, state)
-        assert torch.equal(state.ids, logits.argmax(-1))
-    wanted = rows[:3].argmax(-1).T
-    wanted[B - 1, 2] = embed_argmax.NOT_FINITE
-    assert torch.equal(state.made, wanted)  # the fourth has no room
-    assert state.position.tolist() == [21] * B
-    assert state.step.tolist() == [4]
+    for i, logits in enumerate(rows.to(dtype)):
+        wanted = logits.argmax(-1)
+        made = argmax(logits)
+        assert torch.equal(argmax.ids[:B], wanted)
+        if i > 1:  # a row without a largest finite logit
+            wanted[B - 1 if i == 2 else 0] = embed_argmax.NOT_FINITE
+        assert torch.equal(made, wanted)
 
 
 @gpu
 @needs_device
-def test_step_is_replayed_without_the_host() -> None:
-    state = embed_argmax.State.new(2, 5, "cuda")
-    table = torch.randn(50, 64, device="cuda", dtype=torch.float16)
-    head = torch.randn(50, 64, device="cuda", dtype=torch.float16)
-    embed_argmax.greedy(embed_argmax.embed(state.ids, table) @ head.T, state)  # loads the kernels
-    for t in (state.ids, state.position, state.step, state.made):
-        t.zero_()
+def test_a_step_follows_tokens_that_only_the_device_knows() -> None:
+    argmax, first = embed_argmax.Argmax(2, torch.device("cuda")), torch.zeros(2, dtype=torch.int64, device="cuda")
+    table, head = (torch.randn(50, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+    source = torch.tensor([1, 0], device="cuda")  # sequences change places
+    argmax(embed_argmax.embed(first, table) @ head.T)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        embed_argmax.greedy(embed_argmax.embed(state.ids, table) @ head.T, state)
+        argmax(embed_argmax.embed(first, table, source=source, sampled=argmax.ids) @ head.T)
+    argmax(embed_argmax.embed(torch.tensor([3, 4], device="cuda"), table) @ head.T)
+    wanted = (table[torch.tensor([3, 4], device="cuda")] @ head.T).argmax(-1)
     for _ in range(5):
         graph.replay()
-    ids, wanted = torch.zeros(2, dtype=torch.int64, device="cuda"), []
-    for _ in range(5):
-        ids = (table[ids] @ head.T).argmax(-1)
-        wanted.append(ids)
-    assert torch.equal(state.made, torch.stack(wanted, 1))
-    assert state.position.tolist() == [5, 5]
+        wanted = (table[wanted[source]] @ head.T).argmax(-1)
+        assert torch.equal(argmax.made, wanted)
+
+
+def test_nothing_to_sample_launches_nothing() -> None:
+    argmax = embed_argmax.Argmax(4, torch.device("cpu"))
+    assert argmax(torch.empty(0, 50)).shape == (0,)

@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 from plane_weights import random_weight
+from test_cuda_decode_attention import paged
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
@@ -108,10 +109,10 @@ def test_attention(value: str, which: str) -> None:
     B, heads, kv_heads, D, capacity = 3, 8, 4, 128, 200
     at = {"q": 3 * D + 5, "k": (heads + 1) * D + 5, "v": (heads + kv_heads + 1) * D + 5}[which]
     qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device="cuda", dtype=HALF)
-    cache = torch.randn(2, B, kv_heads, capacity, D, device="cuda", dtype=HALF)
+    pages, table = paged(torch.randn(2, B, kv_heads, capacity, D, device="cuda", dtype=HALF))
     position = torch.tensor([150, 77, 20], dtype=torch.int32, device="cuda")
-    clean = decode_attention.attend(qkv, cache.clone(), position, heads, D**-0.5)
-    found = decode_attention.attend(with_bad(qkv, 1, at, BAD[value]), cache.clone(), position, heads, D**-0.5)
+    clean = decode_attention.attend(qkv, pages, table, position, heads, D**-0.5)
+    found = decode_attention.attend(with_bad(qkv, 1, at, BAD[value]), pages, table, position, heads, D**-0.5)
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
     if which == "v" or value == "nan":  # a score of -inf is a weight of 0
         head = found[1].view(heads, D)[3 if which == "q" else 2]

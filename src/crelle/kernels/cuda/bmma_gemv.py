@@ -30,6 +30,9 @@ _SHARED = 96 * 1024  # bytes of shared memory that every chip since Ampere gives
 # Weights of more bytes store y as values: there a separate encode launch costs less than a cluster epilogue.
 _MOST_ENCODED = 70e6
 
+_MOST_HALVES = 64  # half blocks of x (128 inputs each) that every thread block may encode for itself
+_NO_X = (None, None, None, None)  # x is bit-serial
+
 EpilogueOut = Literal[
     "STORE",
     "NORM_ENCODE",
@@ -126,15 +129,17 @@ def gemv_variant(
     dtype: torch.dtype,
     epilogue: EpilogueOut = "STORE",
     divided: bool = False,
+    prologue: Prologue | None = None,
+    x_dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
+    """`prologue`: what the kernel applies to x of `x_dtype` before it encodes it; None: x is bit-serial."""
     s = config
     arguments = f"{w.P}, crelle::{w.kind.name}, {w.groups}, {columns(tokens)}"
     pieces = f"{s.tiles}, {s.warps}, {s.run}, {s.stages}, {s.halves}, {s.occupancy}"
-    types = f"{C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
-    return (
-        "bmma_gemv.cu",
-        f"crelle::bmma_gemv<{arguments}, {pieces}, crelle::{epilogue}, {str(divided).lower()}, {types}>",
-    )
+    encodes = "crelle::ENCODED" if prologue is None else f"crelle::{prologue}"
+    types = f"{C_TYPES[w.scales.dtype]}, {C_TYPES[x_dtype or torch.float16]}, {C_TYPES[dtype]}"
+    options = f"crelle::{epilogue}, {str(divided).lower()}, {encodes}"
+    return "bmma_gemv.cu", f"crelle::bmma_gemv<{arguments}, {pieces}, {options}, {types}>"
 
 
 def epilogue_encodes(w: CudaWeight, op: Prologue, dtype: torch.dtype) -> bool:
@@ -208,12 +213,48 @@ def _launch(
     load(*gemv_variant(w, x.tokens, s, dtype, epilogue, x.moments is not None))(
         (_grid(w, s, epilogue), 1, 1),
         32 * s.warps,
-        *(w.words, w.scales, x.bits, x.scale, x.moments, *vectors, *given, *sizes),
+        *(w.words, w.scales, x.bits, x.scale, x.moments, *vectors, *given, *_NO_X, *sizes),
         shared=s.warps * _pipeline_bytes(w, s) + _cluster_bytes(w, s, x.tokens, epilogue),
         pdl=True,
         cluster=_cluster(s, epilogue),
         policy=s.policy,
     )
+
+
+def encodes_itself(w: CudaWeight) -> bool:
+    """Whether `encode_product` should cost less than an encode launch and `product`: x is short."""
+    return 2 * w.blocks <= _MOST_HALVES
+
+
+def encode_product(
+    x: Tensor,
+    w: CudaWeight,
+    dtype: torch.dtype,
+    op: Prologue = "PLAIN",
+    weight: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    config: GemvTileConfig | None = None,
+    in_graph: bool = False,
+) -> Tensor:
+    """Return product(encode(x, w, op, weight, shift, eps), w, …) in one launch; `shift` is the norm's bias."""
+    tokens = x.shape[0]
+    s = config or choose(w, tokens, in_graph=in_graph)
+    y = torch.empty(tokens, w.N, dtype=dtype, device=x.device) if out is None else out
+    sizes = (w.N, tokens, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale, float(eps))
+    digits = 2 * w.blocks * columns(tokens) * 4 * (64 + 1 + parts(w))
+    vectors = (None, bias, residual, y, None, None, None, None)
+    load(*gemv_variant(w, tokens, s, dtype, prologue=op, x_dtype=x.dtype))(
+        (_grid(w, s, "STORE"), 1, 1),
+        32 * s.warps,
+        *(w.words, w.scales, None, None, None, *vectors, x, weight, shift, w.perm, *sizes),
+        shared=s.warps * _pipeline_bytes(w, s) + digits,
+        pdl=True,
+    )
+    return y
 
 
 def _cluster(s: GemvTileConfig, epilogue: EpilogueOut) -> int:

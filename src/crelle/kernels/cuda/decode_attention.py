@@ -1,10 +1,11 @@
-"""Launches decode_attention.cu: one new token per sequence is appended to the cache and attends to all before it.
+"""Launches decode_attention.cu: rope, append and attention of one new token per sequence over 16-bit pages, fused.
 
-    y = attend(qkv, cache, position, heads, scale, cos, sin)
+    y = attend(qkv, pages, table, position, heads, scale, RopeNormArgs(cos, sin))
 
-`position` lies on the device, so that a captured launch serves every later token. It is read early, together with the
-earlier tokens' keys and values: they must not be written by a kernel that overlaps with the following ones
-(launch.py), other than the ends of a step that embed_argmax.py launches.
+For few sequences of moderate length, whose steps are bound by launches; paged_attention.py does the same in two
+launches, for every KV format. `table` and `position` lie on the device, so that a captured launch serves every later
+token. They are read early, together with the earlier tokens' keys and values: all of that must have been written
+before the first kernel of the step began.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crelle.formats.kv import KVPages
 from crelle.kernels.cuda.bmma_gemv import C_TYPES, BitSerialX, columns
 from crelle.kernels.cuda.launch import load, multiprocessors
 
 _ROWS = 16  # positions that a warp takes at a time
 _HEADS = 8  # query heads that share a read, at most
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
+_LONGEST = 16384  # tokens: beyond, more thread blocks should share a sequence than a cluster has
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,23 @@ def supports(head_size: int, dtype: torch.dtype) -> str | None:
     return None
 
 
+def why_not(pages: KVPages, dtype: torch.dtype, longest: int) -> str | None:
+    """Return None, or why a step over such pages, for sequences of up to `longest` tokens, takes two launches."""
+    if pages.format.coded or pages.codes.dtype != dtype:
+        return f"attends over pages of {dtype}, not {pages.format}"
+    if pages.format.page % _ROWS:
+        return f"takes pages of a multiple of {_ROWS} tokens, not of {pages.format.page}"
+    if longest > _LONGEST:
+        return f"takes sequences of up to {_LONGEST} tokens, not {longest}"
+    return supports(pages.head_size, dtype)
+
+
 def tile_config(
     batch: int,
     heads: int,
     kv_heads: int,
     head_size: int,
-    capacity: int,
+    longest: int,
     processors: int | None = None,
     narrow: bool = False,
 ) -> AttentionTileConfig:
@@ -58,11 +72,11 @@ def tile_config(
     group = -(-heads // kv_heads // chunks)
     warps = 8 if head_size <= 128 else 4
     blocks, most, splits = batch * kv_heads * chunks, processors or multiprocessors(), 1
-    while splits < 8 and 2 * splits * blocks <= 0.8 * most and splits * warps * _ROWS < capacity:
+    while splits < 8 and 2 * splits * blocks <= 0.8 * most and splits * warps * _ROWS < longest:
         splits *= 2
     if narrow and warps == 8 and 1 < splits < 8 and 2 * splits * blocks <= most:
         splits, warps = 2 * splits, 4
-    return AttentionTileConfig(group, chunks, splits, min(2, -(-capacity // (splits * warps * _ROWS))), warps)
+    return AttentionTileConfig(group, chunks, splits, min(2, -(-longest // (splits * warps * _ROWS))), warps)
 
 
 def attend_variant(
@@ -90,7 +104,8 @@ PLAIN = RopeNormArgs()
 
 def attend(
     qkv: Tensor,
-    cache: Tensor,
+    pages: KVPages,
+    table: Tensor,
     position: Tensor,
     heads: int,
     scale: float,
@@ -101,10 +116,10 @@ def attend(
 ) -> Tensor:
     """Store k and v of each sequence at its position; return what its queries see up to there, [B, heads * D].
 
-    qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position i32 [B].
+    qkv [B, (heads + 2 kv_heads) D]; table int32 [B, max_pages]; position int32 [B], -1: padding, whose result is 0.
     """
-    y = torch.empty(len(qkv), heads * cache.shape[-1], dtype=qkv.dtype, device=qkv.device) if out is None else out
-    _launch(qkv, cache, position, heads, scale, how, (y, None), 0, config, cluster)
+    y = torch.empty(len(qkv), heads * pages.head_size, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    _launch(qkv, pages, table, position, heads, scale, how, (y, None), 0, config, cluster)
     return y
 
 
@@ -115,7 +130,8 @@ def can_encode(head_size: int, heads: int) -> bool:
 
 def attend_encode(
     qkv: Tensor,
-    cache: Tensor,
+    pages: KVPages,
+    table: Tensor,
     position: Tensor,
     heads: int,
     scale: float,
@@ -126,13 +142,15 @@ def attend_encode(
     """The same, bit-serial, for weights with groups of at least 128 inputs and no permutation."""
     B = len(qkv)
     made = BitSerialX.empty(B, heads, 1, qkv.device)
-    _launch(qkv, cache, position, heads, scale, how, (made.bits, made.scale), columns(B), config, cluster)
+    out = made.bits, made.scale
+    _launch(qkv, pages, table, position, heads, scale, how, out, columns(B), config, cluster)
     return made
 
 
 def _launch(
     qkv: Tensor,
-    cache: Tensor,
+    pages: KVPages,
+    table: Tensor,
     position: Tensor,
     heads: int,
     scale: float,
@@ -142,8 +160,9 @@ def _launch(
     config: AttentionTileConfig | None,
     cluster: bool | None,
 ) -> None:
-    _, B, kv_heads, capacity, D = cache.shape
-    p = config or tile_config(B, heads, kv_heads, D, capacity, narrow=bitserial > 0)
+    B, max_pages = table.shape
+    kv_heads, D, page = pages.heads, pages.head_size, pages.format.page
+    p = config or tile_config(B, heads, kv_heads, D, max_pages * page, narrow=bitserial > 0)
     together = torch.cuda.get_device_capability(qkv.device) >= (9, 0) if cluster is None else cluster
     parts = semaphores = None
     if p.splits > 1 and not together:
@@ -154,22 +173,8 @@ def _launch(
     kernel(
         (p.splits, kv_heads * p.chunks, B),
         32 * p.warps,
-        qkv,
-        cache,
-        position,
-        how.cos,
-        how.sin,
-        how.q_norm,
-        how.k_norm,
-        *out,
-        parts,
-        semaphores,
-        heads,
-        kv_heads,
-        capacity,
-        how.window or _FOREVER,
-        float(scale),
-        float(how.eps),
+        *(qkv, pages.codes, table, position, how.cos, how.sin, how.q_norm, how.k_norm, *out, parts, semaphores),
+        *(heads, kv_heads, max_pages, page, how.window or _FOREVER, float(scale), float(how.eps)),
         shared=p.warps * p.stages * 2 * _ROWS * (-(-D // 16) * 16 + 8) * 2,
         pdl=True,
     )

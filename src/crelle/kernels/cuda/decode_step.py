@@ -1,12 +1,13 @@
-"""A decode step on CUDA kernels: x [B, width] of one token a sequence, through all layers, to logits.
+"""A decoder's layers as the CUDA kernels run them: linears that read the same input joined, norms fused into products.
 
     embed (+ position);  { norm·qkv, attention, o + x;  norm·gate·up, act·down + x };  norm·head
 
-What stands with a dot is fused: norms and activations are applied while x becomes digits, sums while y is written.
-RopeNormArgs of 128 channels leave the attention as digits, and so do products wherever one launch can make both.
+`Step.decode` is the step of few sequences. What stands with a dot is fused there: norms and activations are applied
+while x becomes bit-serial, sums while y is written; and the epilogues of products and of attention (heads of 128
+channels) encode their output, so that a Llama layer is five launches. More rows, and prompts: executor.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
 from crelle.kernels.executor import DecoderModules
 from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
 
+Attend = Callable[[int, "StepLayer", Tensor], Tensor | BitSerialX]
 _NORMS: dict[str, Prologue] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 
 
@@ -49,13 +51,6 @@ def lacks(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
     return attention_supports(spec.head_size, dtype)
 
 
-def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
-    """Return the same for a step over a contiguous cache, whose epilogues add to x without a norm between."""
-    if any(layer.placement == "sandwich" for layer in spec.layers):
-        return "the step over a contiguous cache has no norms behind attention and feed-forward"
-    return lacks(spec, dtype)
-
-
 class Embed:
     """Token embedding, and the learned positions added; quantized tables are dequantized by torch.
 
@@ -66,12 +61,18 @@ class Embed:
         self.words, self.positions = words, positions
         self.first, self.scale = spec.learned_positions or 0, spec.embedding_scale
 
-    def __call__(self, ids: Tensor, position: Tensor) -> Tensor:
+    def __call__(
+        self, ids: Tensor, position: Tensor, source: Tensor | None = None, sampled: Tensor | None = None
+    ) -> Tensor:
+        """Return x [B, width]; where `source` [B] is not below 0, the id is sampled[source] instead."""
         from crelle.kernels.cuda.embed_argmax import embed
 
         table, learned = _plain(self.words), _plain(self.positions)
         if self.scale == 1 and table is not None and (self.positions is None or learned is not None):
-            return embed(ids, table, None if self.positions is None else position, learned, self.first)
+            at = None if self.positions is None else position
+            return embed(ids, table, at, learned, self.first, source=source, sampled=sampled)
+        if source is not None and sampled is not None:
+            ids = torch.where(source < 0, ids, sampled[source])
         x: Tensor = self.words(ids)
         x = x if self.scale == 1 else x * self.scale
         return x if self.positions is None else x + self.positions(position.long().clamp(min=0) + self.first)
@@ -104,6 +105,10 @@ class StepLayer:
     down: FusedLinear
 
     @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        return self.qkv, self.o, self.up, self.down
+
+    @property
     def window(self) -> int | None:
         return self.spec.attention.window
 
@@ -114,7 +119,7 @@ class StepLayer:
 
 
 class Step:
-    """The step of any spec for which `supports` returns None."""
+    """A model's layers, for any spec for which `lacks` returns None."""
 
     def __init__(self, model: DecoderModules) -> None:
         s, dtype = model.spec, model.dtype
@@ -151,27 +156,25 @@ class Step:
         assert s.norm is not None
         self.norm_op = _NORMS[s.norm.kind]
 
-    def __call__(self, ids: Tensor, position: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        """Return logits f32 [B, V] for ids [B] at positions [B] of a contiguous cache."""
-        x = self.embed(ids, position)
+    @property
+    def chains(self) -> bool:
+        """Whether `decode` runs a step of few rows: norms only before products, whose weights take x in 16 bits."""
+        plain = all(layer.spec.placement == "pre" for layer in self.layers)
+        return plain and not any(linear.takes_integers for layer in self.layers for linear in layer.linears)
+
+    def decode(self, x: Tensor, attend: Attend, out: Tensor) -> Tensor:
+        """Return logits f32 [B, V], in `out`, for x [B, width] of up to GEMV_ROWS rows; attend(i, layer, qkv) -> heads.
+
+        Epilogues add to x and encode what they make for the next product, wherever that is one bit-plane weight.
+        """
         seen: Tensor | BitSerialX = x
         coming = [(layer.norm_attention, layer.qkv) for layer in self.layers[1:]] + [(self.norm, self.head)]
-        for layer, cache, (next_norm, following) in zip(self.layers, kv, coming, strict=True):
-            attended = _attended(layer.qkv(seen, layer.norm, layer.norm_attention), cache, position, layer)
+        for i, (layer, (next_norm, following)) in enumerate(zip(self.layers, coming, strict=True)):
+            attended = attend(i, layer, layer.qkv(seen, layer.norm, layer.norm_attention))
             x, seen = layer.o.normed(attended, layer.norm_mlp, layer.up, residual=x)
             inner = layer.up.activated(seen, layer.activation, layer.down, layer.norm, layer.norm_mlp)
             x, seen = layer.down.normed(inner, next_norm, following, layer.activation, residual=x)
-        return self.head(seen, self.norm_op, self.norm, dtype=torch.float32)
-
-
-def _attended(qkv: Tensor, cache: Tensor, position: Tensor, layer: StepLayer) -> Tensor | BitSerialX:
-    """What heads see, for the product `o`; bit-serial where the attention's epilogue can encode them."""
-    from crelle.kernels.cuda.decode_attention import RopeNormArgs, attend, attend_encode, can_encode
-
-    a = layer.spec.attention
-    heads = RopeNormArgs(layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps)
-    fits = layer.o.takes_bitserial and can_encode(a.head_size, a.heads)
-    return (attend_encode if fits else attend)(qkv, cache, position, a.heads, a.scale, heads)
+        return self.head(seen, self.norm_op, self.norm, dtype=torch.float32, out=out)
 
 
 def _norm(norm: Any) -> Norm:

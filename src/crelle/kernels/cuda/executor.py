@@ -1,10 +1,11 @@
 """Runs a decoder over batches of sequences on a GPU: decode steps as CUDA graphs, prefill as it comes.
 
     decode     ids, positions, lengths and page tables are copied into buffers that stay where they are; the graph of
-               the next larger number of sequences (BUCKETS) is replayed, its other rows being padding
+               the next larger number of sequences (BUCKETS) is replayed, its other rows being padding. Few sequences
+               (up to GEMV_ROWS) take Step.decode, whose epilogues encode x for the next product
     prefill    all rows of all chunks go through the linears together, and through varlen attention over what their
                pages hold, so that they see what later tokens will see and not values that were never stored
-               (batch_invariant: token by token, as decode steps do)
+               (batch_invariant: token by token, as decode steps do); as graphs too (prefill_graph.py)
     linears    norm_linear.py
 
 A row does not depend on the other rows' values, but in its last bits on their number: each bucket has its own order of
@@ -26,13 +27,16 @@ from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
 from crelle.kernels import cuda
+from crelle.kernels.cuda.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.decode_step import Step, StepLayer, lacks
+from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.fused_linear import STEPPED
 from crelle.kernels.cuda.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
 from crelle.kernels.cuda.graphs import capture
 from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
-from crelle.kernels.cuda.varlen import VarlenBatch, pack_prefills
+from crelle.kernels.cuda.prefill_graph import CAPTURED_AT, SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
+from crelle.kernels.cuda.varlen import pack_prefills
 from crelle.kernels.executor import Chunk, DecoderModules
 from crelle.kernels.spec import DecoderSpec
 
@@ -86,6 +90,7 @@ class CudaExecutor:
         self.model, self.pages, self.centers, self.batch_invariant = model, layers, centers, batch_invariant
         self.step = step or Step(model)
         self._graphs: dict[int, _Graph] = {}
+        self._prefill_graphs: dict[PrefillBucket, PrefillGraph | int] = {}  # or how often a bucket was used
         self._pool: Any = None
         self._turn = 0
         self.lock = RLock()
@@ -101,8 +106,9 @@ class CudaExecutor:
         prefill = [i for i, c in enumerate(chunks) if len(c.ids) > 1]
         found, whose = list[Tensor](), list[int]()
         if prefill:  # first: they read no buffer that a graph writes
-            found.append(self._prefill([chunks[i] for i in prefill]))
-            whose += [i for i in prefill if chunks[i].wanted]
+            made, who = self._prefill([chunks[i] for i in prefill])
+            found.append(made)
+            whose += [prefill[row] for row in who]
         batches = [decode[at : at + BUCKETS[-1]] for at in range(0, len(decode), BUCKETS[-1])]
         for batch in batches:
             logits = self.graph(len(batch)).run([chunks[i] for i in batch])
@@ -146,9 +152,9 @@ class CudaExecutor:
             context = self.model.spec.context
             for tokens in prompt_tokens:
                 parts = [min(context, tokens - at) for at in range(0, tokens, context)]
-                self._prefill([Chunk([0] * n, 0, [], True) for n in parts])
+                self._prefill_eagerly([Chunk([0] * n, 0, [], True) for n in parts])
             for prompts in range(2, _HEAD_KERNELS + 1):  # whose last tokens the head multiplies
-                self._prefill([Chunk([0, 0], 0, [], True)] * prompts)
+                self._prefill_eagerly([Chunk([0, 0], 0, [], True)] * prompts)
         return found
 
     # --- the layers -------------------------------------------------------------------------------------------------
@@ -231,8 +237,36 @@ class CudaExecutor:
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Run prompts, or chunks of them; return the logits of those that are wanted."""
+    def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
+        """Run prompts, or chunks of them; return logits, and whose they are: of those that are wanted, at least."""
+        bucket = None if self.batch_invariant else PrefillBucket.of(chunks, self.model.spec.context)
+        if bucket is None:
+            return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) if c.wanted]
+        graph = self._prefill_graphs.get(bucket, 0)
+        if not isinstance(graph, PrefillGraph):
+            self._prefill_graphs[bucket] = graph + 1
+            if graph + 1 < CAPTURED_AT:
+                return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) if c.wanted]
+            graph = PrefillGraph(bucket, self._width, self.model.device, self._prefill_logits)
+            self._pool = graph.capture(lambda inputs: self._prefill_padded(inputs, bucket), chunks, self._pool)
+            self._prefill_graphs[bucket] = graph
+        return graph.run(chunks), list(range(len(chunks)))
+
+    def _prefill_padded(self, inputs: PrefillInputs, bucket: PrefillBucket) -> Tensor:
+        """Return logits [sequences, V] of a bucket's prompts."""
+        where, n = _Where(inputs.table, inputs.before, inputs.offsets), bucket.sequences
+
+        def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
+            q = self.append(i, layer, qkv, where)
+            lengths = inputs.new, inputs.all, bucket.rows, bucket.keys
+            seen = self._attend_prompts(i, q, inputs.table[:n], *lengths, layer.window)
+            return self._unrotated(i, seen).view(bucket.rows, -1)
+
+        x = self.run_layers(self.step.embed(inputs.ids, inputs.positions), attend)
+        return self.logits(x[inputs.last])
+
+    def _prefill_eagerly(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Return the logits of the prompts that want them."""
         starts = [0, *accumulate(len(c.ids) for c in chunks)]
         ids = self._to_device([i for c in chunks for i in c.ids])
         positions = self._to_device([c.start + i for c in chunks for i in range(len(c.ids))], torch.int32)
@@ -246,7 +280,7 @@ class CudaExecutor:
             rows = rows.repeat_interleave(offsets.diff(), 0, output_size=starts[-1])
         lengths = positions + 1
         packed = pack_prefills([(c.start, len(c.ids)) for c in chunks], self.model.spec.context)  # as memory.py counts
-        calls = [_VarlenCall(who, self._to_device(who.new + who.all, torch.int32).view(2, -1)) for who in packed]
+        calls = [(who, self._to_device(who.new + who.all, torch.int32).view(2, -1)) for who in packed]
         x = self.step.embed(ids, positions)
 
         def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
@@ -254,7 +288,14 @@ class CudaExecutor:
             if self.batch_invariant:
                 seen = self.attend(i, q, rows, lengths, layer.window, self.tile_config(len(ids), i), pdl=False)
                 return seen.view(len(ids), -1)
-            each = [self._attend_prompts(i, q, where.table, some, layer.window) for some in calls]
+            each = [
+                self._attend_prompts(
+                    *(i, q[who.rows], where.table[who.prompts], cu[0], cu[1], who.longest_new, who.longest),
+                    window=layer.window,
+                    total=who.all[-1],
+                )
+                for who, cu in calls
+            ]
             return self._unrotated(i, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
 
         x = self.run_layers(x, attend)
@@ -265,14 +306,27 @@ class CudaExecutor:
             else x.new_empty(0, self.model.spec.vocabulary, dtype=torch.float32)
         )
 
-    def _attend_prompts(self, layer: int, q: Tensor, table: Tensor, call: "_VarlenCall", window: int | None) -> Tensor:
-        """Some prompts' tokens of q [N, H, D], as they are stored; each sees those up to itself."""
+    def _attend_prompts(
+        self,
+        layer: int,
+        q: Tensor,
+        table: Tensor,
+        cu_new: Tensor,
+        cu_all: Tensor,
+        longest_new: int,
+        longest: int,
+        window: int | None,
+        total: int | None = None,
+    ) -> Tensor:
+        """Attention of some prompts' new tokens q [N, H, D] over what is stored; each sees those up to itself.
+
+        cu_new and cu_all int32 [prompts + 1]: where new tokens, and all tokens, of each begin; total: of the latter.
+        """
         from crelle.kernels.cuda import paged_attention
 
-        who = call.who
-        k, v = paged_attention.read(self.pages[layer], table[who.prompts], call.all, who.all[-1])
+        k, v = paged_attention.read(self.pages[layer], table, cu_all, longest if total is None else total)
         seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
-            *(q[who.rows], k, v, call.new, call.all, who.longest_new, who.longest),
+            *(q, k, v, cu_new, cu_all, longest_new, longest),
             *(0.0, True, False),
             window_size_left=None if window is None else window - 1,
         )
@@ -294,6 +348,10 @@ class CudaExecutor:
         return min(self.pages[0].count, -(-self.model.spec.context // page))
 
     @cached_property
+    def _prefill_logits(self) -> Tensor:
+        return torch.empty(SEQUENCES[-1], self.model.spec.vocabulary, device=self.model.device)
+
+    @cached_property
     def _inputs(self) -> GraphInputs:
         return GraphInputs(BUCKETS[-1], self._width, self.model.spec.vocabulary, self.model.device)
 
@@ -303,14 +361,6 @@ class _Where:
     table: Tensor  # int32 [B, max_pages]
     position: Tensor  # int32 [B]
     starts: Tensor | None = None  # int32 [B + 1]; None: one token each
-
-
-class _VarlenCall:
-    """What torch's attention is told of some prompts: where their new tokens begin, and all of their tokens."""
-
-    def __init__(self, who: VarlenBatch, starts: Tensor) -> None:
-        self.who = who
-        self.new, self.all = starts  # int32 [prompts + 1]
 
 
 class _Graph:
@@ -352,11 +402,29 @@ class _Graph:
         return batch
 
     def _run(self) -> Tensor:
-        batch, inputs = self._batch, self._inputs
-        source = inputs.token_source[: self.bucket]
-        ids = torch.where(source < 0, inputs.ids[: self.bucket], inputs.argmax.ids[source])
-        x = batch.step.embed(ids, self.where.position)
-        return batch.logits(batch.run_layers(x, self._attend), inputs.logits[: self.bucket])
+        batch, inputs, n = self._batch, self._inputs, self.bucket
+        x = batch.step.embed(inputs.ids[:n], self.where.position, inputs.token_source[:n], inputs.argmax.ids)
+        if n <= GEMV_ROWS and not batch.batch_invariant and batch.step.chains:
+            return batch.step.decode(x, self._attend_few, inputs.logits[:n])
+        return batch.logits(batch.run_layers(x, self._attend), inputs.logits[:n])
+
+    def _attend_few(self, i: int, layer: StepLayer, qkv: Tensor) -> Tensor | BitSerialX:
+        """Attention of few sequences: one launch where pages are of 16 bits, encoded where `o` takes it so."""
+        from crelle.kernels.cuda import decode_attention, paged_attention
+
+        batch, pages, a = self._batch, self._batch.pages[i], layer.spec.attention
+        encodes = layer.o.takes_bitserial and decode_attention.can_encode(a.head_size, a.heads)
+        if decode_attention.why_not(pages, qkv.dtype, self.where.table.shape[1] * pages.format.page) is None:
+            how = decode_attention.RopeNormArgs(
+                layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps
+            )
+            attend = decode_attention.attend_encode if encodes else decode_attention.attend
+            return attend(qkv, pages, self.where.table, self.where.position, a.heads, a.scale, how)
+        if not encodes:
+            return self._attend(i, layer, qkv)  # type: ignore[return-value]
+        q, lengths = batch.append(i, layer, qkv, self.where), self._inputs.at[1, : self.bucket]
+        options = {"window": layer.window, "config": self._configs[i], "semaphores": self._semaphores}
+        return paged_attention.attend_encode(q, pages, self.where.table, lengths, qkv.dtype, **options)
 
     def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | PackedX":
         from crelle.kernels.cuda.gemm import PackedX

@@ -16,7 +16,16 @@ from torch import Tensor
 from crelle.kernels.base import Prepared
 from crelle.kernels.cuda import dense, integer_linear, mixed_decode, mixed_gemv, mixed_layout
 from crelle.kernels.cuda.activations import Prologue
-from crelle.kernels.cuda.bmma_gemv import BitSerialX, encode, epilogue_encodes, parts, product, product_encode
+from crelle.kernels.cuda.bmma_gemv import (
+    BitSerialX,
+    encode,
+    encode_product,
+    encodes_itself,
+    epilogue_encodes,
+    parts,
+    product,
+    product_encode,
+)
 from crelle.kernels.cuda.integer_encode import EncodePlan
 from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
 from crelle.kernels.cuda.mixed_layout import MixedWeight
@@ -96,20 +105,33 @@ class FusedLinear:
         norm: Norm | None = None,
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return op(x) @ W.T + bias + residual as [tokens, N of all]; all but tensors have been through op already."""
-        x, op = _opened(x, op)
+        y = self._product(*_opened(x, op), norm, residual, dtype or self.dtype, out)
+        return y if out is None or y is out else out.copy_(y)
+
+    def _product(
+        self,
+        x: Tensor | BitSerialX,
+        op: Prologue,
+        norm: Norm | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None,
+    ) -> Tensor:
+        """The same; `out` is where the result may go."""
         if self.takes_integers and isinstance(x, Tensor):
-            return self.integer_product(x, op, norm, residual=residual)[0].to(dtype or self.dtype)
-        if (y := self._decode(x, op, norm, residual, dtype or self.dtype)) is not None:
+            return self.integer_product(x, op, norm, residual=residual)[0].to(dtype)
+        if (y := self._decode(x, op, norm, residual, dtype)) is not None:
             return y
         if len(self.weights) == 1:
-            return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype or self.dtype)
+            return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype, out)
         assert residual is None, "only single matrices write back to the residual stream"
         if self._perms is not None:
-            return self._multiply_each(x, op, norm, dtype or self.dtype)
+            return self._multiply_each(x, op, norm, dtype)
         pairs = zip(self.weights, self._biases, strict=True)
-        return torch.cat([self._multiply(x, w, op, norm, b, None, dtype or self.dtype) for w, b in pairs], dim=-1)
+        return torch.cat([self._multiply(x, w, op, norm, b, None, dtype) for w, b in pairs], dim=-1)
 
     def _decode(
         self,
@@ -199,19 +221,23 @@ class FusedLinear:
         bias: Tensor | None,
         residual: Tensor | None,
         dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
+        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+        if isinstance(w, CudaWeight) and isinstance(x, Tensor) and encodes_itself(w):
+            how = op, scale, shift, eps
+            return encode_product(x, w, dtype, *how, bias, residual, out, in_graph=True)
         if isinstance(w, CudaWeight):
             digits, bias, fold = self._digits(x, w, op, norm, bias)
-            return product(digits, w, dtype, bias, residual, in_graph=True, fold=fold)
+            return product(digits, w, dtype, bias, residual, out, in_graph=True, fold=fold)
         assert isinstance(x, Tensor), "digits are for planes"
         if isinstance(w, CudaIntegerWeight):
             plan = EncodePlan([w.form])
             return integer_linear.multiply([w], plan, x, op, norm, None, [bias], residual)[0].to(dtype)
-        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
         if isinstance(w, MixedWeight):
             encoded = mixed_gemv.encode(x, w, op, scale, shift, eps)
             return mixed_gemv.product(encoded, w, dtype, bias, residual)
-        return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype)
+        return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype, out)
 
     def _digits(
         self, x: Tensor | BitSerialX, w: CudaWeight, op: Prologue, norm: Norm | None, bias: Tensor | None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.kv import KVCode, KVFormat, KVPages
-from crelle.kernels.cuda.bmma_gemv import C_TYPES
+from crelle.kernels.cuda.bmma_gemv import C_TYPES, BitSerialX, columns
 from crelle.kernels.cuda.launch import load, most_shared_memory, multiprocessors
 from crelle.kernels.cuda.weight_layout import CudaWeight
 
@@ -130,11 +130,11 @@ def shared_bytes(p: PagedTileConfig, fmt: KVFormat, head_size: int) -> int:
 
 
 def attend_variant(
-    p: PagedTileConfig, fmt: KVFormat, head_size: int, values: torch.dtype, dtype: torch.dtype
+    p: PagedTileConfig, fmt: KVFormat, head_size: int, values: torch.dtype, dtype: torch.dtype, bitserial: int = 0
 ) -> tuple[str, str]:
-    """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result."""
+    """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result; `bitserial`: DIGITS."""
     arguments = f"{_form(fmt, head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
-    types = f"{str(fmt.rotate).lower()}, {C_TYPES[values]}, {C_TYPES[dtype]}"
+    types = f"{str(fmt.rotate).lower()}, {bitserial}, {C_TYPES[values]}, {C_TYPES[dtype]}"
     return "paged_attention.cu", f"crelle::paged_attend<{arguments}, {types}>"
 
 
@@ -176,6 +176,8 @@ def variants() -> Iterator[tuple[str, str]]:
             yield read_variant(fmt, size, values)
             for heads in (1, 2, 4, 7) if size == 128 and j < 3 else ((1, 3, 2, 8)[(i + j) % 4],):
                 yield attend_variant(tile_config(fmt, 16, heads, 1, size, 1024, 132), fmt, size, values, dtype)
+            for heads, digits in ((1, 1), (4, 2), (4, 4)) if size == 128 and j < 3 else ():
+                yield attend_variant(tile_config(fmt, 2, heads, 1, size, 1024, 132), fmt, size, values, dtype, digits)
     for i, size in enumerate((64, 128)):
         for j, fmt in enumerate(map(KVFormat.parse, ("kv3", "kv2", "k4v2", "k8v4", "k3v2:group=64", "k8v3"))):
             dtype, heads = (half, brain)[(i + j) % 2], (1, 2, 4, 8)[(i + j) % 4]
@@ -261,41 +263,80 @@ def attend(
     `pdl`: table, lengths and all tokens but the last of each sequence were there before the kernel ahead began.
     """
     B, H, D = q.shape
-    fmt, values = pages.format, _values(pages)
     result = dtype or q.dtype
-    if reason := supports(fmt, D, result, values):
-        raise UnsupportedError(f"paged_attention.cu {reason}")
+    assert packed_for is None or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
+    shape = (B, H, D) if packed_for is None else (2 * H, B, 64)
     if not rotated:
         prepared = append(None, None, pages, None, None, q=q)
         assert prepared is not None
         q = prepared
-    p = config or tile_config(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
-    assert packed_for is None or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
-    shape = (B, H, D) if packed_for is None else (2 * H, B, 64)
     y = torch.empty(shape, dtype=result, device=q.device) if out is None else out
+    packed = (0, False) if packed_for is None else (B, packed_for.stride16)
+    _attend(q, pages, table, lengths, window, scale, result, (y, None), config, semaphores, packed, 0, pdl)
+    return y
+
+
+def attend_encode(
+    q: Tensor,
+    pages: KVPages,
+    table: Tensor,
+    lengths: Tensor,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    config: PagedTileConfig | None = None,
+    semaphores: Tensor | None = None,
+) -> BitSerialX:
+    """The same for what `append` returned: rounded to `dtype`, then bit-serial (decode_attention.can_encode)."""
+    B, H, _ = q.shape
+    made = BitSerialX.empty(B, H, 1, q.device)
+    out = made.bits, made.scale
+    _attend(q, pages, table, lengths, window, None, dtype, out, config, semaphores, (0, False), columns(B), True)
+    return made
+
+
+def _attend(
+    q: Tensor,
+    pages: KVPages,
+    table: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    scale: float | None,
+    result: torch.dtype,
+    out: tuple[Tensor, Tensor | None],
+    config: PagedTileConfig | None,
+    semaphores: Tensor | None,
+    packed: tuple[int, bool],
+    bitserial: int,
+    pdl: bool,
+) -> None:
+    B, H, D = q.shape
+    fmt, values = pages.format, _values(pages)
+    if reason := supports(fmt, D, result, values):
+        raise UnsupportedError(f"paged_attention.cu {reason}")
+    p = config or tile_config(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
     sets = B * pages.heads * p.chunks
     parts = None
     if p.splits > 1:
         parts = torch.empty(sets * p.splits * p.group * (D + 2), device=q.device)
         if semaphores is None:
             semaphores = torch.zeros(sets, dtype=torch.int32, device=q.device)
-    load(*attend_variant(p, fmt, D, values, result))(
+    load(*attend_variant(p, fmt, D, values, result, bitserial))(
         (p.splits, pages.heads * p.chunks, B),
         32 * p.warps,
-        *(q, pages.codes, pages.words, table, lengths, y, parts, semaphores),
-        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER),
-        *((0, False) if packed_for is None else (B, packed_for.stride16)),
+        *(q, pages.codes, pages.words, table, lengths, *out, parts, semaphores),
+        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER, *packed),
         float(D**-0.5 if scale is None else scale),
         shared=shared_bytes(p, fmt, D),
         pdl=pdl,
     )
-    return y
 
 
 def read(pages: KVPages, table: Tensor, starts: Tensor, total: int) -> Tensor:
     """Return keys and values [2, total, Hkv, D] of some sequences' first tokens, dequantized as they are stored.
 
-    `table` int32 [B, max_pages]; `starts` int32 [B + 1]: where those of each sequence begin, then `total`.
+    `table` int32 [B, max_pages]; `starts` int32 [B + 1]: where those of each sequence begin, then their number, which
+    is at most `total`.
     """
     fmt, D, values = pages.format, pages.head_size, _values(pages)
     if reason := supports(fmt, D, values):

@@ -301,6 +301,18 @@ inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 inline double rsqrt(double v) { return 1 / std::sqrt(v); }
 inline uint32 kept(uint32 v) { return v; }
+inline int __float2int_rn(float v) { return static_cast<int>(std::nearbyint(v)); }
+template <typename T, typename F>
+inline T reduced(T v, F both) {
+  for (int i = 16; i; i /= 2) v = both(v, __shfl_xor_sync(~0u, v, i));
+  return v;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+  return reduced(v, [](unsigned a, unsigned b) { return a > b ? a : b; });
+}
+inline int __reduce_add_sync(unsigned, int v) {
+  return reduced(v, [](int a, int b) { return a + b; });
+}
 inline void grid_dependency_wait() {}
 inline void grid_dependency_wait_late(int) {}
 inline void launch_dependents() {}

@@ -5,6 +5,9 @@
 // loaded before the previous kernel is done (PDL). The warps of a thread block split K and add up in a fixed order.
 // Layouts: crelle/kernels/cuda/weight_layout.py (words, scales), bitserial.cuh (x).
 //
+// x comes bit-serial from another launch, or (PROLOGUE) every thread block applies the prologue to x and encodes it
+// for itself, into shared memory: for short x that costs less than a launch.
+//
 // The epilogue can encode its output, so that the next GEMV follows without a launch between them (`EpilogueOut`). The
 // 128 outputs that share a scale are made by a cluster of thread blocks, which store them into their first one (DSMEM).
 //
@@ -22,6 +25,8 @@ namespace crelle {
 // What the epilogue writes. STORE: y. NORM_ENCODE: y, and y * gain encoded. RELU_ENCODE, GELU_ENCODE, ...: only act(y),
 // encoded. Gated (..._MUL_ENCODE): W is gate, then up, a thread block takes the same rows of both, and only act(gate) *
 // up is written, encoded.
+constexpr int ENCODED = -1;  // PROLOGUE: x is bit-serial already
+
 enum EpilogueOut {
   STORE,
   NORM_ENCODE,
@@ -48,18 +53,22 @@ __device__ __forceinline__ float epilogue_gelu(float v) {
 // are stored than used, or scales shared). The grid should fit the device at once: then the kernels behind this one
 // start, and fetch their own weights, early. HALVES: of a block of x that are fetched at a time. OCCUPANCY: warps that
 // a multiprocessor can hold, which bounds the registers. What the previous kernel writes is not __restrict__: reads of
-// such pointers may be moved to before the wait.
+// such pointers may be moved to before the wait. PROLOGUE: ENCODED, or what is applied to x [tokens, K] (gated: 2K)
+// with a norm's weight and bias, in the order of perm (may be null); bits and xscale are null then, eps is the norm's.
 template <int P, ScaleKind KIND, int GROUPS, int M, int TILES, int WARPS, int RUN, int STAGES, int HALVES,
-          int OCCUPANCY, EpilogueOut EPILOGUE, bool DIVIDED, typename S, typename Y>
+          int OCCUPANCY, EpilogueOut EPILOGUE, bool DIVIDED, int PROLOGUE, typename S, typename X, typename Y>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     bmma_gemv(const char *__restrict__ words, const char *__restrict__ scales, const uint32 *bits, const float *xscale,
               const float2 *moments, const float *__restrict__ fold, const Y *__restrict__ bias, const Y *residual,
-              Y *y, const Y *__restrict__ gain, uint32 *out_bits, float *out_scale, float2 *out_moments, int N,
+              Y *y, const Y *__restrict__ gain, uint32 *out_bits, float *out_scale, float2 *out_moments, const X *x,
+              const X *__restrict__ norm, const X *__restrict__ norm_bias, const int *__restrict__ perm, int N,
               int tokens, int K, int blocks, int planes, int blocks_per_scale, float eps) {
   using B = Block<P, KIND, GROUPS, M, HALVES, S>;
   using Queue = Pipeline<STAGES, RUN *(B::PLANE_BYTES + B::SCALE_BYTES), TILES>;
   static_assert(M <= WARPS, "a warp makes a token's digits");
-  constexpr bool DIGITS = EPILOGUE != STORE;
+  constexpr bool DIGITS = EPILOGUE != STORE, ENCODES = PROLOGUE != ENCODED;
+  constexpr Prologue OP = static_cast<Prologue>(ENCODES ? PROLOGUE : PLAIN);
+  static_assert(!(ENCODES && (DIGITS || DIVIDED)), "what it multiplies was encoded by a kernel, or is encoded here");
   constexpr bool TWO = is_gated(EPILOGUE);       // rows of an output
   constexpr int OWN = TWO ? TILES / 2 : TILES;   // tiles of outputs in a set
   constexpr int CLUSTER = DIGITS ? 8 / OWN : 1;  // thread blocks that make 128 outputs
@@ -126,7 +135,32 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   };
   fetch(blockIdx.x);
   if constexpr (DIGITS) cluster_wait();
+  Quarter<OP, X> quarter;  // of half block `warp`: what does not depend on the previous kernel
+  if constexpr (ENCODES) quarter.place(norm, norm_bias, perm, warp, K, blocks, lane);
   grid_dependency_wait_late(N);
+  if constexpr (ENCODES) {
+    constexpr int PARTS = B::PARTS;
+    uint32 *own_bits = reinterpret_cast<uint32 *>(shared + WARPS * Queue::SIZE);
+    float *own_scale = reinterpret_cast<float *>(own_bits + 2 * blocks * 64 * M);
+#pragma unroll 1
+    for (int token = 0; token < tokens; token++) {
+      const X *row = x + (size_t)token * K * (is_gated(OP) ? 2 : 1);
+      if (warp < 2 * blocks) quarter.read(row, K);  // under way while the row is summed up
+      const float2 stats = statistics<OP, WARPS>(row, K, eps);
+#pragma unroll 1
+      for (int half = warp; half < 2 * blocks; half += WARPS) {
+        if (half != warp) {
+          quarter.place(norm, norm_bias, perm, half, K, blocks, lane);
+          quarter.read(row, K);
+        }
+        quarter.apply(stats);
+        write_bitserial<PARTS, M>(quarter.v, own_bits, own_scale, half, token, lane);
+      }
+      if (token + 1 < tokens && 2 * blocks > WARPS) quarter.place(norm, norm_bias, perm, warp, K, blocks, lane);
+      __syncthreads();  // all have read the sums of the row, and at last all digits are there
+    }
+    bits = own_bits, xscale = own_scale;
+  }
 
   using Inputs = typename B::Inputs;
   constexpr int STEP = B::STEP;
@@ -197,11 +231,11 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
                              B::scales_at(lane));
 #pragma unroll
         for (int h = 0; h < 2; h += STEP) {
-          const Inputs x = next;
+          const Inputs now = next;
           const int half = 2 * (b + r) + h + STEP;
           next = Inputs(bits, xscale, half < 2 * end ? half : 2 * begin, lane);  // always: a condition costs copies
 #pragma unroll
-          for (int j = 0; j < TILES; j++) B::multiply(sums[j], piece[j] + r * B::PLANE_BYTES, scale[j], x, h, lane);
+          for (int j = 0; j < TILES; j++) B::multiply(sums[j], piece[j] + r * B::PLANE_BYTES, scale[j], now, h, lane);
         }
       }
       __syncwarp();

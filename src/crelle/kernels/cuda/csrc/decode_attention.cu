@@ -1,19 +1,20 @@
-// Attention of one new token per sequence over all tokens before it, in one launch: q and k are normed (where the model
-// does that) and rotated, k and v appended to the cache, and the heads attend.
+// Attention of one new token per sequence over 16-bit pages (formats/kv.py), in one launch: q and k are normed (where
+// the model does that) and rotated, k and v stored where the block table says, and the heads attend.
 //
 // A key/value head is read once for up to 8 query heads, on the tensor cores, with positions and dimensions along the
 // instruction's 16 rows and heads along its 8 columns:
 //
 //   S [16 positions, heads] = K q^T          O [16 dimensions, heads] += V^T P,   P = exp(S - max)
 //
-// so that even a single query head wastes no memory traffic, and up to 8 cost what one costs. The positions are split
-// SPLITS ways over thread blocks, and a split over WARPS warps, 16 positions at a time: each warp has its own pipeline
-// of STAGES tiles and its own running maximum and sums, and waits for no other. At the end the results of the warps,
-// then those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes
-// into the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
+// so that even a single query head wastes no memory traffic, and up to 8 cost what one costs. Tiles of 16 positions,
+// which lie in one page, are split SPLITS ways over thread blocks, and a split over WARPS warps: each warp has its own
+// pipeline of STAGES tiles and its own running maximum and sums, and waits for no other. At the end the results of the
+// warps, then those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each
+// writes into the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
 //
-// The cache of earlier tokens and `position` are read before the previous kernel is done. That is allowed because a
-// step ends with a kernel that never lets the next start early (embed_argmax.cu), or outside of this package.
+// Pages of earlier tokens, `table` and `position` are read before the previous kernel is done: they must have been
+// written before the first kernel of the step began.
+#include "copies.cuh"
 #include "dsmem.cuh"
 #include "bitserial.cuh"
 #include "softmax.cuh"
@@ -35,11 +36,9 @@ struct Tiles {
   static constexpr int ROW = (D + 15) / 16 * 16 + 8, TILE = 2 * 16 * ROW;
 
   T *base;
-  const T *keys, *values;
   int lane;
 
-  __device__ __forceinline__ Tiles(T *shared, const T *keys, const T *values, int lane)
-      : base(shared), keys(keys), values(values), lane(lane) {
+  __device__ __forceinline__ Tiles(T *shared, int lane) : base(shared), lane(lane) {
     if constexpr (D % 16) {  // the instruction reads 8 dimensions more than there are
       for (int i = lane; i < STAGES * 16; i += 32)
         *reinterpret_cast<uint4 *>(base + i / 16 * TILE + i % 16 * ROW + D) = make_uint4(0, 0, 0, 0);
@@ -48,11 +47,11 @@ struct Tiles {
 
   __device__ __forceinline__ T *tile(int i) const { return base + i % STAGES * TILE; }
 
-  // Ask for tile i, which begins at a position and has so many (perhaps no) positions that are in the cache.
-  __device__ __forceinline__ void issue_load(int i, int position, int count) {
+  // Issue tile i, of which `count` positions (perhaps none) are stored, from `keys` and `values` on.
+  __device__ __forceinline__ void issue_load(int i, const T *keys, const T *values, int count) {
     T *to = tile(i);
     if (count > 0) {
-      const T *k = keys + (size_t)position * D + 8 * lane, *v = values + (size_t)position * D + 8 * lane;
+      const T *k = keys + 8 * lane, *v = values + 8 * lane;
 #pragma unroll
       for (int j = 0; j < (2 * D + 31) / 32; j++) {
         const int c = lane + 32 * j, row = c / (D / 8), column = c % (D / 8) * 8, bytes = row < count ? 16 : 0;
@@ -66,32 +65,30 @@ struct Tiles {
         *reinterpret_cast<uint4 *>(to + (16 + row) * ROW + column) = make_uint4(0, 0, 0, 0);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   }
   static __device__ __forceinline__ void copy(T *to, const T *from, int bytes) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32>(__cvta_generic_to_shared(to))),
-        "l"(from), "r"(bytes)
-        : "memory");
+    copy_padded<16>(shared_address(to), reinterpret_cast<const char *>(from), bytes);
   }
   __device__ __forceinline__ T *wait(int i) const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    wait_for_copies<STAGES - 1>();
     __syncwarp();
     return tile(i);
   }
 };
 
-// qkv [B, (heads + 2 kv_heads) D]; cache [2, B, kv_heads, capacity, D]; position [B]; cos, sin f32 [context, D/2] and
-// the norms' weights [D] may be null; out [B, heads D]; window: how many positions a token sees, itself among them.
+// qkv [B, (heads + 2 kv_heads) D]; pages [pages, 2, kv_heads, page, D], page a multiple of 16; table [B, max_pages];
+// position [B]: of the new tokens, -1: padding, nothing is stored and out is 0; cos, sin f32 [context, D/2] and the
+// norms' weights [D] may be null; out [B, heads D]; window: how many positions a token sees, itself among them.
 // parts, semaphores (zeros): only without clusters. Grid (SPLITS, kv_heads * chunks of G query heads, B).
 // DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial, `out`
 // and `xscale`.
 template <int D, int G, int SPLITS, int STAGES, int WARPS, bool CLUSTER, int DIGITS, typename T>
 __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
-    decode_attention(const T *qkv, T *cache, const int *position, const float *__restrict__ cos,
+    decode_attention(const T *qkv, T *pages, const int *table, const int *position, const float *__restrict__ cos,
                      const float *__restrict__ sin, const T *__restrict__ q_norm, const T *__restrict__ k_norm,
-                     void *out, float *xscale, float *parts, int *semaphores, int heads, int kv_heads, int capacity,
-                     int window, float scale, float eps) {
+                     void *out, float *xscale, float *parts, int *semaphores, int heads, int kv_heads, int max_pages,
+                     int page, int window, float scale, float eps) {
   using Queue = Tiles<D, STAGES, T>;
   constexpr int ROW = Queue::ROW, STEPS = (D + 15) / 16;
   struct Part {  // what a warp found; heads are 4 floats apart in their banks
@@ -118,38 +115,48 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     cluster_arrive();
   }
 
-  // --- before the previous kernel is done: what this warp reads of the cache
-  const int at = min(__ldcg(position + b), capacity - 1), first = max(0, at + 1 - window);
-  const int share = ((at + 1 - first + SPLITS - 1) / SPLITS + 15) / 16 * 16;
-  const int begin = first + split * share, end = min(begin + share, at + 1);
+  // --- before the previous kernel is done: what this warp reads of the pages
+  const int at = min(__ldcg(position + b), max_pages * page - 1), first = max(0, at + 1 - window);
+  const int share = at < 0 ? 0 : (at / 16 - first / 16 + SPLITS) / SPLITS;  // tiles
+  const int begin = (first / 16 + split * share) * 16, end = min(begin + share * 16, at + 1);
   const int tiles = (max(end - begin, 0) + 15) / 16, mine = (max(tiles - warp, 0) + WARPS - 1) / WARPS;
-  T *keys = cache + (size_t)(b * kv_heads + kv) * capacity * D;
-  T *values = keys + (size_t)gridDim.z * kv_heads * capacity * D;
-  Queue queue(reinterpret_cast<T *>(shared) + warp * STAGES * Queue::TILE, keys, values, lane);
+  const int *entries = table + (size_t)b * max_pages;
+  const auto keys_at = [&](int entry, int position) {
+    return pages + (((size_t)entry * 2 * kv_heads + kv) * page + position % page) * D;
+  };
+  const size_t to_values = (size_t)kv_heads * page * D;
+  Queue queue(reinterpret_cast<T *>(shared) + warp * STAGES * Queue::TILE, lane);
+  int entry_of_lane = 0;  // of tile 32 n + lane of this warp
   const auto issue_load = [&](int i) {
+    if (i % 32 == 0) {
+      const int from = begin + (warp + WARPS * (i + lane)) * 16;
+      entry_of_lane = from < end ? __ldcg(entries + from / page) : 0;
+    }
     const int from = begin + (warp + WARPS * i) * 16;
-    queue.issue_load(i, from, i < mine ? min(16, min(end, at) - from) : -1);
+    const T *keys = keys_at(__shfl_sync(~0u, entry_of_lane, i % 32), from);
+    queue.issue_load(i, keys, keys + to_values, i < mine ? min(16, min(end, at) - from) : -1);
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
-  const Rope<D> rope(cos, sin, at, lane);
+  const Rope<D> rope(cos, sin, max(at, 0), lane);
+  const bool owner = begin <= at && at < end, keeps = chunk == 0;
+  T *key = keys_at(owner ? __ldcg(entries + at / page) : 0, max(at, 0)), *value = key + to_values;  // of the new token
   if constexpr (MEET) cluster_wait();
-  grid_dependency_wait_late(capacity);
+  grid_dependency_wait_late(max_pages);
 
   // --- the new token: key and value where they belong, queries in shared memory
   const T *row = qkv + (size_t)b * (heads + 2 * kv_heads) * D;
-  const bool owner = begin <= at && at < end, keeps = chunk == 0;
   for (int r = warp; r < count + 2; r += WARPS) {
     if (r >= 2) {
       rope.head(row + (head + r - 2) * D, q_norm, eps, lane, queries[r - 2], static_cast<T *>(nullptr));
     } else if (owner && r == 0) {
-      rope.head(row + (heads + kv) * D, k_norm, eps, lane, fresh[0], keeps ? keys + (size_t)at * D : nullptr);
+      rope.head(row + (heads + kv) * D, k_norm, eps, lane, fresh[0], keeps ? key : nullptr);
     } else if (owner) {
       const uint4 *from = reinterpret_cast<const uint4 *>(row + (heads + kv_heads + kv) * D);
       if (lane < D / 8) {
         const uint4 v = from[lane];
         *reinterpret_cast<uint4 *>(fresh[1] + 8 * lane) = v;
-        if (keeps) *reinterpret_cast<uint4 *>(values + (size_t)at * D + 8 * lane) = v;
+        if (keeps) *reinterpret_cast<uint4 *>(value + 8 * lane) = v;
       }
     }
   }
@@ -168,7 +175,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
   for (int i = 0; i < mine; i++) {
     T *tile = queue.wait(i);
     const int from = begin + (warp + WARPS * i) * 16;
-    if (from <= at && at < from + 16) {  // the new token is not in the cache yet, as far as this tile knows
+    if (from <= at && at < from + 16) {  // the new token is not in its page yet, as far as this tile knows
       if (lane < D / 8) {
         *reinterpret_cast<uint4 *>(tile + (at - from) * ROW + 8 * lane) =
             *reinterpret_cast<uint4 *>(fresh[0] + 8 * lane);
@@ -187,7 +194,10 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     }
     float p[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) p[j] = from + lane / 4 + j / 2 * 8 < end ? (s[0][j] + s[1][j]) * scale : MASKED;
+    for (int j = 0; j < 4; j++) {
+      const int seen = from + lane / 4 + j / 2 * 8;
+      p[j] = first <= seen && seen < end ? (s[0][j] + s[1][j]) * scale : MASKED;
+    }
     float factor[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -246,14 +256,14 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     for (int g = warp; g < count; g += WARPS) {
       float v[4], top, total;
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = added(g, lane + 32 * i, top, total), v[i] /= total;
+      for (int i = 0; i < 4; i++) v[i] = added(g, lane + 32 * i, top, total), v[i] = total == 0 ? 0 : v[i] / total;
       encode_head(g, v);
     }
   } else if constexpr (SPLITS == 1) {
     for (int i = threadIdx.x; i < count * D; i += WARPS * 32) {
       float top, total;
       const float result = added(i / D, i % D, top, total);
-      to[i] = from_float<T>(result / total);
+      to[i] = from_float<T>(total == 0 ? 0 : result / total);
     }
   } else {
     // --- all blocks' parts: each block gives every adder its share of the values
@@ -301,7 +311,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
         const float factor = exp2_approx(all->largest[c][h] - top);
         total = fmaf(factor, all->sum[c][h], total), result = fmaf(factor, all->out[c][i], result);
       }
-      return result / total;
+      return total == 0 ? 0 : result / total;
     };
     if constexpr (DIGITS) {
       for (int g = warp; g < count; g += WARPS) {

@@ -1,21 +1,20 @@
 // The two ends of a decode step: ids become rows of the embedding, and logits become the next ids.
-//
-// `greedy` also counts: it stores the ids and moves every sequence on by one, so that a captured step can be replayed
-// without the host. It is the only kernel that never lets the next one start early, hence the kernels of a step may
-// read what the step before it wrote (ids, positions, the cache) without waiting.
 #include "tensorcore.cuh"
 
 namespace crelle {
 
 // y [B, width] = table[ids] (+ positions[position + first], where positions is not null); grid (ceil(width / 2048), B).
 // A row of padding has position -1: it reads what position 0 does, because there may be nothing before the table.
+// source [B] may be null; where it is not below 0, the id is sampled[source]: a token that the host does not know yet.
 template <typename T>
-__global__ void __launch_bounds__(256) embed(const long long *ids, const T *__restrict__ table, const int *position,
+__global__ void __launch_bounds__(256) embed(const long long *ids, const long long *source,
+                                             const long long *sampled, const T *__restrict__ table, const int *position,
                                              const T *__restrict__ positions, T *y, int width, int first) {
   const int b = blockIdx.y, k = (blockIdx.x * 256 + threadIdx.x) * 8;
   launch_dependents();
   grid_dependency_wait();
-  const T *word = table + ids[b] * width + k, *place = positions;
+  const long long from = source ? source[b] : -1;
+  const T *word = table + (from < 0 ? ids[b] : sampled[from]) * width + k, *place = positions;
   if (positions) place += (size_t)(max(position[b], 0) + first) * width + k;
   y += (size_t)b * width + k;
   if (width % 8 == 0 && k < width) {
@@ -53,13 +52,12 @@ __device__ __forceinline__ bool finite(Key k) {
   return 0x007fffffu < ordered && ordered < 0xff800000u;
 }
 
-// logits [B, V]; ids [B]; position [B]; step [1]; made [B, steps]; best [B, 32] and semaphores [1] (zero) are scratch.
-// `made` gets -1 where the largest logit is not finite, `ids` an index of the row all the same. position and step may
-// be null; then `made` is [B, 1].
+// logits [B, V]; ids [B]; made [B]; best [B, 32] and semaphores [1] (zero) are scratch. `made` gets -1 where the
+// largest logit is not finite, `ids` an index of the row all the same.
 // Grid (up to 32, B): each thread block finds the largest of a piece, the last one to come the largest of all.
 template <typename T>
-__global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, int *position, int *step,
-                                              long long *made, Key *best, int *semaphores, int V, int steps) {
+__global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, long long *made, Key *best,
+                                              int *semaphores, int V) {
   const int b = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __shared__ Key part[8];
   __shared__ bool last;
@@ -82,21 +80,14 @@ __global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, i
   __syncthreads();
   if (!last) return;
   __threadfence();
-  const int now = step ? *step : 0;
   for (int r = warp; r < gridDim.y; r += 8) {
     const Key all = largest(lane < gridDim.x ? __ldcg(best + r * 32 + lane) : 0);
     if (lane == 0) {
       const long long id = 0xffffffffu - (uint32)all;
-      ids[r] = id;
-      if (position) position[r] += 1;
-      if (now < steps) made[(size_t)r * steps + now] = finite(all) ? id : -1;
+      ids[r] = id, made[r] = finite(all) ? id : -1;
     }
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    if (step) *step = now + 1;
-    *semaphores = 0;
-  }
+  if (threadIdx.x == 0) *semaphores = 0;
 }
 
 }  // namespace crelle

@@ -300,8 +300,8 @@ __device__ __forceinline__ void read_codes(float (&v)[8], const unsigned char *c
 }
 
 // The values of the first tokens of B sequences, rotated and centred as they are stored, those of sequence b at
-// starts[b] … starts[b + 1]: out [2, starts[B], kv_heads, D]. For prompts, whose tokens share them. table [B,
-// max_pages]. Grid (8 values a thread, kv_heads, 2).
+// starts[b] … starts[b + 1]: out [2, total, kv_heads, D], of which starts[B] tokens are written. For prompts, whose
+// tokens share them. table [B, max_pages]. Grid (8 values a thread, kv_heads, 2).
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, typename E>
 __global__ void __launch_bounds__(256)
     paged_read(const unsigned char *codes, const unsigned short *words, const int *table, const int *starts, E *out,
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(256)
   const int i = blockIdx.x * 256 + threadIdx.x, n = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
   launch_dependents();
   grid_dependency_wait();
-  if (n >= total) return;
+  if (n >= min(total, __ldcg(starts + B))) return;
   int b = 0;
   for (int end = B; end - b > 1;) {  // starts[b] <= n < starts[end]
     const int middle = (b + end) / 2;

@@ -22,6 +22,7 @@
 // Lost on an H200 (128 sequences of 1024, 32/8 heads, an earlier version: 43.8 us): zeros as one more step of both
 // products instead of two fused multiply-adds, 5% fewer instructions (43.8: they are not what it waits for), and with
 // it 16 tokens at a time (47.5), 3 stages (44.3), 4 warps a block (46.9), registers for 20 or 24 warps (54 to 99).
+#include "bitserial.cuh"
 #include "kv_loader.cuh"
 #include "semaphore.cuh"
 #include "softmax.cuh"
@@ -66,15 +67,16 @@ struct __align__(4 * WORDS) Vector {
 // q [B, heads, D], rotated where pages are (paged_append.cu); codes, words: the layer's pages; table [B, max_pages];
 // lengths [B]: tokens of each sequence, this one among them; 0: padding, out is 0. A token sees the last `window`. out
 // [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
-// even. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
+// even. DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial,
+// `out` and `xscale`. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
 // (splits, kv_heads * chunks of G query heads, B).
 // E: the type of pages and q; T: that of out. OCCUPANCY: warps for which the registers of a multiprocessor shall
 // suffice.
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
-          bool ROTATE, typename E, typename T>
+          bool ROTATE, int DIGITS, typename E, typename T>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
-                 float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
+                 float *xscale, float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
                  int padded, bool stride16, float scale) {
   using Tile = TileOfPages<D, K_BITS, K_C, V_BITS, V_C>;
   using K = typename Tile::Keys;
@@ -497,7 +499,17 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       }
     }
     if (ROTATE) Head<D>::hadamard(v, lane);
-    if constexpr (D == 128) {
+    if constexpr (DIGITS) {
+      static_assert(D == 128, "a head is half a block");
+      Head<D>::store(v, all + h * D, lane);
+      __syncwarp();
+      float half[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) half[i] = to_float(from_float<T>(all[h * D + lane + 32 * i]));
+      write_bitserial<1, DIGITS>(half, reinterpret_cast<uint32 *>(out), xscale, kept_head + h, b, lane);
+      continue;
+    }
+    if constexpr (D == 128 && !DIGITS) {
       if (padded) {
         Head<D>::store(v, all + h * D, lane);
         __syncwarp();
