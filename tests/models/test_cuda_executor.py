@@ -9,6 +9,7 @@ from cuda_models import ATOM, CONFIGS, LLAMA, WIDE, make, reference_logits
 from torch import Tensor
 
 from crelle.formats.kv import KVFormat, KVPages
+from crelle.kernels.cuda import fused_linear
 from crelle.kernels.cuda.executor import CudaExecutor, why_not
 from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
 from crelle.kernels.cuda.prefill_graph import PrefillBucket
@@ -35,6 +36,12 @@ def test_the_reference_of_quantized_activations_is_the_model_itself_on_a_cpu() -
 def test_buckets_hold_every_batch() -> None:
     assert [bucket_of(n) for n in (1, 3, 5, 17, 129, 256, 1000)] == [1, 4, 8, 24, 144, 256, 256]
     assert list(BUCKETS) == sorted(BUCKETS)
+
+
+@pytest.fixture(autouse=True)
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have these small models multiply by what is stored, as large ones do."""
+    monkeypatch.setattr(fused_linear, "SMALL", 0)
 
 
 class Sequences:
@@ -224,6 +231,29 @@ def test_prefill_by_graph_is_prefill_without(name: str, scheme: str, kv: str) ->
         assert graphs.untouched()
 
 
+@gpu
+@pytest.mark.parametrize("scheme", ["bcq:bits=3,group=64", "rtn:bits=4,group=64", "mixed:four=0.25,outliers=0.002"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_small_matrices_are_multiplied_dequantized(name: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linear, "SMALL", 2 << 20)
+    model = make(CONFIGS[name], scheme, "cuda")
+    sequences, ids = Sequences(model, "kv16", 4, 80), {b: random_ids(70, seed=b) for b in range(4)}
+    with torch.inference_mode():
+        wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
+    sequences.batch.kernels([1, 4], [16])  # which must keep nothing that was not computed
+    sequences.run({b: i[: 13 + 2 * b] for b, i in ids.items()})
+    for rows in (range(4), range(1), range(1, 4)):
+        for _ in range(8):
+            found = sequences.run({b: [ids[b][sequences.lengths[b]]] for b in rows})
+            for row, b in enumerate(rows):
+                assert error(found[row], wanted[b][sequences.lengths[b] - 1]) < TOLERANCE["kv16"]
+    linears = [linear for layer in model.cuda_step.layers for linear in layer.linears]
+    copies = [linear._dense for linear in linears if linear._dense is not None]
+    assert len(copies) == len(linears)
+    inner = [linear for linear in model.linears() if linear is not model.head]
+    assert sum(c.numel() * c.element_size() for c in copies) == fused_linear.copy_bytes(inner, 2)
+
+
 def test_prefills_have_the_smallest_bucket_that_holds_them() -> None:
     def bucket(*chunks: tuple[int, int], context: int = 8192) -> tuple[int, int, int] | None:
         found = PrefillBucket.of([Chunk([0] * n, start, [], True) for start, n in chunks], context)
@@ -234,7 +264,8 @@ def test_prefills_have_the_smallest_bucket_that_holds_them() -> None:
     assert bucket((0, 17)) == (32, 1, 32)
     assert bucket((0, 100), (0, 28)) == (128, 16, 128)
     assert bucket((2000, 30)) == (32, 1, 4096)
-    assert bucket((2000, 30), context=2048) is None  # keys for which no memory was planned
+    assert bucket((2000, 30), context=2048) == (32, 1, 2048)
+    assert bucket((1500, 30), (600, 2), context=2048) is None  # keys for which no memory was planned
     assert bucket((5000, 30)) is None
     assert bucket((0, 1025)) is None
     assert bucket(*[(0, 2)] * 17) is None

@@ -4,9 +4,12 @@
 
 The matrices of a product are laid out behind one another and every layer gets its part of that memory back, so
 the layers that run a prompt and the step that runs a token share one copy.
+
+Matrices of at most SMALL bytes in 16 bits are also kept dequantized, for steps of few rows: reading them takes less
+time than encoding x does, so that a small model is no slower quantized than not (`copy_bytes`: what that costs).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.base import Prepared
-from crelle.kernels.cuda import dense, integer_linear, mixed_decode, mixed_gemv, mixed_layout
+from crelle.kernels.cuda import dense, gemm, integer_linear, mixed_decode, mixed_gemv, mixed_layout
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import (
     BitSerialX,
@@ -28,9 +31,11 @@ from crelle.kernels.cuda.bmma_gemv import (
 )
 from crelle.kernels.cuda.integer_encode import EncodePlan
 from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
+from crelle.kernels.cuda.launch import is_recording
 from crelle.kernels.cuda.mixed_layout import MixedWeight
 from crelle.kernels.cuda.weight_layout import CudaWeight, join
 
+SMALL = 2 << 20  # bytes of a matrix in 16 bits
 STEPPED = {"cuda", "cuda-mixed", "cuda-integer", "dense"}  # kernels whose weights a step can multiply by
 
 
@@ -68,6 +73,8 @@ class FusedLinear:
         apart = len(self.weights) > 1 and self.bias is not None
         self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
         self._folded: tuple[Norm, Tensor, Tensor] | None = None
+        self._small, self._inputs = all(map(_is_small, linears)), linears[0].prepared.problem.K
+        self._dense: Tensor | None = None  # of small matrices, made when it is first used
         self._perms = _orders(self.weights)
         integer = [w for w in self.weights if isinstance(w, CudaIntegerWeight)]
         self._integer = integer if len(integer) == len(self.weights) else []
@@ -76,8 +83,8 @@ class FusedLinear:
     @property
     def takes_bitserial(self) -> bool:
         """Whether all is one bit-plane weight, which can take x as another kernel's epilogue encoded it."""
-        w = self.weights[0]
-        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.perm is None and parts(w) == 1
+        w, small = self.weights[0], self._small
+        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.perm is None and parts(w) == 1 and not small
 
     @property
     def takes_integers(self) -> bool:
@@ -123,6 +130,8 @@ class FusedLinear:
         """The same; `out` is where the result may go."""
         if self.takes_integers and isinstance(x, Tensor):
             return self.integer_product(x, op, norm, residual=residual)[0].to(dtype)
+        if self._small and isinstance(x, Tensor):
+            return self._multiply(x, self._dequantized(x.device), op, norm, self.bias, residual, dtype, out)
         if (y := self._decode(x, op, norm, residual, dtype)) is not None:
             return y
         if len(self.weights) == 1:
@@ -177,7 +186,8 @@ class FusedLinear:
         norm: Norm | None = None,
     ) -> Tensor | BitSerialX | Activated:
         """Return what `following` takes: then(y), encoded or not, where the epilogue can do that, y otherwise."""
-        if then == "SILU_MUL" and (y := self._decode(x, op, norm, None, self.dtype, paired=True)) is not None:
+        pairs = then == "SILU_MUL" and not self._small
+        if pairs and (y := self._decode(x, op, norm, None, self.dtype, paired=True)) is not None:
             return Activated(y)
         w = self._encoding_weight(then, following)
         if w is None:
@@ -209,7 +219,7 @@ class FusedLinear:
     def _encoding_weight(self, then: Prologue, following: "FusedLinear") -> CudaWeight | None:
         """The weight, where its epilogue can encode then(y)."""
         w = self.weights[0]
-        one = len(self.weights) == 1 and following.takes_bitserial
+        one = len(self.weights) == 1 and following.takes_bitserial and not self._small
         return w if one and isinstance(w, CudaWeight) and epilogue_encodes(w, then, self.dtype) else None
 
     def _multiply(
@@ -248,10 +258,38 @@ class FusedLinear:
             return encode(x, w, op, scale, shift, eps), bias, None
         if x.moments is None or norm is None or scale is None or shift is None:
             return x, bias, None
-        if self._folded is None or self._folded[0] is not norm:  # a layer norm's part that is the same for all tokens
+        folded = self._folded
+        if folded is None or folded[0] is not norm:  # a layer norm's part that is the same for all tokens
             gain, added = (product(encode(v[None], w), w, torch.float32)[0] for v in (scale, shift))
-            self._folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
-        return x, *self._folded[1:]
+            folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
+            self._folded = None if is_recording() else folded
+        return x, *folded[1:]
+
+    def _dequantized(self, device: torch.device) -> Tensor:
+        """All matrices as one in 16 bits: what they make of the unit vectors."""
+        if self._dense is not None:
+            return self._dense
+        unit, parts = torch.eye(self._inputs, dtype=self.dtype, device=device), list[Tensor]()
+        for w in self.weights:
+            if isinstance(w, CudaWeight):
+                parts.append(gemm.matmul(unit, w, None).T)
+            else:
+                assert isinstance(w, MixedWeight)
+                parts.append(mixed_gemv.matmul(unit, w, None, False).T)
+        dense = torch.cat(parts).contiguous()
+        self._dense = None if is_recording() else dense
+        return dense
+
+
+def copy_bytes(linears: Iterable[LinearLayer], element_size: int) -> int:
+    """Return the bytes of small matrices' dequantized copies."""
+    sizes = (linear.prepared.problem for linear in linears if _is_small(linear))
+    return sum(p.N * p.K * element_size for p in sizes)
+
+
+def _is_small(linear: LinearLayer) -> bool:
+    p = linear.prepared.problem
+    return isinstance(linear.prepared.data, CudaWeight | MixedWeight) and 2 * p.N * p.K <= SMALL
 
 
 def _opened(x: Tensor | BitSerialX | Activated, op: Prologue) -> tuple[Tensor | BitSerialX, Prologue]:

@@ -55,6 +55,11 @@ def recording() -> Iterator[set[tuple[str, str]]]:
         _recorded.kernels = before
 
 
+def is_recording() -> bool:
+    """Whether launches of this thread do nothing now, so that what they should compute must not be kept."""
+    return getattr(_recorded, "kernels", None) is not None
+
+
 def multiprocessors(device: int | None = None) -> int:
     """How many multiprocessors the device has: a grid of this many blocks fills it once."""
     return _multiprocessors(torch.cuda.current_device() if device is None else device)

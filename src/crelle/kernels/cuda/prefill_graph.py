@@ -42,8 +42,8 @@ class PrefillBucket:
         sequences = next((n for n in SEQUENCES if n >= len(chunks)), None)
         if rows is None or sequences is None:
             return None
-        keys = rows if total <= rows else next((n for n in (4 * ROWS[-1],) if n >= total), None)
-        return None if keys is None or (keys > rows and keys > context) else cls(rows, sequences, keys)
+        keys = rows if total <= rows else min(4 * ROWS[-1], context)  # for more no memory was planned
+        return cls(rows, sequences, keys) if total <= keys else None
 
 
 class PrefillInputs:
@@ -64,8 +64,7 @@ class PrefillInputs:
         on_device, ids = self._host.to(device), self._ids.to(device)
         self._to = on_device, ids
         views, self._views = (
-            dict(zip(sizes, torch.split(t, list(sizes.values())), strict=True))
-            for t in (on_device, self._host)
+            dict(zip(sizes, torch.split(t, list(sizes.values())), strict=True)) for t in (on_device, self._host)
         )
         self.ids, self.last = ids[:n], ids[n:]
         self.positions, self.before, self.offsets = views["positions"], views["before"], views["offsets"]

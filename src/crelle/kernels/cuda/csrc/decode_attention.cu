@@ -7,10 +7,10 @@
 //   S [16 positions, heads] = K q^T          O [16 dimensions, heads] += V^T P,   P = exp(S - max)
 //
 // so that even a single query head wastes no memory traffic, and up to 8 cost what one costs. Tiles of 16 positions,
-// which lie in one page, are split SPLITS ways over thread blocks, and a split over WARPS warps: each warp has its own
-// pipeline of STAGES tiles and its own running maximum and sums, and waits for no other. At the end the results of the
-// warps, then those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each
-// writes into the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
+// which lie in one page, are dealt out to the WARPS warps of SPLITS thread blocks: each warp has its own pipeline of
+// STAGES tiles and its own running maximum and sums, and waits for no other. At the end the results of the warps, then
+// those of the splits are added in a fixed order: where the chip has clusters, the splits are one, and each writes into
+// the shared memory of the others; otherwise they write to memory and the last one to arrive adds.
 //
 // Pages of earlier tokens, `table` and `position` are read before the previous kernel is done: they must have been
 // written before the first kernel of the step began.
@@ -115,32 +115,33 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     cluster_arrive();
   }
 
-  // --- before the previous kernel is done: what this warp reads of the pages
-  const int at = min(__ldcg(position + b), max_pages * page - 1), first = max(0, at + 1 - window);
-  const int share = at < 0 ? 0 : (at / 16 - first / 16 + SPLITS) / SPLITS;  // tiles
-  const int begin = (first / 16 + split * share) * 16, end = min(begin + share * 16, at + 1);
-  const int tiles = (max(end - begin, 0) + 15) / 16, mine = (max(tiles - warp, 0) + WARPS - 1) / WARPS;
-  const int *entries = table + (size_t)b * max_pages;
+  // --- before the previous kernel is done: what this warp reads of the pages, every STRIDE-th tile from the first that
+  // is seen. Without a window which ones these are depends on no position: the table is read at the same time as that.
+  constexpr int STRIDE = SPLITS * WARPS;
+  const int *entries = table + (size_t)b * max_pages, room = max_pages * page, own = split * WARPS + warp;
+  const int guessed = __ldcg(entries + min(own + lane * STRIDE, room / 16 - 1) * 16 / page);
+  const int at = min(__ldcg(position + b), room - 1), first = max(0, at + 1 - window), before = first / 16;
+  const int tiles = at < 0 ? 0 : at / 16 - before + 1, mine = (max(tiles - own, 0) + STRIDE - 1) / STRIDE;
   const auto keys_at = [&](int entry, int position) {
     return pages + (((size_t)entry * 2 * kv_heads + kv) * page + position % page) * D;
   };
   const size_t to_values = (size_t)kv_heads * page * D;
   Queue queue(reinterpret_cast<T *>(shared) + warp * STAGES * Queue::TILE, lane);
-  int entry_of_lane = 0;  // of tile 32 n + lane of this warp
+  int entry_of_lane = guessed;  // of tile 32 n + lane of this warp
   const auto issue_load = [&](int i) {
-    if (i % 32 == 0) {
-      const int from = begin + (warp + WARPS * (i + lane)) * 16;
-      entry_of_lane = from < end ? __ldcg(entries + from / page) : 0;
+    if (i % 32 == 0 && (i || before)) {
+      const int from = (before + own + STRIDE * (i + lane)) * 16;
+      entry_of_lane = from <= at ? __ldcg(entries + from / page) : 0;
     }
-    const int from = begin + (warp + WARPS * i) * 16;
+    const int from = (before + own + STRIDE * i) * 16;
     const T *keys = keys_at(__shfl_sync(~0u, entry_of_lane, i % 32), from);
-    queue.issue_load(i, keys, keys + to_values, i < mine ? min(16, min(end, at) - from) : -1);
+    queue.issue_load(i, keys, keys + to_values, i < mine ? min(16, at - from) : -1);
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
   const Rope<D> rope(cos, sin, max(at, 0), lane);
-  const bool owner = begin <= at && at < end, keeps = chunk == 0;
-  T *key = keys_at(owner ? __ldcg(entries + at / page) : 0, max(at, 0)), *value = key + to_values;  // of the new token
+  const bool owner = tiles && (tiles - 1) % STRIDE / WARPS == split, keeps = chunk == 0;  // of the new token
+  T *key = keys_at(owner ? __ldcg(entries + at / page) : 0, max(at, 0)), *value = key + to_values;
   if constexpr (MEET) cluster_wait();
   grid_dependency_wait_late(max_pages);
 
@@ -174,7 +175,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
 #pragma unroll 1
   for (int i = 0; i < mine; i++) {
     T *tile = queue.wait(i);
-    const int from = begin + (warp + WARPS * i) * 16;
+    const int from = (before + own + STRIDE * i) * 16;
     if (from <= at && at < from + 16) {  // the new token is not in its page yet, as far as this tile knows
       if (lane < D / 8) {
         *reinterpret_cast<uint4 *>(tile + (at - from) * ROW + 8 * lane) =
@@ -196,7 +197,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int seen = from + lane / 4 + j / 2 * 8;
-      p[j] = first <= seen && seen < end ? (s[0][j] + s[1][j]) * scale : MASKED;
+      p[j] = first <= seen && seen <= at ? (s[0][j] + s[1][j]) * scale : MASKED;
     }
     float factor[2];
 #pragma unroll

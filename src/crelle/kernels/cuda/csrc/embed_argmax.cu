@@ -7,9 +7,9 @@ namespace crelle {
 // A row of padding has position -1: it reads what position 0 does, because there may be nothing before the table.
 // source [B] may be null; where it is not below 0, the id is sampled[source]: a token that the host does not know yet.
 template <typename T>
-__global__ void __launch_bounds__(256) embed(const long long *ids, const long long *source,
-                                             const long long *sampled, const T *__restrict__ table, const int *position,
-                                             const T *__restrict__ positions, T *y, int width, int first) {
+__global__ void __launch_bounds__(256)
+    embed(const long long *ids, const long long *source, const long long *sampled, const T *__restrict__ table,
+          const int *position, const T *__restrict__ positions, T *y, int width, int first) {
   const int b = blockIdx.y, k = (blockIdx.x * 256 + threadIdx.x) * 8;
   launch_dependents();
   grid_dependency_wait();
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool finite(Key k) {
 // largest logit is not finite, `ids` an index of the row all the same.
 // Grid (up to 32, B): each thread block finds the largest of a piece, the last one to come the largest of all.
 template <typename T>
-__global__ void __launch_bounds__(256) greedy(const T *logits, long long *ids, long long *made, Key *best,
-                                              int *semaphores, int V) {
+__global__ void __launch_bounds__(256)
+    greedy(const T *logits, long long *ids, long long *made, Key *best, int *semaphores, int V) {
   const int b = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __shared__ Key part[8];
   __shared__ bool last;

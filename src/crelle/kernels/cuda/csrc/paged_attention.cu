@@ -68,16 +68,15 @@ struct __align__(4 * WORDS) Vector {
 // lengths [B]: tokens of each sequence, this one among them; 0: padding, out is 0. A token sees the last `window`. out
 // [B, heads, D], or where there is a `padded`, B rounded up to 8, as `pack_x` (gemm.cu) lays it out: D = 128, heads
 // even. DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial,
-// `out` and `xscale`. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are splits. Grid
-// (splits, kv_heads * chunks of G query heads, B).
-// E: the type of pages and q; T: that of out. OCCUPANCY: warps for which the registers of a multiprocessor shall
-// suffice.
+// `out` and `xscale`. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are
+// splits. Grid (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY:
+// warps for which the registers of a multiprocessor shall suffice.
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
           bool ROTATE, int DIGITS, typename E, typename T>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
-                 float *xscale, float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page, int window,
-                 int padded, bool stride16, float scale) {
+                 float *xscale, float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page,
+                 int window, int padded, bool stride16, float scale) {
   using Tile = TileOfPages<D, K_BITS, K_C, V_BITS, V_C>;
   using K = typename Tile::Keys;
   using V = typename Tile::Values;
