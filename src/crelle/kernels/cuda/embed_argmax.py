@@ -63,6 +63,8 @@ def embed(
     """
     B, width = ids.shape[0], table.shape[1]
     y = torch.empty(B, width, dtype=table.dtype, device=table.device) if out is None else out
+    if B == 0:
+        return y
     grid = (-(-width // (8 * _THREADS)), B, 1)
     load(*embed_variant(table.dtype))(grid, _THREADS, ids, table, position, positions, y, width, first, pdl=True)
     return y
@@ -90,8 +92,12 @@ class Argmax:
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return `made` i64 [B] for logits [B, V]: `ids`, or NOT_FINITE. The next call overwrites both."""
+        """Return `made` i64 [B] for logits [B, V]: `ids`, or NOT_FINITE. The next call overwrites both.
+
+        B is 0 in a step that runs only chunks of prompts whose end comes later: nothing is launched.
+        """
         B, V = logits.shape
-        counters = (self.ids, None, None, self.made, self._best, self._arrived)
-        load(*greedy_variant(logits.dtype))((_PIECES, B, 1), _THREADS, logits, *counters, V, 1)
+        if B:
+            counters = (self.ids, None, None, self.made, self._best, self._arrived)
+            load(*greedy_variant(logits.dtype))((_PIECES, B, 1), _THREADS, logits, *counters, V, 1)
         return self.made[:B]

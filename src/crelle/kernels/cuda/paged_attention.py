@@ -273,6 +273,8 @@ def attend(
     assert packed_for is None or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
     shape = (B, H, D) if packed_for is None else (2 * H, B, 64)
     y = torch.empty(shape, dtype=result, device=q.device) if out is None else out
+    if B == 0:
+        return y
     sets = B * pages.heads * p.chunks
     parts = None
     if p.splits > 1:
@@ -301,6 +303,8 @@ def read(pages: KVPages, table: Tensor, starts: Tensor, total: int) -> Tensor:
     if reason := supports(fmt, D, values):
         raise UnsupportedError(f"paged_append.cu {reason}")
     out = torch.empty(2, total, pages.heads, D, dtype=values, device=pages.codes.device)
+    if total == 0:
+        return out
     load(*read_variant(fmt, D, values))(
         (-(-total * D // (8 * 256)), pages.heads, 2),
         256,
