@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quantized_copy
+from conftest import quantized_copy, write_tiny_model
 from emulated_cuda import emulate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -159,3 +159,18 @@ def test_a_prompt_longer_than_the_budget_runs_without_sampling_in_its_first_step
         engine.run()
         assert [handle.outputs[0].error for handle in handles] == [None] * 3
         assert [tokens(handle) for handle in handles] == wanted
+
+
+def test_a_cache_grows_while_a_token_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that were sampled last lie in buffers that go away with the old pages."""
+    llm = LLM.load(write_tiny_model(tmp_path, max_position_embeddings=512), device="cpu", threads=1)
+    llm.end_ids = frozenset()
+    long = replace(GREEDY, max_tokens=150)
+    want = Engine(llm, pages=32, max_batch=1).add("Hello", long)
+    list(want)
+    emulate(monkeypatch)
+    engine = Engine(llm, pages=1, max_pages=32, max_batch=1)
+    handle = engine.add("Hello", long)
+    engine.run()
+    assert engine.blocks.pages > 8
+    assert tokens(handle) == tokens(want)
