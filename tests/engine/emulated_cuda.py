@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_gpu import Event
 from torch import Tensor
 
 from crelle.engine import model_runner
@@ -24,17 +25,6 @@ from crelle.kernels.cuda.graph_inputs import bucket_of
 from crelle.kernels.executor import Chunk, Executor
 from crelle.models.cache import key_centers_of
 from crelle.models.executors import make_executor
-
-
-class _Event:
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class _Graph:
@@ -95,6 +85,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         return EmulatedExecutor(on_cpu, model, layers, centers, batch_invariant=batch_invariant)
 
     monkeypatch.setattr(model_runner, "make_executor", make)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(embed_argmax, "load", _load)

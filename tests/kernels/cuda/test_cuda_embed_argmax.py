@@ -7,7 +7,7 @@ import torch
 
 from crelle.errors import CrelleError
 from crelle.kernels import cuda
-from crelle.kernels.cuda import embed_argmax, jit, launch
+from crelle.kernels.cuda import embed_argmax, jit
 from crelle.kernels.cuda.decode_step import Embed
 from crelle.models.linear import QuantEmbedding
 from crelle.quantizers.rtn import RTN
@@ -22,19 +22,6 @@ SIZES = [(1, 32000, 4096), (4, 50272, 72), (3, 77, 20), (2, 9000, 6152)]  # batc
 def test_tokens_compile(arch: str) -> None:
     kernels = [embed_argmax.embed_variant(torch.bfloat16), embed_argmax.greedy_variant(torch.float32)]
     assert all(built.cubin for built in jit.compile_all(kernels, arch))
-
-
-def test_nothing_is_launched_for_no_rows() -> None:
-    with launch.recording() as kernels:
-        assert embed_argmax.Argmax(4, torch.device("cpu"))(torch.empty(0, 77)).shape == (0,)
-        assert embed_argmax.embed(torch.empty(0, dtype=torch.int64), torch.empty(77, 20).half()).shape == (0, 20)
-    assert not kernels
-
-
-def test_an_empty_grid_is_refused_with_the_name_of_the_kernel() -> None:
-    state = embed_argmax.State.new(0, 3, "cpu")
-    with launch.recording(), pytest.raises(CrelleError, match=r"greedy<float>.*\(32, 0, 1\)"):
-        embed_argmax.greedy(torch.empty(0, 77), state)
 
 
 @gpu

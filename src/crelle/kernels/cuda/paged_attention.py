@@ -269,12 +269,12 @@ def attend(
         prepared = append(None, None, pages, None, None, q=q)
         assert prepared is not None
         q = prepared
-    p = config or tile_config(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
     assert packed_for is None or (D == 128 and H % 2 == 0 and B % 8 == 0), "nothing would fill the rest of the blocks"
     shape = (B, H, D) if packed_for is None else (2 * H, B, 64)
     y = torch.empty(shape, dtype=result, device=q.device) if out is None else out
     if B == 0:
         return y
+    p = config or tile_config(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
     sets = B * pages.heads * p.chunks
     parts = None
     if p.splits > 1:
