@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quantized_copy
+from conftest import quantized_copy, write_tiny_model
+from emulated_cuda import emulate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_single import GREEDY, TEXTS, WARM, alone, assert_all_as_alone, tokens
@@ -140,3 +141,36 @@ def test_who_needs_logits_is_drawn_for_with_logits(nested: LLM) -> None:
     assert tokens(told) == alone(nested, "a", GREEDY)
     assert len(told.outputs[0].logprobs or ()) == len(tokens(told)[0])
     assert torch.tensor([p.logprob for p in told.outputs[0].logprobs or ()]).le(0).all()
+
+
+def test_a_prompt_longer_than_the_budget_runs_without_sampling_in_its_first_steps(
+    nested: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in which nothing samples, and steps that mix chunks of a prompt with sequences that do."""
+    prompts = [list(range(2, 60)), [7], list(range(90, 20, -1))]
+    wanted = [alone(nested, prompt, GREEDY) for prompt in prompts]
+    emulate(monkeypatch)
+    for budget in (16, 17, 57, 59):
+        engine = Engine(nested, kv="16", pages=64, max_batch=4, budget=budget)
+        handles = []
+        for prompt in prompts:  # the first step has one prompt alone
+            handles.append(engine.add(prompt, GREEDY))
+            engine.step()
+        engine.run()
+        assert [handle.outputs[0].error for handle in handles] == [None] * 3
+        assert [tokens(handle) for handle in handles] == wanted
+
+
+def test_a_cache_grows_while_a_token_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that were sampled last lie in buffers that go away with the old pages."""
+    llm = LLM.load(write_tiny_model(tmp_path, max_position_embeddings=512), device="cpu", threads=1)
+    llm.end_ids = frozenset()
+    long = replace(GREEDY, max_tokens=150)
+    want = Engine(llm, pages=32, max_batch=1).add("Hello", long)
+    list(want)
+    emulate(monkeypatch)
+    engine = Engine(llm, pages=1, max_pages=32, max_batch=1)
+    handle = engine.add("Hello", long)
+    engine.run()
+    assert engine.blocks.pages > 8
+    assert tokens(handle) == tokens(want)

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from recorded_gpu import pretend
 
 from crelle.bench.compile_ahead import compile_ahead
 from crelle.bench.model_shapes import RandomWeights
 from crelle.engine import compile_ahead as ahead
 from crelle.engine.compile_ahead import prompt_sizes
 from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels.base import Problem
-from crelle.kernels.cuda import executor, integer_gemm, integer_kernel, jit, launch
+from crelle.kernels.cuda import executor, jit, launch
 from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.graph_inputs import BUCKETS
 from crelle.models.loader import Model, build
@@ -34,33 +33,9 @@ ATOM = "atom:w=4,a=4,group=128,outliers=128"
 CPU = torch.device("cpu")
 
 
-class _Event:
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, as far as the host can tell."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_most_shared_memory", lambda device: 227 * 1024)
-    monkeypatch.setattr(integer_gemm, "tensor_map", lambda *_: bytes(128))
-    monkeypatch.setattr(executor.torch.ops.aten, "_flash_attention_forward", lambda q, *_, **__: (q,))
-
-    def supports(self: Any, problem: Problem) -> str | None:
-        return None if problem.format in ("grouped", "two-level") else "takes integer groups"
-
-    monkeypatch.setattr(integer_kernel.CudaInteger, "supports", supports)
+    pretend(monkeypatch)
 
 
 def make(kv: str = "kv4", layers: int = 2) -> tuple[Model, CudaExecutor]:

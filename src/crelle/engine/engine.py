@@ -247,11 +247,15 @@ class Engine:
 
     def _advance(self) -> bool:
         before, self._ahead = self._ahead, None
+        worked = before is not None
         with self._lock:
             if before:
                 self.scheduler.update(before[0], [UNKNOWN] * len(before[0].samples))
             missing = self.scheduler.missing_pages() if self.blocks.pages < self.blocks.max_pages else 0
         if missing:
+            if before:  # its tokens lie with an executor that does not outlive the old pages
+                self._resolve(*before)
+                before = None
             self._grow(max(missing, self.blocks.pages))  # twice as many: copied once for each token at most
         with self._lock:
             step = self.scheduler.schedule()
@@ -260,7 +264,7 @@ class Engine:
             self._run(step, before)
         elif before:
             self._resolve(*before)
-        return bool(step or before)
+        return worked or bool(step)
 
     def _grow(self, more: int) -> None:
         if (more := min(more, self.blocks.max_pages - self.blocks.pages)) < 1:

@@ -50,6 +50,7 @@ class EmulatedKernel:
         self.file, self.expression, self.truncates = file, expression, truncates
 
     def __call__(self, grid: tuple[int, int, int], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:
+        assert min(grid) > 0, f"{self.expression} was launched with the empty grid {grid}"
         kinds, values = "", list[Any]()
         for a in args:
             if a is None or isinstance(a, Tensor):

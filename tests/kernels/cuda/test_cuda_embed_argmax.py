@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from crelle.errors import CrelleError
 from crelle.kernels import cuda
 from crelle.kernels.cuda import embed_argmax, jit
 from crelle.kernels.cuda.decode_step import Embed
@@ -21,6 +22,15 @@ SIZES = [(1, 32000, 4096), (4, 50272, 72), (3, 77, 20), (2, 9000, 6152)]  # batc
 def test_tokens_compile(arch: str) -> None:
     kernels = [embed_argmax.embed_variant(torch.bfloat16), embed_argmax.greedy_variant(torch.float32)]
     assert all(built.cubin for built in jit.compile_all(kernels, arch))
+
+
+@gpu
+@needs_device
+def test_an_empty_grid_is_refused_on_the_device() -> None:
+    state = embed_argmax.State.new(0, 3, "cuda")
+    for _ in range(2):
+        with pytest.raises(CrelleError, match=r"greedy<float>.*\(32, 0, 1\)"):
+            embed_argmax.greedy(torch.empty(0, 77, device="cuda"), state)
 
 
 @gpu

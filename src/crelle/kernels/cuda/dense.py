@@ -61,6 +61,8 @@ def product(
     """
     tokens, (N, K) = x.shape[0], weight.shape
     y = torch.empty(tokens, N, dtype=dtype or x.dtype, device=x.device) if out is None else out
+    if tokens == 0:
+        return y
     c = config or choose(K)
     share = -(-K // _STEP // c.warps)
     share += share & 1  # steps of a warp; two are a line of 128 bytes
@@ -104,6 +106,8 @@ def apply(
     """Return op(x) as [tokens, K]: what `product` does before it multiplies."""
     tokens, K = x.shape[0], x.shape[1] // width(op)
     y = torch.empty(tokens, K, dtype=x.dtype, device=x.device) if out is None else out
+    if tokens == 0:
+        return y
     kernel = load(*apply_variant(op, K, x.dtype))
     grid = (-(-K // (8 * 32 * _APPLY_WARPS)), tokens, 1)
     kernel(grid, 32 * _APPLY_WARPS, x, norm, shift, y, K, float(eps), pdl=True)

@@ -59,7 +59,10 @@ class Argmax:
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return `made` i64 [B] for logits [B, V]: `ids`, or NOT_FINITE. The next call overwrites both."""
+        """Return `made` i64 [B] for logits [B, V]: `ids`, or NOT_FINITE. The next call overwrites both.
+
+        B is 0 in a step that runs only chunks of prompts whose end comes later: nothing is launched.
+        """
         B, V = logits.shape
         if B:
             counters = self.ids, self.made, self._best, self._arrived

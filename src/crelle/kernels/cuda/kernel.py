@@ -158,8 +158,10 @@ def _lut_matmul(
     from crelle.kernels.cuda import lut
 
     w = lut.LutWeight(N, K, P, ScaleKind[kind], groups, blocks_per_scale, words, scales, semaphores, perm)
+    if x.shape[0] == 0:
+        return x.new_empty(0, N)
     parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, dispatch.GEMV_ROWS)]
-    return parts[0] if len(parts) == 1 else torch.cat([x.new_empty(0, N), *parts])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @_lut_matmul.register_fake

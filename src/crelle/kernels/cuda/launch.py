@@ -38,7 +38,7 @@ def load(file: str, expression: str, device: int | None = None) -> "Kernel":
     """Return a kernel of csrc/`file`, compiled where the cache has none, loaded on a device (the current one)."""
     if (found := getattr(_recorded, "kernels", None)) is not None:
         found.add((file, expression))
-        return _SKIPPED
+        return _SkippedKernel(expression)
     return _load(file, expression, torch.cuda.current_device() if device is None else device)
 
 
@@ -141,6 +141,9 @@ class Kernel:
     ) -> None:
         """Launch `grid` blocks of `block` threads, with `shared` bytes of dynamic shared memory each.
 
+        An empty grid is refused. It may be a product of no rows, which its caller answers without a launch, or a size
+        that was computed wrong; a launch that silently did nothing would leave the output as it was allocated.
+
         `cluster`: neighbours along x that run at the same time and reach each other's shared memory (sm_90 and later);
         `policy`: how they are placed, a CUclusterSchedulingPolicy.
 
@@ -176,6 +179,7 @@ class Kernel:
     def _configure(
         self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, cluster: int, policy: int, stream: int
     ) -> Any:
+        _refuse_empty(self, grid)
         driver = self._driver
         if shared > self._shared:
             most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -249,17 +253,17 @@ class Kernel:
 class _SkippedKernel(Kernel):
     """What `load` returns while kernels are recorded."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, expression: str) -> None:
+        self._expression = expression
 
     def __repr__(self) -> str:
-        return "a kernel that is only recorded"
+        return f"Kernel({self._expression!r}, only recorded)"
 
-    def __call__(self, *args: Any, **options: Any) -> None:
-        pass
+    def __call__(self, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+        _refuse_empty(self, grid)
 
 
-_SKIPPED, _recorded = _SkippedKernel(), threading.local()
+_recorded = threading.local()
 
 
 class _Packer:
@@ -287,6 +291,11 @@ class _Packer:
             pointers = (ctypes.c_void_p * max(1, len(self._offsets)))(*[start + o for o in self._offsets])
             self._kept.append(pointers)
             return buffer, ctypes.addressof(pointers)
+
+
+def _refuse_empty(kernel: Kernel, grid: tuple[int, int, int]) -> None:
+    if min(grid) < 1:
+        raise CrelleError(f"{kernel}: the grid {grid} has no thread block; the caller must not launch without work")
 
 
 @cache

@@ -314,6 +314,8 @@ def _attend(
     fmt, values = pages.format, _values(pages)
     if reason := supports(fmt, D, result, values):
         raise UnsupportedError(f"paged_attention.cu {reason}")
+    if B == 0:
+        return
     p = config or tile_config(fmt, B, H, pages.heads, D, table.shape[1] * fmt.page)
     sets = B * pages.heads * p.chunks
     parts = None
@@ -342,6 +344,8 @@ def read(pages: KVPages, table: Tensor, starts: Tensor, total: int) -> Tensor:
     if reason := supports(fmt, D, values):
         raise UnsupportedError(f"paged_append.cu {reason}")
     out = torch.empty(2, total, pages.heads, D, dtype=values, device=pages.codes.device)
+    if total == 0:
+        return out
     load(*read_variant(fmt, D, values))(
         (-(-total * D // (8 * 256)), pages.heads, 2),
         256,
