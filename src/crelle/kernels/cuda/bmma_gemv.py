@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from math import inf, log2
-from typing import Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -111,11 +111,17 @@ def encode(
     eps: float = 0.0,
 ) -> BitSerialX:
     """Encode x [tokens, K] (gated ops: [tokens, 2K], gate then up) for w; `op` is applied as the prologue."""
-    tokens, halves = x.shape[0], 2 * w.blocks
-    made = BitSerialX.empty(tokens, halves, parts(w), x.device)
-    kernel = load(*encode_variant(op, parts(w), tokens, x.dtype))
-    grid, norm = (-(-halves // _ENCODE_WARPS), tokens, 1), (weight, bias)
-    kernel(grid, 32 * _ENCODE_WARPS, x, *norm, w.perm, made.bits, made.scale, w.K, w.blocks, float(eps), pdl=True)
+    tokens, dtype = x.shape[0], x.dtype
+    plan = w.plans.get((op, tokens, dtype))
+    if plan is None:
+        halves = 2 * w.blocks
+        grid = (-(-halves // _ENCODE_WARPS), tokens, 1)
+        plan = halves, parts(w), encode_variant(op, parts(w), tokens, dtype), grid, (w.K, w.blocks)
+        w.plans[op, tokens, dtype] = plan
+    halves, sums, variant, grid, sizes = plan
+    made = BitSerialX.empty(tokens, halves, sums, x.device)
+    vectors = (weight, bias, w.perm, made.bits, made.scale)
+    load(*variant)(grid, 32 * _ENCODE_WARPS, x, *vectors, *sizes, float(eps), pdl=True)
     return made
 
 
@@ -160,9 +166,8 @@ def product(
 
     `fold` f32 [N]: W times the gain of the layer norm whose division is deferred to this product.
     """
-    s = config or choose(w, x.tokens, in_graph=in_graph)
     y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.bits.device) if out is None else out
-    _launch(x, w, dtype, s, "STORE", (fold, bias, residual, y, None), None)
+    _launch(x, w, _plan(w, x, dtype, config, "STORE", in_graph), (fold, bias, residual, y, None), None)
     return y
 
 
@@ -183,37 +188,57 @@ def product_encode(
     The norm's division is deferred to the next product, as is a layer norm's bias.
     """
     epilogue = _ENCODING[op]
-    s = config or choose(w, x.tokens, in_graph=True, epilogue=epilogue)
     device, y, halves = x.bits.device, None, w.N // 128 // width(op)
     made = BitSerialX.empty(x.tokens, halves, 1, device)
     if epilogue == "NORM_ENCODE":
         moments = torch.empty(halves, columns(x.tokens), 2, dtype=torch.float32, device=device)
         made = replace(made, moments=moments, eps=eps)
         y = torch.empty(x.tokens, w.N, dtype=dtype, device=device)
-    _launch(x, w, dtype, s, epilogue, (fold, bias, residual, y, gain), made)
+    _launch(x, w, _plan(w, x, dtype, config, epilogue, True), (fold, bias, residual, y, gain), made)
     return y, made
 
 
-def _launch(
-    x: BitSerialX,
+class _GemvPlan(NamedTuple):
+    """A launch of bmma_gemv.cu but for its tensors."""
+
+    variant: tuple[str, str]
+    grid: tuple[int, int, int]
+    threads: int
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+def _plan(
     w: CudaWeight,
+    x: BitSerialX,
     dtype: torch.dtype,
-    s: GemvTileConfig,
+    config: GemvTileConfig | None,
     epilogue: EpilogueOut,
-    vectors: tuple[Tensor | None, ...],
-    made: BitSerialX | None,
+    in_graph: bool,
+) -> _GemvPlan:
+    """Return the launch for inputs like x; made once for a weight, since `choose` compares many problems."""
+    divided = x.moments is not None
+    key = (x.tokens, dtype, config, epilogue, in_graph, divided)
+    found: _GemvPlan | None = w.plans.get(key)
+    if found is None:
+        s = config or choose(w, x.tokens, in_graph=in_graph, epilogue=epilogue)
+        shared = s.warps * _pipeline_bytes(w, s) + _cluster_bytes(w, s, x.tokens, epilogue)
+        found = w.plans[key] = _GemvPlan(
+            gemv_variant(w, x.tokens, s, dtype, epilogue, divided),
+            (_grid(w, s, epilogue), 1, 1),
+            32 * s.warps,
+            (w.N, x.tokens, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale),
+            {"shared": shared, "pdl": True, "cluster": _cluster(s, epilogue), "policy": s.policy},
+        )
+    return found
+
+
+def _launch(
+    x: BitSerialX, w: CudaWeight, plan: _GemvPlan, vectors: tuple[Tensor | None, ...], made: BitSerialX | None
 ) -> None:
     given = (made.bits, made.scale, made.moments) if made else (None, None, None)
-    sizes = (w.N, x.tokens, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale, float(x.eps))
-    load(*gemv_variant(w, x.tokens, s, dtype, epilogue, x.moments is not None))(
-        (_grid(w, s, epilogue), 1, 1),
-        32 * s.warps,
-        *(w.words, w.scales, x.bits, x.scale, x.moments, *vectors, *given, *sizes),
-        shared=s.warps * _pipeline_bytes(w, s) + _cluster_bytes(w, s, x.tokens, epilogue),
-        pdl=True,
-        cluster=_cluster(s, epilogue),
-        policy=s.policy,
-    )
+    inputs = (w.words, w.scales, x.bits, x.scale, x.moments)
+    load(*plan.variant)(plan.grid, plan.threads, *inputs, *vectors, *given, *plan.sizes, float(x.eps), **plan.options)
 
 
 def _cluster(s: GemvTileConfig, epilogue: EpilogueOut) -> int:

@@ -16,6 +16,8 @@ from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, Problem
 from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
+from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.launch import on_device
 
 _FORMATS = (GroupedTensor.format, TwoLevelTensor.format)
 
@@ -43,17 +45,35 @@ class CudaInteger:
         return CudaIntegerWeight(w.sizes.N, integer_layout.lay_out(w), form_of(w))
 
     def encode(self, x: Tensor, prepared: CudaIntegerWeight) -> Encoded:
-        from crelle.kernels.cuda.integer_encode import encode
-
-        return Encoded(encode(x, prepared.form)[0])
+        return Encoded(_encode(x, prepared))
 
     def shares(self, a: CudaIntegerWeight, b: CudaIntegerWeight) -> bool:
         return a.form.shares(b.form)
 
     def run(self, x: Tensor | Encoded, prepared: CudaIntegerWeight) -> Tensor:
-        from crelle.kernels.cuda.integer_linear import product
+        return _matmul(x, prepared) if isinstance(x, Tensor) else _multiply(x.data, prepared)
 
-        return product((self.encode(x, prepared) if isinstance(x, Tensor) else x).data, prepared)
+
+_on_device = on_device(lambda w: w.tiles.pieces)
+
+
+@_on_device
+def _encode(x: Tensor, w: CudaIntegerWeight) -> IntegerX:
+    from crelle.kernels.cuda.integer_encode import encode
+
+    return encode(x, w.form)[0]
+
+
+@_on_device
+def _multiply(x: IntegerX, w: CudaIntegerWeight) -> Tensor:
+    from crelle.kernels.cuda.integer_linear import product
+
+    return product(x, w)
+
+
+@_on_device
+def _matmul(x: Tensor, w: CudaIntegerWeight) -> Tensor:
+    return _multiply(_encode(x, w), w)
 
 
 def _lacks(problem: Problem) -> str | None:

@@ -19,10 +19,10 @@ and no allocation on the device, so it can be captured in a CUDA graph; load the
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from crelle.kernels.cuda import jit
 
 _FREE_SHARED = 48 * 1024  # shared memory a block, static and dynamic, that needs no permission
 _FORMATS = {(int, 4): "i", (int, 8): "q", (bool, 1): "?", (bool, 4): "i", (float, 4): "f", (float, 8): "d"}
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def load(file: str, expression: str, device: int | None = None) -> "Kernel":
@@ -53,6 +56,28 @@ def recording() -> Iterator[set[tuple[str, str]]]:
         yield _recorded.kernels
     finally:
         _recorded.kernels = before
+
+
+def on_device(tensor_of: Callable[[Any], Tensor]) -> Callable[[Function], Function]:
+    """Make function(x, w, …) run with the weight's GPU as the current one: `load` and launches take that.
+
+    `tensor_of`: some tensor of a weight w.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def run(x: Any, w: Any, *args: Any) -> Any:
+            device = tensor_of(w).get_device()  # -1: on a CPU, where kernels are emulated
+            if isinstance(x, Tensor) and x.get_device() != device:
+                raise UnsupportedError(f"x is on {x.device}, but the weight is on {tensor_of(w).device}")
+            if device < 0 or device == torch.cuda.current_device():
+                return function(x, w, *args)
+            with torch.cuda.device(device):
+                return function(x, w, *args)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 def multiprocessors(device: int | None = None) -> int:
@@ -148,6 +173,8 @@ class Kernel:
         config = self._configs.get(key) or self._configure(*key)
         types = tuple([len(a) if type(a) is bytes else type(a) for a in args])
         packer = self._packers.get(types) or self._pack_for(types, args)
+        if packer.tensor is not None and args[packer.tensor].get_device() not in (self.device, -1):  # -1: pinned
+            raise CrelleError(f"{self} was launched with a tensor on {args[packer.tensor].device}")
         status = self._send(config, packer, args)
         if status == self._no_context:  # a thread that never used CUDA: enter torch's context, then it works
             self._enter()
@@ -230,7 +257,8 @@ class Kernel:
             if form is None:
                 raise CrelleError(f"{self}: argument {i} is {kind.__name__} {arg!r}, its parameter has {size} bytes")
             formats.append(form)
-        packer = self._packers[types] = _Packer(formats)
+        tensor = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor)), None)
+        packer = self._packers[types] = _Packer(formats, tensor)
         return packer
 
     def _enter(self) -> None:
@@ -264,7 +292,9 @@ class _Packer:
     memory from `free` and gives it back after (list.pop and append are atomic).
     """
 
-    def __init__(self, formats: Sequence[str]) -> None:
+    def __init__(self, formats: Sequence[str], tensor: int | None = None) -> None:
+        """Tensor: the first argument that is one."""
+        self.tensor = tensor
         sizes = [max(8, -(-struct.calcsize(f) // 8) * 8) for f in formats]
         padded = [f"{f}{size - struct.calcsize(f)}x" for f, size in zip(formats, sizes, strict=True)]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
