@@ -128,7 +128,8 @@ class CrelleLinear(QuantModule):
             y = ops.matmul(x, self.prepared(x))
         else:
             y = torch.ops.crelle.linear(x, self.number, self.out_features)
-        return y if self.bias is None else y + self.bias
+        bias = self._parameters["bias"]  # not self.bias: nn.Module looks in three places
+        return y if bias is None else y + bias
 
 
 class TiedLinear(nn.Module):
@@ -152,7 +153,8 @@ class TiedLinear(nn.Module):
             y = ops.matmul(x, self._embedding[0].prepared(x))
         else:
             y = torch.ops.crelle.linear(x, self._embedding[0].number, self.out_features)
-        return y if self.bias is None else y + self.bias
+        bias = self._parameters["bias"]  # not self.bias: nn.Module looks in three places
+        return y if bias is None else y + bias
 
 
 class _Rows(QuantModule, nn.Embedding):

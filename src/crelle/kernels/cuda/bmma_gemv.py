@@ -2,6 +2,7 @@
 
     xb = encode(x, w)                                   # optional prologue: a norm or an activation
     y = product(xb, w, dtype, bias, residual)
+    y = matmul(x, w)                                    # both, with less work for the host
     y, xb = product_encode(xb, w, dtype, "RMS_NORM", gain, eps)     # epilogue encodes y for the next GEMV
 
 Up to GEMV_ROWS rows of x. All launch on the current stream, allocate only through torch and can be captured in a graph.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
-from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Kernel, Launch, is_recording, load, multiprocessors
 from crelle.kernels.cuda.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -196,6 +197,51 @@ def product_encode(
         y = torch.empty(x.tokens, w.N, dtype=dtype, device=device)
     _launch(x, w, _plan(w, x, dtype, config, epilogue, True), (fold, bias, residual, y, gain), made)
     return y, made
+
+
+class _Bound(NamedTuple):
+    """Both launches of `matmul`, and how its scratch memory is shared out."""
+
+    bytes: int
+    scale_at: int
+    encode: Launch
+    product: Launch
+
+
+def matmul(x: Tensor, w: CudaWeight) -> Tensor:
+    """Return x @ W.T for x [tokens, K], contiguous, in x.dtype; nothing but addresses changes from call to call."""
+    tokens, dtype, device = x.shape[0], x.dtype, x.device
+    bound: _Bound | None = w.plans.get((tokens, dtype))
+    if bound is None or is_recording():
+        xb = encode(x, w)
+        y = product(xb, w, dtype)
+        bound = _bind(x, xb, w)
+        if bound is not None:
+            w.plans[tokens, dtype] = bound
+        return y
+    scratch = torch.empty(bound.bytes, dtype=torch.uint8, device=device)
+    y = torch.empty(tokens, w.N, dtype=dtype, device=device)
+    bits = scratch.data_ptr()
+    scale = bits + bound.scale_at
+    bound.encode(x.data_ptr(), bits, scale)
+    bound.product(bits, scale, y.data_ptr())
+    return y
+
+
+def _bind(x: Tensor, xb: BitSerialX, w: CudaWeight) -> _Bound | None:
+    """Return the launches of `encode` and `product` for inputs like x; None where kernels are recorded or emulated."""
+    _, _, variant, grid, sizes = w.plans["PLAIN", xb.tokens, x.dtype]
+    plan = _plan(w, xb, x.dtype, None, "STORE", False)
+    encoding, multiplying = load(*variant), load(*plan.variant)
+    if type(encoding) is not Kernel or type(multiplying) is not Kernel:
+        return None
+    vectors = (None, None, w.perm, ADDRESS, ADDRESS)
+    encodes = encoding.bind(grid, 32 * _ENCODE_WARPS, ADDRESS, *vectors, *sizes, 0.0, pdl=True)
+    outputs = (None, None, None, ADDRESS, None, None, None, None)  # fold, bias, residual, y, gain, encoded
+    inputs = (w.words, w.scales, ADDRESS, ADDRESS, None)
+    multiplies = multiplying.bind(plan.grid, plan.threads, *inputs, *outputs, *plan.sizes, 0.0, **plan.options)
+    scale_at = -(-xb.bits.numel() * 4 // 512) * 512
+    return _Bound(scale_at + 4 * xb.scale.numel(), scale_at, encodes, multiplies)
 
 
 class _GemvPlan(NamedTuple):

@@ -15,7 +15,8 @@ from crelle.formats.grouped import GroupedTensor
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, Problem
-from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
+from crelle.kernels.cuda.integer_encode import encode, form_of
+from crelle.kernels.cuda.integer_linear import CudaIntegerWeight, matmul, product
 from crelle.kernels.cuda.integer_x import IntegerX
 from crelle.kernels.cuda.launch import on_device
 
@@ -38,7 +39,6 @@ class CudaInteger:
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CudaIntegerWeight:
         from crelle.kernels.cuda import integer_layout  # type: ignore[attr-defined,unused-ignore]
-        from crelle.kernels.cuda.integer_encode import form_of
 
         if not isinstance(w, GroupedTensor | TwoLevelTensor):
             raise UnsupportedError(f"kernel '{self.name}' cannot lay out the format '{w.format}'")
@@ -59,21 +59,15 @@ _on_device = on_device(lambda w: w.tiles.pieces)
 
 @_on_device
 def _encode(x: Tensor, w: CudaIntegerWeight) -> IntegerX:
-    from crelle.kernels.cuda.integer_encode import encode
-
     return encode(x, w.form)[0]
 
 
 @_on_device
 def _multiply(x: IntegerX, w: CudaIntegerWeight) -> Tensor:
-    from crelle.kernels.cuda.integer_linear import product
-
     return product(x, w)
 
 
-@_on_device
-def _matmul(x: Tensor, w: CudaIntegerWeight) -> Tensor:
-    return _multiply(_encode(x, w), w)
+_matmul = _on_device(matmul)
 
 
 def _lacks(problem: Problem) -> str | None:

@@ -18,7 +18,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
-from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda import bmma_gemv, dispatch
 from crelle.kernels.cuda.launch import on_device
 from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out, same_inputs
 from crelle.kernels.eager import is_eager
@@ -55,7 +55,7 @@ class Cuda:
         return lay_out(w)
 
     def encode(self, x: Tensor, prepared: CudaWeight) -> Encoded:
-        return Encoded(_encode(x, prepared))
+        return Encoded(_encode_there(x, prepared))
 
     def shares(self, a: CudaWeight, b: CudaWeight) -> bool:
         return same_inputs(a, b)
@@ -63,7 +63,7 @@ class Cuda:
     def run(self, x: Tensor | Encoded, prepared: CudaWeight) -> Tensor:
         w = prepared
         if isinstance(x, Encoded):
-            return _multiply(x.data, w)
+            return _multiply_there(x.data, w)
         if is_eager(x):
             return _matmul(x, w)
         return _plane_matmul(x, w.words, w.scales, w.perm, w.N, w.K, w.P, w.kind.name, w.groups, w.blocks_per_scale)  # type: ignore[no-any-return]
@@ -99,12 +99,8 @@ class _Input:
     x: "list[BitSerialX] | Tensor | PackedX"  # of gemv, skinny_gemm, gemm; a Tensor also where there are no rows
 
 
-_on_device = on_device(lambda w: w.words)
-
-
-@_on_device
 def _encode(x: Tensor, w: CudaWeight) -> _Input:
-    from crelle.kernels.cuda import bmma_gemv, gemm, skinny_gemm
+    from crelle.kernels.cuda import gemm, skinny_gemm
 
     x, rows = x.contiguous(), x.shape[0]
     if rows == 0:
@@ -116,9 +112,8 @@ def _encode(x: Tensor, w: CudaWeight) -> _Input:
     return _Input(x.dtype, skinny_gemm.permuted_rows(x, w) if route == "skinny_gemm" else gemm.pack(x, w))
 
 
-@_on_device
 def _multiply(encoded: _Input, w: CudaWeight) -> Tensor:
-    from crelle.kernels.cuda import bmma_gemv, gemm, skinny_gemm
+    from crelle.kernels.cuda import gemm, skinny_gemm
 
     x = encoded.x
     if isinstance(x, list):
@@ -129,8 +124,14 @@ def _multiply(encoded: _Input, w: CudaWeight) -> Tensor:
     return skinny_gemm.product(x, w) if x.shape[0] else x.new_empty(0, w.N)
 
 
+_on_device = on_device(lambda w: w.words)
+_encode_there, _multiply_there = _on_device(_encode), _on_device(_multiply)
+
+
 @_on_device
 def _matmul(x: Tensor, w: CudaWeight) -> Tensor:
+    if 0 < x.shape[0] <= dispatch.GEMV_ROWS:
+        return bmma_gemv.matmul(x.contiguous(), w)
     return _multiply(_encode(x, w), w)
 
 

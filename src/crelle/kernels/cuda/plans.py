@@ -5,7 +5,7 @@ A plan holds no kernel and no tensor of an input: `load` is asked at every launc
 
 from typing import Any
 
-_MOST = 256  # prompts of many lengths: forget rather than grow
+_MOST = 64  # prompts of many lengths: forget rather than grow
 
 
 class Plans(dict[Any, Any]):
