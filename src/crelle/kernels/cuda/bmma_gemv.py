@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
-from crelle.kernels.cuda.launch import ADDRESS, Kernel, Launch, is_recording, load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, is_recording, load, multiprocessors
 from crelle.kernels.cuda.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -233,7 +233,7 @@ def _bind(x: Tensor, xb: BitSerialX, w: CudaWeight) -> _Bound | None:
     _, _, variant, grid, sizes = w.plans["PLAIN", xb.tokens, x.dtype]
     plan = _plan(w, xb, x.dtype, None, "STORE", False)
     encoding, multiplying = load(*variant), load(*plan.variant)
-    if type(encoding) is not Kernel or type(multiplying) is not Kernel:
+    if not (can_bind(encoding) and can_bind(multiplying)):
         return None
     vectors = (None, None, w.perm, ADDRESS, ADDRESS)
     encodes = encoding.bind(grid, 32 * _ENCODE_WARPS, ADDRESS, *vectors, *sizes, 0.0, pdl=True)

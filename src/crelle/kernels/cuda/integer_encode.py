@@ -24,7 +24,7 @@ from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.integer_x import IntegerX
-from crelle.kernels.cuda.launch import ADDRESS, Kernel, Launch, load
+from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, load
 from crelle.kernels.cuda.plans import Plans
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def bind(form: EncodeForm, dtype: torch.dtype, M: int) -> Launch | None:
     """Return the launch that encodes M rows, given the addresses of x, codes and scales; None if not on a GPU."""
     plan = _plan(form, "PLAIN", dtype, M, -(-M // ROWS) * ROWS, 1)
     kernel = load(*plan.variant)
-    if type(kernel) is not Kernel:
+    if not can_bind(kernel):
         return None
     tensors = (ADDRESS, None, None, None, form.perm, None, ADDRESS, ADDRESS)
     return kernel.bind(plan.grid, plan.threads, *tensors, *plan.sizes, 0.0, shared=plan.shared, pdl=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.integer_layout import BLOCK, ROWS, IntegerTiles
 from crelle.kernels.cuda.integer_x import IntegerX
-from crelle.kernels.cuda.launch import ADDRESS, Kernel, Launch, VaryingBytes, load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Launch, VaryingBytes, can_bind, load, multiprocessors
 
 SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)  # tokens of a tile
 _SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor of Hopper for thread blocks, less the barriers
@@ -144,14 +144,14 @@ class BoundProduct(NamedTuple):
             self.launch(codes, scales, y)
         else:
             box = memoryview(_tensor_map(codes, self.rows, self.columns, self.box)).cast("Q")
-            self.launch(box, scales, y, partial)
+            self.launch(box, scales, y, partial if self.partial else 0)
 
 
 def bind(w: IntegerTiles, dtype: torch.dtype, tokens: int) -> BoundProduct | None:
     """Return `product` for so many rows of x, without bias and residual; None if not on a GPU."""
     plan = _plan(w, tokens, dtype, None)
     kernel = load(*plan.variant)
-    if type(kernel) is not Kernel:
+    if not can_bind(kernel):
         return None
     tensors: tuple[Any, ...] = (w.pieces, ADDRESS, w.row_scale, None, None, ADDRESS)
     tensors = (ADDRESS, *tensors) if plan.box is None else (VaryingBytes(128), *tensors, ADDRESS, w.semaphores)

@@ -1,4 +1,4 @@
-"""Load a compiled kernel into torch's context and launch it on torch's current stream.
+"""Load a compiled kernel into torch's context and launch it on torch's current stream of the GPU that has its tensors.
 
     kernel = load("bmma_gemv.cu", "crelle::bmma_gemv<3, 8, 2>")
     kernel((blocks, 1, 1), 256, weight, x, y, N, K, shared=4096)
@@ -83,6 +83,11 @@ def on_device(tensor_of: Callable[[Any], Tensor]) -> Callable[[Function], Functi
 def is_recording() -> bool:
     """Whether this thread is inside `recording`."""
     return getattr(_recorded, "kernels", None) is not None
+
+
+def can_bind(kernel: object) -> bool:
+    """Whether `load` gave a kernel whose launches can be bound: not while recording, nor of an emulator."""
+    return isinstance(kernel, Kernel) and kernel is not _SKIPPED
 
 
 def multiprocessors(device: int | None = None) -> int:
@@ -172,12 +177,16 @@ class Kernel:
         With `overlap` this kernel may start before the one ahead of it in the stream has ended (programmatic dependent
         launch): it must wait by itself (griddepcontrol.wait) before it reads what that one writes. Devices before
         sm_90 ignore it and run one after the other.
+
+        Tensors on another GPU than this kernel's: the launch is made there.
         """
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        key = (grid, block, shared, pdl, cluster, policy, stream)
-        config = self._configs.get(key) or self._configure(*key)
         types = tuple(map(type, args))
         packer = self._packers.get(types) or self._pack_for(types, args)
+        if packer.tensors and (at := args[packer.tensors[0]].get_device()) != self.device and at >= 0:
+            with torch.cuda.device(at):
+                there = load(self.built.file, self.built.expression)
+                there(grid, block, *args, shared=shared, pdl=pdl, cluster=cluster, policy=policy)
+            return
         values: list[Any] = list(args)
         for i in packer.tensors:
             values[i] = args[i].data_ptr()
@@ -185,8 +194,9 @@ class Kernel:
             values[i] = 0
         if packer.structs:
             packer.check_structs(self, args)
-        if packer.tensors and args[packer.tensors[0]].get_device() not in (self.device, -1):  # -1: pinned memory
-            raise CrelleError(f"{self} was launched with a tensor on {args[packer.tensors[0]].device}")
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        key = (grid, block, shared, pdl, cluster, policy, stream)
+        config = self._configs.get(key) or self._configure(*key)
         buffer, pointers = slot = packer.take()
         try:
             packer.pack_into(buffer, 0, *values)

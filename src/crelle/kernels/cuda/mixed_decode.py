@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
-from crelle.kernels.cuda.launch import ADDRESS, Kernel, Launch, is_recording, load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, is_recording, load, multiprocessors
 from crelle.kernels.cuda.mixed_config import room_of_device
 from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
 
@@ -121,7 +121,7 @@ def matmul(x: Tensor, w: MixedWeight) -> Tensor | None:
         return None
     c = choose([w])
     kernel = load(*variant("PLAIN", c, x.dtype, x.dtype))
-    if type(kernel) is Kernel:
+    if can_bind(kernel):
         matrices, blocks = _described([w], c, [None], False)
         inputs = (matrices, ADDRESS, None, None, None, ADDRESS, w.K, _OPS.index("PLAIN"), 0, 0.0)
         w.plans[x.dtype] = kernel.bind((blocks, 1, 1), 32 * c.warps, *inputs, shared=shared_bytes([w], c), pdl=True)
