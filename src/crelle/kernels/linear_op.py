@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: int, N: int) -> Tensor:
 @linear.register_fake
 def _(x: Tensor, weight: int, N: int) -> Tensor:
     """Prepare the weight while a graph is traced: memory taken in its first run would count as the CUDA graph's own."""
-    w = by_number(weight, object)
+    w = by_number(weight, object) if type(weight) is int else None  # or symbolic; that of a module never is
     if isinstance(w, LazyWeight) and x.device.type != "meta":
         with _disable_current_modes():
             w.prepared(x)
