@@ -1,5 +1,6 @@
 """What the host does for a product of few rows: launches bound to their weight, on its GPU; no GPU needed."""
 
+import copy
 import sys
 from typing import Any
 
@@ -172,6 +173,20 @@ def test_bound_kernels_are_recorded_all_the_same(launches: list[Launched]) -> No
         kernel.run(x, w)
         assert {some.expression for some in launches} == wanted
         launches.clear()
+
+
+def test_a_copy_of_a_weight_has_no_launches_of_the_first(launches: list[Launched]) -> None:
+    for name in FORMATS:
+        kernel, w = make(name)
+        x = torch.randn(1, K).to(HALF)
+        kernel.run(x, w)
+        other = copy.deepcopy(w)
+        launches.clear()
+        kernel.run(x, other)
+        kernel.run(x, other)
+        given = {a for some in launches for a in some.arguments}
+        assert not given & (addresses(w) - addresses(other))
+        assert given & addresses(other) or name == "mixed"  # whose addresses are in a struct
 
 
 def test_plans_do_not_grow() -> None:

@@ -350,7 +350,10 @@ class Launch:
         """Launch with what was left open, in the order of the parameters."""
         stream = torch._C._cuda_getCurrentRawStream(self._kernel.device)
         config = self._configs.get(stream) or self._configure(stream)
-        slot = self._free.pop() if self._free else self._new_slot()
+        try:
+            slot = self._free.pop()  # atomic: threads have slots of their own
+        except IndexError:
+            slot = self._new_slot()
         words = slot[0]
         for where, value in zip(self._where, given, strict=True):
             words[where] = value

@@ -15,3 +15,7 @@ class Plans(dict[Any, Any]):
         if len(self) >= _MOST:
             self.clear()
         super().__setitem__(key, plan)
+
+    def __reduce__(self) -> Any:
+        """A copy of a weight has other addresses: its plans are made anew."""
+        return Plans, ()
