@@ -108,6 +108,9 @@ def tune(shape: str, scheme: str, layers: int) -> tuple[dict[Problem, GemvTileCo
     inputs.fill([Chunk([1], 192, list(range(13)), True)], 1)
 
     def step() -> Tensor:
+        for layer in model.cuda_step.layers:
+            for linear in layer.linears:
+                linear.weights[0].plans.clear()  # which hold the tile configs of the step before
         return _Graph(executor, 1, inputs)._run()
 
     bmma_gemv.choose = configs = ConfigOverride()

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from crelle.errors import UnsupportedError
 from crelle.kernels import ops
@@ -42,4 +43,9 @@ def linear(x: Tensor, weight: int, N: int) -> Tensor:
 
 @linear.register_fake
 def _(x: Tensor, weight: int, N: int) -> Tensor:
+    """Prepare the weight while a graph is traced: memory taken in its first run would count as the CUDA graph's own."""
+    w = by_number(weight, object) if type(weight) is int else None  # or symbolic; that of a module never is
+    if isinstance(w, LazyWeight) and x.device.type != "meta":
+        with _disable_current_modes():
+            w.prepared(x)
     return x.new_empty(*x.shape[:-1], N)

@@ -48,9 +48,12 @@ def matmul(x: Tensor | Encoded, w: Prepared) -> Tensor:
             whose = "no weight" if x.weight is None else f"{x.weight.problem} by kernel '{x.weight.kernel.name}'"
             raise UnsupportedError(f"x was encoded for {whose}, which does not serve {w.problem}: encode it again")
         return w.kernel.run(x, w.data).reshape(*x.lead, w.problem.N)
+    lead = x.shape[:-1]
     _check(x.shape[-1], w)
+    if len(lead) == 1:
+        return w.kernel.run(x, w.data)
     y = w.kernel.run(x.reshape(-1, w.problem.K), w.data)  # [M, N]
-    return y.reshape(*x.shape[:-1], w.problem.N)
+    return y.view(*lead, w.problem.N)
 
 
 def _check(K: int, w: Prepared) -> None:

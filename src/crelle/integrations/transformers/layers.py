@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from crelle.formats.base import QuantTensor, Spec, format_of
 from crelle.kernels import ops
 from crelle.kernels.base import Prepared
+from crelle.kernels.eager import is_eager
 from crelle.kernels.handles import by_number, number
 from crelle.kernels.linear_op import LazyWeight
 from crelle.models.nested import at_precision
@@ -123,8 +124,12 @@ class CrelleLinear(QuantModule):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.crelle.linear(x, self.number, self.out_features)
-        return y if self.bias is None else y + self.bias
+        if is_eager(x):
+            y = ops.matmul(x, self.prepared(x))
+        else:
+            y = torch.ops.crelle.linear(x, self.number, self.out_features)
+        bias = self._parameters["bias"]  # not self.bias: nn.Module looks in three places
+        return y if bias is None else y + bias
 
 
 class TiedLinear(nn.Module):
@@ -144,8 +149,12 @@ class TiedLinear(nn.Module):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.crelle.linear(x, self._embedding[0].number, self.out_features)
-        return y if self.bias is None else y + self.bias
+        if is_eager(x):
+            y = ops.matmul(x, self._embedding[0].prepared(x))
+        else:
+            y = torch.ops.crelle.linear(x, self._embedding[0].number, self.out_features)
+        bias = self._parameters["bias"]  # not self.bias: nn.Module looks in three places
+        return y if bias is None else y + bias
 
 
 class _Rows(QuantModule, nn.Embedding):
@@ -154,6 +163,8 @@ class _Rows(QuantModule, nn.Embedding):
     on_host: ClassVar[bool] = False
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if is_eager(tokens):
+            return self.rows(tokens, self.dtype)
         rows: Tensor = torch.ops.crelle.embedding(tokens, self.number, self.embedding_dim, self.dtype)
         return rows
 

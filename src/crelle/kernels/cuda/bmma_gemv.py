@@ -2,6 +2,7 @@
 
     xb = encode(x, w)                                   # optional prologue: a norm or an activation
     y = product(xb, w, dtype, bias, residual)
+    y = matmul(x, w)                                    # both, with less work for the host
     y, xb = product_encode(xb, w, dtype, "RMS_NORM", gain, eps)     # epilogue encodes y for the next GEMV
 
 Up to GEMV_ROWS rows of x. All launch on the current stream, allocate only through torch and can be captured in a graph.
@@ -12,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from math import inf, log2
-from typing import Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
-from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, is_recording, load, multiprocessors
 from crelle.kernels.cuda.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -114,11 +115,17 @@ def encode(
     eps: float = 0.0,
 ) -> BitSerialX:
     """Encode x [tokens, K] (gated ops: [tokens, 2K], gate then up) for w; `op` is applied as the prologue."""
-    tokens, halves = x.shape[0], 2 * w.blocks
-    made = BitSerialX.empty(tokens, halves, parts(w), x.device)
-    kernel = load(*encode_variant(op, parts(w), tokens, x.dtype))
-    grid, norm = (-(-halves // _ENCODE_WARPS), tokens, 1), (weight, bias)
-    kernel(grid, 32 * _ENCODE_WARPS, x, *norm, w.perm, made.bits, made.scale, w.K, w.blocks, float(eps), pdl=True)
+    tokens, dtype = x.shape[0], x.dtype
+    plan = w.plans.get((op, tokens, dtype))
+    if plan is None:
+        halves = 2 * w.blocks
+        grid = (-(-halves // _ENCODE_WARPS), tokens, 1)
+        plan = halves, parts(w), encode_variant(op, parts(w), tokens, dtype), grid, (w.K, w.blocks)
+        w.plans[op, tokens, dtype] = plan
+    halves, sums, variant, grid, sizes = plan
+    made = BitSerialX.empty(tokens, halves, sums, x.device)
+    vectors = (weight, bias, w.perm, made.bits, made.scale)
+    load(*variant)(grid, 32 * _ENCODE_WARPS, x, *vectors, *sizes, float(eps), pdl=True)
     return made
 
 
@@ -165,9 +172,8 @@ def product(
 
     `fold` f32 [N]: W times the gain of the layer norm whose division is deferred to this product.
     """
-    s = config or choose(w, x.tokens, in_graph=in_graph)
     y = torch.empty(x.tokens, w.N, dtype=dtype, device=x.bits.device) if out is None else out
-    _launch(x, w, dtype, s, "STORE", (fold, bias, residual, y, None), None)
+    _launch(x, w, _plan(w, x, dtype, config, "STORE", in_graph), (fold, bias, residual, y, None), None)
     return y
 
 
@@ -188,36 +194,103 @@ def product_encode(
     The norm's division is deferred to the next product, as is a layer norm's bias.
     """
     epilogue = _ENCODING[op]
-    s = config or choose(w, x.tokens, in_graph=True, epilogue=epilogue)
     device, y, halves = x.bits.device, None, w.N // 128 // width(op)
     made = BitSerialX.empty(x.tokens, halves, 1, device)
     if epilogue == "NORM_ENCODE":
         moments = torch.empty(halves, columns(x.tokens), 2, dtype=torch.float32, device=device)
         made = replace(made, moments=moments, eps=eps)
         y = torch.empty(x.tokens, w.N, dtype=dtype, device=device)
-    _launch(x, w, dtype, s, epilogue, (fold, bias, residual, y, gain), made)
+    _launch(x, w, _plan(w, x, dtype, config, epilogue, True), (fold, bias, residual, y, gain), made)
     return y, made
 
 
-def _launch(
-    x: BitSerialX,
+class _Bound(NamedTuple):
+    """Both launches of `matmul`, and how its scratch memory is shared out."""
+
+    bytes: int
+    scale_at: int
+    encode: Launch
+    product: Launch
+
+
+def matmul(x: Tensor, w: CudaWeight) -> Tensor:
+    """Return x @ W.T for x [tokens, K], contiguous, in x.dtype; nothing but addresses changes from call to call."""
+    tokens, dtype, device = x.shape[0], x.dtype, x.device
+    bound: _Bound | None = w.plans.get((tokens, dtype))
+    if bound is None or is_recording():
+        xb = encode(x, w)
+        y = product(xb, w, dtype)
+        bound = _bind(x, xb, w)
+        if bound is not None:
+            w.plans[tokens, dtype] = bound
+        return y
+    scratch = torch.empty(bound.bytes, dtype=torch.uint8, device=device)
+    y = torch.empty(tokens, w.N, dtype=dtype, device=device)
+    bits = scratch.data_ptr()
+    scale = bits + bound.scale_at
+    bound.encode(x.data_ptr(), bits, scale)
+    bound.product(bits, scale, y.data_ptr())
+    return y
+
+
+def _bind(x: Tensor, xb: BitSerialX, w: CudaWeight) -> _Bound | None:
+    """Return the launches of `encode` and `product` for inputs like x; None where kernels are recorded or emulated."""
+    _, _, variant, grid, sizes = w.plans["PLAIN", xb.tokens, x.dtype]
+    plan = _plan(w, xb, x.dtype, None, "STORE", False)
+    encoding, multiplying = load(*variant), load(*plan.variant)
+    if not (can_bind(encoding) and can_bind(multiplying)):
+        return None
+    vectors = (None, None, w.perm, ADDRESS, ADDRESS)
+    encodes = encoding.bind(grid, 32 * _ENCODE_WARPS, ADDRESS, *vectors, *sizes, 0.0, pdl=True)
+    outputs = (None, None, None, ADDRESS, None, None, None, None)  # fold, bias, residual, y, gain, encoded
+    inputs = (w.words, w.scales, ADDRESS, ADDRESS, None)
+    multiplies = multiplying.bind(plan.grid, plan.threads, *inputs, *outputs, *_NO_X, *plan.sizes, 0.0, **plan.options)
+    scale_at = -(-xb.bits.numel() * 4 // 512) * 512
+    return _Bound(scale_at + 4 * xb.scale.numel(), scale_at, encodes, multiplies)
+
+
+class _GemvPlan(NamedTuple):
+    """A launch of bmma_gemv.cu but for its tensors."""
+
+    variant: tuple[str, str]
+    grid: tuple[int, int, int]
+    threads: int
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+def _plan(
     w: CudaWeight,
+    x: BitSerialX,
     dtype: torch.dtype,
-    s: GemvTileConfig,
+    config: GemvTileConfig | None,
     epilogue: EpilogueOut,
-    vectors: tuple[Tensor | None, ...],
-    made: BitSerialX | None,
+    in_graph: bool,
+) -> _GemvPlan:
+    """Return the launch for inputs like x; made once for a weight, since `choose` compares many problems."""
+    divided = x.moments is not None
+    key = (x.tokens, dtype, config, epilogue, in_graph, divided)
+    found: _GemvPlan | None = w.plans.get(key)
+    if found is None:
+        s = config or choose(w, x.tokens, in_graph=in_graph, epilogue=epilogue)
+        shared = s.warps * _pipeline_bytes(w, s) + _cluster_bytes(w, s, x.tokens, epilogue)
+        found = w.plans[key] = _GemvPlan(
+            gemv_variant(w, x.tokens, s, dtype, epilogue, divided),
+            (_grid(w, s, epilogue), 1, 1),
+            32 * s.warps,
+            (w.N, x.tokens, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale),
+            {"shared": shared, "pdl": True, "cluster": _cluster(s, epilogue), "policy": s.policy},
+        )
+    return found
+
+
+def _launch(
+    x: BitSerialX, w: CudaWeight, plan: _GemvPlan, vectors: tuple[Tensor | None, ...], made: BitSerialX | None
 ) -> None:
     given = (made.bits, made.scale, made.moments) if made else (None, None, None)
-    sizes = (w.N, x.tokens, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale, float(x.eps))
-    load(*gemv_variant(w, x.tokens, s, dtype, epilogue, x.moments is not None))(
-        (_grid(w, s, epilogue), 1, 1),
-        32 * s.warps,
-        *(w.words, w.scales, x.bits, x.scale, x.moments, *vectors, *given, *_NO_X, *sizes),
-        shared=s.warps * _pipeline_bytes(w, s) + _cluster_bytes(w, s, x.tokens, epilogue),
-        pdl=True,
-        cluster=_cluster(s, epilogue),
-        policy=s.policy,
+    inputs = (w.words, w.scales, x.bits, x.scale, x.moments)
+    load(*plan.variant)(
+        *(plan.grid, plan.threads, *inputs, *vectors, *given, *_NO_X, *plan.sizes, float(x.eps)), **plan.options
     )
 
 

@@ -41,6 +41,8 @@ _DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
 
 def route(rows: int, capability: tuple[int, int] | None = None) -> Route:
     """Return what multiplies so many rows by a bit-plane weight on a device (the current one unless given)."""
+    if rows <= GEMV_ROWS:
+        return "gemv"  # everywhere: the device, which takes microseconds to ask, does not matter
     table = _HOPPER if (capability or torch.cuda.get_device_capability()) >= (9, 0) else _AMPERE
     return _first(table, rows)
 

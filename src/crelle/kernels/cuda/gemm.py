@@ -10,7 +10,7 @@ and can be captured in a graph.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -137,39 +137,43 @@ def product(
     config: GemmTileConfig | GemmSm80TileConfig | None = None,
 ) -> Tensor:
     """Return x @ W.T (+ bias) as [M, N]."""
-    s = config or choose(w, x.tokens, x.dtype)
+    plan = _plan(w, x.tokens, x.dtype, config)
     y = torch.empty(x.tokens, w.N, dtype=x.dtype, device=x.xs.device) if out is None else out
-    kernel = load(*product_variant(w, s, x.dtype))
-    if isinstance(s, GemmSm80TileConfig):
-        blocks = (-(-w.N // (ROWS * s.tiles * s.warps_n)), -(-x.tokens // s.tokens), 1)
-        sizes = (w.N, x.tokens, w.blocks, w.words.shape[2], w.blocks_per_scale)
-        threads = 32 * s.warps_n * s.warps_k
-        kernel(blocks, threads, w.words, w.scales, x.xs, bias, y, *sizes, shared=sm80_shared_bytes(w, s), pdl=True)
-        return y
-    grid, whole = stream_k_schedule(w, x.tokens, s, multiprocessors())
-    parts = s.split_k == 1 and whole < _tiles(w, x.tokens, s.tokens, s.warpgroups)
-    sums = grid * s.tokens * 64 * s.warpgroups if parts else 0
-    partial = torch.empty(sums, dtype=torch.float32, device=x.xs.device)
-    kernel(
-        (grid, 1, 1),
-        s.warpgroups * 128 + (128 if s.tokens > 128 else 32),
-        w.words,
-        w.scales,
-        x.xs,
-        bias,
-        y,
-        partial,
-        x.semaphores,
-        w.N,
-        x.tokens,
-        w.blocks,
-        w.words.shape[2],
-        w.blocks_per_scale,
-        whole,
-        shared=shared_bytes(w, s),
-        pdl=True,
-    )
+    tensors: tuple[Tensor | None, ...] = (w.words, w.scales, x.xs, bias, y)
+    if plan.partial is not None:
+        tensors += (torch.empty(plan.partial, dtype=torch.float32, device=x.xs.device), x.semaphores)
+    load(*plan.variant)(plan.grid, plan.threads, *tensors, *plan.sizes, shared=plan.shared, pdl=True)
     return y
+
+
+class _Plan(NamedTuple):
+    """A launch of gemm.cu but for its tensors."""
+
+    variant: tuple[str, str]
+    grid: tuple[int, int, int]
+    threads: int
+    partial: int | None  # sums of stream-K tiles; None: the kernel takes none
+    sizes: tuple[int, ...]
+    shared: int
+
+
+def _plan(w: CudaWeight, tokens: int, dtype: torch.dtype, config: GemmTileConfig | GemmSm80TileConfig | None) -> _Plan:
+    key = ("gemm", tokens, dtype, config)
+    found: _Plan | None = w.plans.get(key)
+    if found is None:
+        s = config or choose(w, tokens, dtype)
+        variant, sizes = product_variant(w, s, dtype), (w.N, tokens, w.blocks, w.words.shape[2], w.blocks_per_scale)
+        if isinstance(s, GemmSm80TileConfig):
+            grid = (-(-w.N // (ROWS * s.tiles * s.warps_n)), -(-tokens // s.tokens), 1)
+            found = _Plan(variant, grid, 32 * s.warps_n * s.warps_k, None, sizes, sm80_shared_bytes(w, s))
+        else:
+            blocks, whole = stream_k_schedule(w, tokens, s, multiprocessors())
+            parts = s.split_k == 1 and whole < _tiles(w, tokens, s.tokens, s.warpgroups)
+            partial = blocks * s.tokens * 64 * s.warpgroups if parts else 0
+            threads = s.warpgroups * 128 + (128 if s.tokens > 128 else 32)
+            found = _Plan(variant, (blocks, 1, 1), threads, partial, (*sizes, whole), shared_bytes(w, s))
+        w.plans[key] = found
+    return found
 
 
 def matmul(x: Tensor, w: CudaWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -24,7 +24,8 @@ from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels.cuda.activations import Prologue, is_gated, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.integer_x import IntegerX
-from crelle.kernels.cuda.launch import load
+from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, load
+from crelle.kernels.cuda.plans import Plans
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.fused_linear import Norm
@@ -48,6 +49,7 @@ class EncodeForm:
     activation: ActivationSpec
     perm: Tensor | None  # int16 [places]: which input stands where, K rounded up to 8 for padding; None: as they come
     order: bytes  # a digest of it, to compare on the host
+    plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property
     def normal(self) -> int:
@@ -213,7 +215,7 @@ def _launch(
     addend: Tensor | None,
     tokens: int | None,
 ) -> tuple[list[IntegerX], Tensor]:
-    M, K, act = x.shape[0], form.K, form.activation
+    M, K = x.shape[0], form.K
     assert x.shape[1] == K * width(op)
     assert addend is None or (addend.is_contiguous() and not is_gated(op))
     x, tokens = x.contiguous(), M if tokens is None else tokens
@@ -227,20 +229,50 @@ def _launch(
     if M == 0:
         return each, total
     weight, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-    group, whole, part, _ = _shape(form, op)
-    least, top = least_and_top(act.bits)
-    tail = max(1, block_size(form.normal % act.block))
-    held = 16 * (-(-K // 8) + 1) if perms is not None else 0
-    load(*variant(form, op, x.dtype))(
-        (M, -(-form.places // part), orders),
-        32 * _WARPS[whole],
-        *(x, addend, weight, shift, perms, None if addend is None else total, *made),
-        *(K, form.normal, form.split, rows, form.groups, form.group, tail, part),
-        *(tail**-0.5, act.clip / top, float(least), float(top), float(eps)),
-        shared=held + (4 * form.groups if group == _ANY else 0),
-        pdl=True,
-    )
+    plan = _plan(form, op, x.dtype, M, rows, orders)
+    tensors = (x, addend, weight, shift, perms, None if addend is None else total, *made)
+    load(*plan.variant)(plan.grid, plan.threads, *tensors, *plan.sizes, float(eps), shared=plan.shared, pdl=True)
     return each, total
+
+
+class _Plan(NamedTuple):
+    """A launch of integer_encode.cu but for its tensors and eps."""
+
+    variant: tuple[str, str]
+    grid: tuple[int, int, int]
+    threads: int
+    sizes: tuple[int | float, ...]
+    shared: int
+
+
+def _plan(form: EncodeForm, op: Prologue, dtype: torch.dtype, M: int, rows: int, orders: int) -> _Plan:
+    key = (op, dtype, M, rows, orders)
+    found: _Plan | None = form.plans.get(key)
+    if found is None:
+        act = form.activation
+        group, whole, part, _ = _shape(form, op)
+        least, top = least_and_top(act.bits)
+        tail = max(1, block_size(form.normal % act.block))
+        held = 16 * (-(-form.K // 8) + 1) if form.perm is not None else 0
+        sizes = (form.K, form.normal, form.split, rows, form.groups, form.group, tail, part)
+        found = form.plans[key] = _Plan(
+            variant(form, op, dtype),
+            (M, -(-form.places // part), orders),
+            32 * _WARPS[whole],
+            (*sizes, tail**-0.5, act.clip / top, float(least), float(top)),
+            held + (4 * form.groups if group == _ANY else 0),
+        )
+    return found
+
+
+def bind(form: EncodeForm, dtype: torch.dtype, M: int) -> Launch | None:
+    """Return the launch that encodes M rows, given the addresses of x, codes and scales; None if not on a GPU."""
+    plan = _plan(form, "PLAIN", dtype, M, -(-M // ROWS) * ROWS, 1)
+    kernel = load(*plan.variant)
+    if not can_bind(kernel):
+        return None
+    tensors = (ADDRESS, None, None, None, form.perm, None, ADDRESS, ADDRESS)
+    return kernel.bind(plan.grid, plan.threads, *tensors, *plan.sizes, 0.0, shared=plan.shared, pdl=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import cbrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.integer_layout import BLOCK, ROWS, IntegerTiles
 from crelle.kernels.cuda.integer_x import IntegerX
-from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Launch, VaryingBytes, can_bind, load, multiprocessors
 
 SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)  # tokens of a tile
 _SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor of Hopper for thread blocks, less the barriers
@@ -83,42 +84,79 @@ def product(
         return y
     assert x.codes.shape == (-(-x.tokens // 8) * 8, w.columns), (x.codes.shape, w.columns)
     assert x.scales.shape == (w.x_groups, len(x.codes)), (x.scales.shape, w.x_groups)
-    s = config or choose(w, x.tokens)
-    kernel = load(*variant(w, s, x.dtype))
-    sizes = (w.N, x.tokens, w.blocks, w.narrow, w.normal, w.x_groups, w.x_subs, w.x_span, w.x_outlier)
-    shape = struct.pack("9i", *sizes)
-    if isinstance(s, IntegerSm80TileConfig):
-        kernel(
-            (-(-w.N // (16 * s.tiles * s.warps_n)), -(-x.tokens // s.tokens), 1),
-            32 * s.warps_n * s.warps_k,
-            *(x.codes, w.pieces, x.scales, w.row_scale, bias, residual, y, shape, y.stride(0)),
-            shared=sm80_shared_bytes(w, s),
-            pdl=True,
-        )
-        return y
-    grid, whole = schedule(w, x.tokens, s, multiprocessors())
-    parts = s.split_k == 1 and whole < _tiles(w, x.tokens, s)
-    sums = grid * s.tokens * _rows(s) if parts else 0
-    partial = torch.empty(sums, dtype=torch.float32, device=y.device)
-    kernel(
-        (grid, 1, 1),
-        threads(s),
-        *(
-            tensor_map(x.codes, s.tokens),
-            w.pieces,
-            x.scales,
-            w.row_scale,
-            bias,
-            residual,
-            y,
-            partial,
-            w.semaphores,
-        ),
-        *(shape, whole, y.stride(0)),
-        shared=shared_bytes(w, s),
-        pdl=True,
-    )
+    plan = _plan(w, x.tokens, x.dtype, config)
+    added = (w.row_scale, bias, residual, y)
+    if plan.box is None:
+        tensors: tuple[Any, ...] = (x.codes, w.pieces, x.scales, *added)
+    else:
+        partial = torch.empty(plan.partial, dtype=torch.float32, device=y.device)
+        tensors = (tensor_map(x.codes, plan.box), w.pieces, x.scales, *added, partial, w.semaphores)
+    load(*plan.variant)(plan.grid, plan.threads, *tensors, *plan.sizes, y.stride(0), shared=plan.shared, pdl=True)
     return y
+
+
+class _Plan(NamedTuple):
+    """A launch of integer_gemm.cu but for its tensors."""
+
+    variant: tuple[str, str]
+    grid: tuple[int, int, int]
+    threads: int
+    sizes: tuple[bytes | int, ...]
+    shared: int
+    box: int | None = None  # tokens of a tile that a tensor map copies; None: the kernel takes x itself
+    partial: int = 0  # sums of stream-K tiles
+
+
+def _plan(
+    w: IntegerTiles, tokens: int, dtype: torch.dtype, config: IntegerTileConfig | IntegerSm80TileConfig | None
+) -> _Plan:
+    key = (tokens, dtype, config)
+    found: _Plan | None = w.plans.get(key)
+    if found is not None:
+        return found
+    s = config or choose(w, tokens)
+    sizes = (w.N, tokens, w.blocks, w.narrow, w.normal, w.x_groups, w.x_subs, w.x_span, w.x_outlier)
+    kernel, shape = variant(w, s, dtype), struct.pack("9i", *sizes)
+    if isinstance(s, IntegerSm80TileConfig):
+        grid = (-(-w.N // (16 * s.tiles * s.warps_n)), -(-tokens // s.tokens), 1)
+        found = _Plan(kernel, grid, 32 * s.warps_n * s.warps_k, (shape,), sm80_shared_bytes(w, s))
+    else:
+        blocks, whole = schedule(w, tokens, s, multiprocessors())
+        parts = s.split_k == 1 and whole < _tiles(w, tokens, s)
+        partial = blocks * s.tokens * _rows(s) if parts else 0
+        shared = shared_bytes(w, s)
+        found = _Plan(kernel, (blocks, 1, 1), threads(s), (shape, whole), shared, s.tokens, partial)
+    w.plans[key] = found
+    return found
+
+
+class BoundProduct(NamedTuple):
+    """`product` for a number of rows, given addresses."""
+
+    launch: Launch
+    box: int | None
+    partial: int  # floats of scratch memory
+    rows: int
+    columns: int
+
+    def __call__(self, codes: int, scales: int, y: int, partial: int) -> None:
+        if self.box is None:
+            self.launch(codes, scales, y)
+        else:
+            box = memoryview(_tensor_map(codes, self.rows, self.columns, self.box)).cast("Q")
+            self.launch(box, scales, y, partial if self.partial else 0)
+
+
+def bind(w: IntegerTiles, dtype: torch.dtype, tokens: int) -> BoundProduct | None:
+    """Return `product` for so many rows of x, without bias and residual; None if not on a GPU."""
+    plan = _plan(w, tokens, dtype, None)
+    kernel = load(*plan.variant)
+    if not can_bind(kernel):
+        return None
+    tensors: tuple[Any, ...] = (w.pieces, ADDRESS, w.row_scale, None, None, ADDRESS)
+    tensors = (ADDRESS, *tensors) if plan.box is None else (VaryingBytes(128), *tensors, ADDRESS, w.semaphores)
+    launch = kernel.bind(plan.grid, plan.threads, *tensors, *plan.sizes, w.N, shared=plan.shared, pdl=True)
+    return BoundProduct(launch, plan.box, plan.partial, -(-tokens // 8) * 8, w.columns)
 
 
 def threads(s: IntegerTileConfig) -> int:

@@ -15,7 +15,10 @@ from crelle.formats.grouped import GroupedTensor
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, Problem
-from crelle.kernels.cuda.integer_linear import CudaIntegerWeight
+from crelle.kernels.cuda.integer_encode import encode, form_of
+from crelle.kernels.cuda.integer_linear import CudaIntegerWeight, matmul, product
+from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.launch import on_device
 
 _FORMATS = (GroupedTensor.format, TwoLevelTensor.format)
 
@@ -36,24 +39,35 @@ class CudaInteger:
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CudaIntegerWeight:
         from crelle.kernels.cuda import integer_layout  # type: ignore[attr-defined,unused-ignore]
-        from crelle.kernels.cuda.integer_encode import form_of
 
         if not isinstance(w, GroupedTensor | TwoLevelTensor):
             raise UnsupportedError(f"kernel '{self.name}' cannot lay out the format '{w.format}'")
         return CudaIntegerWeight(w.sizes.N, integer_layout.lay_out(w), form_of(w))
 
     def encode(self, x: Tensor, prepared: CudaIntegerWeight) -> Encoded:
-        from crelle.kernels.cuda.integer_encode import encode
-
-        return Encoded(encode(x, prepared.form)[0])
+        return Encoded(_encode(x, prepared))
 
     def shares(self, a: CudaIntegerWeight, b: CudaIntegerWeight) -> bool:
         return a.form.shares(b.form)
 
     def run(self, x: Tensor | Encoded, prepared: CudaIntegerWeight) -> Tensor:
-        from crelle.kernels.cuda.integer_linear import product
+        return _matmul(x, prepared) if isinstance(x, Tensor) else _multiply(x.data, prepared)
 
-        return product((self.encode(x, prepared) if isinstance(x, Tensor) else x).data, prepared)
+
+_on_device = on_device(lambda w: w.tiles.pieces)
+
+
+@_on_device
+def _encode(x: Tensor, w: CudaIntegerWeight) -> IntegerX:
+    return encode(x, w.form)[0]
+
+
+@_on_device
+def _multiply(x: IntegerX, w: CudaIntegerWeight) -> Tensor:
+    return product(x, w)
+
+
+_matmul = _on_device(matmul)
 
 
 def _lacks(problem: Problem) -> str | None:

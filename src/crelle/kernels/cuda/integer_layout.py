@@ -13,7 +13,7 @@ A warp has 16 of the 64 rows; a step is 32 inputs. A word of four bytes is one o
 or, of 4 bits, two of them. Nothing here needs a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import QuantTensor
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.two_level import TwoLevelTensor
+from crelle.kernels.cuda.plans import Plans
 
 ROWS, BLOCK = 64, 128
 _WHOLE = 1 << 30  # blocks with one scale of x: all
@@ -51,6 +52,7 @@ class IntegerTiles:
     row_scale: Tensor | None  # f32 [N, padded]: of two levels
     semaphores: Tensor  # int32, 0 between products
     perm: Tensor | None  # int32 [K]: the input of each channel of x
+    plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:

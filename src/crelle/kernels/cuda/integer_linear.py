@@ -6,21 +6,24 @@ Batch-invariant: chunks of INVARIANT_INTEGER_ROWS rows, some of them padding, so
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.dispatch import INVARIANT_INTEGER_ROWS
-from crelle.kernels.cuda.integer_encode import EncodeForm, EncodePlan, encode_each
+from crelle.kernels.cuda.integer_encode import EncodeForm, EncodePlan, bind, encode, encode_each
 from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.launch import Launch, is_recording
+from crelle.kernels.cuda.plans import Plans
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.fused_linear import Norm
 
+_BOUND_ROWS = 16  # more take so long on the GPU that the host's time does not matter
 _TILE = 64  # rows of a weight that lie together: whole tiles can be joined
 
 
@@ -31,6 +34,7 @@ class CudaIntegerWeight:
     N: int
     tiles: Any  # integer_layout.IntegerTiles
     form: EncodeForm
+    plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +49,51 @@ def product(
 
     y: Tensor = integer_gemm.product(x, w.tiles, bias, residual, out)
     return y
+
+
+class _Bound(NamedTuple):
+    """Both launches of `matmul`, and where in its scratch memory scales and partial sums begin, and where it ends."""
+
+    encode: Launch
+    product: Any  # integer_gemm.BoundProduct
+    scales_at: int
+    partial_at: int
+    bytes: int
+
+
+def matmul(x: Tensor, w: CudaIntegerWeight) -> Tensor:
+    """Return x @ W.T for x [M, K]; as encode and `product`, with less work for the host."""
+    M, dtype = x.shape[0], x.dtype
+    bound: _Bound | None = w.plans.get((M, dtype))
+    if bound is None or is_recording():
+        xs, _ = encode(x, w.form)
+        if 0 < M <= _BOUND_ROWS and (made := _bind(xs, w)) is not None:
+            w.plans[M, dtype] = made
+        return product(xs, w)
+    scratch = torch.empty(bound.bytes, dtype=torch.uint8, device=x.device)
+    y = torch.empty(M, w.N, dtype=dtype, device=x.device)
+    x, codes = x.contiguous(), scratch.data_ptr()
+    scales = codes + bound.scales_at
+    bound.encode(x.data_ptr(), codes, scales)
+    bound.product(codes, scales, y.data_ptr(), codes + bound.partial_at)
+    return y
+
+
+def _bind(x: IntegerX, w: CudaIntegerWeight) -> _Bound | None:
+    """Return the launches for inputs like x; None where kernels are recorded or emulated."""
+    if (encodes := bind(w.form, x.dtype, x.tokens)) is None:
+        return None
+    from crelle.kernels.cuda import integer_gemm  # type: ignore[attr-defined,unused-ignore]
+
+    if (multiplies := integer_gemm.bind(w.tiles, x.dtype, x.tokens)) is None:
+        return None
+    scales_at = _aligned(x.codes.numel())
+    partial_at = scales_at + _aligned(4 * x.scales.numel())
+    return _Bound(encodes, multiplies, scales_at, partial_at, partial_at + 4 * multiplies.partial)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 512) * 512
 
 
 def multiply(
@@ -126,6 +175,6 @@ def join(weights: Sequence[CudaIntegerWeight]) -> tuple[CudaIntegerWeight, list[
 
 def _form(tiles: Any) -> tuple[Any, ...]:
     """All but the rows of a weight."""
-    values = [getattr(tiles, f.name) for f in fields(tiles) if f.name != "N"]
+    values = [getattr(tiles, f.name) for f in fields(tiles) if f.name not in ("N", "plans")]
     shapes = (tiles.pieces.shape[1:], None if tiles.row_scale is None else tiles.row_scale.dtype)
     return *(v for v in values if not isinstance(v, Tensor)), shapes

@@ -4,7 +4,7 @@
 0.75 to 0.95 of its time at 2 to 4 bits, and 1.01 in the one 8-bit case that was measured (docs/notes/cuda-kernels.md).
 
 Behind each stands a torch operator, `crelle::plane_matmul` and `crelle::lut_matmul`, with a fake implementation, so
-that torch.compile sees through it.
+that torch.compile sees through it; without a compiler it is skipped (crelle.kernels.eager).
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
-from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda import bmma_gemv, dispatch
+from crelle.kernels.cuda.launch import on_device
 from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out, same_inputs
+from crelle.kernels.eager import is_eager
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.bmma_gemv import BitSerialX
@@ -53,7 +55,7 @@ class Cuda:
         return lay_out(w)
 
     def encode(self, x: Tensor, prepared: CudaWeight) -> Encoded:
-        return Encoded(_encode(x, prepared))
+        return Encoded(_encode_there(x, prepared))
 
     def shares(self, a: CudaWeight, b: CudaWeight) -> bool:
         return same_inputs(a, b)
@@ -61,7 +63,9 @@ class Cuda:
     def run(self, x: Tensor | Encoded, prepared: CudaWeight) -> Tensor:
         w = prepared
         if isinstance(x, Encoded):
-            return _multiply(x.data, w)
+            return _multiply_there(x.data, w)
+        if is_eager(x):
+            return _matmul(x, w)
         return _plane_matmul(x, w.words, w.scales, w.perm, w.N, w.K, w.P, w.kind.name, w.groups, w.blocks_per_scale)  # type: ignore[no-any-return]
 
 
@@ -81,6 +85,8 @@ class CudaLut(FloatInput):
 
     def run(self, x: Tensor | Encoded, prepared: "LutWeight") -> Tensor:
         x, w = floats(x), prepared
+        if is_eager(x):
+            return _look_up(x, w)
         form = (w.N, w.K, w.P, w.kind.name, w.groups, w.blocks_per_scale)
         return _lut_matmul(x, w.words, w.scales, w.semaphores, w.perm, *form)  # type: ignore[no-any-return]
 
@@ -94,19 +100,20 @@ class _Input:
 
 
 def _encode(x: Tensor, w: CudaWeight) -> _Input:
-    from crelle.kernels.cuda import bmma_gemv, gemm, skinny_gemm
+    from crelle.kernels.cuda import gemm, skinny_gemm
 
     x, rows = x.contiguous(), x.shape[0]
     if rows == 0:
         return _Input(x.dtype, x)
     route = dispatch.route(rows)
     if route == "gemv":
-        return _Input(x.dtype, [bmma_gemv.encode(part, w) for part in torch.split(x, dispatch.GEMV_ROWS)])
+        parts = [x] if rows <= dispatch.GEMV_ROWS else torch.split(x, dispatch.GEMV_ROWS)
+        return _Input(x.dtype, [bmma_gemv.encode(part, w) for part in parts])
     return _Input(x.dtype, skinny_gemm.permuted_rows(x, w) if route == "skinny_gemm" else gemm.pack(x, w))
 
 
 def _multiply(encoded: _Input, w: CudaWeight) -> Tensor:
-    from crelle.kernels.cuda import bmma_gemv, gemm, skinny_gemm
+    from crelle.kernels.cuda import gemm, skinny_gemm
 
     x = encoded.x
     if isinstance(x, list):
@@ -115,6 +122,17 @@ def _multiply(encoded: _Input, w: CudaWeight) -> Tensor:
     if not isinstance(x, Tensor):
         return gemm.product(x, w)
     return skinny_gemm.product(x, w) if x.shape[0] else x.new_empty(0, w.N)
+
+
+_on_device = on_device(lambda w: w.words)
+_encode_there, _multiply_there = _on_device(_encode), _on_device(_multiply)
+
+
+@_on_device
+def _matmul(x: Tensor, w: CudaWeight) -> Tensor:
+    if 0 < x.shape[0] <= dispatch.GEMV_ROWS:
+        return bmma_gemv.matmul(x.contiguous(), w)
+    return _multiply(_encode(x, w), w)
 
 
 @torch.library.custom_op("crelle::plane_matmul", mutates_args=())
@@ -131,13 +149,22 @@ def _plane_matmul(
     blocks_per_scale: int,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of weight_layout.py."""
-    w = CudaWeight(N, K, P, ScaleKind[kind], groups, blocks_per_scale, words, scales, perm)
-    return _multiply(_encode(x, w), w)
+    return _matmul(x, CudaWeight(N, K, P, ScaleKind[kind], groups, blocks_per_scale, words, scales, perm))
 
 
 @_plane_matmul.register_fake
 def _(x: Tensor, words: Tensor, scales: Tensor, perm: Tensor | None, N: int, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], N)
+
+
+@_on_device
+def _look_up(x: Tensor, w: "LutWeight") -> Tensor:
+    from crelle.kernels.cuda import lut
+
+    if x.shape[0] == 0:
+        return x.new_empty(0, w.N)
+    parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, dispatch.GEMV_ROWS)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @torch.library.custom_op("crelle::lut_matmul", mutates_args=())
@@ -158,10 +185,7 @@ def _lut_matmul(
     from crelle.kernels.cuda import lut
 
     w = lut.LutWeight(N, K, P, ScaleKind[kind], groups, blocks_per_scale, words, scales, semaphores, perm)
-    if x.shape[0] == 0:
-        return x.new_empty(0, N)
-    parts = [lut.matmul(part.contiguous(), w) for part in torch.split(x, dispatch.GEMV_ROWS)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _look_up(x, w)
 
 
 @_lut_matmul.register_fake

@@ -1,4 +1,4 @@
-"""Load a compiled kernel into torch's context and launch it on torch's current stream.
+"""Load a compiled kernel into torch's context and launch it on torch's current stream of the GPU that has its tensors.
 
     kernel = load("bmma_gemv.cu", "crelle::bmma_gemv<3, 8, 2>")
     kernel((blocks, 1, 1), 256, weight, x, y, N, K, shared=4096)
@@ -19,10 +19,10 @@ and no allocation on the device, so it can be captured in a CUDA graph; load the
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from crelle.kernels.cuda import jit
 
 _FREE_SHARED = 48 * 1024  # shared memory a block, static and dynamic, that needs no permission
 _FORMATS = {(int, 4): "i", (int, 8): "q", (bool, 1): "?", (bool, 4): "i", (float, 4): "f", (float, 8): "d"}
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def load(file: str, expression: str, device: int | None = None) -> "Kernel":
@@ -55,9 +58,36 @@ def recording() -> Iterator[set[tuple[str, str]]]:
         _recorded.kernels = before
 
 
+def on_device(tensor_of: Callable[[Any], Tensor]) -> Callable[[Function], Function]:
+    """Make function(x, w, …) run with the weight's GPU as the current one: `load` and launches take that.
+
+    `tensor_of`: some tensor of a weight w.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def run(x: Any, w: Any, *args: Any) -> Any:
+            device = tensor_of(w).get_device()  # -1: on a CPU, where kernels are emulated
+            if isinstance(x, Tensor) and x.get_device() != device:
+                raise UnsupportedError(f"x is on {x.device}, but the weight is on {tensor_of(w).device}")
+            if device < 0 or device == torch.cuda.current_device():
+                return function(x, w, *args)
+            with torch.cuda.device(device):
+                return function(x, w, *args)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
 def is_recording() -> bool:
-    """Whether launches of this thread do nothing now, so that what they should compute must not be kept."""
+    """Whether launches of this thread do nothing now (`recording`): what they should compute must not be kept."""
     return getattr(_recorded, "kernels", None) is not None
+
+
+def can_bind(kernel: object) -> bool:
+    """Whether `load` gave a kernel whose launches can be bound: not while recording, nor of an emulator."""
+    return isinstance(kernel, Kernel) and not isinstance(kernel, _SkippedKernel)
 
 
 def multiprocessors(device: int | None = None) -> int:
@@ -150,29 +180,63 @@ class Kernel:
         With `overlap` this kernel may start before the one ahead of it in the stream has ended (programmatic dependent
         launch): it must wait by itself (griddepcontrol.wait) before it reads what that one writes. Devices before
         sm_90 ignore it and run one after the other.
+
+        Tensors on another GPU than this kernel's: the launch is made there.
         """
+        types = tuple(map(type, args))
+        packer = self._packers.get(types) or self._pack_for(types, args)
+        if packer.tensors and (at := args[packer.tensors[0]].get_device()) != self.device and at >= 0:
+            with torch.cuda.device(at):
+                there = load(self.built.file, self.built.expression)
+                there(grid, block, *args, shared=shared, pdl=pdl, cluster=cluster, policy=policy)
+            return
+        values: list[Any] = list(args)
+        for i in packer.tensors:
+            values[i] = args[i].data_ptr()
+        for i in packer.nulls:
+            values[i] = 0
+        if packer.structs:
+            packer.check_structs(self, args)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         key = (grid, block, shared, pdl, cluster, policy, stream)
         config = self._configs.get(key) or self._configure(*key)
-        types = tuple([len(a) if type(a) is bytes else type(a) for a in args])
-        packer = self._packers.get(types) or self._pack_for(types, args)
-        status = self._send(config, packer, args)
-        if status == self._no_context:  # a thread that never used CUDA: enter torch's context, then it works
-            self._enter()
-            status = self._send(config, packer, args)
-        if status:
-            self._ask((status,), f" with grid {grid}, block {block}, {shared} bytes of shared memory")
-
-    def _send(self, config: Any, packer: "_Packer", args: tuple[Any, ...]) -> Any:
         buffer, pointers = slot = packer.take()
-        values = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
         try:
             packer.pack_into(buffer, 0, *values)
         except struct.error as e:
             raise CrelleError(f"{self}: an argument does not fit its parameter ({e}): {values}") from e
-        (status,) = self._launch(config, self._function, pointers, 0)
+        self._submit(config, pointers)
         packer.free.append(slot)
-        return status
+
+    def bind(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        *args: Any,
+        shared: int = 0,
+        pdl: bool = False,
+        cluster: int = 1,
+        policy: int = 0,
+    ) -> "Launch":
+        """Return this launch with its arguments fixed, but for those that each call gives.
+
+        ADDRESS: an int; VaryingBytes: a memoryview of 8-byte words.
+        """
+        fixed = [None if arg is ADDRESS else bytes(arg) if type(arg) is VaryingBytes else arg for arg in args]
+        types = tuple(map(type, fixed))
+        packer = self._packers.get(types) or self._pack_for(types, fixed)
+        packer.check_structs(self, fixed)
+        return Launch(self, (grid, block, shared, pdl, cluster, policy), packer, args)
+
+    def _submit(self, config: Any, pointers: int) -> None:
+        (status,) = self._launch(config, self._function, pointers, 0)
+        if status == self._no_context:  # a thread that never used CUDA: enter torch's context, then it works
+            self._enter()
+            (status,) = self._launch(config, self._function, pointers, 0)
+        if status:
+            grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+            where = f" with grid {grid}, block {config.blockDimX}, {config.sharedMemBytes} bytes of shared memory"
+            self._ask((status,), where)
 
     # --- what happens once ------------------------------------------------------------------------------------------
 
@@ -239,7 +303,7 @@ class Kernel:
             if form is None:
                 raise CrelleError(f"{self}: argument {i} is {kind.__name__} {arg!r}, its parameter has {size} bytes")
             formats.append(form)
-        packer = self._packers[types] = _Packer(formats)
+        packer = self._packers[types] = _Packer(formats, args)
         return packer
 
     def _enter(self) -> None:
@@ -264,6 +328,53 @@ class _SkippedKernel(Kernel):
 
 
 _recorded = threading.local()
+ADDRESS = object()  # in place of an argument of `Kernel.bind`: an address that each call gives
+
+
+class VaryingBytes(bytes):
+    """In place of an argument of `Kernel.bind`: as many bytes, a multiple of 8, that each call gives."""
+
+
+class Launch:
+    """A launch that `Kernel.bind` fixed: a fraction of the host's time, since only addresses of inputs are written."""
+
+    def __init__(self, kernel: Kernel, options: tuple[Any, ...], packer: "_Packer", args: Sequence[Any]) -> None:
+        self._kernel, self._options, self._packer = kernel, options, packer
+        self._args = args  # also keeps tensors alive whose addresses are fixed
+        self._where: list[Any] = []
+        for arg, at in zip(args, packer.offsets, strict=True):
+            if arg is ADDRESS:
+                self._where.append(at // 8)
+            elif type(arg) is VaryingBytes:
+                self._where.append(slice(at // 8, (at + len(arg)) // 8))
+        self._configs: dict[int, Any] = {}
+        self._free: list[tuple[memoryview, int, Any]] = []
+
+    def __call__(self, *given: Any) -> None:
+        """Launch with what was left open, in the order of the parameters."""
+        stream = torch._C._cuda_getCurrentRawStream(self._kernel.device)
+        config = self._configs.get(stream) or self._configure(stream)
+        try:
+            slot = self._free.pop()  # atomic: threads have slots of their own
+        except IndexError:
+            slot = self._new_slot()
+        words = slot[0]
+        for where, value in zip(self._where, given, strict=True):
+            words[where] = value
+        self._kernel._submit(config, slot[1])
+        self._free.append(slot)
+
+    def _configure(self, stream: int) -> Any:
+        if len(self._configs) >= 64:
+            self._configs.clear()
+        config = self._configs[stream] = self._kernel._configure(*(*self._options, stream))
+        return config
+
+    def _new_slot(self) -> tuple[memoryview, int, Any]:
+        buffer, pointers = self._packer.new()
+        values = [0 if a is ADDRESS or a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in self._args]
+        self._packer.pack_into(buffer, 0, *values)
+        return memoryview(buffer).cast("B").cast("Q"), ctypes.addressof(pointers), pointers
 
 
 class _Packer:
@@ -273,24 +384,37 @@ class _Packer:
     memory from `free` and gives it back after (list.pop and append are atomic).
     """
 
-    def __init__(self, formats: Sequence[str]) -> None:
+    def __init__(self, formats: Sequence[str], args: Sequence[Any] = ()) -> None:
+        self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        self.nulls = [i for i, arg in enumerate(args) if arg is None]
+        self.structs = [(i, len(arg)) for i, arg in enumerate(args) if type(arg) is bytes]
         sizes = [max(8, -(-struct.calcsize(f) // 8) * 8) for f in formats]
         padded = [f"{f}{size - struct.calcsize(f)}x" for f, size in zip(formats, sizes, strict=True)]
-        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._bytes = max(8, sum(sizes))
         self.pack_into = struct.Struct("@" + "".join(padded)).pack_into
         self.free: list[tuple[ctypes.Array[Any], int]] = []
         self._kept: list[Any] = []
 
+    def check_structs(self, kernel: Kernel, args: Sequence[Any]) -> None:
+        """Refuse bytes of another length than their parameter's, which pack_into would cut or fill."""
+        for i, size in self.structs:
+            if len(args[i]) != size:
+                raise CrelleError(f"{kernel}: argument {i} has {len(args[i])} bytes, its parameter has {size}")
+
     def take(self) -> tuple["ctypes.Array[Any]", int]:
         try:
             return self.free.pop()
         except IndexError:
-            buffer = (ctypes.c_char * self._bytes)()
-            start = ctypes.addressof(buffer)
-            pointers = (ctypes.c_void_p * max(1, len(self._offsets)))(*[start + o for o in self._offsets])
+            buffer, pointers = self.new()
             self._kept.append(pointers)
             return buffer, ctypes.addressof(pointers)
+
+    def new(self) -> tuple["ctypes.Array[Any]", "ctypes.Array[Any]"]:
+        """Return memory for arguments, and the addresses of each in it."""
+        buffer = (ctypes.c_char * self._bytes)()
+        start = ctypes.addressof(buffer)
+        return buffer, (ctypes.c_void_p * max(1, len(self.offsets)))(*[start + o for o in self.offsets])
 
 
 def _refuse_empty(kernel: Kernel, grid: tuple[int, int, int]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.activations import Prologue, width
 from crelle.kernels.cuda.bmma_gemv import C_TYPES
-from crelle.kernels.cuda.launch import load, multiprocessors
+from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, is_recording, load, multiprocessors
 from crelle.kernels.cuda.mixed_config import room_of_device
 from crelle.kernels.cuda.mixed_layout import MixedWeight, unit2_bytes
 
@@ -97,10 +97,45 @@ def product(
     N = weights[0].N if paired else sum(w.N for w in weights)
     y = torch.empty(1, N, dtype=dtype, device=x.device) if out is None else out
     c = config or choose(weights, paired)
+    matrices, blocks = _described(weights, c, biases or [None] * len(weights), paired)
+    load(*variant(op, c, x.dtype, dtype))(
+        (blocks, 1, 1),
+        32 * c.warps,
+        matrices,
+        *(x, norm, shift, residual, y, x.shape[1] // width(op), _OPS.index(op), int(paired), float(eps)),
+        shared=shared_bytes(weights, c, paired),
+        pdl=True,
+    )
+    return y
+
+
+def matmul(x: Tensor, w: MixedWeight) -> Tensor | None:
+    """Return x @ W.T for x [1, K], bound to addresses: less work for the host; None: `supports` says no."""
+    bound: Launch | None = w.plans.get(x.dtype)
+    address = x.data_ptr()
+    if bound is not None and address % 16 == 0 and x.is_contiguous() and not is_recording():
+        y = torch.empty(1, w.N, dtype=x.dtype, device=x.device)
+        bound(address, y.data_ptr())
+        return y
+    if not supports(x, [w]):
+        return None
+    c = choose([w])
+    kernel = load(*variant("PLAIN", c, x.dtype, x.dtype))
+    if can_bind(kernel):
+        matrices, blocks = _described([w], c, [None], False)
+        inputs = (matrices, ADDRESS, None, None, None, ADDRESS, w.K, _OPS.index("PLAIN"), 0, 0.0)
+        w.plans[x.dtype] = kernel.bind((blocks, 1, 1), 32 * c.warps, *inputs, shared=shared_bytes([w], c), pdl=True)
+    return product(x, [w], x.dtype)
+
+
+def _described(
+    weights: Sequence[MixedWeight], c: DecodeConfig, biases: Sequence[Tensor | None], paired: bool
+) -> tuple[bytes, int]:
+    """Return the matrices as the kernel takes them, and its thread blocks."""
     tiles = [w.tiles.shape[0] for w in weights]
     ends = _shares(tiles[:1] if paired else tiles, multiprocessors() * c.blocks) * (1 + paired)
     columns, first, described = 0, 0, list[bytes]()
-    for w, bias, end in zip(weights, biases or [None] * len(weights), ends, strict=True):
+    for w, bias, end in zip(weights, biases, ends, strict=True):
         parts = (w.tiles, w.rows, w.outliers, w.outlier_rows, w.starts, w.spans, bias)
         sizes = (w.N, w.tiles.shape[0], w.tile_base, w.U2, w.U4, 2.0**w.outlier_exponent)
         where = (columns, end, *divmod(w.tiles.shape[0], end - first), w.runs)
@@ -108,15 +143,7 @@ def product(
         if not paired:
             columns, first = columns + w.N, end
     described += [_MATRIX.pack(*([0] * 12), 0.0, 0, 1 << 30, 0, 0, 0)] * (MOST - len(weights))
-    load(*variant(op, c, x.dtype, dtype))(
-        (ends[-1], 1, 1),
-        32 * c.warps,
-        b"".join(described),
-        *(x, norm, shift, residual, y, x.shape[1] // width(op), _OPS.index(op), int(paired), float(eps)),
-        shared=shared_bytes(weights, c, paired),
-        pdl=True,
-    )
-    return y
+    return b"".join(described), ends[-1]
 
 
 def choose(

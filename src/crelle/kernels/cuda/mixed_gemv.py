@@ -145,6 +145,8 @@ def matmul(
         some = x.split(dispatch.INVARIANT_ROWS)  # type: ignore[no-untyped-call]
         parts = [mixed_gemm.invariant_product(mixed_gemm.pack(rows, w), w, bias) for rows in some]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not asynchronous and bias is None and x.shape[0] == 1 and (y := mixed_decode.matmul(x, w)) is not None:
+        return y
     if not asynchronous and mixed_decode.supports(x, [w], "PLAIN", bias):
         return mixed_decode.product(x, [w], x.dtype, biases=[bias])
     route = dispatch.mixed_route(x.shape[0])

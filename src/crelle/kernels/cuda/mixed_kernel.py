@@ -5,7 +5,8 @@ selected only by name, since it was slower (mixed_gemv.cu).
 
 A few rows of x are encoded once for all weights with the same 4-bit groups (mixed_gemv.cu), many are packed
 (mixed_gemm.cu); for very many the weight is dequantized and torch multiplies (dispatch.py). Behind them stands a torch
-operator, `crelle::mixed_matmul`, with a fake implementation, so that torch.compile sees through it.
+operator, `crelle::mixed_matmul`, with a fake implementation, so that torch.compile sees through it; without a compiler
+it is skipped (crelle.kernels.eager).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from crelle.formats.mixed import MixedTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, Problem, takes_floats
 from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.launch import on_device
 from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out, same_inputs
+from crelle.kernels.eager import is_eager
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.gemm import PackedX
@@ -57,12 +60,18 @@ class CudaMixed:
         w = prepared
         if isinstance(x, Encoded):
             dtype, encoded = x.data
-            return _multiply(dtype, encoded, w, self.asynchronous)
+            return _multiply(encoded, w, dtype, self.asynchronous)
+        if is_eager(x):
+            return _matmul(x, w, self.asynchronous)
         sizes = (w.N, w.K, w.U2, w.U4, w.subs, w.tile_base, w.runs, w.outlier_exponent, self.asynchronous)
         parts = (w.tiles, w.rows, w.perm, w.outliers, w.outlier_rows, w.starts, w.spans)
         return _mixed_matmul(x, *parts, w.block_outliers, w.block_starts, *sizes)  # type: ignore[no-any-return]
 
 
+_on_device = on_device(lambda w: w.tiles)
+
+
+@_on_device
 def _encode(x: Tensor, w: MixedWeight, asynchronous: bool) -> "MixedX | PackedX | Tensor":
     from crelle.kernels.cuda import mixed_decode, mixed_gemm, mixed_gemv
 
@@ -73,7 +82,8 @@ def _encode(x: Tensor, w: MixedWeight, asynchronous: bool) -> "MixedX | PackedX 
     return mixed_gemv.encode(x, w) if route == "gemv" and not encodes_itself else x
 
 
-def _multiply(dtype: torch.dtype, x: "MixedX | PackedX | Tensor", w: MixedWeight, asynchronous: bool) -> Tensor:
+@_on_device
+def _multiply(x: "MixedX | PackedX | Tensor", w: MixedWeight, dtype: torch.dtype, asynchronous: bool) -> Tensor:
     from crelle.kernels.cuda import mixed_gemm, mixed_gemv
     from crelle.kernels.cuda.gemm import PackedX
 
@@ -82,6 +92,13 @@ def _multiply(dtype: torch.dtype, x: "MixedX | PackedX | Tensor", w: MixedWeight
     if isinstance(x, PackedX):
         return mixed_gemm.product(x, w)
     return mixed_gemv.product(x, w, dtype, asynchronous=asynchronous)
+
+
+@_on_device
+def _matmul(x: Tensor, w: MixedWeight, asynchronous: bool) -> Tensor:
+    from crelle.kernels.cuda import mixed_gemv
+
+    return mixed_gemv.matmul(x, w, asynchronous=asynchronous)
 
 
 @torch.library.custom_op("crelle::mixed_matmul", mutates_args=())
@@ -107,11 +124,9 @@ def _mixed_matmul(
     asynchronous: bool,
 ) -> Tensor:
     """Return x [M, K] @ W.T for a weight in the layout of mixed_layout.py."""
-    from crelle.kernels.cuda import mixed_gemv
-
     sizes = (tile_base, spans, runs, outlier_exponent, block_outliers, block_starts)
     w = MixedWeight(N, K, U2, U4, subs, tiles, rows, perm, outliers, outlier_rows, starts, *sizes)
-    return mixed_gemv.matmul(x, w, asynchronous=asynchronous)
+    return _matmul(x, w, asynchronous)
 
 
 @_mixed_matmul.register_fake

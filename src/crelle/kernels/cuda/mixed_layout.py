@@ -24,7 +24,7 @@ denormal fp16 value q 4^i 2^-24, and x in that place is stored times 4^-i.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -34,6 +34,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.mixed_packing import MixedCodes
 from crelle.kernels.cuda.mixed_gemm_layout import by_block
+from crelle.kernels.cuda.plans import Plans
 
 ROWS = 16  # outputs of a tile
 UNIT2, UNIT4 = 256, 128  # inputs of a unit
@@ -62,6 +63,7 @@ class MixedWeight:
     outlier_exponent: int = 0  # outliers are stored times 2^-outlier_exponent, so that none overflows
     block_outliers: Tensor | None = None
     block_starts: Tensor | None = None
+    plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property
     def places(self) -> int:

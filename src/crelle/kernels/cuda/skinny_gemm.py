@@ -63,17 +63,15 @@ def product(
 ) -> Tensor:
     """Return x @ W.T (+ bias) (+ residual) as [M, N] for x as `permuted_rows` gives it."""
     M, K = x.shape
-    s = config or choose(w, M)
     y = torch.empty(M, w.N, dtype=x.dtype, device=x.device) if out is None else out
-    grid = (-(-w.N // (ROWS * s.tiles * s.warps_n)), -(-M // s.tokens), 1)
-    sizes = (w.N, M, K, w.blocks, w.words.shape[2], w.blocks_per_scale)
-    load(*variant(w, s, x.dtype))(
-        grid,
-        32 * s.warps_n * s.warps_k,
-        *(w.words, w.scales, x, bias, residual, y, *sizes),
-        shared=shared_bytes(w, s),
-        pdl=True,
-    )
+    key = ("skinny_gemm", M, K, x.dtype, config)
+    if (plan := w.plans.get(key)) is None:
+        s = config or choose(w, M)
+        grid = (-(-w.N // (ROWS * s.tiles * s.warps_n)), -(-M // s.tokens), 1)
+        sizes = (w.N, M, K, w.blocks, w.words.shape[2], w.blocks_per_scale)
+        plan = w.plans[key] = variant(w, s, x.dtype), grid, 32 * s.warps_n * s.warps_k, sizes, shared_bytes(w, s)
+    kernel, grid, threads, sizes, shared = plan
+    load(*kernel)(grid, threads, w.words, w.scales, x, bias, residual, y, *sizes, shared=shared, pdl=True)
     return y
 
 

@@ -9,12 +9,13 @@ A group of inputs is stored as 32, 64, 128 or a multiple of 256 of them; others 
 Nothing here needs a GPU.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
+from crelle.kernels.cuda.plans import Plans
 from crelle.kernels.cuda.weight_blocks import ROWS, BlockedWeight, ScaleKind, blocked
 
 __all__ = ["BLOCK", "ROWS", "CudaWeight", "ScaleKind", "join", "lay_out", "same_inputs"]
@@ -35,6 +36,7 @@ class CudaWeight:
     words: Tensor
     scales: Tensor
     perm: Tensor | None = None  # int32 [blocks * 256]
+    plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property
     def blocks(self) -> int:
