@@ -39,7 +39,9 @@ from torch import Tensor
 from crelle.engine.block_manager import BlockManager
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
-from crelle.engine.memory import default_pages, plan
+from crelle.engine.machine_memory import out_of_memory
+from crelle.engine.memory import show_bytes
+from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.output import OnEvent, OutputState, QueueFullError
 from crelle.engine.sampler import Sampler, Sampling, likeliest, not_finite
@@ -70,8 +72,8 @@ class Engine:
         memory: str | int | None = None,
         pages: int | None = None,
         max_pages: int | None = None,
-        max_batch: int = 32,
-        budget: int = 512,
+        max_batch: int | None = None,
+        budget: int | None = None,
         watermark: int = 1,
         sharing: bool = True,
         queue_limit: int | None = None,
@@ -82,10 +84,11 @@ class Engine:
         """Allocate the cache.
 
         kv: how it stores keys and values; default: as the LLM was loaded.
-        memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: pages for
-            max_batch whole contexts, at most 4 GiB.  max_pages: to which the cache grows where `pages` do not suffice.
-        max_batch: sequences that run at once.  budget: tokens of a step.  watermark: see Scheduler.  sharing: see
-            BlockManager.  queue_limit: sequences that may wait; one more is refused.
+        memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: what fits the
+            machine (memory_defaults).  max_pages: to which the cache grows where `pages` do not suffice.
+        max_batch: sequences that run at once.  budget: tokens of a step. Defaults: what fits the memory; with `pages`
+            32 and 512.  watermark: see Scheduler.  sharing: see BlockManager.
+        queue_limit: sequences that may wait; one more is refused.
         batch_invariant: see crelle.models.eager_executor.  spare, exact: older names of watermark, batch_invariant.
         """
         if memory is not None and pages is not None:
@@ -93,15 +96,26 @@ class Engine:
         watermark = watermark if spare is None else spare
         batch_invariant = exact if batch_invariant is None else batch_invariant
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
-        models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if memory is not None else [])
-        if memory is None and pages is None:
-            pages = default_pages(llm.model, self.kv, [llm.model.spec.context] * max_batch)
-        self.plan = plan(models, self.kv, memory=memory, pages=pages, max_batch=max_batch, budget=budget)
+        counted = memory is not None or (pages is None and llm.model.device.type == "cuda")
+        models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if counted else [])
+        limits = {"memory": memory, "pages": pages, "max_batch": max_batch, "budget": budget}
+        self.plan = choose_plan(models, self.kv, **limits)  # type: ignore[arg-type]
         self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
         self.scheduler = Scheduler(
-            self.blocks, context=llm.model.spec.context, max_batch=max_batch, budget=budget, watermark=watermark
+            self.blocks,
+            context=llm.model.spec.context,
+            max_batch=self.plan.max_batch,
+            budget=self.plan.budget,
+            watermark=watermark,
         )
-        self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
+        try:
+            self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            raise CapacityError(
+                f"the cache of {show_bytes(self.plan.cache)} cannot be allocated: {self.plan}"
+            ) from None
         self.queue_limit = queue_limit
         self.thread: Thread | None = None  # which steps the engine, where it has one: see AsyncEngine
         self.on_work: Callable[[], None] | None = None  # called when a request comes
