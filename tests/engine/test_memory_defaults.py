@@ -17,6 +17,7 @@ from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.offline import generate_all
 from crelle.errors import CapacityError
 from crelle.formats.kv import KVFormat
+from crelle.kernels.cuda.decode_step import lacks
 from crelle.models.families.llama import FAMILY as LLAMA
 from crelle.models.loader import Model
 
@@ -134,6 +135,11 @@ def test_a_context_of_a_billion_tokens_gets_the_pages_that_fit(plan: Any) -> Non
     assert it.context == 1 << 30
     assert 0 < it.total <= 36 * GB
     assert it.pages * it.page_bytes <= 32 * GB
+
+
+def test_tables_of_a_billion_positions_are_not_made_on_a_gpu() -> None:
+    endless = described("llama2-7b", "cuda", GB, max_position_embeddings=1 << 30).spec
+    assert "tables of the angles of up to 4194304 positions, not 1073741824" in (lacks(endless, torch.float16) or "")
 
 
 def test_a_list_of_prompts_gets_the_pages_it_needs() -> None:

@@ -103,7 +103,8 @@ def run(
 
     `--clients` is a closed loop, `--trace` a recorded one (the CSV files that Azure published, say), `--batch` decoding
     alone behind a context. Each is checked first against one pass of the model. Times to the first token count from
-    when a request was due. With `--url` the same load goes over HTTP to a running server; prompts are then words.
+    when a request was due. Steps with tokens of prompts count as time in prompts, all others as decoding. With `--url`
+    the same load goes over HTTP to a running server; prompts are then words.
 
     **Example**: `crelle bench serve out/m --clients 16 --kv 4 --seconds 30`
 

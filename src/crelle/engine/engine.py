@@ -32,6 +32,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from importlib import import_module
 from threading import Lock, RLock, Thread, current_thread
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +48,7 @@ from crelle.engine.output import OnEvent, OutputState, QueueFullError
 from crelle.engine.sampler import Sampler, Sampling, likeliest, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
-from crelle.engine.stats import Stats
+from crelle.engine.stats import Stats, StepClock
 from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
@@ -57,7 +58,7 @@ from crelle.kernels.cuda.graph_inputs import PendingTokens
 __all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
-_Ahead = tuple[Step, PendingTokens]
+_Ahead = tuple[Step, PendingTokens, float]  # and when it was started
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
 
 
@@ -128,6 +129,7 @@ class Engine:
         self._quit: BaseException | None = None  # to be raised when the step is over
         self._lock, self._stepping = RLock(), Lock()
         self._counts = dict.fromkeys(("steps", "run", "sampled", "reused", "preemptions", "finished", "failed"), 0)
+        self._clock = StepClock()
 
     def add(
         self,
@@ -218,7 +220,8 @@ class Engine:
         with self._lock:
             n, s, b = self._counts, self.scheduler, self.blocks
             now = (len(s.waiting), len(s.running), b.pages, b.used, b.cached)
-        return Stats(*now, *n.values())
+        seconds = {"prefill_seconds": self._clock.prefill, "decode_seconds": self._clock.decode}
+        return replace(Stats(*now, *n.values()), **seconds)  # type: ignore[arg-type]
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
@@ -287,6 +290,7 @@ class Engine:
 
     def _run(self, step: Step, before: "_Ahead | None") -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""
+        begun = perf_counter()
         try:
             with self.llm.lock:
                 started = self.runner.start(step) if self._starts(step) else None
@@ -298,7 +302,7 @@ class Engine:
         if before:
             self._resolve(*before)
         if started is not None:
-            self._ahead = step, started
+            self._ahead = step, started, begun
             return
         if before:
             with self._lock:
@@ -309,6 +313,7 @@ class Engine:
         except BaseException as e:
             self._abort(step, e)
             return
+        self._clock.ended(step.prefills, begun)
         with self._lock:
             self.scheduler.update(step, sampled)
         for s, token in zip(step.samples, sampled, strict=True):
@@ -322,7 +327,7 @@ class Engine:
         states = (self._active[s][1] for s in step.samples)
         return all(g.top is None and g.sampler.greedy for g in states) and self.runner.starts(step)
 
-    def _resolve(self, step: Step, started: PendingTokens) -> None:
+    def _resolve(self, step: Step, started: PendingTokens, begun: float) -> None:
         """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
         lost: BaseException | None = None
         try:
@@ -330,6 +335,7 @@ class Engine:
                 tokens = started.tokens()
         except BaseException as e:
             tokens, lost = [UNKNOWN] * len(step.samples), e
+        self._clock.ended(step.prefills, begun)
         for s, token in zip(step.samples, tokens, strict=True):
             try:
                 with self._lock:
