@@ -8,6 +8,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import torch
+
 from crelle.bench.model_shapes import RandomWeights, config_of, llama_config
 from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 
@@ -35,6 +37,8 @@ def write_checkpoint(to: Path, shape: str, scheme: str, device: str, layers: int
             writer.add(shard_name(i, len(shards)), matrices, others)
         write_tokenizer(writer.partial, config["vocab_size"])
         writer.finish(weights.config, scheme, {})
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what is free is the server's
 
 
 def write_tokenizer(to: Path, vocabulary: int) -> None:
