@@ -1,9 +1,11 @@
 """Run the tests marked `gpu` in several processes side by side, and say what failed.
 
     python tests/run_gpu.py [--processes 10] [--limit 560] [PATH …]
+    python tests/run_gpu.py --acceptance [options of tests/acceptance/acceptance.py]
 
 Most of the time of these tests is compilation of kernels, which the processes share through the cache. Tests are dealt
 out one by one, so each process has some of every file. Exit status 1: some failed, or the limit came first.
+--acceptance serves a random model of a real shape to 64 clients over HTTP, as users run it, instead of the tests.
 """
 
 import argparse
@@ -35,6 +37,11 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", type=Path, default=[TESTS])
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--limit", type=float, default=560, help="seconds")
+    parser.add_argument("--acceptance", action="store_true", help="serve a model to many clients instead")
+    if "--acceptance" in sys.argv[1:]:
+        options = [option for option in sys.argv[1:] if option != "--acceptance"]
+        script = TESTS / "acceptance" / "acceptance.py"
+        raise SystemExit(subprocess.run([sys.executable, str(script), *options]).returncode)
     args = parser.parse_args()
     tests = collected(args.paths)
     cores = max(1, len(os.sched_getaffinity(0)) // args.processes)

@@ -31,6 +31,7 @@ def test_trace_as_json(tiny_model: Path, trace: Path) -> None:
     assert (row["requests"], row["failures"], row["tokens"], row["prompt_tokens"]) == (2, 0, 13, 35)
     assert row["traffic"] == "t.csv, 50 a second"
     assert row["first_token"]["p99"] >= row["first_token"]["p50"] > 0
+    assert 0 < row["prefill_share"] < 1
     assert row["over_time"]
 
 
@@ -50,7 +51,7 @@ def test_everything_in_one_command_with_file_and_picture(tiny_model: Path, trace
     assert result["command"].startswith("crelle bench serve")
     assert str(tmp_path) not in json.dumps(result)
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    for word in ("ms/step", "first token", "preempted"):
+    for word in ("ms/step", "first token", "prompts", "preempted"):
         assert word in done.out
     out.with_suffix(".png").unlink()
     assert run("bench", "plot", out.with_suffix(".json")).code == 0

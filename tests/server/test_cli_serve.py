@@ -95,6 +95,28 @@ def test_sigterm_under_load_answers_everybody_and_ends_with_code_0() -> None:
     assert {"ready", "signal", "stopping"} <= set(events)
 
 
+def test_what_was_chosen_for_the_machine_is_said() -> None:
+    with process("--json") as (_, port, said):
+        facts = json.loads(said)
+        assert facts["bytes"]["total"] == sum(facts["bytes"][part] for part in ("weights", "working", "cache"))
+        assert "whole contexts (--memory to change)" in facts["memory"], "a tiny model needs no quarter of a machine"
+        assert (facts["max_batch"], facts["budget"], facts["longest"]) == (32, 512, facts["context"])
+    with process("--memory", "900kB", "--max-batch", "2", "--budget", "16") as (_, port, said):
+        assert "2 sequences at once, 16 tokens a step" in said
+        holds = re.search(r"the cache holds sequences of (\d+) tokens, fewer than the model's 2048", said)
+        assert holds
+        code, answer = ask(port, prompt="a" * int(holds[1]), max_tokens=5)
+        assert (code, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "give the cache more memory" in answer["error"]["message"]
+        assert ask(port, prompt="Hello", max_tokens=5)[0] == 200
+
+
+def test_more_memory_than_the_machine_has_is_a_sentence() -> None:
+    done = run("serve", nested_model(), "--port", "0", "--memory", "900TB")
+    assert done.code == 2
+    assert "a budget of 900,000 GB is more than the" in done.err
+
+
 def test_exactness_can_be_given_up() -> None:
     with process("--no-exact", "--json") as (_, port, said):
         assert json.loads(said)["exact"] is False
@@ -111,7 +133,8 @@ def test_banner_says_what_is_served_and_where() -> None:
         "model    small",
         "bcq-nested:bits=4,group=24",
         "at 2, 3, 4 bits as each request asks",
-        "40 MB: weights",
+        "memory   40 MB: as --memory asks\n           weights ",
+        "32 sequences at once, 512 tokens a step (--max-batch, --budget to change), 256 requests may wait",
     ):
         assert line in said
     assert "kv4" in said

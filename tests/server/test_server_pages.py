@@ -14,7 +14,7 @@ from tiny_server import CONTEXT, Running, body_of, post, serving, slow_down, sta
 from crelle import LLM
 from crelle.errors import FormatError, SchemeError
 from crelle.server import handlers
-from crelle.server.metrics import Rate, histogram
+from crelle.server.metrics import Rate, histogram, quantiles
 from crelle.server.responses import TextOffset
 from crelle.server.settings import Keys, is_loopback
 from crelle.server.token_text import TokenTexts
@@ -101,6 +101,10 @@ def test_metrics_count(llm: LLM) -> None:
         assert found['crelle_requests_total{path="other",status="404"}'] == 1
         assert found["crelle_time_to_first_token_seconds_count"] == found["crelle_time_per_token_seconds_count"] == 3
         assert found['crelle_time_to_first_token_seconds_bucket{le="+Inf"}'] == 3
+        median, slow = (found[f'crelle_recent_time_to_first_token_seconds{{quantile="{q}"}}'] for q in (0.5, 0.99))
+        assert 0 < median <= slow <= found["crelle_time_to_first_token_seconds_sum"]
+        assert found["crelle_prefill_seconds_total"] > 0
+        assert found["crelle_decode_seconds_total"] > 0
         assert found["crelle_tokens_drawn_total"] == 9
         assert found["crelle_prompt_tokens_total"] == 3 * (len(SECRET) + 1)
         assert found["crelle_kv_pages"] == 600
@@ -110,9 +114,9 @@ def test_metrics_count(llm: LLM) -> None:
 
 def test_metrics_have_the_names_and_types_that_dashboards_know(server: Running) -> None:
     gauges = """ready queue_length queue_limit texts_running requests_running requests_waiting kv_pages kv_pages_used
-        kv_pages_cached tokens_per_second"""
+        kv_pages_cached tokens_per_second recent_time_to_first_token_seconds"""
     counters = """steps tokens_run tokens_drawn tokens_reused prompt_tokens preemptions texts_finished texts_failed
-        disconnects slow_readers timeouts requests"""
+        disconnects slow_readers timeouts requests prefill_seconds decode_seconds"""
     want = {f"crelle_{name}": "gauge" for name in gauges.split()}
     want |= {f"crelle_{name}_total": "counter" for name in counters.split()}
     want |= dict.fromkeys(("crelle_time_to_first_token_seconds", "crelle_time_per_token_seconds"), "histogram")
@@ -129,6 +133,13 @@ def test_servers_in_one_process_count_apart(server: Running, llm: LLM) -> None:
     assert status(complete(server)) == 200
     with serving(llm) as other:
         assert numbers(other)["crelle_time_to_first_token_seconds_count"] == 0
+
+
+def test_quantiles_are_values_that_were_seen() -> None:
+    values = [float(v) for v in range(101)]
+    assert list(quantiles(reversed(values), (0.5, 0.99))) == [(0.5, 50.0), (0.99, 99.0)]
+    assert list(quantiles([7.0], (0.5, 0.99))) == [(0.5, 7.0), (0.99, 7.0)]
+    assert list(quantiles([], (0.5,))) == []
 
 
 def test_histogram_and_rate() -> None:

@@ -26,6 +26,7 @@ from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.output import Event
 from crelle.engine.sampler import Sampling
+from crelle.engine.stats import Stats
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
 
@@ -80,6 +81,7 @@ class EngineLoadResult:
     steps: int
     tokens_run: int
     tokens_reused: int
+    prefill_share: float  # of the time of steps: those with tokens of prompts; the others decode alone
     preemptions: int
     most_running: int
     most_pages: int
@@ -281,6 +283,7 @@ def serve(
         steps=stats.steps - before.steps,
         tokens_run=stats.tokens_run - before.tokens_run,
         tokens_reused=stats.tokens_reused - before.tokens_reused,
+        prefill_share=_prefill_share(before, stats),
         preemptions=stats.preemptions - before.preemptions,
         most_running=load.most(lambda m: m.running),
         most_pages=load.most(lambda m: m.pages_used),
@@ -288,6 +291,13 @@ def serve(
         peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         over_time=tuple(load.samples),
     )
+
+
+def _prefill_share(before: Stats, after: Stats) -> float:
+    """Return the share of the steps between in which prompts ran, by time."""
+    prefill = after.prefill_seconds - before.prefill_seconds
+    total = prefill + after.decode_seconds - before.decode_seconds
+    return prefill / total if total > 0 else 0.0
 
 
 def warm_up(engine: Engine, sizes: Sequence[int] | None = None) -> None:

@@ -60,8 +60,13 @@ def run(
             help="A budget like 24GB; repeatable: a row each. With --batch: the largest batch that it holds, besides.",
         ),
     ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", help="Sequences that run at once.")] = 32,
-    budget: Annotated[int, typer.Option("--budget", help="Tokens of a step, prompts included.")] = 512,
+    max_batch: Annotated[
+        int | None, typer.Option("--max-batch", help="Sequences that run at once; default: what the memory holds.")
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option("--budget", help="Tokens of a step, prompts included; default: 512 to 2048, as memory allows."),
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="How long clients ask; 20. Of a trace: what is due before.")
     ] = None,
@@ -98,7 +103,8 @@ def run(
 
     `--clients` is a closed loop, `--trace` a recorded one (the CSV files that Azure published, say), `--batch` decoding
     alone behind a context. Each is checked first against one pass of the model. Times to the first token count from
-    when a request was due. With `--url` the same load goes over HTTP to a running server; prompts are then words.
+    when a request was due. Steps with tokens of prompts count as time in prompts, all others as decoding. With `--url`
+    the same load goes over HTTP to a running server; prompts are then words.
 
     **Example**: `crelle bench serve out/m --clients 16 --kv 4 --seconds 30`
 
@@ -125,7 +131,7 @@ def run(
         due = None if trace is None else recorded.requests(1 << 20)
         over_http(url, api_key, due, crowds, seconds or 20.0, prompt, tokens, seed, ignore_eos, results, json)
         return
-    options = {"max_batch": max_batch, "budget": max(budget, max_batch), "batch_invariant": exact}
+    options = {"max_batch": max_batch, "budget": budget and max(budget, max_batch or 0), "batch_invariant": exact}
     closed = {"seconds": seconds or 20.0, "prompt": prompt, "tokens": tokens}
     decoding = {"context": context, "tokens": tokens, "batch_invariant": exact, "profile": breakdown}
     rows = _Bench(results, device).rows

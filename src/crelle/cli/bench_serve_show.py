@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from crelle.bench.trace import TraceRequest
 
 _GIVE_UP = 8  # requests that may fail before any was answered
-_WAITS = ("first token s, p50/p90/p99", "ms a token, p50/p90/p99")
+_WAITS = ("first token ms, p50/p99", "ms a token, p50/p90/p99")
+_SHARES = "time in prompts / decoding"
 
 
 def over_http(
@@ -62,7 +63,7 @@ def over_http(
             f"{r.requests_per_second:.2f}",
             str(r.requests - r.failures),
             str(r.failures),
-            _waits(r.first_token, 1.0, "{:.2f}"),
+            _first_token(r.first_token),
             _waits(r.per_token, 1e3, "{:.1f}"),
         )
     show(table)
@@ -74,6 +75,10 @@ def over_http(
 
 def _waits(p: "Percentiles | None", unit: float, form: str) -> str:
     return "–" if p is None else " / ".join(form.format(unit * v) for v in (p.p50, p.p90, p.p99))
+
+
+def _first_token(p: "Percentiles | None") -> str:
+    return "–" if p is None else f"{1e3 * p.p50:.1f} / {1e3 * p.p99:.1f}"
 
 
 def show_rows(rows: list[Any]) -> None:
@@ -98,13 +103,16 @@ def show_rows(rows: list[Any]) -> None:
                 out.print(f"no breakdown: {r.no_breakdown}", highlight=False, markup=False, soft_wrap=True)
     if served:
         out.print(f"{served[0].model}, {served[0].device}", highlight=False)
-        table = Table(scheme, "cache", "traffic", "within", "tokens/s", "requests/s", *_WAITS, "pages", "preempted")
+        table = Table(
+            scheme, "cache", "traffic", "within", "tokens/s", "requests/s", *_WAITS, _SHARES, "pages", "preempted"
+        )
         for s in served:
             table.add_row(
                 *(s.scheme, s.kv, s.traffic, s.memory or "–"),
                 *(f"{s.tokens_per_second:.1f}", f"{s.requests_per_second:.2f}"),
-                _waits(s.first_token, 1.0, "{:.2f}"),
+                _first_token(s.first_token),
                 _waits(s.per_token, 1e3, "{:.1f}"),
+                f"{s.prefill_share:.0%} / {1 - s.prefill_share:.0%}",
                 f"{s.mean_pages / s.pages:.0%}, at most {s.most_pages / s.pages:.0%}",
                 str(s.preemptions),
             )

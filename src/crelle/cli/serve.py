@@ -20,9 +20,20 @@ def run(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0: one that is free.")] = 8000,
     memory: Annotated[
-        str | None, typer.Option("--memory", help="For weights and cache together, like 24GB; default: see the banner.")
+        str | None,
+        typer.Option(
+            "--memory",
+            help="For weights, working space and cache together, like 24GB; default: 90% of the free memory of a GPU, "
+            "or a cache of at most a quarter of a CPU's.",
+        ),
     ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", help="Sequences that run at once.")] = 32,
+    max_batch: Annotated[
+        int | None, typer.Option("--max-batch", help="Sequences that run at once; default: what the memory holds.")
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option("--budget", help="Tokens of a step, prompts included; default: 512 to 2048, as memory allows."),
+    ] = None,
     queue_limit: Annotated[int, typer.Option("--queue-limit", help="Prompts that may wait; one more gets 429.")] = 256,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a whole request may take.")] = 600.0,
     grace: Annotated[float, typer.Option("--grace", help="Seconds to finish what runs after SIGTERM.")] = 30.0,
@@ -104,9 +115,14 @@ def run(
     )
     use_threads(options.threads)
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
-    with err.status(f"loading {model}"):
-        llm = options.load(model)
-        engine = Engine(llm, memory=memory, max_batch=max_batch, queue_limit=queue_limit, batch_invariant=exact)
+    try:
+        with err.status(f"loading {model}"):
+            llm = options.load(model)
+            limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "queue_limit": queue_limit}
+            engine = Engine(llm, batch_invariant=exact, **limits)  # type: ignore[arg-type]
+    except BaseException:
+        sock.close()
+        raise
     logs.set_up()
 
     def on_start(server: "Server") -> None:
@@ -134,19 +150,24 @@ def _facts(server: "Server") -> dict[str, Any]:
         "kv": str(state.engine.kv),
         "exact": state.engine.runner.batch_invariant,
         "pages": plan.pages,
-        "bytes": {"weights": plan.weights, "working": plan.working, "cache": plan.cache},
+        "cached_tokens": plan.tokens,
+        "bytes": {"total": plan.total, "weights": plan.weights, "working": plan.working, "cache": plan.cache},
+        "memory": plan.reason,
         "context": plan.context,
+        "longest": state.room,
         "max_batch": plan.max_batch,
+        "budget": plan.budget,
         "queue_limit": state.engine.queue_limit,
         "keys": len(state.settings.keys.digests),
     }
 
 
 def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
+    from crelle.engine.memory import show_bytes
     from crelle.version import __version__
 
     state = server.state
-    settings, bits = state.settings, facts["precisions"]
+    settings, bits, plan = state.settings, facts["precisions"], state.engine.plan
     choice = f", at {', '.join(map(str, bits))} bits as each request asks" if bits else ""
     keys = (
         f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}"
@@ -156,12 +177,16 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
     rows = {
         "model": facts["model"],
         "weights": facts["scheme"] + choice,
-        "memory": str(state.engine.plan),
-        "limits": f"batch {facts['max_batch']}, {facts['queue_limit']} requests may wait, {settings.timeout:g} s each",
+        "memory": f"{show_bytes(plan.total)}: {plan.reason}",
+        "": plan.parts,
+        "limits": f"{plan.max_batch} sequences at once, {plan.budget} tokens a step (--max-batch, --budget to change), "
+        f"{facts['queue_limit']} requests may wait, {settings.timeout:g} s each",
         "keys": keys,
         "address": f"{server.address}/v1 for clients, {server.address} to play",
     }
     lines = [f"crelle {__version__} serves", *(f"  {name:<8} {said}" for name, said in rows.items())]
+    if state.room < plan.context:
+        lines.append(f"  the cache holds sequences of {state.room} tokens, fewer than the model's {plan.context}")
     if not settings.loopback and not settings.keys:
         lines.append("  other machines can reach this address, and no key is asked for: see --api-key-file")
     return [*lines, "  Ctrl-C or SIGTERM ends it"]

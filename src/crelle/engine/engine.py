@@ -32,6 +32,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from importlib import import_module
 from threading import Lock, RLock, Thread, current_thread
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -39,13 +40,15 @@ from torch import Tensor
 from crelle.engine.block_manager import BlockManager
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
-from crelle.engine.memory import default_pages, plan
+from crelle.engine.machine_memory import out_of_memory
+from crelle.engine.memory import show_bytes
+from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.output import OnEvent, OutputState, QueueFullError
 from crelle.engine.sampler import Sampler, Sampling, likeliest, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
-from crelle.engine.stats import Stats
+from crelle.engine.stats import Stats, StepClock
 from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
@@ -55,7 +58,7 @@ from crelle.kernels.cuda.graph_inputs import PendingTokens
 __all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
-_Ahead = tuple[Step, PendingTokens]
+_Ahead = tuple[Step, PendingTokens, float]  # and when it was started
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
 
 
@@ -70,8 +73,8 @@ class Engine:
         memory: str | int | None = None,
         pages: int | None = None,
         max_pages: int | None = None,
-        max_batch: int = 32,
-        budget: int = 512,
+        max_batch: int | None = None,
+        budget: int | None = None,
         watermark: int = 1,
         sharing: bool = True,
         queue_limit: int | None = None,
@@ -82,10 +85,11 @@ class Engine:
         """Allocate the cache.
 
         kv: how it stores keys and values; default: as the LLM was loaded.
-        memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: pages for
-            max_batch whole contexts, at most 4 GiB.  max_pages: to which the cache grows where `pages` do not suffice.
-        max_batch: sequences that run at once.  budget: tokens of a step.  watermark: see Scheduler.  sharing: see
-            BlockManager.  queue_limit: sequences that may wait; one more is refused.
+        memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: what fits the
+            machine (memory_defaults).  max_pages: to which the cache grows where `pages` do not suffice.
+        max_batch: sequences that run at once.  budget: tokens of a step. Defaults: what fits the memory; with `pages`
+            32 and 512.  watermark: see Scheduler.  sharing: see BlockManager.
+        queue_limit: sequences that may wait; one more is refused.
         batch_invariant: see crelle.models.eager_executor.  spare, exact: older names of watermark, batch_invariant.
         """
         if memory is not None and pages is not None:
@@ -93,15 +97,26 @@ class Engine:
         watermark = watermark if spare is None else spare
         batch_invariant = exact if batch_invariant is None else batch_invariant
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
-        models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if memory is not None else [])
-        if memory is None and pages is None:
-            pages = default_pages(llm.model, self.kv, [llm.model.spec.context] * max_batch)
-        self.plan = plan(models, self.kv, memory=memory, pages=pages, max_batch=max_batch, budget=budget)
+        counted = memory is not None or (pages is None and llm.model.device.type == "cuda")
+        models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if counted else [])
+        limits = {"memory": memory, "pages": pages, "max_batch": max_batch, "budget": budget}
+        self.plan = choose_plan(models, self.kv, **limits)  # type: ignore[arg-type]
         self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
         self.scheduler = Scheduler(
-            self.blocks, context=llm.model.spec.context, max_batch=max_batch, budget=budget, watermark=watermark
+            self.blocks,
+            context=llm.model.spec.context,
+            max_batch=self.plan.max_batch,
+            budget=self.plan.budget,
+            watermark=watermark,
         )
-        self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
+        try:
+            self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            raise CapacityError(
+                f"the cache of {show_bytes(self.plan.cache)} cannot be allocated: {self.plan}"
+            ) from None
         self.queue_limit = queue_limit
         self.thread: Thread | None = None  # which steps the engine, where it has one: see AsyncEngine
         self.on_work: Callable[[], None] | None = None  # called when a request comes
@@ -114,6 +129,7 @@ class Engine:
         self._quit: BaseException | None = None  # to be raised when the step is over
         self._lock, self._stepping = RLock(), Lock()
         self._counts = dict.fromkeys(("steps", "run", "sampled", "reused", "preemptions", "finished", "failed"), 0)
+        self._clock = StepClock()
 
     def add(
         self,
@@ -204,7 +220,8 @@ class Engine:
         with self._lock:
             n, s, b = self._counts, self.scheduler, self.blocks
             now = (len(s.waiting), len(s.running), b.pages, b.used, b.cached)
-        return Stats(*now, *n.values())
+        seconds = {"prefill_seconds": self._clock.prefill, "decode_seconds": self._clock.decode}
+        return replace(Stats(*now, *n.values()), **seconds)  # type: ignore[arg-type]
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
@@ -277,6 +294,7 @@ class Engine:
 
     def _run(self, step: Step, before: "_Ahead | None") -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""
+        begun = perf_counter()
         try:
             with self.llm.lock:
                 started = self.runner.start(step) if self._starts(step) else None
@@ -288,7 +306,7 @@ class Engine:
         if before:
             self._resolve(*before)
         if started is not None:
-            self._ahead = step, started
+            self._ahead = step, started, begun
             return
         if before:
             with self._lock:
@@ -299,6 +317,7 @@ class Engine:
         except BaseException as e:
             self._abort(step, e)
             return
+        self._clock.ended(step.prefills, begun)
         with self._lock:
             self.scheduler.update(step, sampled)
         for s, token in zip(step.samples, sampled, strict=True):
@@ -312,7 +331,7 @@ class Engine:
         states = (self._active[s][1] for s in step.samples)
         return all(g.top is None and g.sampler.greedy for g in states) and self.runner.starts(step)
 
-    def _resolve(self, step: Step, started: PendingTokens) -> None:
+    def _resolve(self, step: Step, started: PendingTokens, begun: float) -> None:
         """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
         lost: BaseException | None = None
         try:
@@ -320,6 +339,7 @@ class Engine:
                 tokens = started.tokens()
         except BaseException as e:
             tokens, lost = [UNKNOWN] * len(step.samples), e
+        self._clock.ended(step.prefills, begun)
         for s, token in zip(step.samples, tokens, strict=True):
             try:
                 with self._lock:

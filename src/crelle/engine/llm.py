@@ -17,6 +17,7 @@ from weakref import proxy
 
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
+from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, Piece, StreamChunk
 from crelle.engine.sampler import Sampling
@@ -142,19 +143,21 @@ class LLM(LoadedModel):
 
     def _take_engine(self, prompt: int, more: int) -> Engine:
         """Return an engine for one sequence that no other call uses, with pages for its prompt and its first tokens."""
-        pages = -(-min(prompt + min(more, _FIRST), self.model.spec.context) // self.kv.page)
+        whole = -(-(min(prompt + more, self.model.spec.context) - 1) // self.kv.page)  # the last token is not stored
+        pages = min(whole, -(-(prompt + _FIRST) // self.kv.page))
         while True:
             try:
                 engine = self._idle.pop()  # atomic: no lock is held where a stream may be collected
             except IndexError:
                 break
-            if engine.kv == self.kv and engine.stopped is None:
+            if engine.kv == self.kv and engine.stopped is None and engine.blocks.max_pages >= whole:
                 engine.reserve(pages)
                 return engine
         # A proxy: an engine that held its owner would keep the weights in memory until the next garbage collection.
         # Without prefix sharing, so that a prompt's second run takes the time, and on a GPU has the bits, of its first.
-        whole = -(-self.model.spec.context // self.kv.page)
-        return Engine(proxy(self), pages=pages, max_pages=whole, max_batch=1, budget=_BUDGET, sharing=False)
+        most = most_pages(self.model, self.kv)
+        limits = {"pages": min(pages, max(1, most)), "max_pages": most, "max_batch": 1, "budget": _BUDGET}
+        return Engine(proxy(self), **limits, sharing=False)  # type: ignore[arg-type]
 
     def _keep(self, engine: Engine) -> None:
         """Keep one engine for the next call; on a GPU it has captured graphs."""

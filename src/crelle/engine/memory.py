@@ -5,12 +5,16 @@
 weights         what the kernels multiply with, at every precision that is served, the embedding and the norms. On a
                 CPU the file they came from stays mapped, and the system may drop those pages at any time: not counted.
 working space   the activations of one step: its residual stream, the widest layer, the logits of all sampled rows; on a
-                GPU also a prompt's keys and values in 16 bits, and workspaces of cuBLAS and split-K
+                GPU also a prompt's keys and values in 16 bits, block tables, the angles of rope, and workspaces of
+                cuBLAS and split-K
 pages           the rest: keys and values of all layers, scales and zeros counted
+
+What a budget is where none was given: crelle.engine.memory_defaults.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +24,7 @@ from torch import Tensor
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv import KVFormat
+from crelle.kernels.cuda.graph_inputs import BUCKETS, MAX_POSITIONS
 from crelle.kernels.reference_attention import SLAB
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.executors import page_dtype
@@ -27,8 +32,9 @@ from crelle.models.loader import Model
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+TYPICAL = 1024  # tokens of a sequence by which batches are estimated
+_LEAST_PAGE = 16  # tokens of a page on a GPU, at least
 _ASIDE = 128 << 20  # bytes: cuBLAS's workspaces, 32 MiB for each of three streams; sums of parts
-_CACHE = 4 << 30  # bytes of pages at most, where no budget was given
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 
@@ -68,6 +74,8 @@ class MemoryPlan:
     pages: int
     context: int
     max_batch: int
+    budget: int = 0  # tokens of a step
+    reason: str = ""  # where `total` comes from
 
     @property
     def cache(self) -> int:
@@ -86,13 +94,21 @@ class MemoryPlan:
         """Return how many sequences of so many tokens can run at once."""
         return min(self.max_batch, self.pages // -(-tokens // self.kv.page))
 
-    def __str__(self) -> str:
-        typical = min(1024, self.context)
+    @property
+    def typical(self) -> int:
+        """Tokens of a sequence by which batches are estimated."""
+        return min(TYPICAL, self.context)
+
+    @property
+    def parts(self) -> str:
         return (
-            f"{show_bytes(self.total)}: weights {show_bytes(self.weights)}, working space {show_bytes(self.working)}, "
+            f"weights {show_bytes(self.weights)}, working space {show_bytes(self.working)}, "
             f"{self.pages} pages of {self.kv.page} tokens at {self.kv} {show_bytes(self.cache)}; room for {self.tokens}"
-            f" tokens, {self.batch(typical)} sequences of {typical} at once"
+            f" tokens, {self.batch(self.typical)} sequences of {self.typical} at once"
         )
+
+    def __str__(self) -> str:
+        return f"{show_bytes(self.total)}: {self.parts}"
 
 
 def plan(
@@ -100,18 +116,23 @@ def plan(
 ) -> MemoryPlan:
     """Share out a memory budget among the models' precisions, working space and pages; or take `pages` as given."""
     models = list(models)
-    spec, each = models[0].spec, page_bytes(models[0], kv)
-    weights, working = weight_bytes(models), working_bytes(models[0], max_batch, budget)
+    model, each, weights = models[0], page_bytes(models[0], kv), weight_bytes(models)
+
+    def working(pages: int) -> int:
+        return working_bytes(model, max_batch, budget, pages * kv.page)
+
     if pages is None:
         assert memory is not None, "give a budget or the number of pages"
         size = parse_bytes(memory)
-        if (pages := (size - weights - working) // each) < 1:
+        most = max(0, size - weights) // each
+        over = range(1, most + 1)  # the working space grows with the pages, up to the context
+        if (pages := bisect_left(over, True, key=lambda n: weights + working(n) + n * each > size)) < 1:
             raise CapacityError(
                 f"a budget of {show_bytes(size)} holds no cache: weights take {show_bytes(weights)}, working space "
-                f"{show_bytes(working)}, one page of {kv.page} tokens {show_bytes(each)}; give it more memory, or "
+                f"{show_bytes(working(1))}, one page of {kv.page} tokens {show_bytes(each)}; give it more memory, or "
                 "choose fewer bits, a smaller batch or a smaller token budget"
             )
-    return MemoryPlan(kv, weights, working, each, pages, spec.context, max_batch)
+    return MemoryPlan(kv, weights, working(pages), each, pages, model.spec.context, max_batch, budget)
 
 
 def kv_heads(model: Model) -> int:
@@ -130,30 +151,31 @@ def page_bytes_of(spec: DecoderSpec, kv: KVFormat, element_size: int) -> int:
     return sum(own.page_bytes(*each) for own in kv.layers(len(spec.layers)))
 
 
-def default_pages(model: Model, kv: KVFormat, lengths: Sequence[int]) -> int:
-    """Return pages for sequences of these lengths, as far as 4 GiB go; at least for one of the longest."""
-    context = model.spec.context
-    need = [-(-min(n, context) // kv.page) for n in lengths]
-    wanted = sum(need) + len(need)  # the watermark of Scheduler
-    return max(max(need), min(wanted, _CACHE // page_bytes(model, kv)))
+def working_bytes(model: Model, max_batch: int, budget: int, tokens: int | None = None) -> int:
+    """Bound the values that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor.
 
-
-def working_bytes(model: Model, max_batch: int, budget: int) -> int:
-    """Bound the values that a step of `budget` tokens holds at one time: see EagerExecutor, CudaExecutor."""
+    tokens: that the cache holds, where they are fewer than the context.
+    """
     return working_bytes_of(
-        model.spec, max_batch, budget, model.dtype.itemsize if model.device.type == "cuda" else None
+        model.spec, max_batch, budget, model.dtype.itemsize if model.device.type == "cuda" else None, tokens
     )
 
 
-def working_bytes_of(c: DecoderSpec, max_batch: int, budget: int, gpu_element_size: int | None) -> int:
+def working_bytes_of(
+    c: DecoderSpec, max_batch: int, budget: int, gpu_element_size: int | None, tokens: int | None = None
+) -> int:
     """Return the same of a decoder that is only described; bytes of an activation on a GPU, None on a CPU."""
     row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
     scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together
     logits = 4 * 3 * max_batch * c.vocabulary  # their softmax, one sorted
     if gpu_element_size is None:
         return 4 * budget * (row + scores) + logits
-    read = 2 * c.kv_heads * c.head_size * c.context
-    return max(4 * budget * (row + scores), gpu_element_size * (budget * row + read) + _ASIDE) + logits
+    longest = c.context if tokens is None else min(c.context, tokens)
+    read = 2 * c.kv_heads * c.head_size * longest
+    tables = 4 * BUCKETS[-1] * -(-longest // _LEAST_PAGE)  # of pages
+    angles = 4 * c.head_size * (c.context if c.context <= MAX_POSITIONS else longest) * len(c.ropes)
+    step = max(4 * budget * (row + scores), gpu_element_size * (budget * row + read) + _ASIDE)
+    return step + logits + tables + angles
 
 
 def weight_bytes(models: Iterable[Model]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
-from crelle.engine.memory import default_pages
+from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.output import Completion
 from crelle.engine.sampler import Sampling
 from crelle.errors import SchemeError
@@ -19,14 +19,14 @@ def generate_all(
     bits: int | None = None,
     kv: KVFormat | str | int | None = None,
     memory: str | int | None = None,
-    max_batch: int = 32,
-    budget: int = 512,
+    max_batch: int | None = None,
+    budget: int | None = None,
     batch_invariant: bool | None = None,
     exact: bool | None = None,
 ) -> list[Completion]:
     """Continue many prompts at once, each with the same sampling or its own; the first error is raised.
 
-    The options are those of Engine.
+    The options are those of Engine; without them the batch and the cache are what fits the machine and the prompts.
     """
     each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
     if len(each) != len(prompts):
@@ -35,9 +35,10 @@ def generate_all(
         return []
     ids = [llm.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
     stored = llm.kv if kv is None else KVFormat.parse(kv)
-    longest = sorted((len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)), reverse=True)[:max_batch]
-    pages = default_pages(llm.model, stored, longest) if memory is None else None
-    limits = {"memory": memory, "pages": pages, "max_batch": max_batch, "budget": budget}
+    lengths = [len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)]
+    limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "lengths": lengths}
+    fits = choose_plan([llm.at(bits)], stored, **limits)  # type: ignore[arg-type]
+    limits = {"pages": fits.pages, "max_batch": fits.max_batch, "budget": fits.budget}
     engine = Engine(llm, kv=stored, batch_invariant=batch_invariant, exact=exact, **limits)  # type: ignore[arg-type]
     handles = [engine.add(i, s, bits=bits) for i, s in zip(ids, each, strict=True)]
     engine.run()

@@ -94,6 +94,11 @@ class Step:
         return sum(chunk.end - chunk.start for chunk in self.chunks)
 
     @property
+    def prefills(self) -> bool:
+        """Whether some of the tokens are a prompt's, or a chunk of one."""
+        return bool(self.chunks) and self.chunks[-1].end - self.chunks[-1].start > 1
+
+    @property
     def samples(self) -> tuple[Sequence, ...]:
         """The sequences that get a token, in the order in which `update` expects them."""
         return tuple(s for chunk in self.chunks for s in chunk.samples)

@@ -1,6 +1,7 @@
 """What `Engine.stats` returns and the server's metrics show: queue and pages now, totals since the start."""
 
 from dataclasses import dataclass
+from time import perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +20,22 @@ class Stats:
     preemptions: int
     finished: int
     failed: int
+    prefill_seconds: float = 0.0  # in steps with tokens of prompts, decoding sequences beside them included
+    decode_seconds: float = 0.0  # in steps of decoding alone
+
+
+class StepClock:
+    """How long steps ran, by kind. A step that was started while another ran counts from that one's end."""
+
+    def __init__(self) -> None:
+        self.prefill = self.decode = 0.0  # seconds
+        self._last = 0.0
+
+    def ended(self, prefills: bool, begun: float) -> None:
+        """Take note of the end of a step that was begun at a time of perf_counter."""
+        now = perf_counter()
+        took, self._last = now - max(begun, self._last), now
+        if prefills:
+            self.prefill += took
+        else:
+            self.decode += took

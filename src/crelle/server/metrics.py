@@ -1,7 +1,7 @@
 """Metrics for Prometheus. What is counted here and in the engine is collected when its page is asked for."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
 
 from prometheus_client import Histogram, generate_latest
@@ -11,8 +11,9 @@ from prometheus_client.registry import Collector
 from crelle.engine.output import Output
 from crelle.engine.stats import Stats
 
-_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
+_FIRST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_RECENT = 1024  # sequences of which the median and the 99th percentile are shown
 _WINDOW = 5.0  # seconds over which tokens per second are counted
 
 
@@ -43,6 +44,7 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
         self.first = histogram("crelle_time_to_first_token_seconds", "from arrival to the first token", _FIRST)
+        self.recent_first: deque[float] = deque(maxlen=_RECENT)
         self.each = histogram("crelle_time_per_token_seconds", "mean of a sequence's tokens after the first", _EACH)
         self.speed, self.finishing = Rate(), Rate()
         self.running = self.waiting = 0  # HTTP requests for completions with, and still without, a first token
@@ -57,6 +59,7 @@ class Metrics:
         done = output.completion
         if done.tokens:
             self.first.observe(done.first_token_seconds)
+            self.recent_first.append(done.first_token_seconds)
         if done.tokens_per_second > 0:
             self.each.observe(1 / done.tokens_per_second)
 
@@ -99,15 +102,29 @@ class Metrics:
             ("crelle_disconnects_total", "clients that left before their answer", self.disconnects),
             ("crelle_slow_readers_total", "streams ended because the client did not read them", self.slow_readers),
             ("crelle_timeouts_total", "requests that took too long", self.timeouts),
+            ("crelle_prefill_seconds_total", "time of steps with tokens of prompts", stats.prefill_seconds),
+            ("crelle_decode_seconds_total", "time of steps of decoding alone", stats.decode_seconds),
         ]
         requests = CounterMetricFamily(
             "crelle_requests_total", "HTTP requests by path and status; 499: the client left", labels=["path", "status"]
         )
         for (path, status), count in sorted(self.requests.items()):
             requests.add_metric([path, str(status)], count)
+        first = GaugeMetricFamily(
+            "crelle_recent_time_to_first_token_seconds", f"of the last {_RECENT} sequences", labels=["quantile"]
+        )
+        for share, seconds in quantiles(self.recent_first, (0.5, 0.99)):
+            first.add_metric([str(share)], seconds)
         found: list[Metric] = [GaugeMetricFamily(name, says, value) for name, says, value in now]
         found += [CounterMetricFamily(name, says, value) for name, says, value in ever]
-        return generate_latest(_Collected([*found, requests, *self.first.collect(), *self.each.collect()]))
+        return generate_latest(_Collected([*found, requests, first, *self.first.collect(), *self.each.collect()]))
+
+
+def quantiles(values: Iterable[float], shares: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Yield the values below which these shares of all lie; nothing of no values."""
+    if ordered := sorted(values):
+        for share in shares:
+            yield share, ordered[round(share * (len(ordered) - 1))]
 
 
 class _Collected(Collector):

@@ -19,6 +19,7 @@ from crelle.kernels.cuda import activations
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
+from crelle.kernels.cuda.graph_inputs import MAX_POSITIONS
 from crelle.kernels.executor import DecoderModules
 from crelle.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
 
@@ -30,6 +31,8 @@ def lacks(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
     """Return what of a spec these kernels lack, or None."""
     from crelle.kernels.cuda.decode_attention import supports as attention_supports
 
+    if spec.ropes and spec.context > MAX_POSITIONS:
+        return f"the step has tables of the angles of up to {MAX_POSITIONS} positions, not {spec.context}"
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
         if layer.placement == "post" or layer.parallel:

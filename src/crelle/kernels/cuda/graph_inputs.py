@@ -9,6 +9,7 @@ from crelle.kernels.cuda.embed_argmax import Argmax
 from crelle.kernels.executor import Chunk
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+MAX_POSITIONS = 1 << 22  # of the tables of angles, which are made for the whole context: 2 GiB for heads of 128
 MAX_SAMPLES = 1024  # tokens that `CudaExecutor.sample` can take at a time
 
 
