@@ -142,7 +142,7 @@ def test_eval_uses_the_documentation_of_python_by_default(tiny_model: Path) -> N
     assert succeed("eval", tiny_model, "--context", 90, "--tokens", 180, "--json").json["tokens"] == 178
 
 
-# generate, chat ----------------------------------------------------------------------------------------------------
+# generate ----------------------------------------------------------------------------------------------------------
 
 
 def test_generate_equals_the_library(quantized: Path) -> None:
@@ -178,23 +178,6 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model: Path) -> None
     a, b = succeed(*args, "-", stdin="naïve\nlines").json, succeed(*args, "naïve\nlines").json
     assert a["tokens"] == b["tokens"]
     assert a["prompt_tokens"] == 13  # BOS and every byte, the line break too
-
-
-def test_chat_answers_line_by_line(tiny_model: Path) -> None:
-    seen = succeed("chat", tiny_model, "--system", "Be", "--max-tokens", 4, "--json", stdin="Hi\nYo\n\nnot read\n").json
-    talk = seen["messages"]
-    assert [m["role"] for m in talk] == ["system", "user", "assistant", "user", "assistant"]
-    assert [m["content"] for m in talk if m["role"] != "assistant"] == ["Be", "Hi", "Yo"]
-    llm = LLM.load(tiny_model)
-    for at in (2, 4):
-        ids = llm.tokenizer.encode_chat(talk[:at])
-        assert talk[at]["content"] == llm.generate(ids, Sampling(max_tokens=4)).text
-
-
-def test_chat_without_json_prints_the_answers(tiny_model: Path) -> None:
-    llm = LLM.load(tiny_model)
-    expected = llm.generate(llm.tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), Sampling(max_tokens=4)).text
-    assert succeed("chat", tiny_model, "--max-tokens", 4, stdin="Hi\n").out == f"{expected}\n"
 
 
 # explain, doctor ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
     from crelle.formats.base import QuantTensor
-    from crelle.formats.open import Weights
 
 Plot = Annotated[
     Path | None,
@@ -71,7 +70,7 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.open import open_weights
+    from crelle.formats.open import open_weights, scheme_of
     from crelle.models.nested import offered
     from crelle.quantizers.pipeline import is_layer
 
@@ -94,7 +93,7 @@ def describe(model: Any) -> dict[str, Any]:
     root = weights.path
     files = [root] if root.is_file() else [f for f in root.iterdir() if f.is_file()]
     return {
-        "scheme": _scheme(weights),
+        "scheme": scheme_of(weights),
         "overrides": weights.quantization["overrides"] if isinstance(weights, Checkpoint) else {},
         "bits_per_weight": 8 * size / count,
         "bytes": size,
@@ -145,12 +144,3 @@ def _draw(model: Path, path: Path) -> None:
             if (w := weights.matrix(name)).quantized:
                 rows.append(group_ranges(name, w))
     draw_whole(path, lambda made: heat_map(made, rows))
-
-
-def _scheme(weights: "Weights") -> str:
-    from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.importers.base import EncodedDirectory
-
-    if isinstance(weights, Checkpoint):
-        return weights.scheme
-    return f"quantized by {weights.method}" if isinstance(weights, EncodedDirectory) else "not quantized by Crelle"
