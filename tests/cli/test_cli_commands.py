@@ -10,7 +10,7 @@ from conftest import write_tiny_model
 from in_process import run, succeed
 
 from crelle import LLM, Sampling, perplexity
-from crelle.cli import console
+from crelle.cli import console, evaluate
 from crelle.version import __version__
 
 SCHEME = "bcq:bits=3,group=24"
@@ -130,6 +130,31 @@ def test_eval_equals_the_function(quantized: Path, text: Path, more: list[str]) 
     result = perplexity(LLM.load(quantized, device="cpu"), text.read_text(), context=64, **options)
     assert seen["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
     assert (seen["tokens"], seen["windows"], seen["context"]) == (result.tokens, result.windows, 64)
+
+
+def test_eval_without_tokens_evaluates_the_beginning_of_a_long_text(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "DEFAULT_TOKENS", 200)
+    (long := tmp_path / "long.txt").write_text("x" * 1000)
+    args = ("eval", tiny_model, "--text", long, "--context", 65)  # BOS and 64 tokens
+    seen = succeed(*args, "--json").json
+    assert (seen["tokens"], seen["text_tokens"]) == (192, 1000)
+    assert succeed(*args, "--tokens", "all", "--json").json["tokens"] == 960
+    assert succeed(*args, "--tokens", 400, "--json").json["tokens"] == 384
+    shown = succeed(*args)
+    assert "over the first 192 of 1,000 tokens (--tokens all for the whole text)" in shown.out
+    assert "--tokens all" not in succeed(*args, "--tokens", "all").out
+    for compared in (("--against", tiny_model), ("--kl", "--kv", 8)):
+        seen = succeed(*args, *compared, "--json").json
+        assert (seen["tokens"], seen["text_tokens"]) == (192, 1000)
+
+
+def test_eval_has_a_window_even_where_it_is_longer_than_the_default(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "DEFAULT_TOKENS", 50)
+    assert succeed("eval", tiny_model, "--context", 90, "--json").json["windows"] == 1
 
 
 def test_eval_for_people(quantized: Path, text: Path) -> None:
@@ -262,6 +287,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "a window of 97 tokens does not fit the model's context of 96",
     ),
     "tokens below one": ("eval {tiny} --text {text} --context 64 --tokens -1", "tokens must be at least 1"),
+    "tokens in words": ("eval {tiny} --tokens many", "--tokens takes a number of tokens or 'all', not 'many'"),
     "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "there is no scheme 'magic'"),
     "unknown setting": ("quantize {tiny} {tmp}/q --scheme rtn:colour=4", "has no setting 'colour'"),
     "group 0": ("quantize {tiny} {tmp}/q --scheme rtn:group=0", "group must be at least 1"),

@@ -160,7 +160,7 @@ def _at_a_terminal() -> bool:
 def _half_typed() -> str:
     """Return what stood on the line that Ctrl-C cleared."""
     readline = sys.modules.get("readline")
-    return readline.get_line_buffer() if readline and sys.stdout.isatty() else ""  # type: ignore[no-any-return]
+    return readline.get_line_buffer() if readline and sys.stdout.isatty() else ""
 
 
 def _ask() -> str:
