@@ -11,6 +11,7 @@ from in_process import run, succeed
 
 from crelle import LLM, Sampling, perplexity
 from crelle.cli import console, evaluate
+from crelle.cli.inspect_table import kinds
 from crelle.version import __version__
 
 SCHEME = "bcq:bits=3,group=24"
@@ -91,11 +92,38 @@ def test_the_head_has_8_bits_unless_told_otherwise(
     assert made["bits_per_weight"] == pytest.approx(8 * sum(x["bytes"] for x in inside) / weights)
 
 
-def test_inspect_shows_a_table(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console.out, "width", 160)
+def test_inspect_shows_one_row_per_kind_of_matrix_in_80_columns(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
     shown = succeed("inspect", quantized).out
-    assert "model.layers.2.self_attn.q_proj" in shown
-    assert f"{SCHEME}: " in shown
+    *table, summary = [line.rstrip() for line in shown.splitlines() if line.strip()]
+    rows = {line.split()[0]: line.split()[1:] for line in table[table.index(max(table, key=lambda x: x.count("─"))) :]}
+    layer = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert rows.keys() >= layer | {"embed_tokens", "lm_head"}
+    assert len(rows) == 1 + 9  # and the line under the header
+    assert rows["up_proj"][:7] == ["3", "bcq", "100", "x", "72", "3", "24"]
+    assert "…" not in shown
+    assert max(map(len, table)) <= 80
+    assert summary.startswith(f"{SCHEME}: ")
+    seen = succeed("inspect", quantized, "--json").json
+    assert sum(kind["bytes"] for kind in seen["kinds"]) == sum(x["bytes"] for x in seen["layers"])
+
+
+def test_inspect_all_shows_every_matrix_with_its_whole_name(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
+    shown = succeed("inspect", quantized, "--all").out
+    assert "…" not in shown
+    for name in (x["name"] for x in succeed("inspect", quantized, "--json").json["layers"]):
+        assert name in shown
+
+
+def test_kinds_of_matrices_with_the_same_last_name_are_told_apart() -> None:
+    layer = {"format": "dense", "shape": [8, 8], "bits": 16, "group": 8, "shares": {}, "outliers": 0, "bytes": 128}
+    names = [f"h.{i}.{part}.c_proj" for i in range(2) for part in ("attn", "mlp")]
+    names += [f"h.{i}.moe.experts.{j}.w1" for i in range(2) for j in range(4)]
+    found = kinds([{**layer, "activation": None, "name": name} for name in names])
+    assert [(kind["name"], kind["count"]) for kind in found] == [("attn.c_proj", 2), ("mlp.c_proj", 2), ("w1", 8)]
 
 
 def test_inspect_of_an_unquantized_model(tiny_model: Path) -> None:
