@@ -255,11 +255,32 @@ def test_explain_lists_a_tied_head(tmp_path: Path) -> None:
     assert set(layers) == {x.name for x in LLM.load(path).model.linears()}
 
 
-def test_explain_for_people(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console.out, "width", 200)
+def test_explain_for_people_is_short_and_the_reasons_come_on_demand(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
     shown = succeed("explain", quantized).out
-    assert "more like it" in shown
-    assert "could run it, but is less preferred" in shown
+    assert shown.startswith("generation and serving: ")  # the executor first
+    assert len(shown.splitlines()) < 20
+    assert "k_proj" in shown
+    assert "less preferred" not in shown
+    assert "--why" in shown
+    whole = succeed("explain", quantized, "--why").out
+    assert "not reference: could run it, but is less preferred" in whole
+    assert "not cuda: runs on a GPU" in whole
+    assert "not torch: could run it, but is slower" in whole or "torch, layer by layer" in whole
+
+
+def test_explain_says_without_being_asked_why_a_slow_path_runs(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crelle.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_load", lambda: "is not built here")
+    shown = succeed("explain", quantized, "--device", "cpu").out
+    assert re.search(r"torch, layer by layer\n    not cpu-fused: .*", shown)
+    assert re.search(r"(dequantized|reference) runs .*\n    not cpu: .*is not built here", shown)
+    assert "not cuda" not in shown
 
 
 def test_doctor_checks_the_installation() -> None:
