@@ -200,3 +200,12 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
         for p in (made, tmp_path / "g")
     )
     assert one == two
+
+
+def test_rounded_embedding_is_reported_for_people_and_in_json(source: Path, tmp_path: Path) -> None:
+    in_process.succeed("quantize", source, tmp_path / "q", "--scheme", "rtn:bits=4,group=32")  # a head of 8 bits
+    done = in_process.succeed("export", tmp_path / "q", tmp_path / "g", "--json")
+    (sentence,) = (line for line in done.json["warnings"] if line.startswith("model.embed_tokens"))
+    assert "GPTQ cannot hold: written as fp16" in sentence
+    assert "of its values are rounded, by at most" in sentence
+    assert f"warning: {sentence}" in done.err
