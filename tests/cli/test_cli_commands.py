@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -286,13 +287,35 @@ def test_explain_says_without_being_asked_why_a_slow_path_runs(
 def test_doctor_checks_the_installation() -> None:
     seen = succeed("doctor", "--json").json
     assert seen["crelle"] == __version__
-    assert {"python", "torch", "C++ kernels", "CUDA", "CUDA kernels", "transformers", "gguf", "cache"} <= {
-        c["what"] for c in seen["checks"]
-    }
+    assert {
+        "python",
+        "torch",
+        "C++ kernels",
+        "CUDA",
+        "CUDA kernels",
+        "transformers",
+        "gguf",
+        "cache",
+        "aiohttp",
+        "msgspec",
+        "prometheus-client",
+    } <= {c["what"] for c in seen["checks"]}
     assert {c["state"] for c in seen["checks"]} <= {"ok", "absent", "problem"}
     assert all(c["detail"] for c in seen["checks"])
     shown = succeed("doctor").out
     assert all(c["what"] in shown for c in seen["checks"])
+
+
+def test_doctor_says_what_the_server_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "msgspec":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("crelle.cli.doctor.version", version)
+    states = {c["what"]: (c["state"], c["detail"]) for c in succeed("doctor", "--json").json["checks"]}
+    assert states["msgspec"] == ("absent", "crelle serve: requests and answers (pip install 'crelle[server]')")
+    assert states["aiohttp"][0] == "ok"
 
 
 def test_doctor_says_what_runs_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,13 +360,17 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "tokens below one": ("eval {tiny} --text {text} --context 64 --tokens -1", "tokens must be at least 1"),
     "tokens in words": ("eval {tiny} --tokens many", "--tokens takes a number of tokens or 'all', not 'many'"),
+    "context too long for the text": ("eval {tiny} --text {text} --context 90 --tokens 9", "lower --context"),
     "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "there is no scheme 'magic'"),
     "unknown setting": ("quantize {tiny} {tmp}/q --scheme rtn:colour=4", "has no setting 'colour'"),
     "group 0": ("quantize {tiny} {tmp}/q --scheme rtn:group=0", "group must be at least 1"),
     "bits 9": ("quantize {tiny} {tmp}/q --scheme bcq:bits=9", "bits must be 1 to 8, got 9"),
     "override without scheme": ("quantize {tiny} {tmp}/q --scheme fp16 --override x", "should read PATTERN=SCHEME"),
     "override of nothing": ("quantize {tiny} {tmp}/q --scheme fp16 --override x=fp16", "'x' matches no matrix"),
-    "target exists": ("quantize {tiny} {q} --scheme fp16", "exists already"),
+    "target exists": (
+        "quantize {tiny} {q} --scheme fp16",
+        "exists already; choose another name, or replace it with --overwrite",
+    ),
     "quantized twice": ("quantize {q} {tmp}/q --scheme fp16", "is already quantized"),
     "prompt too long": ("generate {tiny} --prompt " + "x" * 96, "the prompt has 97 tokens"),
     "no tokens": ("generate {tiny} --prompt x --max-tokens 0", "max_tokens must be at least 1"),

@@ -79,7 +79,7 @@ class Windows:
         limit = llm.model.spec.context
         if context > limit:
             raise CapacityError(
-                f"a window of {context} tokens does not fit the model's context of {limit}; lower --context"
+                f"a window of {context} tokens does not fit the model's context of {limit}; lower `context`"
             )
         start = [llm.tokenizer.bos_id] if bos and llm.tokenizer.bos_id is not None else []
         body = context - len(start)
@@ -91,7 +91,7 @@ class Windows:
         ids = whole[:tokens]
         count = len(ids) // body
         if count == 0:
-            raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower --context")
+            raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower `context`")
         return cls(ids[: count * body], start, body, llm.model.device, len(whole))
 
     @property

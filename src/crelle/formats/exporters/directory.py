@@ -101,7 +101,7 @@ def export_directory(
                     with speaking_of(weights, module):
                         if module.endswith(EMBEDDINGS):
                             raise UnsupportedError(
-                                f"{layout.title} has no quantized embedding; quantize with --head none or --head 8"
+                                f"{layout.title} has no quantized embedding; quantize the head to 8 bits or not at all"
                             )
                         packed, grids[module] = layout.pack(w, module)
                     tensors |= {f"{module}.{part}": t for part, t in packed.items()}
