@@ -55,4 +55,9 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOME[name]), name)
 
 
+def __dir__() -> list[str]:
+    """List the names that are loaded on first use, too: for `dir(crelle)` and completion."""
+    return sorted({*globals(), *__all__})
+
+
 register_when_imported()

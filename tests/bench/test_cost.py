@@ -44,6 +44,14 @@ def test_a_cost_that_means_nothing_is_refused(text: str) -> None:
         CostModel.parse(text)
 
 
+def test_costs_name_their_currency() -> None:
+    assert CostModel.parse("price=1,watt=1").per_million(1).currency == "USD"
+    assert CostModel.parse("price=1,watt=1,currency=EUR").per_million(1).currency == "EUR"
+    for wrong in ("currency=", "currency=EUR,currency=CHF", "currency=a very long name"):
+        with pytest.raises(SchemeError, match="--cost"):
+            CostModel.parse(f"price=1,{wrong}")
+
+
 def test_no_years() -> None:
     with pytest.raises(SchemeError, match="years=0"):
         CostModel.parse("price=1,years=0")
@@ -57,4 +65,5 @@ def test_command(crelle: Run, tiny_model: Path) -> None:
     row = json.loads(done.stdout)
     hours = 1e6 / row["decode_tokens_per_second"] / 3600
     assert row["cost"]["total"] == pytest.approx(hours * (0.1 + 0.01))
-    assert "a million tokens" in crelle(*options, "--cost", "price=876,watt=100").stdout
+    assert row["cost"]["currency"] == "USD"
+    assert "USD per million tokens" in crelle(*options, "--cost", "price=876,watt=100").stdout

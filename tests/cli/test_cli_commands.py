@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from conftest import write_tiny_model
 from in_process import run, succeed
 
 from crelle import LLM, Sampling, perplexity
-from crelle.cli import console
+from crelle.cli import console, evaluate
+from crelle.cli.inspect_table import kinds
 from crelle.version import __version__
 
 SCHEME = "bcq:bits=3,group=24"
@@ -91,11 +93,38 @@ def test_the_head_has_8_bits_unless_told_otherwise(
     assert made["bits_per_weight"] == pytest.approx(8 * sum(x["bytes"] for x in inside) / weights)
 
 
-def test_inspect_shows_a_table(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console.out, "width", 160)
+def test_inspect_shows_one_row_per_kind_of_matrix_in_80_columns(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
     shown = succeed("inspect", quantized).out
-    assert "model.layers.2.self_attn.q_proj" in shown
-    assert f"{SCHEME}: " in shown
+    *table, summary = [line.rstrip() for line in shown.splitlines() if line.strip()]
+    rows = {line.split()[0]: line.split()[1:] for line in table[table.index(max(table, key=lambda x: x.count("─"))) :]}
+    layer = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert rows.keys() >= layer | {"embed_tokens", "lm_head"}
+    assert len(rows) == 1 + 9  # and the line under the header
+    assert rows["up_proj"][:7] == ["3", "bcq", "100", "x", "72", "3", "24"]
+    assert "…" not in shown
+    assert max(map(len, table)) <= 80
+    assert summary.startswith(f"{SCHEME}: ")
+    seen = succeed("inspect", quantized, "--json").json
+    assert sum(kind["bytes"] for kind in seen["kinds"]) == sum(x["bytes"] for x in seen["layers"])
+
+
+def test_inspect_all_shows_every_matrix_with_its_whole_name(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
+    shown = succeed("inspect", quantized, "--all").out
+    assert "…" not in shown
+    for name in (x["name"] for x in succeed("inspect", quantized, "--json").json["layers"]):
+        assert name in shown
+
+
+def test_kinds_of_matrices_with_the_same_last_name_are_told_apart() -> None:
+    layer = {"format": "dense", "shape": [8, 8], "bits": 16, "group": 8, "shares": {}, "outliers": 0, "bytes": 128}
+    names = [f"h.{i}.{part}.c_proj" for i in range(2) for part in ("attn", "mlp")]
+    names += [f"h.{i}.moe.experts.{j}.w1" for i in range(2) for j in range(4)]
+    found = kinds([{**layer, "activation": None, "name": name} for name in names])
+    assert [(kind["name"], kind["count"]) for kind in found] == [("attn.c_proj", 2), ("mlp.c_proj", 2), ("w1", 8)]
 
 
 def test_inspect_of_an_unquantized_model(tiny_model: Path) -> None:
@@ -132,6 +161,31 @@ def test_eval_equals_the_function(quantized: Path, text: Path, more: list[str]) 
     assert (seen["tokens"], seen["windows"], seen["context"]) == (result.tokens, result.windows, 64)
 
 
+def test_eval_without_tokens_evaluates_the_beginning_of_a_long_text(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "DEFAULT_TOKENS", 200)
+    (long := tmp_path / "long.txt").write_text("x" * 1000)
+    args = ("eval", tiny_model, "--text", long, "--context", 65)  # BOS and 64 tokens
+    seen = succeed(*args, "--json").json
+    assert (seen["tokens"], seen["text_tokens"]) == (192, 1000)
+    assert succeed(*args, "--tokens", "all", "--json").json["tokens"] == 960
+    assert succeed(*args, "--tokens", 400, "--json").json["tokens"] == 384
+    shown = succeed(*args)
+    assert "over the first 192 of 1,000 tokens (--tokens all for the whole text)" in shown.out
+    assert "--tokens all" not in succeed(*args, "--tokens", "all").out
+    for compared in (("--against", tiny_model), ("--kl", "--kv", 8)):
+        seen = succeed(*args, *compared, "--json").json
+        assert (seen["tokens"], seen["text_tokens"]) == (192, 1000)
+
+
+def test_eval_has_a_window_even_where_it_is_longer_than_the_default(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "DEFAULT_TOKENS", 50)
+    assert succeed("eval", tiny_model, "--context", 90, "--json").json["windows"] == 1
+
+
 def test_eval_for_people(quantized: Path, text: Path) -> None:
     result = succeed("eval", quantized, "--text", text, "--context", 64)
     assert result.out.startswith("perplexity ")
@@ -142,7 +196,7 @@ def test_eval_uses_the_documentation_of_python_by_default(tiny_model: Path) -> N
     assert succeed("eval", tiny_model, "--context", 90, "--tokens", 180, "--json").json["tokens"] == 178
 
 
-# generate, chat ----------------------------------------------------------------------------------------------------
+# generate ----------------------------------------------------------------------------------------------------------
 
 
 def test_generate_equals_the_library(quantized: Path) -> None:
@@ -180,23 +234,6 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model: Path) -> None
     assert a["prompt_tokens"] == 13  # BOS and every byte, the line break too
 
 
-def test_chat_answers_line_by_line(tiny_model: Path) -> None:
-    seen = succeed("chat", tiny_model, "--system", "Be", "--max-tokens", 4, "--json", stdin="Hi\nYo\n\nnot read\n").json
-    talk = seen["messages"]
-    assert [m["role"] for m in talk] == ["system", "user", "assistant", "user", "assistant"]
-    assert [m["content"] for m in talk if m["role"] != "assistant"] == ["Be", "Hi", "Yo"]
-    llm = LLM.load(tiny_model)
-    for at in (2, 4):
-        ids = llm.tokenizer.encode_chat(talk[:at])
-        assert talk[at]["content"] == llm.generate(ids, Sampling(max_tokens=4)).text
-
-
-def test_chat_without_json_prints_the_answers(tiny_model: Path) -> None:
-    llm = LLM.load(tiny_model)
-    expected = llm.generate(llm.tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), Sampling(max_tokens=4)).text
-    assert succeed("chat", tiny_model, "--max-tokens", 4, stdin="Hi\n").out == f"{expected}\n"
-
-
 # explain, doctor ---------------------------------------------------------------------------------------------------
 
 
@@ -219,23 +256,66 @@ def test_explain_lists_a_tied_head(tmp_path: Path) -> None:
     assert set(layers) == {x.name for x in LLM.load(path).model.linears()}
 
 
-def test_explain_for_people(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console.out, "width", 200)
+def test_explain_for_people_is_short_and_the_reasons_come_on_demand(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
     shown = succeed("explain", quantized).out
-    assert "more like it" in shown
-    assert "could run it, but is less preferred" in shown
+    assert shown.startswith("generation and serving: ")  # the executor first
+    assert len(shown.splitlines()) < 20
+    assert "k_proj" in shown
+    assert "less preferred" not in shown
+    assert "--why" in shown
+    whole = succeed("explain", quantized, "--why").out
+    assert "not reference: could run it, but is less preferred" in whole
+    assert "not cuda: runs on a GPU" in whole
+    assert "not torch: could run it, but is slower" in whole or "torch, layer by layer" in whole
+
+
+def test_explain_says_without_being_asked_why_a_slow_path_runs(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crelle.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_load", lambda: "is not built here")
+    shown = succeed("explain", quantized, "--device", "cpu").out
+    assert re.search(r"torch, layer by layer\n    not cpu-fused: .*", shown)
+    assert re.search(r"(dequantized|reference) runs .*\n    not cpu: .*is not built here", shown)
+    assert "not cuda" not in shown
 
 
 def test_doctor_checks_the_installation() -> None:
     seen = succeed("doctor", "--json").json
     assert seen["crelle"] == __version__
-    assert {"python", "torch", "C++ kernels", "CUDA", "CUDA kernels", "transformers", "gguf", "cache"} <= {
-        c["what"] for c in seen["checks"]
-    }
+    assert {
+        "python",
+        "torch",
+        "C++ kernels",
+        "CUDA",
+        "CUDA kernels",
+        "transformers",
+        "gguf",
+        "cache",
+        "aiohttp",
+        "msgspec",
+        "prometheus-client",
+    } <= {c["what"] for c in seen["checks"]}
     assert {c["state"] for c in seen["checks"]} <= {"ok", "absent", "problem"}
     assert all(c["detail"] for c in seen["checks"])
     shown = succeed("doctor").out
     assert all(c["what"] in shown for c in seen["checks"])
+
+
+def test_doctor_says_what_the_server_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "msgspec":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("crelle.cli.doctor.version", version)
+    states = {c["what"]: (c["state"], c["detail"]) for c in succeed("doctor", "--json").json["checks"]}
+    assert states["msgspec"] == ("absent", "crelle serve: requests and answers (pip install 'crelle[server]')")
+    assert states["aiohttp"][0] == "ok"
 
 
 def test_doctor_says_what_runs_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,13 +359,18 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "a window of 97 tokens does not fit the model's context of 96",
     ),
     "tokens below one": ("eval {tiny} --text {text} --context 64 --tokens -1", "tokens must be at least 1"),
+    "tokens in words": ("eval {tiny} --tokens many", "--tokens takes a number of tokens or 'all', not 'many'"),
+    "context too long for the text": ("eval {tiny} --text {text} --context 90 --tokens 9", "lower --context"),
     "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "there is no scheme 'magic'"),
     "unknown setting": ("quantize {tiny} {tmp}/q --scheme rtn:colour=4", "has no setting 'colour'"),
     "group 0": ("quantize {tiny} {tmp}/q --scheme rtn:group=0", "group must be at least 1"),
     "bits 9": ("quantize {tiny} {tmp}/q --scheme bcq:bits=9", "bits must be 1 to 8, got 9"),
     "override without scheme": ("quantize {tiny} {tmp}/q --scheme fp16 --override x", "should read PATTERN=SCHEME"),
     "override of nothing": ("quantize {tiny} {tmp}/q --scheme fp16 --override x=fp16", "'x' matches no matrix"),
-    "target exists": ("quantize {tiny} {q} --scheme fp16", "exists already"),
+    "target exists": (
+        "quantize {tiny} {q} --scheme fp16",
+        "exists already; choose another name, or replace it with --overwrite",
+    ),
     "quantized twice": ("quantize {q} {tmp}/q --scheme fp16", "is already quantized"),
     "prompt too long": ("generate {tiny} --prompt " + "x" * 96, "the prompt has 97 tokens"),
     "no tokens": ("generate {tiny} --prompt x --max-tokens 0", "max_tokens must be at least 1"),

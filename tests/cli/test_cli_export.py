@@ -38,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_export_then_import_is_bit_equal(source: Path, tmp_path: Path, bits: int, scheme: str, version: int) -> None:
     made = open_weights(quantize(source, tmp_path / "q", scheme.format(bits)).out)
     if version == 1 and any(zero_is_zero(made.matrix(m)) for m in made.specs):  # type: ignore[attr-defined]
-        with pytest.raises(CrelleError, match="GPTQ v1 cannot store a zero point of 0; use --gptq-version 2"):
+        with pytest.raises(CrelleError, match="GPTQ v1 cannot store a zero point of 0; use version 2"):
             export_directory(made, tmp_path / "g", GPTQLayout(1))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]
         return
@@ -200,3 +200,12 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
         for p in (made, tmp_path / "g")
     )
     assert one == two
+
+
+def test_rounded_embedding_is_reported_for_people_and_in_json(source: Path, tmp_path: Path) -> None:
+    in_process.succeed("quantize", source, tmp_path / "q", "--scheme", "rtn:bits=4,group=32")  # a head of 8 bits
+    done = in_process.succeed("export", tmp_path / "q", tmp_path / "g", "--json")
+    (sentence,) = (line for line in done.json["warnings"] if line.startswith("model.embed_tokens"))
+    assert "GPTQ cannot hold: written as fp16" in sentence
+    assert "of its values are rounded, by at most" in sentence
+    assert f"warning: {sentence}" in done.err

@@ -27,9 +27,21 @@ def test_page_and_pictures_are_written(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>")
     assert "Cost of a million tokens" in text
+    assert "USD per million tokens" in text
+    assert "30000 USD over 5 years" in text
     again = tmp_path / "again.html"
     succeed("report", *files, "-o", again, "--cost", "price=30000")
     assert again.read_bytes() == page.read_bytes()
+
+
+def test_many_files_left_out_are_one_warning(tmp_path: Path) -> None:
+    result = succeed("report", RESULTS, "-o", tmp_path / "r.html", "--json")
+    count = len(result.json["left_out"])
+    assert count > 3
+    (line,) = result.err.strip().splitlines()
+    assert line == (
+        f"warning: left out: {count} files or rows; the page lists the reasons under 'Left out', and --json too"
+    )
 
 
 @pytest.mark.parametrize(

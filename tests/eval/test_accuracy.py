@@ -55,7 +55,7 @@ def test_an_insisted_kernel_is_not_left_out(tiny_model: Path) -> None:
 
 
 def test_too_few_steps_are_a_sentence(tiny_model: Path) -> None:
-    with pytest.raises(SchemeError, match="--step-tokens"):
+    with pytest.raises(SchemeError, match="`step_tokens`"):
         accuracy.perplexities(tiny_model, TEXT, step_tokens=1)
 
 

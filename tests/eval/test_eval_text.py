@@ -18,7 +18,7 @@ def test_documentation_of_python_is_long_prose() -> None:
 
 def test_python_without_documentation_asks_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(FormatError, match="give a text file with --text"):
+    with pytest.raises(FormatError, match="give a text file"):
         python_documentation()
 
 

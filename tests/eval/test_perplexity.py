@@ -83,13 +83,16 @@ def test_only_full_windows_of_the_first_tokens_count(llm: LLM, limit: int, bos: 
 
 
 def test_token_limit_equals_a_shorter_text(llm: LLM) -> None:
-    assert perplexity(llm, TEXT, context=32, tokens=100) == perplexity(llm, TEXT[:100], context=32)
+    limited, short = perplexity(llm, TEXT, context=32, tokens=100), perplexity(llm, TEXT[:100], context=32)
+    assert (limited.perplexity, limited.tokens, limited.windows) == (short.perplexity, short.tokens, short.windows)
+    assert limited.text_tokens == len(TEXT.encode())
 
 
 def test_progress_counts_windows_and_ends_with_the_result(llm: LLM) -> None:
     calls: list[tuple[int, int, str]] = []
     result = perplexity(llm, TEXT, context=64, progress=lambda *seen: calls.append(seen))
-    assert [c[:2] for c in calls] == [(i + 1, 6) for i in range(6)]
+    assert [c[:2] for c in calls] == [(i, 6) for i in range(7)]
+    assert calls[0][2] == f"over the first {result.tokens} of {result.text_tokens} tokens"
     assert calls[-1][2] == f"{result.perplexity:.2f}"
 
 

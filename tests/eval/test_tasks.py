@@ -379,7 +379,7 @@ def test_what_the_model_cannot_read_is_refused_before_anything_runs(llm: LLM, tm
     yaml = 'type: generate\nprompt: "{q}"\nanswer: q\nmax_tokens: 90\n'
     refused(CapacityError, "a prompt of 8 tokens with 90 to generate does not fit", {"q": "1234567"}, "own", yaml)
     refused(FormatError, "at least two words", {"q": "word "}, "last", 'type: last_word\ntext: "{q}"\n')
-    with pytest.raises(SchemeError, match="--limit must be at least 1, got 0"):
+    with pytest.raises(SchemeError, match="`limit` must be at least 1, got 0"):
         score_task(llm, task(tmp_path, [GOOD]), limit=0)
 
 

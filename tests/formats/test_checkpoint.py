@@ -312,7 +312,7 @@ def interrupted(out: Path, recipe: dict[str, Any] = RECIPE) -> Path:
 def test_an_unfinished_run_asks_what_to_do(tmp_path: Path) -> None:
     partial = interrupted(tmp_path / "out")
     before = contents(partial)
-    with pytest.raises(FormatError, match=r"--resume.*--overwrite") as refused:
+    with pytest.raises(FormatError, match=r"`resume=True`.*`overwrite=True`") as refused:
         CheckpointWriter(tmp_path / "out", RECIPE)
     assert str(partial) in str(refused.value)
     assert contents(partial) == before
@@ -378,7 +378,7 @@ def test_a_full_disk_tells_to_make_room_and_resume(tmp_path: Path, monkeypatch: 
     ):
         writer.add(SECOND, {}, {"norm": NORM})
     assert not writer.has(SECOND)
-    for word in (str(partial / SECOND), "make room", "--resume"):
+    for word in (str(partial / SECOND), "make room", "`resume=True`"):
         assert word in str(refused.value)
     assert contents(partial) == before
 

@@ -139,7 +139,7 @@ def test_an_unfinished_run_of_an_earlier_version_is_begun_anew(tmp_path: Path) -
     (partial / "config.json").unlink()
     journal = {"recipe": {"crelle": "0.1.0", "format_version": 1}, "shards": shards}
     (partial / "progress.json").write_text(json.dumps(journal))
-    refuses(tmp_path, lambda: write(tmp_path / "out", resume=True), "earlier Crelle", "--overwrite")
+    refuses(tmp_path, lambda: write(tmp_path / "out", resume=True), "earlier Crelle", "`overwrite=True`")
     write(tmp_path / "out", overwrite=True)
     assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "crelle.safetensors.index.json", FIRST}
 

@@ -106,7 +106,7 @@ def test_an_error_of_writing_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
                 writer.add(SHARDS[min(i, 7)], lambda i=i: encoded(i))
             writer.finish(lambda to: to.finish({}, "fp16", {}))
 
-    with pytest.raises(CapacityError, match=r"No room\. What is finished stays in .*--resume"):
+    with pytest.raises(CapacityError, match=r"No room\. What is finished stays in .*`resume=True`"):
         run()
     assert not (tmp_path / "out").exists()
     assert [p.name for p in (tmp_path / "out.partial").glob("*.safetensors")] == SHARDS[:1]

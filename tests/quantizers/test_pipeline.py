@@ -260,7 +260,7 @@ def test_resume_without_anything_to_resume_just_runs(model: Path, tmp_path: Path
 def test_an_unfinished_run_is_neither_taken_over_nor_lost_unasked(model: Path, tmp_path: Path) -> None:
     stop_after(2, model, tmp_path / "a")
     before = contents(tmp_path / "a.partial")
-    with pytest.raises(FormatError, match=r"holds an unfinished run: pass --resume .* or --overwrite"):
+    with pytest.raises(FormatError, match=r"holds an unfinished run: `resume=True` .* `overwrite=True`"):
         quantize(model, tmp_path / "a", SCHEME)
     assert contents(tmp_path / "a.partial") == before
     assert quantize(model, tmp_path / "a", "fp16", overwrite=True).resumed_units == 0

@@ -222,7 +222,9 @@ def test_whoever_is_killed_all_end_and_a_resumed_run_has_the_same_bytes(
         if victim is None:
             assert in_a_fork(lambda r=resume, p=kill: run(r, p)) == -signal.SIGKILL
         else:
-            with pytest.raises(ProcessError, match=rf"rank {victim} \(cpu\) was killed .* run again with --resume"):
+            with pytest.raises(
+                ProcessError, match=rf"rank {victim} \(cpu\) was killed .* run again with `resume=True`"
+            ):
                 run(resume, kill)
         started.pids[:] = [int(pid) for pid in pids.read_text().split()]
         assert len(started.pids) == 2

@@ -117,7 +117,7 @@ def test_a_budget_bounds_what_is_held(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_is_a_sentence(deep: CalibrationModel) -> None:
-    with pytest.raises(CapacityError, match="--memory"):
+    with pytest.raises(CapacityError, match="`memory`"):
         measured(deep, 10000)
 
 

@@ -222,9 +222,9 @@ def test_a_batch_depends_on_the_budget_and_not_on_what_is_free() -> None:
 
 
 def test_too_little_memory_is_a_sentence(tiny_model: Path) -> None:
-    with pytest.raises(CapacityError, match="--memory"):
+    with pytest.raises(CapacityError, match="`memory`"):
         plan_memory(LLAMA3_8B, 128, 2048, 4096, budget=4 * 10**9, free=10**11)
-    with pytest.raises(CapacityError, match="--rows"):
+    with pytest.raises(CapacityError, match="`rows`"):
         memory_for(open_model(open_weights(tiny_model)), tokens(), CPU, budget=1000)
     few = plan_host_memory([(72, 72)], 4, 32, 72, 950_000)
     assert not few.keep

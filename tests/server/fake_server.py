@@ -121,6 +121,8 @@ class FakeServer:
                 "kv": "kv4",
                 "pages": 512,
                 "pages_used": 40 + 30 * self.running,
+                "page_tokens": 16,
+                "chat": self.chats,
                 "running": self.running,
                 "waiting": 0,
                 "tokens_per_second": 61.25 * self.running,

@@ -82,6 +82,45 @@ def test_text_mode_uses_completions(page: Page, server: FakeServer) -> None:
     assert "messages" not in server.requests[0]
 
 
+def test_model_without_a_chat_template_opens_with_a_text_to_continue(page: Page, server: FakeServer) -> None:
+    server.chats, server.answer = False, lambda body: "**Paris**\n\n- and # more"
+    visit(page, server.url)
+    expect(page.locator("#prompt")).to_have_attribute("placeholder", "Begin a text")
+    answer = over(ask(page, "The capital of France is"))
+    expect(answer.get_by_role("alert")).to_have_count(0)
+    assert answer.locator(".said").text_content() == "**Paris**\n\n- and # more"  # a text is not Markdown
+    assert server.requests[0]["prompt"] == "The capital of France is"
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Mode")).to_have_value("text")
+    expect(page.locator("#mode option[value=chat]")).to_be_disabled()
+    expect(page.locator("#no-chat")).to_be_visible()
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="Once upon a time").click()
+    over(page.locator(".answer"))
+    assert server.requests[1]["prompt"] == "Once upon a time"
+
+
+def test_model_with_a_chat_template_opens_with_a_chat(page: Page, server: FakeServer) -> None:
+    visit(page, server.url)
+    expect(page.locator("#prompt")).to_have_attribute("placeholder", "Write a message")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Mode")).to_have_value("chat")
+    expect(page.locator("#mode option[value=chat]")).to_be_enabled()
+    expect(page.locator("#no-chat")).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", [320, 390, 1100])
+def test_settings_can_be_closed_where_they_cover_the_page(page: Page, server: FakeServer, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 640})
+    visit(page, server.url)
+    page.get_by_role("button", name="Settings").click()
+    expect(page.locator("#settings")).to_be_visible()
+    page.get_by_role("button", name="Close").click()
+    expect(page.locator("#settings")).to_be_hidden()
+    expect(page.get_by_role("button", name="Settings")).to_be_focused()
+    over(ask(page, "Hello"))
+
+
 @pytest.mark.parametrize("how", ["button", "escape"])
 def test_stop_ends_the_answer_and_the_request(page: Page, server: FakeServer, how: str) -> None:
     server.answer, server.pause = lambda body: "word " * 400, 0.05
@@ -124,6 +163,38 @@ def test_fenced_code_is_set_apart(page: Page, server: FakeServer) -> None:
     assert answer.locator("pre code").text_content() == "def f(x):\n    return x  # `x`"
     expect(answer.locator("figcaption span")).to_have_text("python")
     assert answer.locator(".said").all_text_contents() == ["Like this:", "Done."]
+
+
+def test_markdown_is_rendered(page: Page, server: FakeServer) -> None:
+    said = (
+        "# Lists\n\nTwo **kinds, `a` and b**:\nin lines\n\n* one `x*y` two\n  and more\n  - inner **bold**\n* last\n\n"
+        "7. seven\n8) eight\n\n### Why?\nBecause 2 * 3 * 4 ** 5 and a_b_c and `unclosed"
+    )
+    server.answer = lambda body: said
+    visit(page, server.url)
+    answer = over(ask(page, "Markdown"))
+    body = answer.locator(".body")
+    tags = body.locator(":scope > *").evaluate_all("nodes => nodes.map(n => n.tagName)")
+    assert tags == ["H4", "P", "DIV", "H6", "P"]
+    assert body.locator(".title").all_text_contents() == ["Lists", "Why?"]
+    assert body.locator(".said").all_text_contents() == [
+        "Two kinds, a and b:\nin lines",
+        "Because 2 * 3 * 4 ** 5 and a_b_c and `unclosed",
+    ]
+    assert body.locator("strong").all_text_contents() == ["kinds, a and b", "bold"]
+    assert body.locator("code").all_text_contents() == ["a", "x*y"]
+    assert body.locator(".list > ul > li").count() == 2
+    assert body.locator(".list > ul > li > ul > li").all_text_contents() == ["inner bold"]
+    assert body.locator(".list > ol > li").evaluate_all("nodes => nodes.map(n => n.value)") == [7, 8]
+
+
+def test_markdown_that_streams_in_ends_as_if_it_had_come_at_once(page: Page, server: FakeServer) -> None:
+    said = "## A title\n\n1. **first** item\n2. `second`\n\n```c\nint x;\n```\n- last\n\nEnd."
+    server.answer = lambda body: said
+    visit(page, server.url)
+    at_once = over(ask(page, "All")).locator(".body").inner_html()
+    server.pause = 0.03
+    assert over(ask(page, "Slowly")).locator(".body").inner_html() == at_once
 
 
 # ---- precisions
@@ -240,11 +311,14 @@ def test_api_key_is_asked_for_and_kept_in_the_tab(page: Page, server: FakeServer
 
 def test_markup_from_the_model_stays_text(page: Page, server: FakeServer) -> None:
     evil = "<img src=x onerror='hacked=1'><script>hacked=2</script><b>bold</b> &amp; <a href=javascript:hacked=4>x</a>"
-    server.answer = lambda body: f"{evil}\n```<svg/onload=hacked=3>\n{evil}\n```"
+    rich = f"# {evil}\n- **{evil}**\n\n"
+    server.answer = lambda body: f"{rich}{evil}\n```<svg/onload=hacked=3>\n{evil}\n```"
     server.precisions = (2, 4)
     visit(page, server.url)
     answer = over(ask(page, evil))
     expect(answer.locator(".said")).to_have_text(evil)
+    expect(answer.locator(".title")).to_have_text(evil)
+    expect(answer.locator("li strong")).to_have_text(evil)
     assert answer.locator("pre code").text_content() == evil
     expect(page.locator(".asked")).to_have_text(evil)
     server.failure = refusal(400, evil)
@@ -268,11 +342,11 @@ def test_gauges_follow_the_server_while_the_page_is_seen(page: Page, server: Fak
     visit(page, server.url)
     expect(page.locator("#speed")).to_have_text("0.0")
     meter = page.get_by_role("meter", name="KV cache, 4 bits")
-    expect(meter).to_have_attribute("aria-valuenow", "40")
+    expect(meter).to_have_attribute("aria-valuenow", "640")
     ask(page, "Go on")
     expect(page.locator("#speed")).to_have_text(re.compile(r"61\.[23]"))
-    expect(page.locator("#kv-text")).to_have_text("70 of 512 pages")
-    expect(meter).to_have_attribute("aria-valuetext", "70 of 512 pages")
+    expect(page.locator("#kv-text")).to_have_text("1,120 of 8,192 tokens")
+    expect(meter).to_have_attribute("aria-valuetext", "1,120 of 8,192 tokens")
     expect(page.locator("#load")).to_have_text("1 running")
     page.keyboard.press("Escape")
     expect(page.locator("#speed")).to_have_text("0.0")

@@ -61,6 +61,13 @@ def test_tokenize_is_the_tokenizer(server: Running, llm: LLM) -> None:
     assert "an object with prompt or an object with messages" in body_of(answer)["error"]["message"]
 
 
+def test_status_says_whether_the_model_can_chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(llm) as server:
+        assert body_of(server.get("/v1/status"))["chat"] is True
+        monkeypatch.setattr(llm.tokenizer, "_template_source", None)
+        assert body_of(server.get("/v1/status"))["chat"] is False
+
+
 def test_status_has_exactly_what_the_playground_reads(llm: LLM) -> None:
     with serving(llm, engine={"kv": 4}) as server:
         slow_down(server.engine, 0.01)
@@ -77,6 +84,8 @@ def test_status_has_exactly_what_the_playground_reads(llm: LLM) -> None:
             "kv": str,
             "pages": int,
             "pages_used": int,
+            "page_tokens": int,
+            "chat": bool,
             "running": int,
             "waiting": int,
             "tokens_per_second": float,

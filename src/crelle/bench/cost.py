@@ -7,7 +7,7 @@
     runtime cost per hour = price of a kWh x power          0.09 unless said otherwise
     total cost per hour   = the sum of both
 
-The currency is that of the prices given.
+Prices are in US dollars unless `currency=` names another unit, which is printed with every cost.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from crelle.errors import SchemeError, UnsupportedError
 
 _HOURS_OF_A_YEAR = 24 * 365
 _NAMES = ("price", "watt", "kwh", "years")
+CURRENCY = "USD"  # of the default price of a kWh, and of costs that name no other
+_LONGEST = 8  # characters of a currency
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Cost:
     runtime: float
     total: float
     watt: float  # that the runtime cost was computed with
+    currency: str = CURRENCY
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +40,33 @@ class CostModel:
     watt: float | None = None  # while it works; None: as measured
     kwh: float = 0.09  # price of a kilowatt-hour
     years: float = 5.0  # of service
+    currency: str = CURRENCY
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read price=…[,watt=…][,kwh=…][,years=…]."""
+        """Read price=…[,watt=…][,kwh=…][,years=…][,currency=…]."""
         found: dict[str, float] = {}
+        currency: str | None = None
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
+            if name == "currency" and currency is None and 0 < len(value) <= _LONGEST and value.isprintable():
+                currency = value
+                continue
             try:
                 number = float(value)
             except ValueError:
                 number = -1.0
             if not equals or name not in _NAMES or name in found or not 0 <= number < float("inf"):
                 raise SchemeError(
-                    f"--cost should read price=30000,watt=700 with kwh= (the price of one, 0.09) and years= (5) if "
-                    f"they are others, each once and none negative; got '{part.strip()}'"
+                    f"--cost should read price=30000,watt=700, with kwh= (price of a kWh, default 0.09), years= (5) "
+                    f"and currency= (USD) if they differ, each once and none negative; got '{part.strip()}'"
                 )
             found[name] = number
         if "price" not in found:
             raise SchemeError("--cost needs the price of the hardware: --cost price=30000,watt=700")
         if found.get("years") == 0:
             raise SchemeError("--cost years=0: hardware needs some time to pay for itself")
-        return cls(**found)
+        return cls(**found, currency=currency or CURRENCY)
 
     def per_million(self, tokens_per_second: float, measured_watt: float | None = None) -> Cost:
         """Return the cost of a million tokens, or say that the power is not known."""
@@ -68,4 +76,4 @@ class CostModel:
         hours = 1e6 / tokens_per_second / 3600
         buying = self.price / (self.years * _HOURS_OF_A_YEAR) * hours
         runtime = self.kwh * watt / 1000 * hours
-        return Cost(buying, runtime, buying + runtime, watt)
+        return Cost(buying, runtime, buying + runtime, watt, self.currency)

@@ -40,7 +40,7 @@ class Ceiling:
 def require_cuda() -> None:
     """Say that there is no GPU to time on, if so."""
     if not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device is visible to torch; use --device cpu")
+        raise UnsupportedError("no CUDA device is visible to torch; use `device='cpu'`")
 
 
 def gpu() -> dict[str, Any]:

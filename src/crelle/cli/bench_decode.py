@@ -78,8 +78,8 @@ def run(
         typer.Option(
             "--cost",
             metavar="price=…[,watt=…]",
-            help="Cost per million tokens: the hardware's price over years= (5) of service, and kwh= (0.09) times its "
-            "power; watt= where it is not measured.",
+            help="Prices for the cost of a million tokens: price= of the hardware over years= (5), kwh= (0.09) per "
+            "kWh, watt= if the power is not measured, currency= (USD).",
         ),
     ] = None,
     results: ResultFile = None,
@@ -309,8 +309,10 @@ def _cost_table(rows: "list[tuple[str, Cost | None]]") -> None:
     known = [(name, cost) for name, cost in rows if cost is not None]
     if not known:
         return
-    table = Table("a million tokens", "watt", "buying", "runtime", "total", "runtime, of the first", "total")
     first = known[0][1]
+    table = Table(
+        f"{first.currency} per million tokens", "watt", "buying", "runtime", "total", "runtime, of the first", "total"
+    )
     for name, c in known:
         runtime = "–" if not first.runtime or not c.runtime else f"{first.runtime / c.runtime:.2f}x less"
         total = "–" if not first.total or not c.total else f"{first.total / c.total:.2f}x less"

@@ -15,9 +15,9 @@ NAME = "doctor"
 
 
 def run(json: Json = False) -> None:
-    """Check the installation and say what is missing and what it would bring.
+    """Check the installation: what is there, what is missing, and what the missing parts are for.
 
-    Nothing that is listed as absent stops Crelle from working: it tells what runs on a slower path and why.
+    Crelle works without the parts that are listed as absent. The details say what runs on a slower path, and why.
     """
     checks = examine()
     if json:
@@ -58,6 +58,9 @@ _PACKAGES = {
     "safetensors": "reading and writing weights",
     "gguf": "reading .gguf files",
     "matplotlib": "plots (pip install 'crelle[plots]')",
+    "aiohttp": "crelle serve: HTTP (pip install 'crelle[server]')",
+    "msgspec": "crelle serve: requests and answers (pip install 'crelle[server]')",
+    "prometheus-client": "crelle serve: metrics (pip install 'crelle[server]')",
 }
 
 

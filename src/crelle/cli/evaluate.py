@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from crelle.eval.perplexity import Perplexity
 
 NAME = "eval"
+DEFAULT_TOKENS = 20480  # 10 windows of 2048: minutes on two cores, where a whole book takes hours
 
 
 @model_options
@@ -25,9 +26,15 @@ def run(
     model: Model,
     text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
     context: Annotated[
-        int | None, typer.Option("--context", help="Tokens in a window; default: 2048, or what the model has.")
+        int | None,
+        typer.Option("--context", help="Tokens per window; default: 2048, or the model's context if that is shorter."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens", metavar="N|all", help=f"Evaluate the first N tokens of the text; default: {DEFAULT_TOKENS}."
+        ),
+    ] = None,
     bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start windows with BOS if the tokenizer does.")] = True,
     *,
     chosen: TaskOptions,
@@ -40,25 +47,30 @@ def run(
         bool, typer.Option("--kl", help="KL divergence of the next token's distribution from that of a 16-bit cache.")
     ] = False,
     kl_limit: Annotated[
-        float | None, typer.Option("--kl-limit", help="With --kl: end with status 1 where its mean is above this.")
+        float | None,
+        typer.Option("--kl-limit", help="With --kl: exit with status 1 if the mean divergence is above this."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Measure perplexity (lower is better), or with `--tasks` accuracy; `--against` compares with another model.
 
-    Windows do not overlap. Each starts with BOS where the tokenizer adds one (BOS + context-1 tokens). The model that
-    is measured is the very object that generates. `--kv 8` and `--kv 4` quantize the cache as well, and all tokens read
-    it so (`crelle explain MODEL --kv 4` tells which path that takes).
+    The first 20480 tokens of the text are evaluated; `--tokens N` sets another number, and `--tokens all` takes the
+    whole text. Compare perplexities only over the same text, context and number of tokens.
 
-    `--kl` runs every window twice, with a 16-bit cache and with the one of `--kv`, and tells mean and 99th percentile
-    of the divergence in nats; `--kl-limit` makes a gate of it.
+    Windows do not overlap. Each starts with BOS if the tokenizer adds one (BOS + context-1 tokens). The model under
+    test is the object that generates. `--kv 8` or `--kv 4` quantizes the cache as well, for all tokens
+    (`crelle explain MODEL --kv 4` prints which code path that takes).
 
-    `--against SRC` runs every window through both models and tells the ratio of perplexities, mean and 99th percentile
-    of KL(SRC || MODEL) in nats, and how often both find the same token the likeliest. SRC runs with its own defaults.
+    `--kl` runs every window twice, with a 16-bit cache and with the cache of `--kv`, and reports the mean and the 99th
+    percentile of the divergence in nats. `--kl-limit` turns this into a gate.
 
-    `--tasks` scores the endings of each item in `--data` (NAME.jsonl; NAME.yaml beside it describes a task of your own)
-    and tells plain and length-normalised accuracy with standard errors; `--against` adds the difference item by item
-    with the p-value of McNemar's exact test. With `--results` a run that was stopped goes on.
+    `--against SRC` runs every window through both models. It reports the ratio of perplexities, the mean and the 99th
+    percentile of KL(SRC || MODEL) in nats, and how often both models have the same most likely token. SRC runs with its
+    own defaults.
+
+    `--tasks` scores the endings of each item in `--data` (NAME.jsonl; NAME.yaml next to it describes a task of your
+    own) and reports plain and length-normalised accuracy with standard errors. `--against` adds the difference item by
+    item with the p-value of McNemar's exact test. With `--results`, an interrupted run continues where it stopped.
 
     **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
 
@@ -83,30 +95,50 @@ def run(
     }
     if chosen.tasks is not None and (given := [name for name, there in of_text.items() if there]):
         raise SchemeError(f"{given[0]} is for perplexity over a text and --tasks for accuracy; give one of them")
+    wanted = _count(tokens)
     use_threads(options.threads)
     if chosen.tasks is not None:
         run_tasks(model, against, options, chosen, json)
         return
     corpus, llm = read_text(text), options.load(model)
     context = min(2048, llm.model.spec.context) if context is None else context
+    limit = max(DEFAULT_TOKENS, context) if tokens is None else wanted
     if kl or kl_limit is not None:
-        _divergence(llm, corpus, context, tokens, bos, kl_limit, json)
+        _divergence(llm, corpus, context, limit, bos, kl_limit, json)
         return
     if against is not None:
-        _against(llm, options.plain().load(against), corpus, context, tokens, bos, json)
+        _against(llm, options.plain().load(against), corpus, context, limit, bos, json)
         return
     with tracking("perplexity") as track:
-        result = perplexity(llm, corpus, context=context, tokens=tokens, bos=bos, progress=track)
+        result = perplexity(llm, corpus, context=context, tokens=limit, bos=bos, progress=track)
     if json:
         print_json(result)
     else:
         _print_perplexity(llm, result)
 
 
+def _count(tokens: str | None) -> int | None:
+    """Return the number that --tokens gives; None: all of them."""
+    if tokens is None or tokens == "all":
+        return None
+    try:
+        return int(tokens)
+    except ValueError as e:
+        raise SchemeError(f"--tokens takes a number of tokens or 'all', not '{tokens}'") from e
+
+
+def _of_the_text(tokens: int, text_tokens: int, window: int) -> str:
+    """Return how much of the text was evaluated; a rest that fills no window is not worth a word."""
+    if text_tokens - tokens < window:
+        return f"{tokens:,} tokens"
+    return f"the first {tokens:,} of {text_tokens:,} tokens (--tokens all for the whole text)"
+
+
 def _print_perplexity(llm: "LLM", result: "Perplexity") -> None:
     windows = f"{result.windows} windows of {result.context}" + (" with BOS" if result.bos else "")
     cache = f", cache {result.kv}" if llm.kv.coded else ""
-    out.print(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens, {windows}{cache}", highlight=False)
+    extent = _of_the_text(result.tokens, result.text_tokens, result.context)
+    out.print(f"perplexity {result.perplexity:.4f} over {extent}, {windows}{cache}", highlight=False, soft_wrap=True)
 
 
 def _against(
@@ -151,7 +183,8 @@ def _divergence(
         table.add_row(found.kv, f"{found.bits_per_value:.4g}", *shown, *nats)
         out.print(table)
         windows = f"{found.windows} windows of {found.context}" + (" with BOS" if found.bos else "")
-        out.print(f"{found.tokens} tokens, {windows}; KL in nats", highlight=False)
+        extent = _of_the_text(found.tokens, found.text_tokens, found.context)
+        out.print(f"{extent}, {windows}; KL in nats", highlight=False, soft_wrap=True)
     if limit is not None and (sentence := above_limit(found, limit)):
         err.print(sentence, highlight=False, soft_wrap=True)
         raise typer.Exit(1)

@@ -1,9 +1,11 @@
 """crelle explain: which kernel multiplies by which matrix, which executor runs the layers, and why not the others."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from crelle.cli.console import KV, Device, Json, Model, out, print_json
 
@@ -17,26 +19,36 @@ if TYPE_CHECKING:
     from crelle.kernels.spec import DecoderSpec
 
 NAME = "explain"
+_FAST = {"cpu": "cpu-fused", "cuda": "cuda-graphs"}  # the fast executor of each device
 _NO_GPU = "no GPU is visible here: this is what would run on one, as far as it can be known without it"
 _RUNS = {"engine": "generation and serving", "step": "a step of eval and bench"}
-_TOLD = {
+_EXECUTORS = {
     "cpu-fused": "the fused C++ step: one call for up to 16 tokens",
     "cuda-graphs": "CUDA graphs: one launch for a token of every sequence",
     "torch": "torch, layer by layer",
 }
 
 
+_SLOW = ("dequantized", "reference", "integer-reference")  # kernels in plain torch
+Why = Annotated[
+    bool, typer.Option("--why", help="Also list why each of the other kernels and executors was not chosen.")
+]
+
+
 def run(
     model: Model,
     device: Device = "auto",
     kv: KV = None,
+    why: Why = False,
     json: Json = False,
 ) -> None:
-    """Print layer → kernel → why not the others, and which executor runs the layers.
+    """Print which executor runs the layers and which kernel runs each matrix; `--why` adds why not the others.
 
-    Nothing falls back silently to something slower or less precise: this is where one sees what runs. Pass one of the
-    names as `--kernel` to `generate` or `eval` to insist on it. `--device cuda` also answers where there is no GPU, as
-    far as that can be known.
+    Nothing falls back silently: if a slow path runs, the reason is printed in any case. Pass a kernel's name as
+    `--kernel` to `generate` or `eval` to insist on it. `--device cuda` works without a GPU too, as far as the answer
+    can be known there.
+
+    **Example**: `crelle explain out/smollm2-3bit --device cuda --why`
     """
     import torch
 
@@ -55,25 +67,47 @@ def run(
     if json:
         step = chosen["step"]
         fused = step["executor"] != "torch"
-        why = None if fused else step["others"]["cpu-fused" if where == "cpu" else "cuda-graphs"]
+        refusal = None if fused else step["others"][_FAST[where]]
         said = {"device": where, "gpu": where == "cuda" and not unseen, "note": _NO_GPU if unseen else None}
-        said |= {"kv": str(cache), "fused": fused, "why_not_fused": why}
+        said |= {"kv": str(cache), "fused": fused, "why_not_fused": refusal}
         print_json({**said, "executors": chosen, "layers": rows})
         return
-    table = Table("matrices", "problem", "kernel", "why not the others")
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        why = "\n".join(f"{k}: {v}" for k, v in row["others"].items())
-        alike.setdefault((row["describes"], row["kernel"], why), []).append(row["name"])
-    for (problem, kernel, why), names in alike.items():
-        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
-        table.add_row(shown, problem, kernel, why)
-    out.print(table)
     for what, found in chosen.items():
-        reasons = "".join(f"\n    {name}: {why}" for name, why in found["others"].items())
-        out.print(f"{_RUNS[what]}: {_TOLD[found['executor']]}{reasons}", highlight=False, soft_wrap=True)
+        _print(f"{_RUNS[what]}: {_EXECUTORS[found['executor']]}")
+        for name, reason in found["others"].items():
+            if why or (found["executor"] == "torch" and name == _FAST[where]):
+                _print(f"    not {name}: {reason}")
     if unseen:
-        out.print(_NO_GPU, highlight=False, soft_wrap=True)
+        _print(_NO_GPU)
+    _print_kernels(rows, where, why)
+    if not why:
+        _print("--why lists why the other kernels and executors were not chosen.")
+
+
+def _print_kernels(rows: list[dict[str, Any]], where: str, why: bool) -> None:
+    """Print a row for all matrices that are alike, then the reasons of the other kernels."""
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault((row["kernel"], row["describes"]), []).append(row)
+    table = Table("kernel", Column("count", justify="right"), "matrices", "problem", box=SIMPLE_HEAD, pad_edge=False)
+    reasons: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+    for (kernel, problem), same in alike.items():
+        kinds = ", ".join(dict.fromkeys(row["name"].rsplit(".", 1)[-1] for row in same))
+        table.add_row(kernel, str(len(same)), kinds, problem)
+        slow = kernel in _SLOW and same[0]["problem"]["format"] != "dense"
+        others = same[0]["others"].items()
+        told = tuple((k, reason) for k, reason in others if why or (slow and k.startswith(where)))
+        reasons.setdefault((kernel, told), []).append(kinds)
+    out.print(table)
+    for (kernel, told), matrices in reasons.items():
+        if told:
+            _print(f"{kernel} runs {', '.join(dict.fromkeys(matrices))}")
+        for name, reason in told:
+            _print(f"    not {name}: {reason}")
+
+
+def _print(line: str) -> None:
+    out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def decisions(model: Any, device: str) -> list[dict[str, Any]]:

@@ -14,20 +14,24 @@ FORMATS = ("gptq", "awq", "compressed-tensors", "gguf")
 
 def run(
     model: Model,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make; for gguf the file.")],
-    to: Annotated[str, typer.Option("--to", help=f"The format: {', '.join(FORMATS)}.")] = "gptq",
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create; for gguf, the file.")],
+    to: Annotated[str, typer.Option("--to", help=f"Target format: {', '.join(FORMATS)}.")] = "gptq",
     gptq_version: Annotated[
-        int, typer.Option("--gptq-version", help="1: older readers, stores zero - 1; 2: any zero point.")
+        int, typer.Option("--gptq-version", help="1: for older readers, which store zero - 1; 2: any zero point.")
     ] = 2,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if Crelle wrote it and all in it.")
+        bool, typer.Option("--overwrite", help="Replace OUT, but only if Crelle created everything in it.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a quantized model as what vLLM, transformers or llama.cpp load, bit for bit.
+    """Write a quantized model in a format that vLLM, transformers or llama.cpp load.
 
-    For uniform grids: gptq and compressed-tensors of 2, 3, 4 and 8 bits, awq of 4, gguf in groups that are multiples of
-    32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). What a format cannot hold exactly is refused, e.g. binary-coded matrices.
+    The matrices of the layers keep their values bit for bit. This works for uniform grids: gptq and compressed-tensors
+    of 2, 3, 4 and 8 bits, awq of 4, gguf in groups that are multiples of 32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). Matrices
+    that a format cannot hold exactly are refused, for example binary-coded ones.
+
+    There is one exception: if the format has no 8-bit embedding or head, these are written as fp16, which rounds some
+    values. A warning says how many, and by how much. `crelle quantize --head none` avoids it.
 
     **Example**: `crelle quantize SRC out/m --scheme rtn:bits=4,group=128`, then `crelle export out/m out/m-gptq`
 

@@ -4,28 +4,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column, Table
+from rich.console import Console
+from rich.measure import Measurement
 
 from crelle.cli.console import Json, Model, draw_whole, out, print_json, tracking
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
     from crelle.formats.base import QuantTensor
-    from crelle.formats.open import Weights
 
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", help="Draw the range of every group of inputs, and which have more bits, as NAME.png."),
+    typer.Option("--plot", help="Plot the range of every group of inputs, and its bits, to this PNG file."),
 ]
+
+All = Annotated[bool, typer.Option("--all", help="Show every matrix, not one row per kind of matrix.")]
 
 NAME = "inspect"
 
 
-def run(model: Model, plot: Plot = None, json: Json = False) -> None:
-    """Show a model's matrices, their formats and their true size.
+def run(model: Model, every: All = False, plot: Plot = None, json: Json = False) -> None:
+    """Show a model's matrices, their formats and their true size: one row per kind of matrix, or all with `--all`.
 
-    Bits per weight are those of the layers' quantized matrices, every scale and zero point counted; embedding and head
-    are listed, but not counted.
+    The bits per weight at the end cover the layers' quantized matrices and count every scale and zero point. Embedding
+    and head are listed, but not counted.
 
     **Example**: `crelle inspect out/smollm2-3bit`
 
@@ -33,28 +35,21 @@ def run(model: Model, plot: Plot = None, json: Json = False) -> None:
     """
     if plot is not None:
         _check_plot(plot)
+    from crelle.cli.inspect_table import kinds, single, table
+
     facts = describe(model)
+    facts |= {"kinds": kinds(facts["layers"])}
     if plot is not None:
         _draw(model, plot)
     if json:
         print_json(facts)
         return
-    mixed = any(layer["shares"] for layer in facts["layers"])
-    integers = any(layer["activation"] for layer in facts["layers"])
-    more = (("groups", "outliers") if mixed else ()) + ((Column("activations", no_wrap=True),) if integers else ())
-    table = Table("matrix", "format", "outputs x inputs", "bits", "group", *more, "bits/weight", "MB")
-    for layer in facts["layers"]:
-        N, K = layer["shape"]
-        per_weight, megabytes = f"{layer['bits_per_weight']:.3f}", f"{layer['bytes'] / 1e6:.3f}"
-        group = "several" if layer["group"] is None else str(layer["group"])
-        cells = [layer["name"], layer["format"], f"{N} x {K}", f"{layer['bits']:.3g}", group]
-        if mixed:
-            cells.append(", ".join(f"{share:.0%} of {bits} bits" for bits, share in layer["shares"].items()))
-            cells.append(f"{layer['outliers'] / (N * K):.2%}" if layer["outliers"] else "")
-        if integers:
-            cells.append(layer["activation"] or "")
-        table.add_row(*cells, per_weight, megabytes)
-    out.print(table)
+    if every:  # names are not cut, however narrow the terminal is
+        shown = table(single(facts["layers"]), every=True)
+        wide = Measurement.get(out, out.options.update(width=1 << 10), shown).maximum
+        Console(width=max(out.width, wide)).print(shown)
+    else:
+        out.print(table(facts["kinds"]))
     out.print(
         f"{facts['scheme']}: {facts['bits_per_weight']:.3f} bits per weight over {facts['weights']:,} weights, "
         f"{facts['bytes'] / 1e6:.1f} MB; whole model {facts['file_bytes'] / 1e6:.1f} MB on disk",
@@ -63,7 +58,7 @@ def run(model: Model, plot: Plot = None, json: Json = False) -> None:
     )
     if facts["precisions"]:
         choices = ", ".join(map(str, facts["precisions"]))
-        out.print(f"serves {choices} bits from the same planes: choose with --bits", highlight=False, soft_wrap=True)
+        out.print(f"Available precisions: {choices} bits; choose one with --bits.", highlight=False, soft_wrap=True)
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -71,7 +66,7 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.open import open_weights
+    from crelle.formats.open import open_weights, scheme_of
     from crelle.models.nested import offered
     from crelle.quantizers.pipeline import is_layer
 
@@ -94,7 +89,7 @@ def describe(model: Any) -> dict[str, Any]:
     root = weights.path
     files = [root] if root.is_file() else [f for f in root.iterdir() if f.is_file()]
     return {
-        "scheme": _scheme(weights),
+        "scheme": scheme_of(weights),
         "overrides": weights.quantization["overrides"] if isinstance(weights, Checkpoint) else {},
         "bits_per_weight": 8 * size / count,
         "bytes": size,
@@ -145,12 +140,3 @@ def _draw(model: Path, path: Path) -> None:
             if (w := weights.matrix(name)).quantized:
                 rows.append(group_ranges(name, w))
     draw_whole(path, lambda made: heat_map(made, rows))
-
-
-def _scheme(weights: "Weights") -> str:
-    from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.importers.base import EncodedDirectory
-
-    if isinstance(weights, Checkpoint):
-        return weights.scheme
-    return f"quantized by {weights.method}" if isinstance(weights, EncodedDirectory) else "not quantized by Crelle"

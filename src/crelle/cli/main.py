@@ -35,6 +35,7 @@ from crelle.cli import (
     warmup,
 )
 from crelle.cli.console import err, print_json
+from crelle.cli.options_in_errors import options_of, with_options
 from crelle.errors import CrelleError
 from crelle.version import __version__
 
@@ -91,9 +92,10 @@ def main() -> None:
     try:
         app(prog_name="crelle")  # also for `python -m crelle`: completion is installed for this name
     except CrelleError as e:
+        sentence = with_options(str(e), options_of(typer.main.get_command(app), sys.argv[1:]))
         if "--json" in sys.argv:
-            print_json({"error": str(e)})
-        err.print(f"crelle: {e}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+            print_json({"error": sentence})
+        err.print(f"crelle: {sentence}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -35,10 +35,14 @@ def run(
     batch: Annotated[
         int | None, typer.Option("--batch", help="Sequences at once; default: as many as fit, up to 256.")
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", help="Of one GPU with its share of the machine.")] = None,
-    watt: Annotated[float | None, typer.Option("--watt", help="That one GPU with its share draws at work.")] = None,
-    kwh: Annotated[float, typer.Option("--kwh", help="Price of a kilowatt-hour.")] = 0.09,
-    years: Annotated[float, typer.Option("--years", help="Of service, over which the price is shared out.")] = 5.0,
+    price: Annotated[
+        float | None, typer.Option("--price", help="Price of one GPU with its share of the host (USD).")
+    ] = None,
+    watt: Annotated[
+        float | None, typer.Option("--watt", help="Power draw per GPU under load, including its share of the host (W).")
+    ] = None,
+    kwh: Annotated[float, typer.Option("--kwh", help="Price of a kilowatt-hour (USD).")] = 0.09,
+    years: Annotated[float, typer.Option("--years", help="Years of service over which the price is spread.")] = 5.0,
     bandwidth: Annotated[
         float | None,
         typer.Option(
@@ -170,7 +174,8 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
         )
         if e.cost is not None:
             say(
-                f"a million tokens: {e.cost.total:.4g} (buying {e.cost.buying:.4g}, electricity {e.cost.runtime:.4g}), "
+                f"a million tokens: {e.cost.total:.4g} {e.cost.currency} "
+                f"(buying {e.cost.buying:.4g}, electricity {e.cost.runtime:.4g}), "
                 "GPUs busy all day"
             )
         say(f"    {_ESTIMATE}" + (f"; not measured: {', '.join(e.unchecked)}" if e.unchecked else ""))

@@ -11,8 +11,10 @@ from crelle.errors import FormatError
 
 if TYPE_CHECKING:
     from crelle.bench.report.figures import Figure
+    from crelle.bench.report.rows import LeftOut
 
 NAME = "report"
+_FEW = 3  # warnings that are printed one by one
 
 
 def run(
@@ -20,26 +22,27 @@ def run(
         list[str],
         typer.Argument(metavar="RESULTS", help="Result files, directories of them, or patterns such as 'h200-*.json'."),
     ],
-    to: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    to: Annotated[Path, typer.Option("--out", "-o", help="Output page.")] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option("--png", help="Also draw each figure as a PNG into this directory.")
+        Path | None, typer.Option("--png", help="Also write each figure as a PNG into this directory.")
     ] = None,
     cost: Annotated[
         str | None,
         typer.Option(
             "--cost",
-            help="Cost of a million decoded tokens by price=30000[,watt=700][,kwh=0.09][,years=5]; without watt the "
-            "measured power counts.",
+            help="Prices for the cost of a million decoded tokens: "
+            "price=30000[,watt=700][,kwh=0.09][,years=5][,currency=USD]; default power: as measured.",
         ),
     ] = None,
-    title: Annotated[str, typer.Option("--title", help="Of the page.")] = "Crelle: what was measured",
+    title: Annotated[str, typer.Option("--title", help="Title of the page.")] = "Crelle: what was measured",
     json: Json = False,
 ) -> None:
-    """Draw what benchmarks wrote as one self-contained HTML page: light and dark, for phones and desktops.
+    """Draw benchmark results as one self-contained HTML page: light and dark, for phones and desktops.
 
-    It shows perplexity over bits, latency over bytes, throughput over batch, energy and cost per token, each only where
-    a file has it, with a table of all rows, and command, machine, date and file below. A file that is broken or of
-    another kind is listed with the reason, on the page and on standard error. The same files give the same bytes.
+    The page shows perplexity over bits, latency over bytes, throughput over batch, energy and cost per token, if a
+    file has them. Below each chart are a table of all rows, and command, machine, date and file. The best figure of
+    each kind follows in one table. A file that is broken or of another kind is listed at the end with the reason. The
+    same files give the same bytes.
 
     **Example**: `crelle report bench/results -o report.html --png out/figures`
 
@@ -55,7 +58,7 @@ def run(
     rows, left_out = read(find(results))
     parts = sections(rows, prices)
     left_out += not_drawn(rows, parts)
-    warn(f"left out: {file.reason}" for file in left_out)
+    warn(_summary(left_out))
     drawn = figures(parts)
     if not drawn:
         raise FormatError(f"none of the {len(left_out)} files holds anything that the report shows")
@@ -76,12 +79,21 @@ def run(
     )
 
 
+def _summary(left_out: "list[LeftOut]") -> list[str]:
+    """Return the reasons if they are few, or how many there are and where to read them."""
+    if len(left_out) <= _FEW:
+        return [f"left out: {file.reason}" for file in left_out]
+    return [f"left out: {len(left_out)} files or rows; the page lists the reasons under 'Left out', and --json too"]
+
+
 def _draw_all(directory: Path, drawn: "list[Figure]") -> None:
     from crelle.bench.report.png import draw_png
+    from crelle.bench.report.styles import styles
     from crelle.cli.console import draw_whole
     from crelle.formats.io import writing
 
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
+    looks = styles(drawn)
     for figure in drawn:
-        draw_whole(directory / f"{figure.name}.png", lambda path, figure=figure: draw_png(path, figure))  # type: ignore[misc]
+        draw_whole(directory / f"{figure.name}.png", lambda path, figure=figure: draw_png(path, figure, looks))  # type: ignore[misc]

@@ -75,6 +75,9 @@ class LLM(LoadedModel):
             model = build(weights, choose_device(device), kernel=kernel, bits=bits)
             return cls(model, tokenizer.result(), weights, given or kv_of_checkpoint(weights.config))
 
+    def __repr__(self) -> str:
+        return f"<LLM {self.weights.path}: {self.describe()}>"
+
     @overload
     def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Completion: ...
     @overload

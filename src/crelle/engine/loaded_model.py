@@ -4,16 +4,20 @@ Threads. `lock` is held by whoever runs a step of the model (and while a precisi
 working memory of its own: the C++ step, CUDA graphs. Who calls `model(...)` directly beside others takes the lock.
 """
 
+from functools import cached_property
+from math import prod
 from threading import RLock
 
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError
+from crelle.formats.base import nbytes
 from crelle.formats.io import read_json
 from crelle.formats.kv import KVFormat
-from crelle.formats.open import Weights
+from crelle.formats.open import Weights, scheme_of
 from crelle.models.loader import Model
 from crelle.models.nested import default, offered
 from crelle.models.settings import token_ids
+from crelle.quantizers.pipeline import is_layer
 
 Prompt = str | list[int]  # text, or token ids that are taken as they are
 
@@ -28,6 +32,18 @@ class LoadedModel:
         self.precisions = offered(weights)  # of a nested checkpoint; () where there is only one
         self.lock = RLock()  # held by whoever runs a step of the model, at any precision
         self._at = {model.build.bits or default(weights): model}
+
+    @cached_property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits per weight of the layers' quantized matrices, every scale counted; None if none is quantized."""
+        found = [x.weight for x in self.model.linears() if is_layer(x.name) and x.weight.quantized]
+        return 8 * sum(map(nbytes, found)) / sum(prod(w.shape) for w in found) if found else None
+
+    def describe(self) -> str:
+        """Return scheme, bits, device and context in one line."""
+        bits, device = self.bits_per_weight, self.model.device
+        size = "" if bits is None else f", {bits:.3g} bits per weight"
+        return f"{scheme_of(self.weights)}{size}, on {device}, context {self.model.spec.context}, cache {self.kv}"
 
     def at(self, bits: int | None) -> Model:
         """Return the model at a precision of a nested checkpoint; None: as it was loaded.

@@ -109,7 +109,7 @@ def check_spread(count: int, scheme: str, configs: Sequence[Quantizer]) -> None:
     """Say why a scheme does not use so many devices."""
     if count > 1 and not any(q.calibrated for q in configs):
         raise UnsupportedError(
-            f"scheme '{scheme}' looks at no data and works on a CPU, so --devices has nothing to spread"
+            f"scheme '{scheme}' looks at no data and works on a CPU, so `devices` has nothing to spread"
         )
     for q in configs[:1]:
         if isinstance(q, TrainedConfig) and q.tune != "none" and count > (batch := q.block_training().batch):
@@ -368,11 +368,11 @@ def tune_checkpoint(
         raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")
     if own and teacher is None:
         raise SchemeError(
-            "without a teacher there is no model to sample sequences from; leave --own out or give --teacher"
+            "without a teacher there is no model to sample sequences from; leave `own` out or give a `teacher`"
         )
     spread = devices_of(devices, device)
     if len(spread) > training.batch:
-        raise SchemeError(f"{training.batch} sequences a step (--batch) cannot be spread over {len(spread)} devices")
+        raise SchemeError(f"{training.batch} sequences a step (`batch`) cannot be spread over {len(spread)} devices")
     arguments = {
         "source": source,
         "teacher": teacher,

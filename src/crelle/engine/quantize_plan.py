@@ -59,7 +59,7 @@ def planned(
         if not overwrite:
             raise FormatError(
                 f"cannot resume: {path} was made from another model, text or scheme; use the same again, or "
-                "--overwrite to start anew"
+                "`overwrite=True` to start anew"
             )
     model = calibration.open(open_weights(source), calibration.device)
     with device_limit(calibration.device, calibration.memory):

@@ -10,7 +10,7 @@ import torch
 from crelle.errors import SchemeError, UnsupportedError
 
 MOST = 64  # processes
-_READS = "--devices takes GPUs by number, like 0,1, or all of them, all; or cpu once for each process, like cpu,cpu"
+_READS = "`devices` takes GPUs by number, like 0,1, or all of them, all; or cpu once for each process, like cpu,cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ def parse_devices(text: str) -> tuple[RankDevice, ...]:
     if 0 < on_cpu < len(items):
         raise SchemeError(f"{_READS}, but not both together; got '{text}'")
     if len(items) > MOST:
-        raise SchemeError(f"--devices takes at most {MOST}, got {len(items)}")
+        raise SchemeError(f"`devices` takes at most {MOST}, got {len(items)}")
     if on_cpu:
         return (RankDevice(),) * on_cpu
     numbers = [int(item.removeprefix("cuda:")) for item in items]
     if (count := _visible()) == 0:
-        raise UnsupportedError("no CUDA device is visible to torch; on a CPU write --devices cpu,cpu or leave it out")
+        raise UnsupportedError("no CUDA device is visible to torch; on a CPU use `devices='cpu,cpu'` or leave it out")
     if missing := [n for n in numbers if n >= count]:
         seen = "GPU 0 only" if count == 1 else f"GPUs 0 to {count - 1}"
         raise UnsupportedError(f"there is no GPU {missing[0]}: torch sees {seen}")
     if twice := [n for n in numbers if numbers.count(n) > 1]:
-        raise SchemeError(f"GPU {twice[0]} is named twice in --devices; every process needs one of its own")
+        raise SchemeError(f"GPU {twice[0]} is named twice in `devices`; every process needs one of its own")
     return tuple(RankDevice(n) for n in numbers)
 
 
@@ -81,5 +81,5 @@ def devices_of(devices: str | None, device: str) -> tuple[RankDevice, ...]:
     if devices is None:
         return ()
     if device != "auto":
-        raise SchemeError(f"--devices {devices} and --device {device} both say where to run; give one of them")
+        raise SchemeError(f"`devices='{devices}'` and `device='{device}'` both say where to run; give one of them")
     return parse_devices(devices)

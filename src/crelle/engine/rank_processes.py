@@ -171,7 +171,7 @@ def _watch(ranks: Sequence[_Rank], progress: Progress | None) -> None:
     if silent:
         raise ProcessError(
             f"{silent[0].name} {silent[0].how_it_ended()}, so the others were ended too; what is finished is kept, run "
-            "again with --resume"
+            "again with `resume=True`"
         )
     if failed:
         raise RuntimeError(f"{failed[0].name} failed:\n{failed[0].trace}")

@@ -101,6 +101,11 @@ class Tokenizer:
             raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
         return ChatTemplate(self._template_source)
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template_source is not None
+
     def render_chat(self, messages: list[Message]) -> str:
         """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins."""
         text: str = self._template.render(messages, self._special)

@@ -69,7 +69,7 @@ def perplexities(
     `kernels`: those to insist on; without any, all of KERNELS that can run the model, or plain torch where none can.
     """
     if step_tokens < 2:
-        raise SchemeError(f"--step-tokens must be at least 2, got {step_tokens}")
+        raise SchemeError(f"`step_tokens` must be at least 2, got {step_tokens}")
     rows, left_out, first = list[Quality](), dict[str, str](), dict[str, float]()
     names: list[str | None] = list(kernels or KERNELS)
     for i, name in enumerate(names):

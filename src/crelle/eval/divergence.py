@@ -60,6 +60,8 @@ def divergences(
 ) -> Divergences:
     """Compare two functions from a window [1, T] to its logits [1, T, V]."""
     found = Divergences()
+    if progress:
+        progress(0, windows.count, windows.extent)
     for i, window in enumerate(windows):
         found.add(reference(window)[0, :-1], model(window)[0, :-1], window[0, 1:])
         check_finite(sum(found.losses), sum(found.losses), i, windows.count)
@@ -107,7 +109,7 @@ def model_divergence(
         progress,
     )
     kl, (theirs, ours) = found.values, found.perplexities
-    return Perplexity(ours, cut.tokens, cut.count, context, bool(cut.start), str(llm.kv)), ModelDivergence(
+    return cut.result(ours, llm), ModelDivergence(
         kl_mean=kl.mean().item(),
         kl_p99=kl.quantile(0.99).item(),
         kl_max=kl.max().item(),

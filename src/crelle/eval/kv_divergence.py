@@ -26,11 +26,12 @@ class KVDivergence:
     perplexity: float
     perplexity_16: float
     ratio: float
-    tokens: int  # of the text, in full windows
+    tokens: int  # that were evaluated: those of the text in full windows
     predicted: int  # tokens whose distributions were compared
     windows: int
     context: int
     bos: bool
+    text_tokens: int  # of the whole text
 
 
 def kv_divergence(
@@ -68,6 +69,7 @@ def kv_divergence(
         windows=cut.count,
         context=context,
         bos=bool(cut.start),
+        text_tokens=cut.text_tokens,
     )
 
 

@@ -24,11 +24,12 @@ class Perplexity:
     """A perplexity and what it was measured on."""
 
     perplexity: float
-    tokens: int  # of the text, in full windows
+    tokens: int  # that were evaluated: those of the text in full windows
     windows: int
     context: int
     bos: bool
     kv: str  # how the cache stored keys and values: kv16, kv8, kv4 …
+    text_tokens: int  # of the whole text
 
 
 def perplexity(
@@ -44,10 +45,13 @@ def perplexity(
     """Measure a model on a text; `tokens` limits how much of it, `bos=False` leaves BOS out in any case.
 
     `stepwise` reads a window token by token, as decoding does, instead of at once, as a prompt.
-    `progress` is called after each window with (windows done, of how many, the perplexity so far as text).
+    `progress` is called at the start and after each window with (windows done, windows in all, a note: what is
+    evaluated, then the perplexity so far).
     """
     cut = Windows.of(llm, text, context=context, tokens=tokens, bos=bos)
     total, predicted = 0.0, 0
+    if progress:
+        progress(0, cut.count, cut.extent)
     for i, window in enumerate(cut):
         logits = window_logits(llm, window, llm.kv, 1 if stepwise else context)
         loss = F.cross_entropy(logits[0, :-1].float(), window[0, 1:], reduction="sum").item()
@@ -56,7 +60,7 @@ def perplexity(
         predicted += window.shape[1] - 1
         if progress:
             progress(i + 1, cut.count, f"{exp_of_loss(total / predicted):.2f}")
-    return Perplexity(exp_of_loss(total / predicted), cut.tokens, cut.count, context, bool(cut.start), str(llm.kv))
+    return cut.result(exp_of_loss(total / predicted), llm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Windows:
     start: list[int]  # BOS, or nothing
     body: int  # tokens of the text in a window
     device: torch.device
+    text_tokens: int  # of the whole text
 
     @classmethod
     def of(cls, llm: LLM, text: str, *, context: int, tokens: int | None, bos: bool) -> "Windows":
@@ -74,7 +79,7 @@ class Windows:
         limit = llm.model.spec.context
         if context > limit:
             raise CapacityError(
-                f"a window of {context} tokens does not fit the model's context of {limit}; lower --context"
+                f"a window of {context} tokens does not fit the model's context of {limit}; lower `context`"
             )
         start = [llm.tokenizer.bos_id] if bos and llm.tokenizer.bos_id is not None else []
         body = context - len(start)
@@ -82,11 +87,12 @@ class Windows:
             raise SchemeError(f"context must be at least 2, got {context}")
         if tokens is not None and tokens < 1:
             raise SchemeError(f"tokens must be at least 1, got {tokens}")
-        ids = llm.tokenizer.encode(text, bos=False)[:tokens]
+        whole = llm.tokenizer.encode(text, bos=False)
+        ids = whole[:tokens]
         count = len(ids) // body
         if count == 0:
-            raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower --context")
-        return cls(ids[: count * body], start, body, llm.model.device)
+            raise SchemeError(f"the text has {len(ids)} tokens, too few for one window of {body}; lower `context`")
+        return cls(ids[: count * body], start, body, llm.model.device, len(whole))
 
     @property
     def count(self) -> int:
@@ -96,6 +102,17 @@ class Windows:
     def tokens(self) -> int:
         """Tokens of the text in all windows."""
         return len(self.ids)
+
+    @property
+    def extent(self) -> str:
+        """What of the text is evaluated."""
+        some = f"the first {self.tokens:,} of " if self.tokens < self.text_tokens else ""
+        return f"over {some}{self.text_tokens:,} tokens"
+
+    def result(self, perplexity: float, llm: LLM) -> Perplexity:
+        """Return a perplexity over these windows with what it was measured on."""
+        context, bos = self.body + len(self.start), bool(self.start)
+        return Perplexity(perplexity, self.tokens, self.count, context, bos, str(llm.kv), self.text_tokens)
 
     def __iter__(self) -> Iterator[Tensor]:
         for at in range(0, len(self.ids), self.body):

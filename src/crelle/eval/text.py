@@ -10,7 +10,7 @@ def python_documentation() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as e:
-        raise FormatError("this Python has no pydoc_data.topics; give a text file with --text") from e
+        raise FormatError("this Python has no pydoc_data.topics; give a text file") from e
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 

@@ -108,7 +108,7 @@ class CheckpointWriter:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
         if isinstance(error, CapacityError):
-            remedy = f"What is finished stays in {self.partial}: make room and run again with --resume"
+            remedy = f"What is finished stays in {self.partial}: make room and run again with `resume=True`"
             raise CapacityError(f"{error} {'Make room and run again' if self._restart else remedy}") from error
 
     def close(self) -> None:
@@ -126,13 +126,13 @@ class CheckpointWriter:
         if journal.get("crelle_journal") != JOURNAL_VERSION:
             raise FormatError(
                 f"cannot resume: {self.partial} was begun by an earlier Crelle, which named its files otherwise; "
-                "pass --overwrite to start anew"
+                "`overwrite=True` starts anew"
             )
         if changed := sorted(k for k in self.recipe | old if self.recipe.get(k) != old.get(k)):
             k = changed[0]
             raise FormatError(
                 f"cannot resume: {self.partial} was begun with {k} = {old.get(k)!r}, now it is {self.recipe.get(k)!r}; "
-                "use the same again, or --overwrite to start anew"
+                "use the same again, or `overwrite=True` to start anew"
             )
         for name, facts in journal["shards"].items():
             path = self.partial / name

@@ -86,7 +86,7 @@ def refuse_other_files(folder: Path, names: tuple[str, ...], mark: str, key: str
         ours = False
     if not ours:
         raise FormatError(
-            f"{folder / found} exists and is no result of this command, so it is not replaced; choose another --out"
+            f"{folder / found} exists and is no result of this command, so it is not replaced; choose another `out`"
         )
 
 
@@ -95,7 +95,7 @@ def refuse_finished(out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise FormatError(f"{out} exists already; choose another name, or pass --overwrite to replace it")
+        raise FormatError(f"{out} exists already; choose another name, or replace it with `overwrite=True`")
     with writing(out):
         fd = open_directory(out)
     try:
@@ -106,7 +106,7 @@ def refuse_finished(out: Path, overwrite: bool) -> None:
         return
     what = f"holds {held.stranger}" if held.stranger and held.finished else "is not a checkpoint of Crelle's"
     raise FormatError(
-        f"{out} {what}, so it is not replaced: --overwrite deletes only what Crelle wrote. "
+        f"{out} {what}, so it is not replaced: `overwrite=True` deletes only what Crelle wrote. "
         "Move it away or choose another name"
     )
 
@@ -121,7 +121,7 @@ def refuse_unfinished(held: Holding, out: Path, decided: bool) -> None:
         )
     if not held.empty and not decided:
         sentences = (
-            f"{held.path} holds an unfinished run: pass --resume to go on with it, or --overwrite to start anew",
+            f"{held.path} holds an unfinished run: `resume=True` continues it, `overwrite=True` starts anew",
             *of_replaced(out).values(),
         )
         raise FormatError(". ".join(sentences))

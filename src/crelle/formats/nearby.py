@@ -22,7 +22,7 @@ def models_in(directory: Path) -> list[Path]:
 def meant_instead(path: Path) -> str:
     """Return the part of a sentence that says what to give instead of a path that does not exist."""
     if partial_of(path).is_dir():
-        return "it was not finished: run the same command again with --resume"
+        return "it was not finished: run the same `crelle quantize` again with --resume"
     there = path.parent
     while not there.is_dir() and there != there.parent:
         there = there.parent

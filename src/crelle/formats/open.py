@@ -101,3 +101,12 @@ def open_quantized(path: Path, config: dict[str, Any], declared: Any) -> Weights
             f"{path} is already quantized by '{method}', which this Crelle cannot read (it reads {known} and GGUF)"
         )
     return readers[method](path, config, declared)
+
+
+def scheme_of(weights: Weights) -> str:
+    """Return the scheme of a checkpoint of ours, or what else quantized a model."""
+    from crelle.formats.importers.base import EncodedDirectory
+
+    if isinstance(weights, Checkpoint):
+        return weights.scheme
+    return f"quantized by {weights.method}" if isinstance(weights, EncodedDirectory) else "not quantized by Crelle"

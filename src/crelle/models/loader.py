@@ -27,7 +27,7 @@ def choose_device(device: str) -> torch.device:
     if device not in ("cpu", "cuda", "auto"):
         raise UnsupportedError(f"there is no device '{device}'; choose cpu, cuda or auto")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device is visible to torch; use --device cpu")
+        raise UnsupportedError("no CUDA device is visible to torch; use `device='cpu'`")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -24,8 +24,8 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         raise CapacityError(
-            f"the GPU's memory does not suffice ({str(e).splitlines()[0]}); allow more with --memory, or give fewer or "
-            "shorter sequences with --rows and --length"
+            f"the GPU's memory does not suffice ({str(e).splitlines()[0]}); allow more with `memory`, or use fewer "
+            "or shorter sequences (`rows`, `length`)"
         ) from e
     finally:
         if limited:

@@ -51,7 +51,7 @@ def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: i
     if need > budget:
         raise CapacityError(
             f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.3g} GB, and "
-            f"{budget / 1e9:.3g} GB may be used; allow more with --memory, or give fewer sequences with --rows"
+            f"{budget / 1e9:.3g} GB may be used; allow more with `memory`, or use fewer sequences (`rows`)"
         )
     keep = need + kept <= budget
     return CalibrationMemory(keep=keep, device_bytes=need + kept * keep)
@@ -79,7 +79,7 @@ def plan_memory(
     if work > room:
         raise CapacityError(
             f"a layer of this model takes about {work / 1e9:.3g} GB of GPU memory to quantize, and {room / 1e9:.3g} GB "
-            "may be used; allow more with --memory, or shorten the sequences with --length"
+            "may be used; allow more with `memory`, or use shorter sequences (`length`)"
         )
     left = min(room, int(_SPARE * free)) - work
     states = 3 * S * T * width * 2

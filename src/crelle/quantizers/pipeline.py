@@ -210,7 +210,7 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
     if isinstance(old, dict) and old.get("devices") != new["devices"]:
         began, now = old.get("devices"), new["devices"]
         raise FormatError(f"cannot resume: {out} was made on {began} devices, now there are {now}; take as many again")
-    raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; pass --overwrite")
+    raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; `overwrite=True` starts anew")
 
 
 def _stage_report(out: Path) -> Report:
@@ -300,7 +300,7 @@ def own_part(calibration: Calibration, model: CalibrationModel) -> tuple[Tensor,
     """Return the sequences that are this rank's, and how it calibrates on them. On a CPU ranks share the memory."""
     rows, ranks = len(calibration.tokens), world().size
     if rows < ranks:
-        raise SchemeError(f"{rows} calibration sequences cannot be spread over {ranks} devices; give more with --rows")
+        raise SchemeError(f"{rows} calibration sequences cannot be spread over {ranks} devices; use more (`rows`)")
     budget = calibration.memory
     if budget is not None and calibration.device.type == "cpu":
         budget //= ranks

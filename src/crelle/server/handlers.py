@@ -104,6 +104,8 @@ async def status(request: web.Request) -> web.Response:
             kv=str(state.engine.kv),
             pages=stats.pages,
             pages_used=stats.pages_used,
+            page_tokens=state.engine.kv.page,
+            chat=state.llm.tokenizer.chats,
             running=stats.running,
             waiting=stats.waiting,
             tokens_per_second=round(state.metrics.speed.per_second(stats.tokens_sampled), 2),

@@ -165,6 +165,8 @@ class Status(Closed, kw_only=True):
     kv: str
     pages: Count
     pages_used: Count
+    page_tokens: Count
+    chat: bool
     running: Count
     waiting: Count
     tokens_per_second: Annotated[float, Meta(ge=0)]

@@ -16,6 +16,7 @@ from crelle.bench.report.page import page
 from crelle.bench.report.readers import find, read
 from crelle.bench.report.rows import LeftOut, Quality, Row, Source, Step
 from crelle.bench.report.scale import scale, tick_text
+from crelle.bench.report.styles import colour, shape, styles
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 VOID = {"meta", "br"}
@@ -70,6 +71,34 @@ def test_page_of_all_results_is_well_formed_and_self_contained() -> None:
     assert all(f.file in text for f in left_out)
     assert {r.source.file for r in rows} <= set(re.findall(r"[\w.-]+\.json", text))
     assert not_drawn(rows, sections(rows)) == []
+
+
+def test_charts_come_before_the_table_of_the_best() -> None:
+    text = made([quality(2, 1.5)])
+    assert text.index("<svg") < text.index('<h2 id="best-of-each-kind">')
+    assert '<a href="#best-of-each-kind">' in text
+
+
+def test_a_scheme_has_one_colour_in_all_figures_and_none_has_it_twice() -> None:
+    rows, _ = read(find([str(RESULTS)]))
+    drawn = figures(sections(rows))
+    found = styles(drawn)
+    text = made(rows)
+    for name in ("rtn", "bcq", "gptq"):
+        looks = set(re.findall(rf'aria-hidden="true">(<path [^>]*>)</svg>{name}</li>', text))
+        assert len(looks) == 1, looks
+    for figure in drawn:
+        names = {s.name for s in figure.series}
+        assert len({found[n] for n in names}) == len(names)
+        assert len({colour(found[n]) for n in names}) >= min(len(names), 10)
+    assert len({(colour(i), shape(i)) for i in range(50)}) == 50
+
+
+def test_costs_name_their_currency() -> None:
+    (figure,) = (f for f in figures(sections([replace(step(cost=3.0), currency="EUR")])) if f.name.startswith("cost"))
+    assert figure.x.label == "EUR per million tokens"
+    (line,) = (h for h in headlines([step(cost=3.0), replace(step(cost=4.0), scheme="fp16")]) if "million" in h.what)
+    assert (line.value, line.against) == ("3 USD (rtn)", "full precision: 4 USD (fp16)")
 
 
 def test_rows_of_every_class_are_in_a_table() -> None:
@@ -189,7 +218,7 @@ def test_figures_are_drawn_as_png(tmp_path: Path) -> None:
     drawn: list[Figure] = figures(sections(rows))
     assert {bool(f.bars) for f in drawn} == {True, False}
     for figure in drawn[:1] + drawn[-1:]:
-        draw_png(tmp_path / "f.png", figure)
+        draw_png(tmp_path / "f.png", figure, styles(drawn))
         assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -201,7 +230,7 @@ def test_odd_names_become_pictures_and_files(tmp_path: Path) -> None:
     rows: list[Row] = [replace(quality(2, 1e4), model=odd, scheme=odd), step(joules=1.0), step(joules=2.0)]
     for figure in figures(sections([replace(r, model=odd) for r in rows])):
         assert len(figure.name) < 200
-        draw_png(tmp_path / f"{figure.name}.png", replace(figure, title=r"$\frac$"))
+        draw_png(tmp_path / f"{figure.name}.png", replace(figure, title=r"$\frac$"), styles([figure]))
 
 
 def test_page_names_no_place_of_this_machine(tmp_path: Path) -> None:

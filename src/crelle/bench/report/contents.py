@@ -1,4 +1,4 @@
-"""What the page shows, in its order: sections of figures, and the headline table above them."""
+"""What the page shows, in its order: sections of figures, and the table of the best after them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ _SHAPE = (12288, 12288)  # of the headline, as in the papers; else the largest
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A line of the table at the top."""
+    """A line of the table of the best."""
 
     what: str
     value: str
@@ -46,7 +46,7 @@ def sections(rows: Sequence[Row], prices: CostModel | None = None) -> list[Secti
     """Return sections that have figures, figures of kinds that are there."""
     products, loads = _of(Product, rows), _of(Throughput, rows)
     steps = [_priced(r, prices) for r in _of(Step, rows)]
-    how = _price_list(prices) if prices else "as the files' commands say"
+    how = _price_list(prices) if prices else "prices as in the files' commands"
     whole = [
         Section("Quality", [*quality.perplexity_over_bits(_of(Quality, rows))]),
         Section("Latency", [*product.latency_over_bytes(products), *speed.decoding_over_bytes(steps)]),
@@ -94,12 +94,14 @@ def _priced(row: Step, prices: CostModel | None) -> Step:
     watt = row.joules and row.joules * row.tokens_per_second
     if prices is None or (prices.watt is None and watt is None):
         return row if prices is None else replace(row, cost=None)
-    return replace(row, cost=prices.per_million(row.tokens_per_second, watt).total)
+    cost = prices.per_million(row.tokens_per_second, watt)
+    return replace(row, cost=cost.total, currency=cost.currency)
 
 
 def _price_list(prices: CostModel) -> str:
     power = "the measured power" if prices.watt is None else f"{prices.watt:g} W"
-    return f"price {prices.price:g} over {prices.years:g} years, {power}, {prices.kwh:g} a kWh"
+    money = prices.currency
+    return f"{prices.price:g} {money} over {prices.years:g} years, {power}, {prices.kwh:g} {money} per kWh"
 
 
 def _quality(rows: Sequence[Quality]) -> Iterator[Headline]:
@@ -187,7 +189,7 @@ def _joules(r: Step) -> str:
 
 
 def _cost(r: Step) -> str:
-    return f"{number(r.cost, 3)} ({r.scheme})"
+    return f"{number(r.cost, 3)} {r.currency} ({r.scheme})"
 
 
 def _sequences(r: Throughput) -> str:

@@ -7,16 +7,20 @@ from pathlib import Path
 from crelle.bench.report.contents import Headline
 from crelle.bench.report.figures import Figure, Section, slug
 from crelle.bench.report.rows import LeftOut, Source
+from crelle.bench.report.styles import Styles, styles
 from crelle.bench.report.svg import draw
 from crelle.version import __version__
 
-_SHORT = 2  # so many sources stand open under a figure; more are folded behind their summary
+_SHORT = 2  # sources that are shown under a figure; more are folded into a summary
+_BEST, _LEFT_OUT = "Best of each kind", "Left out"
 
 
 def page(title: str, lines: Sequence[Headline], parts: Sequence[Section], left_out: Sequence[LeftOut]) -> str:
     style = (Path(__file__).with_name("page.css")).read_text(encoding="utf-8")
-    links = "".join(f'<a href="#{slug(part.title)}">{escape(part.title)}</a>' for part in parts)
-    body = "".join(_section(part) for part in parts)
+    names = [part.title for part in parts] + [_BEST] * bool(lines) + [_LEFT_OUT] * bool(left_out)
+    links = "".join(f'<a href="#{slug(name)}">{escape(name)}</a>' for name in names)
+    looks = styles(figure for part in parts for figure in part.figures)
+    body = "".join(_section(part, looks) for part in parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -24,7 +28,7 @@ def page(title: str, lines: Sequence[Headline], parts: Sequence[Section], left_o
         f"<h1>{escape(title)}</h1>\n"
         f'<p class="soft">{_extent(parts)} Drawn by crelle {escape(__version__)}. Figures of different machines are '
         "not comparable; each names its own. Every measured row is in the table below its chart.</p>\n"
-        f"<nav>{links}</nav>\n{_headline(lines)}{body}{_left_out(left_out)}</body>\n</html>\n"
+        f"<nav>{links}</nav>\n{body}{_headline(lines)}{_left_out(left_out)}</body>\n</html>\n"
     )
 
 
@@ -44,7 +48,7 @@ def _headline(lines: Sequence[Headline]) -> str:
         return ""
     rows = [(h.what, h.value, h.against, _where(h.sources)) for h in lines]
     table = _table(("what", "figure", "against, or how", "file and machine"), rows, "headline")
-    return f"<h2>In short</h2>\n{table}"
+    return f'<h2 id="{slug(_BEST)}">{_BEST}</h2>\n{table}'
 
 
 def _where(sources: Sequence[Source]) -> str:
@@ -53,15 +57,15 @@ def _where(sources: Sequence[Source]) -> str:
     return f"{files}: {machines}, {_between(sorted(s.date for s in sources))}"
 
 
-def _section(part: Section) -> str:
-    figures = "".join(_figure(figure) for figure in part.figures)
+def _section(part: Section, looks: Styles) -> str:
+    figures = "".join(_figure(figure, looks) for figure in part.figures)
     return f'<h2 id="{slug(part.title)}">{escape(part.title)}</h2>\n<div class="figures">\n{figures}</div>\n'
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: Figure, looks: Styles) -> str:
     return (
         f'<figure id="{figure.name}"><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>'
-        f"{draw(figure)}<details><summary>Table of {len(figure.table)} rows</summary>"
+        f"{draw(figure, looks)}<details><summary>Table of {len(figure.table)} rows</summary>"
         f"{_table(figure.columns, figure.table)}</details>{_sources(figure.sources)}</figure>\n"
     )
 
@@ -94,6 +98,5 @@ def _left_out(files: Sequence[LeftOut]) -> str:
         return ""
     items = "".join(f"<li>{escape(f.reason)}</li>" for f in files)
     told = f"What the report does not show, and why: {len(files)} files or rows"
-    return (
-        f'<h2 id="left-out">Left out</h2>\n<details><summary>{told}</summary><ul class="left">{items}</ul></details>\n'
-    )
+    head = f'<h2 id="{slug(_LEFT_OUT)}">{_LEFT_OUT}</h2>'
+    return f'{head}\n<details><summary>{told}</summary><ul class="left">{items}</ul></details>\n'

@@ -7,6 +7,7 @@ from typing import Any
 from crelle.bench.report.figures import Figure, number
 from crelle.bench.report.rows import OURS, PEER
 from crelle.bench.report.scale import scale, tick_text
+from crelle.bench.report.styles import Styles, colour, shape
 from crelle.bench.report.svg import medians
 from crelle.plots import COLOURS, pyplot
 
@@ -14,33 +15,38 @@ _MARKERS = "os^Dv"
 _LONGEST = 90
 
 
-def draw_png(path: Path, figure: Figure) -> None:
+def draw_png(path: Path, figure: Figure, styles: Styles) -> None:
+    """Draw a figure; `styles` are those of the whole page."""
     plt = pyplot()
     height = 1.2 + 0.3 * len(figure.bars) if figure.bars else 4.5
     drawing, axes = plt.subplots(figsize=(8, height), layout="constrained")
     if figure.bars:
         _bars(axes, figure)
     else:
-        _points(axes, figure)
+        _points(axes, figure, styles)
     axes.set_title(_plain(figure.title), fontsize=10, wrap=True)
     drawing.savefig(path, dpi=110)
     plt.close(drawing)
 
 
-def _points(axes: Any, figure: Figure) -> None:
+def _points(axes: Any, figure: Figure, styles: Styles) -> None:
     most = figure.y.most or math.inf
-    for i, series in enumerate(figure.series):
-        peer = series.whose == PEER
-        style = {"color": f"C{i}", "label": _plain(series.name) + " (peer)" * peer}
-        shape = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5, "fillstyle": "none" if peer else "full"}
+    for series in figure.series:
+        peer, tone = series.whose == PEER, f"C{colour(styles[series.name])}"
+        style = {"color": tone, "label": _plain(series.name) + " (peer)" * peer}
+        mark = {
+            "marker": _MARKERS[shape(styles[series.name])],
+            "markersize": 5,
+            "fillstyle": "none" if peer else "full",
+        }
         inside, beyond = ([p for p in series.points if (p.y > most) is over] for over in (False, True))
-        axes.plot([p.x for p in inside], [p.y for p in inside], **style, **shape, linestyle="")
+        axes.plot([p.x for p in inside], [p.y for p in inside], **style, **mark, linestyle="")
         for p in beyond:  # an arrow at the edge, with the value; the values of all below each other
-            axes.plot(p.x, most, marker=r"$\uparrow$", markersize=9, color=f"C{i}", linestyle="")
+            axes.plot(p.x, most, marker=r"$\uparrow$", markersize=9, color=tone, linestyle="")
             place = {"xytext": (6, -3 - 9 * len(axes.texts)), "textcoords": "offset points"}
-            axes.annotate(number(p.y), (p.x, most), **place, fontsize=7, color=f"C{i}")
+            axes.annotate(number(p.y), (p.x, most), **place, fontsize=7, color=tone)
         if series.joined:
-            axes.plot(*zip(*medians(series.points), strict=True), color=f"C{i}", linewidth=1, ls=":" if peer else "-")
+            axes.plot(*zip(*medians(series.points), strict=True), color=tone, linewidth=1, ls=":" if peer else "-")
     if figure.level is not None:
         axes.axhline(figure.level, color=COLOURS[1], linewidth=1, linestyle="--")
     values = [p.x for s in figure.series for p in s.points], [p.y for s in figure.series for p in s.points]

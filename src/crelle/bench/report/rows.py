@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from crelle.bench.cost import CURRENCY
+
 OURS, PEER, REFERENCE = "ours", "peer", "reference"  # whose figure it is; a reference is full precision
 
 
@@ -114,6 +116,7 @@ class Step:
     joules: float | None = None  # per token
     cost: float | None = None  # of a million tokens
     who: str = ""  # a peer's name; '': Crelle
+    currency: str = CURRENCY
 
     @property
     def milliseconds(self) -> float:

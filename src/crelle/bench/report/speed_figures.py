@@ -90,12 +90,13 @@ def energy(rows: Sequence[Step]) -> Iterator[Figure]:
 
 
 def cost(rows: Sequence[Step], how: str) -> Iterator[Figure]:
-    for (device, model), some in grouped([r for r in rows if r.cost], lambda r: (r.device, r.model)).items():
+    paid = grouped([r for r in rows if r.cost], lambda r: (r.device, r.model, r.currency))
+    for (device, model, currency), some in paid.items():
         yield bar_figure(
             slug("cost", device, model),
             f"Cost of a million tokens: {model}, {device}",
-            f"Hardware over its years of service and electricity, {how}; in the currency of the prices given.",
-            "per million tokens",
+            f"Hardware over its years of service, and electricity; {how}.",
+            f"{currency} per million tokens",
             [
                 (f"{r.scheme}, batch {r.batch}", r.cost or 0, whose_scheme(r.scheme), r)
                 for r in sorted(some, key=lambda r: r.cost or 0)

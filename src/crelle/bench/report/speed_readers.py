@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from crelle.bench.cost import CURRENCY
 from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import OURS, PEER, REFERENCE, Attention, Product, Row, Source, Step, Throughput
 from crelle.bench.report.sources import cpu_device, gpu_name, model_name
@@ -45,11 +46,11 @@ def read_gemm(file: Fields, source: Source) -> Iterator[Row]:
 def read_decode(file: Fields, source: Source) -> Iterator[Row]:
     """Read crelle bench decode's of whole steps, on a GPU or with --shape."""
     for row in file.rows("rows"):
-        cost = row.inner("cost").number("total") if "cost" in row else None
+        cost, currency = _cost(row)
         size, joules = row.number("weight_bytes"), row.number_or_none("joules_per_token")
         setting = f"context {row.count('context')}"
         names = _device(row, file), row.text("model"), row.text("scheme"), setting, row.count("batch")
-        yield Step(source, *names, row.number(_SPEED), size, joules, cost)
+        yield Step(source, *names, row.number(_SPEED), size, joules, cost, currency=currency)
 
 
 def read_decode_cpu(file: Fields, source: Source) -> Iterator[Row]:
@@ -57,13 +58,22 @@ def read_decode_cpu(file: Fields, source: Source) -> Iterator[Row]:
     asked = re.search(r"bench decode (\S+)", source.command)
     model = asked[1].rpartition("/")[2] if asked else "model not recorded"
     for row in file.rows("rows"):
-        cost = row.inner("cost").number("total") if "cost" in row else None
+        cost, currency = _cost(row)
         who = row.text("who")
         scheme, peer = ("", who) if who != "crelle" else (model, "")
         kernel = re.search(r"--kernel (\S+)", source.command) if not peer else None
         setting = _threads(row) + (f", {kernel[1]}" if kernel else "")
         speed = row.number("decode_tokens_per_second")
-        yield Step(source, cpu_device(file), model, scheme, setting, 1, speed, cost=cost, who=peer)
+        names = cpu_device(file), model, scheme, setting
+        yield Step(source, *names, 1, speed, cost=cost, who=peer, currency=currency)
+
+
+def _cost(row: Fields) -> tuple[float | None, str]:
+    """Return the cost of a million tokens, if a row has it, and its currency."""
+    if "cost" not in row:
+        return None, CURRENCY
+    cost = row.inner("cost")
+    return cost.number("total"), cost.text("currency", CURRENCY)
 
 
 def read_serve(file: Fields, source: Source) -> Iterator[Row]:

@@ -12,8 +12,8 @@ from textwrap import wrap
 from crelle.bench.report.figures import Figure, Point, Series, grouped, number
 from crelle.bench.report.rows import OURS, PEER
 from crelle.bench.report.scale import Scale, scale, tick_text
+from crelle.bench.report.styles import Styles, colour, shape
 
-COLOURS = 10
 _HEIGHT = 260
 _LABEL, _LINE, _BAR = 46, 15, 24  # characters of a label's line, pixels of it and of a bar
 _SHAPES = (
@@ -26,36 +26,44 @@ _SHAPES = (
 _BEYOND = "M0-7L4-1H1.2V6H-1.2V-1H-4Z"  # an arrow
 
 
-def draw(figure: Figure) -> str:
-    return _bars(figure) if figure.bars else _points(figure)
+def draw(figure: Figure, styles: Styles) -> str:
+    """Return a figure as SVG; `styles` are those of the whole page."""
+    return _bars(figure) if figure.bars else _points(figure, styles)
 
 
-def marker(i: int, peer: bool) -> str:
+def marker(style: int, peer: bool) -> str:
     """Return the path of a series' points; those of peers are hollow."""
-    kind = f"s{i % COLOURS}" + " peer" * peer
-    return f'<path class="{kind}" d="{_SHAPES[(i + i // COLOURS) % len(_SHAPES)]}"/>'
+    kind = f"s{colour(style)}" + " peer" * peer
+    return f'<path class="{kind}" d="{_SHAPES[shape(style)]}"/>'
 
 
-def legend(series: Sequence[Series]) -> str:
+def legend(series: Sequence[Series], styles: Styles) -> str:
     items = (
-        f'<li><svg width="14" height="14" viewBox="-7 -7 14 14" aria-hidden="true">{marker(i, s.whose == PEER)}</svg>'
+        '<li><svg width="14" height="14" viewBox="-7 -7 14 14" aria-hidden="true">'
+        f"{marker(styles[s.name], s.whose == PEER)}</svg>"
         f"{escape(s.name)}{' (peer)' if s.whose == PEER else ''}</li>"
-        for i, s in enumerate(series)
+        for s in series
     )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _points(figure: Figure) -> str:
+def _points(figure: Figure, styles: Styles) -> str:
     points = [p for s in figure.series for p in s.points]
     level = [] if figure.level is None else [figure.level]
     x = scale(figure.x, [p.x for p in points], from_zero=figure.fit is not None)
     y = scale(figure.y, [*(p.y for p in points), *level], from_zero=figure.fit is not None)
     drawn = "".join(
-        (*_grid(x, y), *_level(figure, y), *_fit(figure, x, y), *_lines(figure, x, y), *_marks(figure, x, y))
+        (
+            *_grid(x, y),
+            *_level(figure, y),
+            *_fit(figure, x, y),
+            *_lines(figure, x, y, styles),
+            *_marks(figure, x, y, styles),
+        )
     )
     title = escape(figure.title)
     return (
-        f'{legend(figure.series)}<p class="unit">{escape(figure.y.label)}</p><div class="plot">'
+        f'{legend(figure.series, styles)}<p class="unit">{escape(figure.y.label)}</p><div class="plot">'
         f'<svg role="img" width="100%" height="{_HEIGHT}" overflow="visible"><title>{title}</title>{drawn}</svg></div>'
         f'<p class="unit right">{escape(figure.x.label)}</p>'
     )
@@ -88,15 +96,15 @@ def _fit(figure: Figure, x: Scale, y: Scale) -> Iterator[str]:
         yield f'<line class="fit" x1="{x1:.2f}%" x2="{x2:.2f}%" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
 
-def _lines(figure: Figure, x: Scale, y: Scale) -> Iterator[str]:
-    for i, series in enumerate(figure.series):
+def _lines(figure: Figure, x: Scale, y: Scale, styles: Styles) -> Iterator[str]:
+    for series in figure.series:
         if series.joined:
             middle = medians(series.points)
             for (x1, y1), (x2, y2) in pairwise(middle):
                 ends = (
                     f'x1="{100 * x.at(x1):.2f}%" x2="{100 * x.at(x2):.2f}%" y1="{_y(y, y1):.1f}" y2="{_y(y, y2):.1f}"'
                 )
-                yield f'<line class="s{i % COLOURS} line{" peer" * (series.whose == PEER)}" {ends}/>'
+                yield f'<line class="s{colour(styles[series.name])} line{" peer" * (series.whose == PEER)}" {ends}/>'
 
 
 def medians(points: Sequence[Point]) -> list[tuple[float, float]]:
@@ -105,11 +113,13 @@ def medians(points: Sequence[Point]) -> list[tuple[float, float]]:
     return [(at, median(p.y for p in by_x[at])) for at in sorted(by_x)]
 
 
-def _marks(figure: Figure, x: Scale, y: Scale) -> Iterator[str]:
-    for i, series in enumerate(figure.series):
+def _marks(figure: Figure, x: Scale, y: Scale, styles: Styles) -> Iterator[str]:
+    for series in figure.series:
+        style = styles[series.name]
         for p in series.points:
             beyond = figure.y.most is not None and p.y > figure.y.most
-            path = f'<path class="s{i % COLOURS}" d="{_BEYOND}"/>' if beyond else marker(i, series.whose == PEER)
+            arrow = f'<path class="s{colour(style)}" d="{_BEYOND}"/>'
+            path = arrow if beyond else marker(style, series.whose == PEER)
             place = f'x="{100 * x.at(p.x):.2f}%" y="{_y(y, min(p.y, figure.y.most or p.y)):.1f}"'
             yield f'<svg class="mark" {place} overflow="visible"><title>{escape(p.label)}</title>{path}</svg>'
 

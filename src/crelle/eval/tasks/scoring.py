@@ -63,7 +63,7 @@ def score_task(
     """
     items = read_items(spec)  # all are checked before the first is scored
     if limit is not None and limit < 1:
-        raise SchemeError(f"--limit must be at least 1, got {limit}")
+        raise SchemeError(f"`limit` must be at least 1, got {limit}")
     wanted = items[:limit]
     encoded = {item.line: _encode(llm, spec, item) for item in wanted}
     header = {

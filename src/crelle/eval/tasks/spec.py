@@ -77,7 +77,7 @@ def known_tasks(data: Path) -> list[str]:
 def find_task(name: str, data: Path) -> TaskSpec:
     """Return a task: as the data folder describes it, else the built-in description."""
     if not data.is_dir():
-        raise FormatError(f"{data} is not a folder; --data takes the one with the tasks' files (piqa.jsonl, …)")
+        raise FormatError(f"{data} is not a folder; `data` takes the folder with the tasks' files (piqa.jsonl, …)")
     file = data / f"{name}.yaml"
     if not is_plain_name(file.name) or not file.is_file():
         file = _BUILT_IN / f"{name}.yaml"

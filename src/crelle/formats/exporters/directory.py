@@ -1,4 +1,7 @@
-"""A model as a Hugging Face directory in another project's layout, bit for bit.
+"""A model as a Hugging Face directory in another project's layout.
+
+The layers' matrices keep their values bit for bit. An 8-bit embedding or head that the layout has no place for is
+written as fp16, which rounds some of its values; a warning says how many.
 
 What GPTQ, AWQ and compressed-tensors share: a shard a layer, an index, the tokenizer, a config with a
 `quantization_config`; all under another name until it is whole. A `Layout` packs a matrix and writes that config.
@@ -25,6 +28,7 @@ from crelle.formats.ownership import EXPORTER, HF_INDEX
 from crelle.formats.tokenizer_files import check_copied_files
 from crelle.version import __version__
 
+_ROWS = 4096  # of a matrix, which are dequantized at a time
 EMBEDDINGS = ("embed_tokens", ".wte", ".wpe")
 Progress = Callable[[int, int, str], None]  # weights done, weights in all, the matrix's name
 Warn = Callable[[str], None]
@@ -75,7 +79,7 @@ def export_directory(
         shards.setdefault(layer[1] if layer else "rest", []).append(name)
     grids: dict[str, Grid] = {}
     plain: list[str] = []
-    widened: list[str] = []  # embedding and head of 8 bits, which not all layouts have
+    rounded: list[str] = []  # what became of embedding and head of 8 bits, which not all layouts have
     done, total = 0, sum(map(prod, sizes.values()))
     with _writer(out, layout.method, overwrite) as writer:
         for i, names in enumerate(shards.values(), start=1):
@@ -88,14 +92,16 @@ def export_directory(
                     if w is not None:
                         plain.append(module)
                 elif w.bits == 8 and not _fits(layout, w, module):
-                    tensors[name] = w.dequantize(torch.float16)
+                    tensors[name], change = _as_half(w)
                     plain.append(module)
-                    widened.append(module)
+                    rounded.append(
+                        f"{module} has 8 bits here, which {layout.title} cannot hold: written as fp16, {change}"
+                    )
                 else:
                     with speaking_of(weights, module):
                         if module.endswith(EMBEDDINGS):
                             raise UnsupportedError(
-                                f"{layout.title} has no quantized embedding; quantize with --head none or --head 8"
+                                f"{layout.title} has no quantized embedding; quantize the head to 8 bits or not at all"
                             )
                         packed, grids[module] = layout.pack(w, module)
                     tensors |= {f"{module}.{part}": t for part, t in packed.items()}
@@ -110,10 +116,23 @@ def export_directory(
         config = {k: v for k, v in weights.config.items() if k not in ("quantization_config", "norm_weight_offset")}
         mark = {EXPORTER: f"crelle:{__version__}"}
         writer.publish({**config, "quantization_config": quantization}, HF_INDEX, mark)
-    told = [f"{m} has 8 bits here and is exported in 16, as fp16" for m in widened]
-    for sentence in (*told, *writer.all_warnings()) if warn else ():
+    for sentence in (*rounded, *writer.all_warnings()) if warn else ():
         warn(sentence)  # type: ignore[misc]
     return quantization
+
+
+def _as_half(w: QuantTensor) -> tuple[Tensor, str]:
+    """Return a matrix as fp16, and in words how many of its values that rounds, and by how much."""
+    N, K = w.shape
+    half, changed, most = torch.empty(N, K, dtype=torch.float16), 0, 0.0
+    for at in range(0, N, _ROWS):  # the whole of it in f32 would be twice as large as the result
+        part = w.rows(slice(at, at + _ROWS))
+        exact, half[at : at + _ROWS] = part.dequantize(), part.dequantize(torch.float16)
+        error = (half[at : at + _ROWS].float() - exact).abs()
+        changed, most = changed + int(error.count_nonzero()), max(most, float(error.max()))
+    if not changed:
+        return half, "every value exactly"
+    return half, f"{changed / (N * K):.0%} of its values are rounded, by at most {most:.1g}"
 
 
 def _fits(layout: Layout, w: QuantTensor, module: str) -> bool:

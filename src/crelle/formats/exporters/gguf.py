@@ -165,7 +165,7 @@ def _refuse_finished(out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise FormatError(f"{out} exists already; choose another name, or pass --overwrite to replace it")
+        raise FormatError(f"{out} exists already; choose another name, or replace it with `overwrite=True`")
     ours = False
     if out.is_file() and not out.is_symlink():
         try:

@@ -38,7 +38,7 @@ class GPTQLayout:
             raise UnsupportedError(f"{N} x {K} at {bits} bits does not fill whole 32-bit words, which GPTQ asks for")
         scale, zero = half_scale(inner.scale, self.title), inner.zeros()
         if self.version == 1 and bool((zero == 0).any()):
-            raise UnsupportedError("GPTQ v1 cannot store a zero point of 0; use --gptq-version 2")
+            raise UnsupportedError("GPTQ v1 cannot store a zero point of 0; use version 2")
         packed = {
             "qweight": pack_words(codes, bits).T,
             "qzeros": pack_words((zero - int(self.version == 1)).T, bits),
