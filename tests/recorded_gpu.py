@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crelle.kernels import cuda
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import executor, integer_gemm, launch
+from crelle.kernels.cuda import executor, integer_gemm, launch, prefill_graph
 
 
 class Event:
@@ -52,7 +52,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_most_shared_memory", lambda device: 227 * 1024)
     monkeypatch.setattr(integer_gemm, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(executor.torch.ops.aten, "_flash_attention_forward", lambda q, *_, **__: (q,))
-    monkeypatch.setattr(executor, "capture", lambda run, **_: (Graph(), run()))
+    for module in (executor, prefill_graph):
+        monkeypatch.setattr(module, "capture", lambda run, **_: (Graph(), run()))
     monkeypatch.setattr(cuda, "available", lambda: None)
     # torch's own f16 products take a CPU seconds
     monkeypatch.setattr(torch, "addmm", lambda y, *_: y)

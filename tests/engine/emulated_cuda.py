@@ -57,9 +57,9 @@ class EmulatedExecutor(CudaExecutor):
     def graph(self, rows: int) -> Any:
         return _Graph(self, bucket_of(rows))
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
         assert all(chunk.token_source < 0 for chunk in chunks)
-        return self.on_cpu.run(chunks)
+        return self.on_cpu.run(chunks), [i for i, chunk in enumerate(chunks) if chunk.wanted]
 
 
 def _load(file: str, expression: str) -> Any:
@@ -68,7 +68,7 @@ def _load(file: str, expression: str) -> Any:
     def greedy(grid: tuple[int, int, int], block: int, logits: Tensor, ids: Tensor, *others: Any) -> None:
         if min(grid) < 1:
             raise RuntimeError(f"CUDA_ERROR_INVALID_VALUE: {expression} with grid {grid}")
-        _, _, made, *_ = others
+        made, *_ = others
         largest, best = logits.max(-1)
         ids[: grid[1]] = best
         made[: grid[1]] = torch.where(largest.isfinite(), best, embed_argmax.NOT_FINITE)

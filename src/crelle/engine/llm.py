@@ -17,6 +17,7 @@ from weakref import proxy
 
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
+from crelle.engine.memory import page_bytes
 from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, Piece, StreamChunk
@@ -33,6 +34,7 @@ __all__ = ["LLM", "Completion", "Piece", "Prompt", "StreamChunk"]
 
 _BUDGET = 2048  # tokens of a prompt in one step
 _FIRST = 256  # new tokens that a cache has room for before it grows
+_ON_GPU = 1 << 30  # bytes of a cache on a GPU that are taken at once, where a context has as much
 _KEPT = 256 << 20  # bytes of the largest cache on a CPU that is kept for the next call
 
 
@@ -148,6 +150,9 @@ class LLM(LoadedModel):
         """Return an engine for one sequence that no other call uses, with pages for its prompt and its first tokens."""
         whole = -(-(min(prompt + more, self.model.spec.context) - 1) // self.kv.page)  # the last token is not stored
         pages = min(whole, -(-(prompt + _FIRST) // self.kv.page))
+        if self.model.device.type == "cuda":  # a cache that grows has its graphs captured again
+            context = -(-self.model.spec.context // self.kv.page)
+            pages = max(pages, min(context, _ON_GPU // page_bytes(self.model, self.kv)))
         while True:
             try:
                 engine = self._idle.pop()  # atomic: no lock is held where a stream may be collected

@@ -24,7 +24,9 @@ from torch import Tensor
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv import KVFormat
+from crelle.kernels.cuda.fused_linear import copy_bytes
 from crelle.kernels.cuda.graph_inputs import BUCKETS, MAX_POSITIONS
+from crelle.kernels.cuda.prefill_graph import KEYS, ROWS, SEQUENCES
 from crelle.kernels.reference_attention import SLAB
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.executors import page_dtype
@@ -175,7 +177,9 @@ def working_bytes_of(
     tables = 4 * BUCKETS[-1] * -(-longest // _LEAST_PAGE)  # of pages
     angles = 4 * c.head_size * (c.context if c.context <= MAX_POSITIONS else longest) * len(c.ropes)
     step = max(4 * budget * (row + scores), gpu_element_size * (budget * row + read) + _ASIDE)
-    return step + logits + tables + angles
+    rows, keys = min(budget, ROWS[-1]), min(longest, KEYS)  # of the graphs of prefills, whose memory is their own
+    graphs = gpu_element_size * (rows * row + 2 * c.kv_heads * c.head_size * keys) + 4 * SEQUENCES[-1] * c.vocabulary
+    return step + graphs + logits + tables + angles
 
 
 def weight_bytes(models: Iterable[Model]) -> int:
@@ -185,6 +189,8 @@ def weight_bytes(models: Iterable[Model]) -> int:
         for linear in model.linears():
             _count(linear.prepared.data, sizes)
             _count(linear.bias, sizes)
+        if model.device.type == "cuda":  # small matrices a second time, as the step of few sequences reads them
+            sizes[id(model)] = copy_bytes((x for x in model.linears() if x is not model.head), model.dtype.itemsize)
         embedding = model.embedding.weight
         if embedding is not model.head.weight:
             sizes[id(embedding)] = nbytes(embedding)

@@ -239,7 +239,7 @@ class CudaExecutor:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
         """Run prompts, or chunks of them; return logits, and whose they are: of those that are wanted, at least."""
-        bucket = None if self.batch_invariant else PrefillBucket.of(chunks, self.model.spec.context)
+        bucket = None if self.batch_invariant else PrefillBucket.of(chunks, self._longest)
         if bucket is None:
             return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) if c.wanted]
         graph = self._prefill_graphs.get(bucket, 0)
@@ -279,7 +279,7 @@ class CudaExecutor:
         if self.batch_invariant:
             rows = rows.repeat_interleave(offsets.diff(), 0, output_size=starts[-1])
         lengths = positions + 1
-        packed = pack_prefills([(c.start, len(c.ids)) for c in chunks], self.model.spec.context)  # as memory.py counts
+        packed = pack_prefills([(c.start, len(c.ids)) for c in chunks], self._longest)  # as memory.py counts
         calls = [(who, self._to_device(who.new + who.all, torch.int32).view(2, -1)) for who in packed]
         x = self.step.embed(ids, positions)
 
@@ -346,6 +346,11 @@ class CudaExecutor:
         """Pages of the longest sequence."""
         page = self.pages[0].format.page
         return min(self.pages[0].count, -(-self.model.spec.context // page))
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence, for whose keys and values memory was planned."""
+        return min(self.model.spec.context, self.pages[0].count * self.pages[0].format.page)
 
     @cached_property
     def _prefill_logits(self) -> Tensor:

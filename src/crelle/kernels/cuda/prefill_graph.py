@@ -22,6 +22,7 @@ from crelle.kernels.executor import Chunk
 
 ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
 SEQUENCES = (1, 16)
+KEYS = 4096  # that a bucket has where prompts are not fresh, or as many as the longest sequence has
 CAPTURED_AT = 2  # uses of a bucket: a graph costs what some prefills cost
 
 
@@ -34,15 +35,15 @@ class PrefillBucket:
     keys: int
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], context: int) -> "PrefillBucket | None":
-        """Return the smallest bucket for some chunks, or None if they run without a graph."""
+    def of(cls, chunks: Sequence[Chunk], longest: int) -> "PrefillBucket | None":
+        """Return the smallest bucket for some chunks, or None if they run without a graph; longest: see KEYS."""
         new = sum(len(c.ids) for c in chunks)
         total = new + sum(c.start for c in chunks)
         rows = next((n for n in ROWS if n >= new), None)
         sequences = next((n for n in SEQUENCES if n >= len(chunks)), None)
         if rows is None or sequences is None:
             return None
-        keys = rows if total <= rows else min(4 * ROWS[-1], context)  # for more no memory was planned
+        keys = rows if total <= rows else min(KEYS, longest)  # for more no memory was planned
         return cls(rows, sequences, keys) if total <= keys else None
 
 
