@@ -288,8 +288,10 @@ def copy_bytes(linears: Iterable[LinearLayer], element_size: int) -> int:
 
 
 def _is_small(linear: LinearLayer) -> bool:
+    if not isinstance(linear.prepared.data, CudaWeight | MixedWeight):
+        return False
     p = linear.prepared.problem
-    return isinstance(linear.prepared.data, CudaWeight | MixedWeight) and 2 * p.N * p.K <= SMALL
+    return 2 * p.N * p.K <= SMALL
 
 
 def _opened(x: Tensor | BitSerialX | Activated, op: Prologue) -> tuple[Tensor | BitSerialX, Prologue]:
