@@ -35,7 +35,7 @@ from crelle.kernels.cuda.graph_inputs import BUCKETS, GraphInputs, PendingTokens
 from crelle.kernels.cuda.graphs import capture
 from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
-from crelle.kernels.cuda.prefill_graph import CAPTURED_AT, SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
+from crelle.kernels.cuda.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.cuda.varlen import pack_prefills
 from crelle.kernels.executor import Chunk, DecoderModules
 from crelle.kernels.spec import DecoderSpec
@@ -90,7 +90,7 @@ class CudaExecutor:
         self.model, self.pages, self.centers, self.batch_invariant = model, layers, centers, batch_invariant
         self.step = step or Step(model)
         self._graphs: dict[int, _Graph] = {}
-        self._prefill_graphs: dict[PrefillBucket, PrefillGraph | int] = {}  # or how often a bucket was used
+        self._prefill_graphs: dict[PrefillBucket, PrefillGraph] = {}
         self._pool: Any = None
         self._turn = 0
         self.lock = RLock()
@@ -242,15 +242,13 @@ class CudaExecutor:
         bucket = None if self.batch_invariant else PrefillBucket.of(chunks, self._longest)
         if bucket is None:
             return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) if c.wanted]
-        graph = self._prefill_graphs.get(bucket, 0)
-        if not isinstance(graph, PrefillGraph):
-            self._prefill_graphs[bucket] = graph + 1
-            if graph + 1 < CAPTURED_AT:
-                return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) if c.wanted]
+        if (graph := self._prefill_graphs.get(bucket)) is None:
             graph = PrefillGraph(bucket, self._width, self.model.device, self._prefill_logits)
-            self._pool = graph.capture(lambda inputs: self._prefill_padded(inputs, bucket), chunks, self._pool)
             self._prefill_graphs[bucket] = graph
-        return graph.run(chunks), list(range(len(chunks)))
+        logits = graph.run(chunks, lambda inputs: self._prefill_padded(inputs, bucket), self._pool)
+        if self._pool is None and graph.graph is not None:
+            self._pool = graph.graph.pool()
+        return logits, list(range(len(chunks)))
 
     def _prefill_padded(self, inputs: PrefillInputs, bucket: PrefillBucket) -> Tensor:
         """Return logits [sequences, V] of a bucket's prompts."""

@@ -95,20 +95,25 @@ class PrefillInputs:
 
 
 class PrefillGraph:
-    """One captured bucket."""
+    """One bucket: run kernel by kernel at first, then captured. Shapes, and so the bits, are the same either way."""
 
     def __init__(self, bucket: PrefillBucket, width: int, device: torch.device, logits: Tensor) -> None:
         """logits: f32 [sequences, V], outside of any graph's memory: a later graph must not overwrite them."""
         self.inputs, self._logits = PrefillInputs(bucket, width, device), logits[: bucket.sequences]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._uses = 0
 
-    def capture(self, run: Callable[[PrefillInputs], Tensor], chunks: Sequence[Chunk], pool: Any) -> Any:
-        """Record run(inputs) -> logits with memory of a pool of graphs; return the pool. The chunks are run once."""
-        self.inputs.fill(chunks)
-        self._graph, _ = capture(lambda: self._logits.copy_(run(self.inputs)), pool=pool)
-        return self._graph.pool()
+    def run(self, chunks: Sequence[Chunk], compute: Callable[[PrefillInputs], Tensor], pool: Any) -> Tensor:
+        """Return logits f32 [chunks, V] of their last tokens; the next prefill overwrites them.
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Return logits f32 [chunks, V] of their last tokens; the next prefill overwrites them."""
+        compute(inputs) -> logits [sequences, V]; pool: of graphs, whose memory this one shares.
+        """
         self.inputs.fill(chunks)
-        self._graph.replay()
+        self._uses += 1
+        if self.graph is not None:
+            self.graph.replay()
+        elif self._uses < CAPTURED_AT:
+            self._logits.copy_(compute(self.inputs))
+        else:  # which computes, too
+            self.graph, _ = capture(lambda: self._logits.copy_(compute(self.inputs)), pool=pool)
         return self._logits[: len(chunks)]
