@@ -177,9 +177,14 @@ def working_bytes_of(
     tables = 4 * BUCKETS[-1] * -(-longest // _LEAST_PAGE)  # of pages
     angles = 4 * c.head_size * (c.context if c.context <= MAX_POSITIONS else longest) * len(c.ropes)
     step = max(4 * budget * (row + scores), gpu_element_size * (budget * row + read) + _ASIDE)
-    rows, keys = min(budget, ROWS[-1]), min(longest, KEYS)  # of the graphs of prefills, whose memory is their own
-    graphs = gpu_element_size * (rows * row + 2 * c.kv_heads * c.head_size * keys) + 4 * SEQUENCES[-1] * c.vocabulary
-    return step + graphs + logits + tables + angles
+    return step + prefill_graph_bytes(c, budget, gpu_element_size, longest) + logits + tables + angles
+
+
+def prefill_graph_bytes(c: DecoderSpec, budget: int, element_size: int, longest: int) -> int:
+    """Bound what graphs of prefills hold: their memory is their own."""
+    rows, keys = min(budget, ROWS[-1]), min(longest, KEYS)
+    row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size
+    return element_size * (rows * row + 2 * c.kv_heads * c.head_size * keys) + 4 * SEQUENCES[-1] * c.vocabulary
 
 
 def weight_bytes(models: Iterable[Model]) -> int:

@@ -9,6 +9,7 @@ from crelle.errors import CrelleError
 from crelle.kernels import cuda
 from crelle.kernels.cuda import embed_argmax, jit
 from crelle.kernels.cuda.decode_step import Embed
+from crelle.kernels.cuda.launch import load
 from crelle.models.linear import QuantEmbedding
 from crelle.quantizers.rtn import RTN
 
@@ -27,10 +28,12 @@ def test_tokens_compile(arch: str) -> None:
 @gpu
 @needs_device
 def test_an_empty_grid_is_refused_on_the_device() -> None:
-    state = embed_argmax.State.new(0, 3, "cuda")
+    argmax, logits = embed_argmax.Argmax(1, torch.device("cuda")), torch.empty(0, 77, device="cuda")
     for _ in range(2):
         with pytest.raises(CrelleError, match=r"greedy<float>.*\(32, 0, 1\)"):
-            embed_argmax.greedy(torch.empty(0, 77, device="cuda"), state)
+            load(*embed_argmax.greedy_variant(torch.float32))(
+                (32, 0, 1), 256, logits, argmax.ids, argmax.made, argmax._best, argmax._arrived, 77
+            )
 
 
 @gpu

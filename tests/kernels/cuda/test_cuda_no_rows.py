@@ -46,6 +46,5 @@ def test_nothing_is_embedded_or_sampled_for_no_rows() -> None:
 
 
 def test_an_empty_grid_is_refused_with_the_name_of_the_kernel() -> None:
-    state = embed_argmax.State.new(0, 3, "cpu")
     with launch.recording(), pytest.raises(CrelleError, match=r"greedy<float>.*\(32, 0, 1\)"):
-        embed_argmax.greedy(torch.empty(0, 77), state)
+        launch.load(*embed_argmax.greedy_variant(torch.float32))((32, 0, 1), 256)
