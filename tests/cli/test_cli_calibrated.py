@@ -18,6 +18,15 @@ def test_without_a_text_the_model_writes_its_own(small_model: Path, tmp_path: Pa
     assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
 
 
+def test_a_group_that_does_not_divide_the_inputs_leaves_a_short_one(small_model: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "gptq:bits=3,group=20", "--rows", "80", "--length", "16")  # 40 sequences are the model's own
+    succeed("quantize", small_model, tmp_path / "q", *options)
+    specs = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["tensors"]
+    of_layers = [s for name, s in specs.items() if ".layers." in name]
+    assert {(s["shape"][1], s["group"]) for s in of_layers} == {(36, 20), (50, 20)}
+    succeed("eval", tmp_path / "q", "--context", "32", "--tokens", "64")
+
+
 def test_without_a_scheme_it_is_the_recommended_one(small_model: Path, tmp_path: Path) -> None:
     cost = json.loads(succeed("quantize", small_model, tmp_path / "q", *SMALL, "--dry-run", "--json").out)
     assert cost["scheme"] == "auto:bits=4.0"
