@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from crelle.engine.tokenizer import Tokenizer
-from crelle.errors import NumericsError, SchemeError
+from crelle.errors import FormatError, NumericsError, SchemeError
 from crelle.models.cache import Cache
 from crelle.models.loader import Model
 
@@ -20,13 +20,22 @@ class CalibrationData:
     """The text to calibrate and train on, and how much of it."""
 
     text: str
-    rows: int = 64  # sequences for calibration
+    rows: int | None = None  # sequences for calibration; default: by the effort, or 64
     length: int = 512  # tokens of a sequence
-    own: int = 0  # sequences that the model itself generates, besides
+    own: int | None = None  # sequences that the model itself generates, besides; default: by the effort, or none
     seed: int = 0
 
 
 Text = CalibrationData  # the name that it had in the public API
+
+
+def python_documentation() -> str:
+    """Return text that every machine has: the language reference that CPython ships for `help()`."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as e:
+        raise FormatError("this Python has no pydoc_data.topics; give a text file") from e
+    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:

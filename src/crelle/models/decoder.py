@@ -293,7 +293,7 @@ class DecoderModel(nn.Module):
         at, kv = cache.length, cache.stored()
         if T == 1:
             logits = torch.empty(B, 1, decoder.vocabulary)
-            for rows in torch.arange(B).split(MAX_ROWS):
+            for rows in torch.split(torch.arange(B), MAX_ROWS):
                 position, out = torch.full((len(rows),), at), logits[rows[0] : rows[-1] + 1, 0]
                 decoder.step(tokens[rows, 0], position, kv, rows=rows.clone(), out=out)
         else:
