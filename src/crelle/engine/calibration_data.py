@@ -66,10 +66,12 @@ def sampled_rows(
     """Sample sequences [S, length] from the model that continue `opening` [S, any]; reproducible for a seed.
 
     An id of -1 in an opening, after its first, is padding and sampled too: openings may be of different lengths.
+    Progress is in tokens.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     done: list[Tensor] = []
-    for at, part in enumerate(torch.split(opening, batch)):
+    before = 0  # tokens of the batches that are done
+    for part in torch.split(opening, batch):
         cache = model.new_cache(len(part))
         cache.grow(length - 1)  # at once: what a cache that grows leaves behind would take as much again
         given = part.to(model.device)
@@ -80,9 +82,10 @@ def sampled_rows(
                 wanted = given[:, row.shape[1], None]
                 fresh = torch.where(wanted >= 0, wanted, fresh)
             row = torch.cat([row, fresh], dim=1)
+            if progress:
+                progress(before + row.numel(), len(opening) * length, "sampling")
         done.append(row.cpu())
-        if progress:
-            progress(min((at + 1) * batch, len(opening)), len(opening), "sampling")
+        before += row.numel()
     return torch.cat(done)
 
 

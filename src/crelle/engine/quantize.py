@@ -4,6 +4,7 @@
 follows the first checks runs in a process for each of them (crelle.engine.rank_processes).
 """
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from crelle.engine.effort import DEFAULT, SCHEME, Effort, Machine, resolve, weig
 from crelle.engine.first_layers import FirstLayers, layer_count
 from crelle.engine.own_sequences import own_rows
 from crelle.engine.quantize_cost import QuantizeCost, layer_weights, measure, trains_fully
+from crelle.engine.quantize_estimate import Estimate, estimate
 from crelle.engine.quantize_plan import SUFFIX, forget_plan, planned, refuse_other_file
 from crelle.engine.rank_devices import devices_of
 from crelle.engine.rank_processes import on_devices
@@ -140,6 +142,25 @@ def effort_for(
         text=text is not None and bool(text.text),
         calibrated=any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())),
     )
+
+
+def estimate_for(
+    source: str | Path,
+    effort: Effort,
+    *,
+    text: CalibrationData | None = None,
+    device: str = "auto",
+    head: str | None = None,
+    memory: int | None = None,
+) -> Estimate:
+    """Measure for some seconds and return how long `quantize` with the same arguments will take, on one device."""
+    data = _data(text, effort) if effort.rows else None
+    weights, where = open_weights(source, encoded=True), choose_device(device)
+    found = estimate(weights, effort.scheme, data, where, head=head, memory=memory)
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.empty_cache()  # a run plans its memory by what is free
+    return found
 
 
 def _data(text: CalibrationData | None, effort: Effort | None) -> CalibrationData:
@@ -353,6 +374,7 @@ def _in_two_stages(
         text.seed,
         options["progress"],  # type: ignore[arg-type]
         calibration.memory,
+        what="training text",
     )
     report = tune(
         Checkpoint(base),
