@@ -44,8 +44,22 @@ def test_an_effort_chooses_what_the_scheme_leaves_open_and_is_kept(small_model: 
     assert (report["effort"], report["calibration_rows"], report["own_sequences"]) == ("fast", 3, 3)
     kept = json.loads((out / INDEX).read_text())["metadata"]
     assert (kept["effort"], kept["calibration_rows"], kept["own_sequences"]) == ("fast", "3", "3")
+    assert report["estimated_seconds"] > 0
+    assert report["seconds"] > 0
+    lines = done.err.splitlines()
+    estimate = next(i for i, line in enumerate(lines) if "time         about" in line)
+    stages = [
+        next(i for i, line in enumerate(lines) if line.startswith(s)) for s in ("sampling calibration", "layer 1 of")
+    ]
+    assert estimate < min(stages)  # it is there before work starts
     for said in ("effort fast", "auto:bits=3.35", "3 sequences of 16 tokens of Python's documentation", "quality"):
         assert said in done.err
+
+
+def test_it_ends_with_what_to_do_next(small_model: Path, tmp_path: Path) -> None:
+    said = succeed("quantize", small_model, tmp_path / "q", "--scheme", "rtn:bits=4,group=24").err
+    assert f"crelle chat {tmp_path / 'q'}" in said
+    assert f"crelle eval {tmp_path / 'q'} --text" in said
 
 
 def test_a_checkpoint_is_trained_and_its_curve_drawn(small_model: Path, tmp_path: Path) -> None:

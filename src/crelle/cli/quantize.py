@@ -1,5 +1,7 @@
 """crelle quantize: quantize a model into a checkpoint."""
 
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +23,10 @@ from crelle.cli.console import (
     warn,
 )
 from crelle.cli.quantize_cost import DeviceMemory, as_json, show
-from crelle.cli.quantize_plan import show_plan
+from crelle.cli.quantize_plan import show_next, show_plan, show_time
+from crelle.cli.quantize_progress import stages
 from crelle.cli.training_plot import draw_training
-from crelle.errors import SchemeError
+from crelle.errors import CrelleError, SchemeError, UnsupportedError
 
 NAME = "quantize"
 SCHEME = "auto:bits=4.35"  # crelle.engine.effort.SCHEME, without loading torch for --help
@@ -143,11 +146,13 @@ def run(
     in OUT/training.json and plots them in OUT/training.png.
     """
     from crelle.engine.calibration_data import CalibrationData
+    from crelle.engine.first_layers import layer_count
     from crelle.engine.memory import parse_bytes
     from crelle.engine.quantize import dry_run as measured
-    from crelle.engine.quantize import effort_for, quantize
+    from crelle.engine.quantize import effort_for, estimate_for, quantize
     from crelle.eval.text import read_text
     from crelle.formats.destination import destination, refuse_existing, refuse_overlap
+    from crelle.formats.open import open_weights
 
     use_threads(threads)
     refuse_overlap(destination(target), source, calib, plan)
@@ -184,8 +189,21 @@ def run(
             cost = measured(source, progress=track, **options)  # type: ignore[arg-type]
         print_json(as_json(cost)) if json else show(cost)
         return
-    show_plan(source, chosen, device=device, head=head, calib=calib, length=length)
-    with tracking("quantizing") as track:
+    show_plan(source, chosen, device=where, head=head, calib=calib, length=_length(source, length))
+    expected = None
+    if devices is None:
+        with suppress(CrelleError), err.status("measuring this machine"):  # what is wrong, the run says better
+            expected = estimate_for(
+                source,
+                chosen,
+                text=text,
+                device=where,
+                head=head,
+                memory=options["memory"],  # type: ignore[arg-type]
+            )
+    show_time(None if expected is None else expected.seconds)
+    parts = None if expected is None else expected.parts
+    with stages(parts, layer_count(open_weights(source))) as track:
         report = quantize(
             source,
             target,
@@ -197,7 +215,7 @@ def run(
     draw_training(report.out, report.losses, report.block_losses)
     warn(report.warnings)
     if json:
-        print_json(report)
+        print_json({**asdict(report), "estimated_seconds": None if expected is None else expected.seconds})
         return
     if report.resumed_units:
         err.print(f"resumed with {report.resumed_units} finished shards")
@@ -208,6 +226,18 @@ def run(
         markup=False,
         soft_wrap=True,
     )
+    show_next(source, report.out)
+
+
+def _length(source: Path, length: int) -> int:
+    """Return the tokens of a calibration sequence: never more than the model's context."""
+    from crelle.formats.open import open_weights
+    from crelle.models.loader import read_spec
+
+    try:
+        return min(length, read_spec(open_weights(source)).context)
+    except UnsupportedError:  # a family that is quantized all the same, without data
+        return length
 
 
 def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:

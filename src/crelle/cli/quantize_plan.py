@@ -22,9 +22,18 @@ def show_plan(
     _line(f"  quality      {_quality(effort)}")
 
 
-def show_time(seconds: float) -> None:
+def show_time(seconds: float | None) -> None:
     """Print the estimate."""
+    if seconds is None:
+        _line("  time         not estimated; --dry-run measures a layer")
+        return
     _line(f"  time         about {duration(seconds)}, estimated from short measurements on this machine")
+
+
+def show_next(source: Path, made: Path) -> None:
+    """Print what to do with a finished checkpoint."""
+    _line(f"next: crelle chat {made}")
+    _line(f"      crelle eval {made} --text FILE --against {source}")
 
 
 def duration(seconds: float) -> str:
