@@ -110,7 +110,7 @@ def test_an_effort_from_python_is_kept_and_resumed(small_model: Path, tmp_path: 
     assert Checkpoint(tmp_path / "whole").scheme == report.scheme
 
     def stop(done: int, total: int, note: str) -> None:
-        if "layer 2" in note or note.endswith("layers.1"):
+        if note.endswith("layers.1"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
