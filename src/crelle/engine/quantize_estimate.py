@@ -9,6 +9,7 @@ with the layers are scaled to what the run will have; those of the solver and of
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
+from statistics import median
 from time import perf_counter
 from typing import cast
 
@@ -51,7 +52,7 @@ _TOKENS = {"cuda": 4096, "cpu": 512}  # that a layer is measured with
 _LARGE = 4_000_000  # weights of a layer above which a CPU is measured with fewer tokens
 _FITTED = 1 << 20  # weights of a matrix that is quantized without data
 _OF_TOKENS = (FULL, QUANTIZED, HESSIAN)
-_SAMPLED = {"cuda": 8, "cpu": 2}  # steps of sampling
+_SAMPLED = {"cuda": 9, "cpu": 3}  # steps of sampling
 
 
 @dataclass(slots=True)
@@ -220,22 +221,27 @@ def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch
     """Measure the search on one layer: passes with few tokens and with all, of which the difference is the tokens'."""
     few = tokens[:, : max(8, tokens.shape[1] // 8)]
 
-    def passes(rows: Tensor) -> tuple[float, float]:
+    def passes(rows: Tensor) -> None:
+        for _ in backward_stats(model, rows, device=device, seed=config.seed):
+            pass
+
+    def search(rows: Tensor) -> None:
+        sensitivities(model, rows, config.settings(), device=device, seed=config.seed)
+
+    def measured(work: Callable[[Tensor], None], rows: Tensor) -> tuple[float, float, float]:
+        """Return the seconds of passes, of the output head and of fits."""
         times.take()
         with timed(SEARCH):
-            for _ in backward_stats(model, rows, device=device, seed=config.seed):
-                pass
+            work(rows)
         taken = times.take()
-        return sum(seconds for stage, seconds in taken.items() if stage != SEARCH_HEAD), taken.get(SEARCH_HEAD, 0.0)
+        head, fits = taken.pop(SEARCH_HEAD, 0.0), taken.pop(SEARCH_FITS, 0.0)
+        return sum(taken.values()), head, fits
 
-    if device.type == "cuda":
-        sensitivities(model, tokens, config.settings(), device=device, seed=config.seed)
-    passes(few)  # loads what is loaded when it is first needed
-    (short, short_head), (long, long_head) = passes(few), passes(tokens)
+    if device.type == "cuda":  # a first time, for what is compiled or loaded when it is first needed
+        search(tokens)
+    short, short_head, _ = measured(passes, few)
+    long, long_head, fits = measured(search, tokens)
     more = max(1, tokens.numel() - few.numel())
-    times.take()
-    sensitivities(model, tokens, config.settings(), device=device, seed=config.seed)
-    fits = times.take().get(SEARCH_FITS, 0.0)
     token = max(0.0, long - short) / more
     return _Search(token, max(0.0, short - few.numel() * token) + fits, max(0.0, long_head - short_head) / more)
 
@@ -260,13 +266,15 @@ def _sampling(
         random = torch.Generator(device).manual_seed(0)
         next_tokens(model, cache, fresh, random).cpu()
         steps = min(_SAMPLED[device.type], max(1, size // 4))
-        begun = perf_counter()
+        taken = []
         for _ in range(steps):
+            begun = perf_counter()
             fresh = next_tokens(model, cache, fresh, random)
-        fresh.cpu()
-        return (perf_counter() - begun) / steps
+            fresh.cpu()
+            taken.append(perf_counter() - begun)
+        return median(taken)
 
-    many = min(layers, 4)
+    many = min(layers, 8)
     one, several = token_seconds(1), token_seconds(many)
     each = one + max(0.0, several - one) / max(1, many - 1) * (layers - 1)
 
