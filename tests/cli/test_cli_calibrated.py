@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from in_process import run, succeed
 
+from crelle.formats.ownership import INDEX
+
 SMALL = ("--rows", "4", "--length", "32")
 
 
@@ -18,9 +20,46 @@ def test_without_a_text_the_model_writes_its_own(small_model: Path, tmp_path: Pa
     assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
 
 
+def test_a_group_that_does_not_divide_the_inputs_leaves_a_short_one(small_model: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "gptq:bits=3,group=20", "--rows", "80", "--length", "16")  # 40 sequences are the model's own
+    succeed("quantize", small_model, tmp_path / "q", *options)
+    specs = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["tensors"]
+    of_layers = [s for name, s in specs.items() if ".layers." in name]
+    assert {(s["shape"][1], s["group"]) for s in of_layers} == {(36, 20), (50, 20)}
+    succeed("eval", tmp_path / "q", "--context", "32", "--tokens", "64")
+
+
 def test_without_a_scheme_it_is_the_recommended_one(small_model: Path, tmp_path: Path) -> None:
     cost = json.loads(succeed("quantize", small_model, tmp_path / "q", *SMALL, "--dry-run", "--json").out)
-    assert cost["scheme"] == "auto:bits=4.0"
+    assert cost["scheme"].startswith("auto:bits=4.35")
+
+
+def test_an_effort_chooses_what_the_scheme_leaves_open_and_is_kept(small_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "q"
+    options = ("--scheme", "auto:bits=3.35,steps=1", "--effort", "fast", "--rows", "6", "--length", "16")
+    done = succeed("quantize", small_model, out, *options, "--json")
+    report = json.loads(done.out)
+    assert report["scheme"].startswith("auto:bits=3.35")
+    assert "steps=1" in report["scheme"]
+    assert (report["effort"], report["calibration_rows"], report["own_sequences"]) == ("fast", 3, 3)
+    kept = json.loads((out / INDEX).read_text())["metadata"]
+    assert (kept["effort"], kept["calibration_rows"], kept["own_sequences"]) == ("fast", "3", "3")
+    assert report["estimated_seconds"] > 0
+    assert report["seconds"] > 0
+    lines = done.err.splitlines()
+    estimate = next(i for i, line in enumerate(lines) if "time         about" in line)
+    stages = [
+        next(i for i, line in enumerate(lines) if line.startswith(s)) for s in ("sampling calibration", "layer 1 of")
+    ]
+    assert estimate < min(stages)  # it is there before work starts
+    for said in ("effort fast", "auto:bits=3.35", "3 sequences of 16 tokens of Python's documentation", "quality"):
+        assert said in done.err
+
+
+def test_it_ends_with_what_to_do_next(small_model: Path, tmp_path: Path) -> None:
+    said = succeed("quantize", small_model, tmp_path / "q", "--scheme", "rtn:bits=4,group=24").err
+    assert f"crelle chat {tmp_path / 'q'}" in said
+    assert f"crelle eval {tmp_path / 'q'} --text" in said
 
 
 def test_a_checkpoint_is_trained_and_its_curve_drawn(small_model: Path, tmp_path: Path) -> None:
@@ -53,6 +92,7 @@ def test_quantizing_with_training_leaves_its_losses_and_a_plot(small_model: Path
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--calib", "nowhere.txt"), "nowhere.txt"),
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--rows", "0"), "--rows"),
         (("quantize", "MODEL", "OUT", "--scheme", "gptq:bits=3", "--own", "-1"), "--own"),
+        (("quantize", "MODEL", "OUT", "--effort", "most"), "fast, balanced or best"),
         (("tune", "MODEL", "OUT"), "not a Crelle checkpoint"),
         (("tune", "MODEL", "OUT", "--train", "everything"), "everything"),
         (("tune", "MODEL", "OUT", "--steps", "0"), "--steps"),

@@ -1,15 +1,21 @@
 """Sequences that a model writes for its own training: openings, batches that fit, and how many by default."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from crelle.bench.model_shapes import RandomWeights
 from crelle.engine import own_sequences
+from crelle.engine.calibration_data import sample
 from crelle.engine.own_sequences import own_rows, sampling_batch, sampling_room
-from crelle.errors import SchemeError
+from crelle.engine.quantize import quantize
+from crelle.errors import NumericsError, SchemeError
 from crelle.formats.open import open_weights
+from crelle.kernels import cpu
+from crelle.kernels.cpu.fused_decoder import FusedDecoder
+from crelle.models.loader import build
 from crelle.quantizers.auto import Auto
 from crelle.quantizers.mixed import Mixed
 
@@ -39,6 +45,57 @@ def test_long_sequences_are_made_of_pieces(tiny_model: Path, monkeypatch: pytest
     assert torch.equal(starts[:, 1:], (starts[:, :1] - 5 + torch.arange(1, 16)) % 20 + 5)
     assert set(found[:, 17].tolist()) <= set(range(5, 25))
     assert not set(found[:, 34].tolist()) <= set(range(5, 25))
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="no C++ core")
+@pytest.mark.parametrize(
+    ("scheme", "count", "steps"), [("fp32", 16, 1), ("fp32", 20, 2), ("rtn:bits=4,group=24", 40, 3)]
+)
+def test_a_token_of_many_sequences_takes_one_step_for_sixteen(
+    tiny_model: Path, tmp_path: Path, scheme: str, count: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(tiny_model, tmp_path / "q", scheme)
+    model = build(open_weights(tmp_path / "q"), CPU)
+    decoder = model.decoder
+    assert isinstance(decoder, FusedDecoder)
+    tokens = torch.randint(0, 259, (count, 3), generator=torch.Generator().manual_seed(0))
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        cache = model.new_cache(len(rows))
+        return torch.cat([model(rows[:, i : i + 1], cache) for i in range(3)], 1)
+
+    single = torch.cat([logits(tokens[b : b + 1]) for b in range(count)])
+    taken: list[int] = []
+    inner = FusedDecoder.step
+
+    def step(self: FusedDecoder, *args: Any, **options: Any) -> torch.Tensor:
+        taken.append(len(args[0]))
+        return inner(self, *args, **options)
+
+    monkeypatch.setattr(FusedDecoder, "step", step)
+    monkeypatch.setattr(FusedDecoder, "prefill", lambda *_, **__: pytest.fail("one sequence at a time"))
+    assert torch.equal(logits(tokens), single)  # and each as if alone
+    assert len(taken) == 3 * steps
+    assert sum(taken) == 3 * count
+
+
+def test_a_token_of_more_sequences_of_a_plain_model_is_one_product(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("step", "prefill"):
+        monkeypatch.setattr(FusedDecoder, call, lambda *_, **__: pytest.fail("not all in one product"))
+    text = torch.arange(5, 25).repeat(4, 3)
+    assert own_rows(open_weights(tiny_model), text, 40, 20, CPU, 0, None).shape == (40, 20)
+
+
+def test_tokens_are_sampled_as_often_as_their_probability_says() -> None:
+    chances = torch.tensor([0.5, 0.0, 0.2, 0.3]).repeat(20000, 1)
+    found = sample(chances, torch.Generator().manual_seed(0)).flatten().bincount(minlength=4) / 20000
+    assert found.tolist() == pytest.approx([0.5, 0.0, 0.2, 0.3], abs=0.01)
+    assert found[1] == 0
+    assert torch.equal(sample(torch.eye(5)), torch.arange(5)[:, None])
+    with pytest.raises(NumericsError, match="not finite"):
+        sample(torch.full((2, 3), torch.nan))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_killed_run_does_not_search_again(
         assert contents(out) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("at", ["forward", "output head", "backward"])
+@pytest.mark.parametrize("at", ["search, forward", "search, output head", "search, backward"])
 def test_a_run_killed_while_it_searches_begins_anew(model: Path, tmp_path: Path, at: str) -> None:
     killed(model, tmp_path / "out", at)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]

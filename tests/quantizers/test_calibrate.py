@@ -213,10 +213,9 @@ def test_another_text_is_not_the_same_run(tiny_model: Path, tmp_path: Path) -> N
         quantize(tiny_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=3, length=32), resume=True)
 
 
-def test_a_scheme_that_needs_data_says_so(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemeError, match="calibrate on"):
-        quantize(tiny_model, tmp_path / "q", "gptq:bits=3,group=24")
-    assert not list(tmp_path.iterdir())
+def test_without_a_text_it_is_pythons_documentation(small_model: Path, tmp_path: Path) -> None:
+    report = quantize(small_model, tmp_path / "q", "gptq:bits=3,group=24", device="cpu")
+    assert (report.calibration_rows, report.own_sequences, report.effort) == (64, 0, None)
 
 
 @pytest.mark.parametrize("bits", [1.9, 2.35, 3.1, 4.6])

@@ -1,11 +1,13 @@
 """crelle quantize: quantize a model into a checkpoint."""
 
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from crelle.cli.calibration import CalibrationText, calibration_text
+from crelle.cli.calibration import CalibrationText
 from crelle.cli.completion import models, schemes
 from crelle.cli.console import (
     Device,
@@ -21,11 +23,13 @@ from crelle.cli.console import (
     warn,
 )
 from crelle.cli.quantize_cost import DeviceMemory, as_json, show
+from crelle.cli.quantize_plan import show_next, show_plan, show_time
+from crelle.cli.quantize_progress import stages
 from crelle.cli.training_plot import draw_training
-from crelle.errors import SchemeError
+from crelle.errors import CrelleError, SchemeError, UnsupportedError
 
 NAME = "quantize"
-SCHEME = "auto:bits=4"
+SCHEME = "auto:bits=4.35"  # crelle.engine.effort.SCHEME, without loading torch for --help
 _HEAD = "8"  # bits: half the bytes of a step of a small model are its head's, and 8 bits lose nothing that shows
 
 
@@ -58,10 +62,21 @@ def run(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="A plan of `crelle search`: bits and group of every matrix.")
     ] = None,
+    effort: Annotated[
+        str,
+        typer.Option(
+            "--effort",
+            metavar="fast|balanced|best",
+            help="How long to work on it; chooses what other options leave open.",
+        ),
+    ] = "balanced",
     calib: CalibrationText = None,
-    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 64,
+    rows: Annotated[int | None, typer.Option("--rows", help="Calibration sequences. Default: by the effort.")] = None,
     length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
-    own: Annotated[int, typer.Option("--own", help="Sequences sampled from the model besides, for other text.")] = 0,
+    own: Annotated[
+        int | None,
+        typer.Option("--own", help="Extra calibration sequences sampled from the model. Default: by the effort."),
+    ] = None,
     device: Device = "auto",
     devices: Devices = None,
     memory: DeviceMemory = None,
@@ -79,9 +94,9 @@ def run(
 
     **Schemes**
 
-    - `auto:bits=3.35`: the recommended recipe (default: `auto:bits=4`), at most that many bits per weight of the
-      layers, every scale counted; minutes on a CPU. `auto:bits=3.35,tune=full` adds end-to-end training: better still,
-      minutes on a GPU, hours on a CPU
+    - `auto:bits=3.35`: the recommended recipe (default: `auto:bits=4.35`), at most that many bits per weight of the
+      layers, every scale counted. `--effort` says how long to work on it: on a GPU `fast` takes seconds, `balanced` a
+      minute or two, `best` adds end-to-end training; on a CPU `balanced` takes about ten minutes for a small model
 
     - `fp16`, `bf16`, `fp32`: only stored at that width
 
@@ -110,7 +125,9 @@ def run(
 
     **Examples**
 
-    `crelle quantize ./Llama-3.2-1B out/llama-3bit --scheme auto:bits=3.35 --calib text.txt`
+    `crelle quantize ./Llama-3.2-1B out/llama`
+
+    `crelle quantize ./Llama-3.2-1B out/llama-3bit --scheme auto:bits=3.35 --effort best --calib text.txt`
 
     `crelle quantize model.gguf out/m --scheme rtn:bits=3,group=64 --override '*.down_proj=rtn:bits=4,group=64'`
 
@@ -128,14 +145,19 @@ def run(
     A run that was killed continues with `--resume` and ends in the same bytes. A scheme that trains leaves its losses
     in OUT/training.json and plots them in OUT/training.png.
     """
+    from crelle.engine.calibration_data import CalibrationData
+    from crelle.engine.first_layers import layer_count
     from crelle.engine.memory import parse_bytes
     from crelle.engine.quantize import dry_run as measured
-    from crelle.engine.quantize import quantize
-    from crelle.formats.destination import destination, refuse_overlap
-    from crelle.quantizers.scheme import parse
+    from crelle.engine.quantize import effort_for, estimate_for, quantize
+    from crelle.eval.text import read_text
+    from crelle.formats.destination import destination, refuse_existing, refuse_overlap
+    from crelle.formats.open import open_weights
 
     use_threads(threads)
     refuse_overlap(destination(target), source, calib, plan)
+    if not dry_run:
+        refuse_existing(destination(target), resume=resume, overwrite=overwrite)
     overrides: dict[str, str] = {}
     for item in override or []:
         pattern, eq, recipe = item.partition("=")
@@ -145,27 +167,46 @@ def run(
     if plan is not None:
         scheme, planned = _planned(plan, scheme)
         overrides |= {m: s for m, s in planned.items() if m not in overrides}
-    scheme = scheme or SCHEME
-    looks = any(parse(s).calibrated for s in (scheme, *overrides.values()))
-    text = calibration_text(calib, rows=rows, length=length, own=own) if looks else None
+    if (rows is not None and rows < 1) or length < 8:
+        raise SchemeError(f"--rows must be at least 1 and --length at least 8, got {rows} and {length}")
+    if own is not None and own < 0:
+        raise SchemeError(f"--own must be 0 or more sequences, got {own}")
+    text = CalibrationData(text="" if calib is None else read_text(calib), rows=rows, length=length, own=own)
+    where = device_or_devices(context, device, devices)
+    chosen = effort_for(source, scheme, effort, text=text, device=where, devices=devices, overrides=overrides)
+    head = head_scheme(head, chosen.scheme)
     options = {
+        "effort": chosen,
         "text": text,
-        "device": device_or_devices(context, device, devices),
+        "device": where,
         "devices": devices,
-        "head": head_scheme(head, scheme),
+        "head": head,
         "overrides": overrides,
         "memory": None if memory is None else parse_bytes(memory),
     }
     if dry_run:
         with tracking("measuring") as track:
-            cost = measured(source, scheme, progress=track, **options)  # type: ignore[arg-type]
+            cost = measured(source, progress=track, **options)  # type: ignore[arg-type]
         print_json(as_json(cost)) if json else show(cost)
         return
-    with tracking("quantizing") as track:
+    show_plan(source, chosen, device=where, head=head, calib=calib, length=_length(source, length))
+    expected = None
+    if devices is None:
+        with suppress(CrelleError), err.status("measuring this machine"):  # what is wrong, the run says better
+            expected = estimate_for(
+                source,
+                chosen,
+                text=text,
+                device=where,
+                head=head,
+                memory=options["memory"],  # type: ignore[arg-type]
+            )
+    show_time(None if expected is None else expected.seconds)
+    parts = None if expected is None else expected.parts
+    with stages(parts, layer_count(open_weights(source))) as track:
         report = quantize(
             source,
             target,
-            scheme,
             resume=resume,
             overwrite=overwrite,
             progress=track,
@@ -174,7 +215,7 @@ def run(
     draw_training(report.out, report.losses, report.block_losses)
     warn(report.warnings)
     if json:
-        print_json(report)
+        print_json({**asdict(report), "estimated_seconds": None if expected is None else expected.seconds})
         return
     if report.resumed_units:
         err.print(f"resumed with {report.resumed_units} finished shards")
@@ -185,6 +226,18 @@ def run(
         markup=False,
         soft_wrap=True,
     )
+    show_next(source, report.out)
+
+
+def _length(source: Path, length: int) -> int:
+    """Return the tokens of a calibration sequence: never more than the model's context."""
+    from crelle.formats.open import open_weights
+    from crelle.models.loader import read_spec
+
+    try:
+        return min(length, read_spec(open_weights(source)).context)
+    except UnsupportedError:  # a family that is quantized all the same, without data
+        return length
 
 
 def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:

@@ -28,13 +28,14 @@ def own_rows(
     seed: int,
     progress: Progress | None,
     memory: int | None = None,
+    what: str = "calibration text",
 ) -> Tensor:
     """Sample sequences from the full-precision model, a third of them from each kind of opening.
 
     16 tokens of the text `rows`, a single token of it, or any token of the vocabulary: the first stay close to the
     text's domain, the last cover whatever else the model knows. Long sequences are made of several pieces (pieces_of).
     Of several ranks the first one samples, so that they are the same sequences as with one. `memory`: bytes of the
-    device that may be used.
+    device that may be used. `what`: what for, as progress calls it.
     """
     if not count:
         return rows.new_empty(0, length)
@@ -44,7 +45,8 @@ def own_rows(
         batch = sampling_batch(weights, size, device, sampling_room(device, memory))
         model = build(weights, device, dtype=sampling_dtype(device))
         openings = _openings(rows.flatten(), pieces * count, read_spec(weights).vocabulary, seed)
-        found = sampled_rows(model, openings, size, seed=seed, batch=batch, progress=progress)
+        tell = None if progress is None else lambda done, total, _: progress(done, total, f"sampling {what}")
+        found = sampled_rows(model, openings, size, seed=seed, batch=batch, progress=tell)
         # Piece by piece, so that a sequence has openings of several kinds.
         return found.view(pieces, count, size).transpose(0, 1).reshape(count, pieces * size)[:, :length]
 

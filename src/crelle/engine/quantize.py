@@ -4,6 +4,7 @@
 follows the first checks runs in a process for each of them (crelle.engine.rank_processes).
 """
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +14,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from crelle.engine.calibration_data import CalibrationData, rows_of
+from crelle.engine.calibration_data import CalibrationData, python_documentation, rows_of
+from crelle.engine.effort import DEFAULT, SCHEME, Effort, Machine, resolve, weights_in_layers
 from crelle.engine.first_layers import FirstLayers, layer_count
 from crelle.engine.own_sequences import own_rows
 from crelle.engine.quantize_cost import QuantizeCost, layer_weights, measure, trains_fully
+from crelle.engine.quantize_estimate import Estimate, estimate
 from crelle.engine.quantize_plan import SUFFIX, forget_plan, planned, refuse_other_file
 from crelle.engine.rank_devices import devices_of
 from crelle.engine.rank_processes import on_devices
@@ -57,8 +60,9 @@ bcq) can be used all the same; gptq, hbcq, mixed and atom (without tune) calibra
 def quantize(
     source: str | Path,
     out: str | Path,
-    scheme: str,
+    scheme: str | None = None,
     *,
+    effort: str | Effort | None = None,
     text: CalibrationData | None = None,
     device: str = "auto",
     devices: str | None = None,
@@ -69,12 +73,19 @@ def quantize(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize `source` into a checkpoint at `out`; schemes that calibrate need `text`.
+    """Quantize `source` into a checkpoint at `out`; by default into at most 4.35 bits per weight.
 
-    `memory`: bytes that calibration may use of the device. `devices`: several instead of one, like "0,1".
+    `effort`: "fast", "balanced" or "best", or what `effort_for` made of it: chooses what scheme and text leave open.
+    Default: "balanced" without a scheme; with one the scheme as it is. `text`: to calibrate on; default: Python's
+    documentation, and with an effort sequences that the model samples. `memory`: bytes that calibration may use of the
+    device. `devices`: several instead of one, like "0,1".
     """
     begun = perf_counter()
     out = destination(out)
+    if isinstance(effort, str) or scheme is None:
+        effort = effort_for(source, scheme, effort, text=text, device=device, devices=devices, overrides=overrides)
+    scheme = scheme if effort is None else effort.scheme
+    assert scheme is not None
     configs = [parse(scheme), *(parse(s) for s in (overrides or {}).values())]
     trained = configs[0] if isinstance(configs[0], TrainedConfig) else None
     staged = trained is not None and trained.tune == "full"
@@ -85,8 +96,7 @@ def quantize(
     if staged:
         _refuse_stage(_stage_of(out), resume, overwrite)
     if any(q.calibrated for q in configs):
-        if text is None:
-            raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
+        text = _data(text, effort)
         _require_family(source, scheme, out)
     spread = devices_of(devices, device)
     check_spread(len(spread), scheme, configs)
@@ -100,9 +110,65 @@ def quantize(
         "memory": memory,
         "resume": resume,
         "overwrite": overwrite,
+        "about": None if effort is None else effort.about(),
     }
     report: Report = on_devices(quantize_on, spread, device, arguments, progress)
-    return replace(report, seconds=perf_counter() - begun)
+    report = replace(report, seconds=perf_counter() - begun, effort=None if effort is None else effort.name)
+    return report if text is None else replace(report, calibration_rows=text.rows or 0, own_sequences=text.own or 0)
+
+
+def effort_for(
+    source: str | Path,
+    scheme: str | None = None,
+    effort: str | Effort | None = None,
+    *,
+    text: CalibrationData | None = None,
+    device: str = "auto",
+    devices: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Effort:
+    """Return what an effort (default: balanced) means for this model and machine: scheme and calibration data."""
+    if isinstance(effort, Effort):
+        return effort
+    spread, scheme = devices_of(devices, device), scheme or SCHEME
+    where = torch.device(spread[0].kind) if spread else choose_device(device)
+    return resolve(
+        effort or DEFAULT,
+        scheme,
+        Machine.of(where),
+        weights_in_layers(open_weights(source)),
+        rows=None if text is None else text.rows,
+        own=None if text is None else text.own,
+        text=text is not None and bool(text.text),
+        calibrated=any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())),
+    )
+
+
+def estimate_for(
+    source: str | Path,
+    effort: Effort,
+    *,
+    text: CalibrationData | None = None,
+    device: str = "auto",
+    head: str | None = None,
+    memory: int | None = None,
+) -> Estimate:
+    """Measure for some seconds and return how long `quantize` with the same arguments will take, on one device."""
+    data = _data(text, effort) if effort.rows else None
+    weights, where = open_weights(source, encoded=True), choose_device(device)
+    found = estimate(weights, effort.scheme, data, where, head=head, memory=memory)
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.empty_cache()  # a run plans its memory by what is free
+    return found
+
+
+def _data(text: CalibrationData | None, effort: Effort | None) -> CalibrationData:
+    """Return calibration data with nothing left open."""
+    text = text or CalibrationData(text="")
+    rows = effort.rows if effort is not None else 64 if text.rows is None else text.rows
+    own = effort.own if effort is not None else text.own or 0
+    return replace(text, text=text.text or python_documentation(), rows=rows, own=own)
 
 
 def check_spread(count: int, scheme: str, configs: Sequence[Quantizer]) -> None:
@@ -128,6 +194,7 @@ def quantize_on(
     memory: int | None,
     resume: bool,
     overwrite: bool,
+    about: Mapping[str, str] | None,
     progress: Progress | None,
 ) -> Report:
     """Quantize on one device, or as one of several ranks."""
@@ -143,6 +210,7 @@ def quantize_on(
         "overrides": overrides,
         "resume": resume,
         "overwrite": overwrite,
+        "about": about,
         "progress": progress,
     }
     with device_limit(choose_device(device), memory):
@@ -159,8 +227,9 @@ def quantize_on(
 
 def dry_run(
     source: str | Path,
-    scheme: str,
+    scheme: str | None = None,
     *,
+    effort: str | Effort | None = None,
     text: CalibrationData | None = None,
     device: str = "auto",
     devices: str | None = None,
@@ -169,16 +238,21 @@ def dry_run(
     memory: int | None = None,
     progress: Progress | None = None,
 ) -> QuantizeCost:
-    """Quantize the first layer of a model and say what all of it would cost.
+    """Quantize the first layer of a model and say what all of it would cost. The arguments are those of `quantize`.
 
     On a GPU two, of which the first warms up; with tune=full two, and both are trained for some steps.
     """
+    if isinstance(effort, str) or scheme is None:
+        effort = effort_for(source, scheme, effort, text=text, device=device, devices=devices, overrides=overrides)
+    scheme = scheme if effort is None else effort.scheme
+    assert scheme is not None
     spread = devices_of(devices, device)
-    check_spread(len(spread), scheme, [parse(s) for s in (scheme, *(overrides or {}).values())])
+    configs = [parse(s) for s in (scheme, *(overrides or {}).values())]
+    check_spread(len(spread), scheme, configs)
     arguments = {
         "source": source,
         "scheme": scheme,
-        "text": text,
+        "text": _data(text, effort) if any(q.calibrated for q in configs) else None,
         "head": head,
         "overrides": overrides,
         "memory": memory,
@@ -205,10 +279,9 @@ def dry_run_on(
     first = FirstLayers(weights, min(count, 2 if where.type == "cuda" or trains_fully(parse(scheme)) else 1))
     tokens, left_out, sequences = None, [], None
     if any(parse(s).calibrated for s in (scheme, *(overrides or {}).values())):
-        if text is None:
-            raise SchemeError(f"scheme '{scheme}' looks at data: give it a text to calibrate on")
+        assert text is not None
         length = min(text.length, read_spec(weights).context)
-        tokens = _rows(weights, text.text, length, text.rows + text.own, text.seed)
+        tokens = _rows(weights, text.text, length, (text.rows or 0) + (text.own or 0), text.seed)
         if trains_fully(parse(scheme)):
             sequences = len(_rows(weights, text.text, min(2 * length, read_spec(weights).context)))
         if text.own:
@@ -301,6 +374,7 @@ def _in_two_stages(
         text.seed,
         options["progress"],  # type: ignore[arg-type]
         calibration.memory,
+        what="training text",
     )
     report = tune(
         Checkpoint(base),
@@ -315,6 +389,7 @@ def _in_two_stages(
         resume=bool(options["resume"]),
         overwrite=bool(options["overwrite"]),
         memory=calibration.memory,
+        about=options["about"],  # type: ignore[arg-type]
         progress=options["progress"],  # type: ignore[arg-type]
     )
     if not world().first:

@@ -31,7 +31,7 @@ from crelle.quantizers.memory_plan import CalibrationMemory
 from crelle.quantizers.pipeline import Calibration
 from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.stage_times import SEARCH, StageTimes, recording
+from crelle.quantizers.stage_times import SEARCH, SEARCH_FITS, StageTimes, recording
 from crelle.quantizers.trained import TrainedConfig
 
 
@@ -141,7 +141,8 @@ def measure(
                 )
     once = dict(seen.once)
     if SEARCH in once:  # its cost is of each layer; the output head is a stage of its own
-        once[SEARCH] *= layers / measured
+        for stage in (SEARCH, SEARCH_FITS):
+            once[stage] = once.get(stage, 0.0) * layers / measured
         if measured < layers:
             left_out.append(
                 f"the search for bits is taken to cost {layers / measured:g} times that of {measured} layers"

@@ -63,7 +63,8 @@ def planned(
             )
     model = calibration.open(open_weights(source), calibration.device)
     with device_limit(calibration.device, calibration.memory):
-        found = auto.plan(model, calibration.tokens, calibration.device, progress, calibration.memory)
+        tell = None if progress is None else lambda done, total, what: progress(done, total, f"search, {what}")
+        found = auto.plan(model, calibration.tokens, calibration.device, tell, calibration.memory)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json({_MARK: made_from, "overrides": found}))

@@ -1,17 +1,11 @@
-"""Text that every machine has: the prose of Python's own documentation."""
+"""Texts to measure on: files, or the prose of Python's own documentation, which every machine has."""
 
 from pathlib import Path
 
+from crelle.engine.calibration_data import python_documentation
 from crelle.errors import FormatError
 
-
-def python_documentation() -> str:
-    """Return the language reference that CPython ships for `help()`, topic after topic."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as e:
-        raise FormatError("this Python has no pydoc_data.topics; give a text file") from e
-    return "\n\n".join(topics[name] for name in sorted(topics))
+__all__ = ["python_documentation", "read_text"]
 
 
 def read_text(path: Path | None) -> str:

@@ -198,8 +198,14 @@ class CheckpointWriter:
         now = replaced_copies(self.out)  # what was there at the start and has gone was another run's, just finished
         return (*told, *self.warnings, *(w for p, w in self._replaced.items() if p in now))
 
-    def finish(self, config: Mapping[str, Any], scheme: str, overrides: Mapping[str, str]) -> None:
-        """Write the config of a Crelle checkpoint and publish it."""
+    def finish(
+        self,
+        config: Mapping[str, Any],
+        scheme: str,
+        overrides: Mapping[str, str],
+        about: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the config of a Crelle checkpoint and publish it; `about`: more for the metadata of its index."""
         shards = dict(sorted(self._shards.items()))
         quantization = {
             "quant_method": "crelle",
@@ -209,7 +215,7 @@ class CheckpointWriter:
             "tensors": {m: spec for facts in shards.values() for m, spec in facts["specs"].items()},
             "shards": {name: {"sha256": f["sha256"], "bytes": f["bytes"]} for name, f in shards.items()},
         }
-        self.publish({**config, "quantization_config": quantization})
+        self.publish({**config, "quantization_config": quantization}, about=about)
 
     def publish(self, config: Mapping[str, Any], index: str = INDEX, about: Mapping[str, str] | None = None) -> None:
         """Write the index, `about` in its metadata, and, last, the config; then rename the directory to its name."""

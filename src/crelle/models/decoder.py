@@ -260,8 +260,9 @@ class DecoderModel(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache, last: bool = False) -> Tensor:
         """Return logits f32 [B, T, V] (T = 1 with `last`) for tokens [B, T] that follow what is in the cache."""
         T = tokens.shape[1]
-        # Prompts of a plain model stay with torch, whose f32 products are the reference.
-        if isinstance(self.decoder, FusedDecoder) and (self.coded or T == 1):
+        # Prompts of a plain model stay with torch, whose f32 products are the reference. So do steps of many sequences:
+        # one product of 32 rows or more is faster than several steps of 16.
+        if isinstance(self.decoder, FusedDecoder) and (self.coded or (T == 1 and len(tokens) < 2 * MAX_ROWS)):
             return self._fused(self.decoder, tokens, cache, last)
         cache.grow(T)
         positions = torch.arange(cache.length, cache.length + T, device=self.device)
@@ -282,15 +283,17 @@ class DecoderModel(nn.Module):
         return capped(compute.linear(self.head, self.output(x, compute)).float(), self.spec.softcap)
 
     def _fused(self, decoder: FusedDecoder, tokens: Tensor, cache: Cache, last: bool) -> Tensor:
-        """The same in C++: one token of each sequence as one step, longer chunks sequence by sequence."""
+        """The same in C++: one token of each sequence in steps of up to 16, longer chunks sequence by sequence."""
         B, T = tokens.shape
         cache.grow(T)
-        if T == 1 and B <= MAX_ROWS:
-            position = torch.full((B,), cache.length)
-            logits = decoder.step(tokens[:, 0].contiguous(), position, cache.stored())[:, None]
+        at, kv = cache.length, cache.stored()
+        if T == 1:
+            logits = torch.empty(B, 1, decoder.vocabulary)
+            for rows in torch.split(torch.arange(B), MAX_ROWS):
+                position, out = torch.full((len(rows),), at), logits[rows[0] : rows[-1] + 1, 0]
+                decoder.step(tokens[rows, 0], position, kv, rows=rows.clone(), out=out)
         else:
             chunks = [tokens[b].contiguous() for b in range(B)]
-            at, kv = cache.length, cache.stored()
             logits = torch.stack([decoder.prefill(t, at, kv, row=b, last=last) for b, t in enumerate(chunks)])
         cache.advance(T)
         return logits

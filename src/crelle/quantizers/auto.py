@@ -6,7 +6,7 @@
     3. block by block            weights, scales and lows trained with an STE (crelle.quantizers.training)
     4. tune=full                 all of them end to end against the full-precision model (crelle.quantizers.training)
 
-Steps 1 to 3 need calibration data only, and minutes on a CPU.
+Which of these steps are taken, and how many, is the effort's to say (crelle.engine.effort).
 """
 
 from dataclasses import dataclass
@@ -81,11 +81,16 @@ class Auto(TrainedConfig, GroupedConfig):
         """
         if not self.search:
             return {}
-        settings: tuple[Setting, ...] = (*candidates(self.bits), *(MIXED if 2 <= self.bits <= 4 else ()))
         rows = planning_rows(model, tokens)
-        measured = sensitivities(model, rows, settings, device=device, seed=self.seed, memory=memory, progress=progress)
+        measured = sensitivities(
+            model, rows, self.settings(), device=device, seed=self.seed, memory=memory, progress=progress
+        )
         front = ParetoFront(measured)
         return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
+
+    def settings(self) -> tuple[Setting, ...]:
+        """Return what the search chooses from."""
+        return (*candidates(self.bits), *(MIXED if 2 <= self.bits <= 4 else ()))
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
         return self.grid_for(weight.shape[1]).fit(weight, stats)

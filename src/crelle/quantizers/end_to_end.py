@@ -115,7 +115,11 @@ class EndToEnd:
                 self.losses += whole_losses(pending)
                 pending.clear()
                 if progress:
-                    progress(len(self.losses), self.t.steps, f"loss {sum(self.losses[-10:]) / 10:.4f}")
+                    progress(
+                        len(self.losses),
+                        self.t.steps,
+                        f"training, loss {sum(self.losses[-10:]) / len(self.losses[-10:]):.4f}",
+                    )
                 if state is not None and world().first and time.monotonic() - saved > save_every:
                     begun = time.monotonic()
                     self._save(state)

@@ -6,7 +6,7 @@ a task is a few hundred KB). The training state is kept beside the unfinished ch
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -68,12 +68,13 @@ def tune(
     overwrite: bool = False,
     low_memory: bool | None = None,
     memory: int | None = None,
+    about: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`.
 
     low_memory: Training.low_memory; None: where the device, or the `memory` that may be used of it, has too little for
-    the fast way.
+    the fast way. about: what else the checkpoint's index says of itself.
     """
     begun = perf_counter()
     out = destination(out)
@@ -111,7 +112,7 @@ def tune(
 
         def publish(to: CheckpointWriter) -> None:
             checkpoint.copy_tokenizer(to.partial)
-            to.finish(checkpoint.config, scheme, checkpoint.quantization["overrides"])
+            to.finish(checkpoint.config, scheme, checkpoint.quantization["overrides"], about)
 
         shards = plan(checkpoint)
         for i, shard in enumerate(shards, start=1):

@@ -89,6 +89,9 @@ class Report:
     warnings: tuple[str, ...] = ()  # sentences for the user, e.g. about weights too small for their format
     losses: tuple[float, ...] = ()  # of end-to-end training
     block_losses: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # of block-wise training, by layer
+    effort: str | None = None  # the word that the settings come from, where there was one
+    calibration_rows: int = 0  # sequences of the text
+    own_sequences: int = 0  # sequences that the model itself sampled for calibration
 
 
 def quantize(
@@ -103,6 +106,7 @@ def quantize(
     overwrite: bool = False,
     stage: bool = False,
     view: Callable[[Weights], Weights] | None = None,
+    about: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize the model at `source`, a path or opened weights, into a new checkpoint at `out`.
@@ -112,6 +116,7 @@ def quantize(
     the first pattern that matches counts. `calibration` is for schemes that look at data (gptq, awq, hbcq, …).
     `stage` marks the checkpoint as a stage of a longer run, which may delete it; with `resume` a finished one is taken
     as it is if it was made from the same. `view` gives the tensors their usual form, where a family stores others.
+    `about`: what else the checkpoint's index says of itself.
     """
     begun = perf_counter()
     out = destination(out)
@@ -175,7 +180,7 @@ def quantize(
             weights.copy_tokenizer(to.partial)
             if stage:
                 write_whole(to.partial / STAGE, to_json({"recipe": recipe, "warnings": together(to.all_warnings())}))
-            to.finish(weights.config, str(default), written)
+            to.finish(weights.config, str(default), written, about)
 
         with timed(WRITE):
             warnings = together(writer.finish(publish))

@@ -15,6 +15,8 @@
 `str` writes it back, with settings at their defaults left out except bits and group.
 """
 
+from collections.abc import Mapping
+
 from crelle.errors import SchemeError
 from crelle.quantizers.atom import Atom
 from crelle.quantizers.auto import Auto
@@ -39,6 +41,12 @@ def parse(scheme: str) -> Quantizer:
         return Passthrough() if name == "keep" else Cast(name)
     if name not in CONFIGS:
         raise SchemeError(f"there is no scheme '{name}'; known are: {', '.join([*Cast.DTYPES, *CONFIGS, 'keep'])}")
+    return CONFIGS[name].from_settings(settings_of(scheme))
+
+
+def settings_of(scheme: str) -> dict[str, str]:
+    """Return the settings that a scheme string names, as it writes them."""
+    _, _, rest = scheme.strip().partition(":")
     settings: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         key, eq, value = (part.strip() for part in item.partition("="))
@@ -47,4 +55,12 @@ def parse(scheme: str) -> Quantizer:
         if key in settings:
             raise SchemeError(f"in scheme '{scheme}', {key} is given twice")
         settings[key] = value
-    return CONFIGS[name].from_settings(settings)
+    return settings
+
+
+def with_settings(scheme: str, more: Mapping[str, str]) -> str:
+    """Return a scheme string with more settings."""
+    if not more:
+        return scheme
+    name, _, _ = scheme.strip().partition(":")
+    return f"{name}:" + ",".join(f"{k}={v}" for k, v in {**settings_of(scheme), **more}.items())

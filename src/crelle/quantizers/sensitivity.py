@@ -36,6 +36,7 @@ from crelle.quantizers.grouping import require_finite, to_groups
 from crelle.quantizers.interpolate import fill_in, to_measure
 from crelle.quantizers.layer_api import CalibrationModel, Progress, TrainableLinear
 from crelle.quantizers.search_memory import SearchMemory, search_memory
+from crelle.quantizers.stage_times import SEARCH_FITS, timed
 
 GROUPS = (32, 64, 96, 128, 192, 384)  # larger ones look good to the prediction, and are not
 _TOKENS = 4096  # to measure on, or more where a matrix has more inputs
@@ -108,7 +109,8 @@ def sensitivities(
             order.append(list(block.linears()))
         linears = [(block.linears()[name], stats[name]) for name in stage]
         if linears[0][1].tokens:  # otherwise an expert's
-            found |= {one.module: one for one in _stage(linears, settings, weight_rows, memory.fits, rng)}
+            with timed(SEARCH_FITS):
+                found |= {one.module: one for one in _stage(linears, settings, weight_rows, memory.fits, rng)}
         if stage == block.stages()[-1]:
             tell.backward()
     return [found.get(name) or _average(name, layer, found) for layer in reversed(order) for name in layer]

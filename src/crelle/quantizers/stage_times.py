@@ -23,6 +23,7 @@ FACTOR = "factor"
 SOLVE = "solve"
 TRAIN = "train"
 SEARCH = "search"
+SEARCH_FITS = "search: fits"
 SEARCH_HEAD = "search: output head"  # once a model
 WRITE = "pack and write"
 COMMUNICATION = "communication"  # between ranks, and waiting for them
