@@ -91,7 +91,7 @@ def test_later_calls_give_the_bits_of_the_first(scheme: str, rows: int, source: 
         assert torch.equal(y, want)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_captured_by_the_compiler(scheme: str, source: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_captured_by_the_compiler(scheme: str, source: Path, tmp_path: Path) -> 
         assert error(logits, want) < (0.4 if "a=4" in scheme else 2e-2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")
 def test_generate_with_a_static_cache(source: Path, tmp_path: Path) -> None:
     """The steps are compiled and captured by transformers itself."""
     model = load(source, tmp_path, SCHEMES[0])
