@@ -21,6 +21,7 @@ _NOTES = {  # how the notes of a stage begin
     "full-precision": "teacher",
     "training": "end to end",
 }
+_PRIOR = 0.25  # of the estimated time: how much its own pace of 1 counts
 _SEEN = 0.05  # of a stage, from where on its own pace counts
 
 
@@ -73,9 +74,10 @@ class StageClock:
         return max(0.0, rest - since) + later * self._pace()
 
     def _pace(self) -> float:
-        """Return how many seconds pass for each that was estimated."""
+        """Return how many seconds pass for each that was estimated; a short stage alone says little of later ones."""
+        trust = _PRIOR * sum(self._parts.values())
         expected = self._past + self._parts.get(self.stage, 0.0) * self._fraction
-        return min(4.0, max(0.25, (self._last - self._begun) / expected)) if expected > 1 else 1.0
+        return (self._last - self._begun + trust) / (expected + trust) if expected + trust > 0 else 1.0
 
     def sentence(self) -> str:
         left = self.left()
