@@ -87,5 +87,5 @@ def _quality(effort: "Effort") -> str:
     between = " (interpolated)" if len(found.bits) > 1 else ""
     return (
         f"perplexity {found.least:.2f} to {found.most:.2f} times the source's{between}: measured on {MODEL}, "
-        "the best and the worst of three texts; larger models lose less"
+        "the best and the worst of three texts, calibrated on text like the first; larger models lose less"
     )
