@@ -32,7 +32,7 @@ def show_time(seconds: float | None) -> None:
 
 def show_next(source: Path, made: Path) -> None:
     """Print what to do with a finished checkpoint."""
-    _line(f"next: crelle chat {made}")
+    _line(f"next: crelle chat {made}" if _chats(made) else f'next: crelle generate {made} --prompt "Once upon a time"')
     _line(f"      crelle eval {made} --text FILE --against {source}")
 
 
@@ -59,6 +59,18 @@ def _machine(device: str) -> str:
     if where.type == "cuda":
         return torch.cuda.get_device_name(where)
     return f"a CPU with {available_cores()} cores"
+
+
+def _chats(made: Path) -> bool:
+    """Whether a checkpoint that was just written has a chat template."""
+    from crelle.engine.tokenizer import Tokenizer
+    from crelle.errors import CrelleError
+    from crelle.formats.open import open_weights
+
+    try:
+        return Tokenizer.of(open_weights(made, verify=False)).chats
+    except CrelleError:  # a model without a tokenizer
+        return False
 
 
 def _steps(scheme: str) -> str:
