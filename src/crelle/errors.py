@@ -14,9 +14,14 @@ A message names the value that was wrong and the remedy. A parameter stands in i
 --overwrite. `assert` is for our own invariants only.
 """
 
+from crelle.printable import printable
+
 
 class CrelleError(Exception):
-    """Base of all errors whose message is written for the person at the keyboard."""
+    """Base of all errors whose message is written for the person at the keyboard; it holds no control characters."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
 
 
 class FormatError(CrelleError):

@@ -121,4 +121,10 @@ def without_a_part(to: Path, said: dict[str, Any]) -> None:
 
 
 checkpoint("a plain matrix without its tensor", f"has no tensor '{UP}.weight'|already quantized", without_a_part)
+checkpoint(
+    "a cache of 10^11 layers", "layers beyond", lambda _, said: said.update(scheme="atom:kv=4:layers.0-99999999999=8")
+)
+checkpoint(
+    "a cache of 10^12 tokens a page", "page must be", lambda _, said: said.update(scheme="atom:kv=4:page=1000000000000")
+)
 checkpoint("a list as a format", "unknown format", lambda _, said: said["tensors"][UP].update(format=["dense"]))

@@ -38,6 +38,9 @@ tokenizer("cut and padded", None, {
                 "pad_token": "!"}})  # fmt: skip
 BAD_SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 tokenizer("a pattern that backtracks", "can take for ever", {"pre_tokenizer": BAD_SPLIT})
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+DOUBLES = {"type": "Sequence", "normalizers": [DOUBLE] * 29}
+tokenizer("a text that doubles 29 times", "characters of one", {"normalizer": DOUBLES})
 tokenizer(
     "ids beyond the model",
     "outside the vocabulary",

@@ -4,6 +4,7 @@ An input is bytes or a JSON value. A target takes one and may raise nothing but 
 of memory. All is decided by one seed, so a finding can be had again; it is raised with the input that led to it.
 """
 
+import re
 import resource
 import struct
 import sys
@@ -24,7 +25,7 @@ from crelle.errors import CrelleError
 SOURCE = str(Path(crelle.__file__).parent)
 SECONDS, MEGABYTES = 5, 500  # an input may take, all of them may add
 NUMBERS = [0, 1, 2, 3, 7, 8, 31, 32, 33, 64, 127, 255, 256, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**32]
-NUMBERS += [2**40, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**15]
+NUMBERS += [10**7, 10**9, 10**12, 2**40, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**15]
 ODD: list[Any] = [None, True, False, -1, *NUMBERS, -(2**63), 10**400, 0.5, -0.0, 1e-30, 1e308, "", "x", "0", "x" * 999]
 ODD += ["\x00", "\ud800", "é" * 50, "../../x", "/dev/zero", "re:(a+)+$", "{{ 9**9 }}", [], {}, [[]], [0], {"a": None}]
 
@@ -156,7 +157,8 @@ def _json(random: Random, value: Any, corpus: list[Any], words: list[Any]) -> An
         case 4 if isinstance(old, str):
             holder[key] = _text(random, old, words)
         case 5 if isinstance(old, list) and old:
-            old.append(_copy(random.choice(old)))
+            more = random.choice([1, 1, 2, 30])  # growth: a step that doubles something, many times in a row
+            old += [_copy(random.choice(old)) for _ in range(more if len(old) < 100 else 1)]
         case 6:
             holder[key] = random.choice([[old], {"a": old}, str(old)[:2000]])
         case _:
@@ -188,9 +190,12 @@ def _copy(value: Any) -> Any:
 
 def _text(random: Random, text: str, words: list[Any]) -> str:
     at, end = sorted(random.randrange(len(text) + 1) for _ in range(2))
-    match random.randrange(4):
+    match random.randrange(5):
         case 0:
             return text[:at] + text[end:]
+        case 3 if numbers := list(re.finditer(r"\d+", text)):
+            place = random.choice(numbers)
+            return text[: place.start()] + str(random.choice([*NUMBERS, 10**400])) + text[place.end() :]
         case 1:
             return text[:end] + text[at:]
         case 2:

@@ -21,10 +21,14 @@ from crelle.engine.chat_template import ChatTemplate
 from crelle.engine.tokenizer import Tokenizer
 from crelle.errors import CrelleError
 from crelle.formats import hf
+from crelle.formats.activations import ActivationSpec
+from crelle.formats.base import FORMATS
+from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.importers.gguf_header import Header
 from crelle.formats.importers.gguf_tokenizer import build_tokenizer
 from crelle.formats.io import parse_json
+from crelle.formats.kv_format import kv_of_checkpoint
 from crelle.formats.open import Weights, open_quantized, open_weights
 from crelle.formats.rust import panics_are
 from crelle.models.loader import read_spec
@@ -358,11 +362,23 @@ def tokenizer_target(tmp: Path) -> Target:
 
     seeds: list[Any] = [{"template": t} for t in TEMPLATES]
     seeds.append({"tokenizer": whole, "tokenizer_config": config, "special_tokens_map": {"eos_token": "</s>"}})
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "bb"}, {"type": "NFKC"}]
+    steps.append({"type": "Replace", "pattern": {"Regex": " *"}, "content": "a"})
+    normalized = {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    decoded = {"decoder": {"type": "Sequence", "decoders": [steps[0], {"type": "Fuse"}]}}
+    seeds.append({"tokenizer": whole | normalized | decoded, "tokenizer_config": config})
     seeds.append({"tokenizer": whole | {"pre_tokenizer": split}, "tokenizer_config": {**config, "add_bos_token": True}})
     return Target(run, seeds, [*fuzz.ODD, *JINJA, "(a+)+", "chat_template", "auto_map", "bos_token", "vocab", "Regex"])
 
 
 # Our own checkpoints -------------------------------------------------------------------------------------------------
+
+_ROWS = {"shape": [8, 24], "bits": 4, "group": 12, "outliers": 4, "permuted": True}
+INTEGER_SPECS: list[dict[str, Any]] = [
+    {**_ROWS, "format": "grouped", "outlier_bits": 8, "activation": ActivationSpec(4, 12, 4).to_json()},
+    {**_ROWS, "format": "two-level", "activation": ActivationSpec(8, 24).to_json()},
+    {"format": "mixed", "shape": [8, 24], "group": 8, "packing": "general", "block": 4, "four": 1, "outliers": 3},
+]
 
 
 def checkpoint_target(tmp: Path) -> Target:
@@ -370,8 +386,16 @@ def checkpoint_target(tmp: Path) -> Target:
     tensors |= {f"model.layers.0.mlp.{n}_proj.weight": torch.randn(8, 24) for n in ("up", "down")}
     model = write(tmp / "model", tensors, None, num_hidden_layers=1)
     seeds, directories = [], []
+    for i, spec in enumerate(INTEGER_SPECS):
+        directories.append(tmp / f"r{i}")
+        with CheckpointWriter(directories[-1], {"crelle": "0"}) as writer:
+            w = FORMATS[spec["format"]].random(spec, torch.Generator().manual_seed(0))
+            others = {n: t for n, t in tensors.items() if "up_proj" not in n and "down_proj" not in n}
+            writer.add("crelle-00001-of-00001.safetensors", {"model.layers.0.mlp.up_proj": w}, others)
+            writer.finish(json.loads((model / "config.json").read_text()), "atom:w=4,a=4,kv=4:layers.0-1=8", {})
+        seeds.append({"at": i, "config": json.loads((directories[-1] / "config.json").read_text())})
     schemes = ("bcq:bits=2,group=12", "rtn:bits=4,group=12", "bcq-nested:bits=3,group=12,lowest=2,data=false")
-    for i, scheme in enumerate(schemes):
+    for i, scheme in enumerate(schemes, len(directories)):
         directories.append(quantize(model, tmp / f"q{i}", scheme).out)
         seeds.append({"at": i, "config": json.loads((directories[-1] / "config.json").read_text())})
 
@@ -381,9 +405,17 @@ def checkpoint_target(tmp: Path) -> Target:
         (directories[at] / "config.json").write_text(json.dumps(value.get("config")))
         weights = open_weights(directories[at], verify=False)
         read_all(weights)
-        read_spec(weights)
+        spec, cache = read_spec(weights), kv_of_checkpoint(weights.config)
+        cache.layers(len(spec.layers))
 
     words = [
+        "kv=4:layers.0-7=8",
+        "atom:kv=4:page=8",
+        "grouped",
+        "two-level",
+        "mixed",
+        "block",
+        "activation",
         "bcq",
         "uniform",
         "affine",

@@ -79,6 +79,8 @@ def test_defaults_are_filled_in_and_left_out(given: str, written: str) -> None:
         ("bcq:bits=-3", "bits must be 1 to 8, got -3"),
         ("rtn:group=0", "group must be at least 1, or 'row' for a whole row; got 0"),
         ("bcq:group=-1", "group must be at least 1"),
+        ("rtn:group=1" + "0" * 400, "group must be a whole number or 'row', got '1000"),
+        ("rtn:group=1" + "0" * 5000, "group must be a whole number or 'row', got '1000"),
         ("rtn:bits=3.5", "bits must be a whole number, got '3.5'"),
         ("rtn:bits=four", "bits must be a whole number, got 'four'"),
         ("rtn:bits=row", "bits must be a whole number, got 'row'"),

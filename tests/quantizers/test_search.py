@@ -292,6 +292,9 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path, measured: list[Sensitiv
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"recipe": "gptq:bits=3,group=1" + "0" * 400}, "group must be a whole number"),
+        ({"overrides": {"m": "gptq:bits=3,group=1" + "0" * 400}}, "group must be a whole number"),
+        ({"bits_per_weight": 10**400}, "not a whole plan"),
         ({"plan_version": 99}, "not a plan of version"),
         ({"overrides": {}}, "names no matrix"),
         ({"overrides": {"a": "nonsense"}}, "not a whole plan"),

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from crelle.cli.bench_plot import picture
-from crelle.cli.console import err, out, print_json
+from crelle.cli.console import Terminal, err, out, print_json
 from crelle.errors import BuildError, CapacityError, CrelleError, SchemeError, UnsupportedError
 
 ThreadCounts = Annotated[str, typer.Option("--threads", help="CPU thread counts, e.g. 1,2; default: all cores.")]
@@ -85,7 +84,7 @@ class Rows:
 
 def show(table: Table) -> None:
     """Print a table as wide as its figures need: in a log of 80 columns they would be truncated to nothing."""
-    Console(width=max(out.width, _WIDTH)).print(table)
+    Terminal(width=max(out.width, _WIDTH)).print(table)
 
 
 def parse_shapes(given: list[str]) -> list[tuple[int, int]]:

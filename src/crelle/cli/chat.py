@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Json, Model, err, print_json, reading_input, use_threads
+from crelle.cli.console import Json, Model, err, print_json, print_text, reading_input, use_threads
 from crelle.cli.option_groups import ModelOptions, model_options
 from crelle.cli.sampling import ChatSampling, chat_sampling_options
 from crelle.errors import CrelleError, UnsupportedError
@@ -138,7 +138,7 @@ def _show(talk: "Conversation", pieces: "Generator[str]", json: bool) -> bool:
         with closing(pieces):
             for piece in pieces:
                 if not json:
-                    print(piece, end="", flush=True)
+                    print_text(piece)
     except KeyboardInterrupt:
         if not _at_a_terminal():
             raise

@@ -2,22 +2,34 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from crelle.cli.completion import devices, models
+from crelle.printable import CONTROL, printable
 
-if TYPE_CHECKING:
-    pass
 
-out = Console()
-err = Console(stderr=True)
+class Terminal(Console):
+    """A console for untrusted text: no markup or emoji codes in strings, and control characters are made visible."""
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):  # rich's own codes have `control` or are a style
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+out = Terminal()
+err = Terminal(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 Device = Annotated[
@@ -73,8 +85,13 @@ def print_json(value: Any) -> None:
     if lost:
         err.print(f"not a finite number, null in the JSON: {', '.join(lost)}", highlight=False, soft_wrap=True)
     text = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
-    # Names in a file may hold halves of surrogate pairs, which no terminal takes; \udXXX is how JSON writes them.
-    print(text.encode(errors="backslashreplace").decode(), flush=True)
+    # Names in a file may hold characters that a terminal obeys, or halves of surrogate pairs, which it does not take.
+    print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
+
+
+def print_text(text: str, end: str = "") -> None:
+    """Write text of a model to standard output: as it is to a file or pipe, printable to a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def _finite(value: Any, at: str, lost: list[str]) -> Any:
@@ -108,7 +125,7 @@ def tracking(what: str) -> Iterator[Track]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),

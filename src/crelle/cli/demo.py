@@ -93,7 +93,7 @@ def run(
         out.print(shape_table(large, _LABELS))
     for r in rows:
         label = f"{_LABELS[r.scheme]}, {r.scheme}" if r.scheme in _LABELS else r.scheme
-        out.print(f"\n[bold]{label}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False)
+        out.print(f"\n[bold]{label}[/bold]\n{PROMPT}[cyan]{escape(r.sample)}[/cyan]", highlight=False, markup=True)
     said = [
         f"picture: {picture}",
         f"figures: {directory / 'demo.json'}",

@@ -5,8 +5,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from crelle.cli.console import Json, out, print_json
 from crelle.version import __version__
@@ -26,7 +26,7 @@ def run(json: Json = False) -> None:
     table = Table("what", "state", "detail")
     for c in checks:
         colour = {"ok": "green", "absent": "yellow", "problem": "red"}[c["state"]]
-        table.add_row(c["what"], f"[{colour}]{c['state']}[/{colour}]", escape(c["detail"]))
+        table.add_row(c["what"], Text(c["state"], style=colour), c["detail"])
     out.print(table)
 
 

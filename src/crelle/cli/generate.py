@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Json, Model, err, print_json, reading_input, use_threads
+from crelle.cli.console import Json, Model, err, print_json, print_text, reading_input, use_threads
 from crelle.cli.option_groups import ModelOptions, model_options
 from crelle.cli.sampling import sampling_options
 
@@ -39,10 +39,10 @@ def run(
     options.compile(llm, model, [len(llm.encode(text))])
     pieces = llm.stream(text, sampling)
     if not json:
-        print(text, end="", flush=True)
+        print_text(text)
     for piece in pieces:
         if not json:
-            print(piece.text, end="", flush=True)
+            print_text(piece.text)
         if done := piece.completion:
             if json:
                 print_json(done)

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.measure import Measurement
 
-from crelle.cli.console import Json, Model, draw_whole, out, print_json, tracking
+from crelle.cli.console import Json, Model, Terminal, draw_whole, out, print_json, tracking
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def run(model: Model, every: All = False, plot: Plot = None, json: Json = False)
     if every:  # names are not cut, however narrow the terminal is
         shown = table(single(facts["layers"]), every=True)
         wide = Measurement.get(out, out.options.update(width=1 << 10), shown).maximum
-        Console(width=max(out.width, wide)).print(shown)
+        Terminal(width=max(out.width, wide)).print(shown)
     else:
         out.print(table(facts["kinds"]))
     out.print(

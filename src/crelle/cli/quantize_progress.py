@@ -96,7 +96,9 @@ def stages(parts: Mapping[str, float] | None, layers: int) -> Iterator[Track]:
         def render(self, task: Task) -> Text:
             return Text(clock.sentence())
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), Times(), console=err, transient=True) as bar:
+    with Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), Times(), console=err, transient=True
+    ) as bar:
         task = bar.add_task(clock.note, total=None)
 
         def track(done: int, total: int, note: str) -> None:

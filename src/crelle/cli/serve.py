@@ -7,6 +7,7 @@ import typer
 
 from crelle.cli.console import Json, Model, err, print_json, use_threads
 from crelle.cli.option_groups import ModelOptions, model_options
+from crelle.printable import printable
 
 if TYPE_CHECKING:
     from crelle.server.app import Server
@@ -131,7 +132,7 @@ def run(
             print_json(facts)
         else:
             for line in _banner(server, facts):
-                print(line, flush=True)
+                print(printable(line), flush=True)
 
     serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start)
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from crelle.engine.tokenizer_growth import MAX_GROWTH, MAX_TEMPLATE_TOKENS, growth, template_tokens
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.io import read_bounded, read_json, require_regular, shown
 from crelle.formats.rust import panics_are
@@ -44,24 +45,32 @@ def load_fast(file: Path) -> Any:
     try:
         data = read_bounded(file, MAX_TOKENIZER_BYTES)
         with panics_are(f"{file} is not a tokenizer that can be read"):
-            fast = Fast.from_buffer(data)
+            return plain(Fast.from_buffer(data), file)
     except CrelleError:
         raise
     except Exception as e:  # the library raises bare Exception
         raise FormatError(f"{file} is not a tokenizer that can be read: {shown(str(e), 300)}") from e
-    return plain(fast, file)
 
 
 def plain(fast: Any, file: Path) -> Any:
-    """Switch off what would change a prompt silently, and refuse patterns that could take for ever."""
+    """Switch off what would change a prompt silently; refuse what could take for ever, or make texts enormous."""
     fast.no_truncation()
     fast.no_padding()
-    for part in (fast.normalizer, fast.pre_tokenizer, fast.decoder):
-        if part is not None and (pattern := next(_patterns(json.loads(part.__getstate__())), None)):
-            raise UnsupportedError(
-                f"{file}: the pattern {shown(pattern)} repeats what has repeats in it, or more than {_MAX_REPEATS} "
-                "times in a row, which can take for ever on some texts"
-            )
+    said = (fast.normalizer, fast.pre_tokenizer, fast.decoder, fast.post_processor)
+    before, split, after, around = (None if part is None else json.loads(part.__getstate__()) for part in said)
+    if pattern := next(_patterns([before, split, after]), None):
+        raise UnsupportedError(
+            f"{file}: the pattern {shown(pattern)} repeats what has repeats in it, or more than {_MAX_REPEATS} "
+            "times in a row, which can take for ever on some texts"
+        )
+    if (factor := max(growth(before, split), growth(after))) > MAX_GROWTH:
+        raise UnsupportedError(
+            f"{file}: its replacements may make {factor:.3g} characters of one; at most {MAX_GROWTH} are allowed"
+        )
+    if (tokens := template_tokens(around)) > MAX_TEMPLATE_TOKENS:
+        raise UnsupportedError(
+            f"{file}: its post-processor adds {tokens:,} tokens to a text; at most {MAX_TEMPLATE_TOKENS:,} are allowed"
+        )
     return fast
 
 

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.hadamard import block_size, hadamard_blocks
+from crelle.formats.io import shown
 
 BITS = (3, 4, 8)
+MAX_GROUP = 1 << 12  # channels of a group, or all of a row: a scheme's group size may exceed a short row
 _SMALLEST = 2.0**-100
 _MOST_ROTATED = 128  # channels of a Hadamard block: kernels keep one in registers
 
@@ -86,17 +88,17 @@ class ActivationSpec:
             return None
         names = [f.name for f in fields(cls)]
         if not isinstance(found, Mapping) or sorted({"hadamard", *found}) != sorted(names):
-            raise FormatError(f"{where}: 'activation' should have {', '.join(names)}, got {found!r}")
+            raise FormatError(f"{where}: 'activation' should have {', '.join(names)}, got {shown(found)}")
         spec = cls(**found)
         wholes = (spec.bits, spec.group, spec.outliers, spec.outlier_bits)
         if any(type(n) is not int for n in wholes) or spec.bits not in BITS or spec.outlier_bits not in (8, 16):
-            raise FormatError(f"{where}: activations have 3, 4 or 8 bits, outliers 8 or 16, got {found!r}")
+            raise FormatError(f"{where}: activations have 3, 4 or 8 bits, outliers 8 or 16, got {shown(found)}")
         if not isinstance(spec.hadamard, bool):
-            raise FormatError(f"{where}: 'hadamard' should be true or false, got {spec.hadamard!r}")
+            raise FormatError(f"{where}: 'hadamard' should be true or false, got {shown(spec.hadamard)}")
         if spec.group < 1 or spec.outliers < 0:
-            raise FormatError(f"{where}: groups of activations hold at least one channel, got {found!r}")
+            raise FormatError(f"{where}: groups of activations hold at least one channel, got {shown(found)}")
         if not isinstance(spec.clip, int | float) or not 0 < spec.clip <= 1:
-            raise FormatError(f"{where}: 'clip' should be above 0 and at most 1, got {spec.clip!r}")
+            raise FormatError(f"{where}: 'clip' should be above 0 and at most 1, got {shown(spec.clip)}")
         return spec
 
     def slices(self, K: int) -> list[slice]:

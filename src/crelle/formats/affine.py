@@ -30,6 +30,7 @@ from crelle.formats.bcq import (
     plane_sizes,
     planes_of,
 )
+from crelle.formats.io import shown
 from crelle.formats.packing import pack_planes
 from crelle.formats.random_parts import RandomParts
 
@@ -132,7 +133,8 @@ class NestedTensor(_Grid):
             and precisions[-1] == planes.shape[0]
         ):
             raise FormatError(
-                f"{cls.format}: precisions must ascend to the number of planes, {planes.shape[0]}; got {precisions!r}"
+                f"{cls.format}: precisions must ascend to the number of planes, {planes.shape[0]}; "
+                f"got {shown(precisions)}"
             )
         per_group = (len(precisions), planes.shape[1], groups_in(K, group))
         scale = expect(tensors, "scale", per_group, SCALE_DTYPES, cls.format)

@@ -28,8 +28,12 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
+from crelle.formats.io import shown
 
 Spec = dict[str, Any]  # JSON-able: {"format": name, "shape": [N, K], ...}; with the tensors it is the whole matrix
+
+
+MAX_SIZE = 1 << 31  # outputs or inputs of a matrix are fewer
 
 
 @runtime_checkable
@@ -165,9 +169,10 @@ def take(spec: Mapping[str, Any], cls: type, keys: set[str]) -> None:
 def shape_of(spec: Mapping[str, Any]) -> tuple[int, int]:
     """Return (N, K) of a spec, or refuse it."""
     shape = spec.get("shape")
-    if not (isinstance(shape, list | tuple) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
-        raise FormatError(f"a weight's shape must be two positive integers, got {shape!r}")
-    return shape[0], shape[1]
+    sizes = shape if isinstance(shape, list | tuple) else ()
+    if len(sizes) != 2 or not all(type(n) is int and 0 < n < MAX_SIZE for n in sizes):
+        raise FormatError(f"a weight's shape must be two positive integers below 2^31, got {shown(shape)}")
+    return sizes[0], sizes[1]
 
 
 def expect(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.io import shown
 from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
 from crelle.formats.random_parts import RandomParts
 
@@ -88,9 +89,9 @@ def planes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
     N, K = shape_of(spec)
     bits, group = spec["bits"], spec["group"]
     if type(bits) is not int or not 1 <= bits <= MAX_BITS:
-        raise FormatError(f"{where}: bits must be 1 to {MAX_BITS}, got {bits!r}")
+        raise FormatError(f"{where}: bits must be 1 to {MAX_BITS}, got {shown(bits)}")
     if type(group) is not int or not 1 <= group <= K:
-        raise FormatError(f"{where}: group must be 1 to K = {K}, got {group!r}")
+        raise FormatError(f"{where}: group must be 1 to K = {K}, got {shown(group)}")
     return expect(tensors, "planes", (bits, N, -(-K // 8)), (torch.uint8,), where), K, group
 
 

@@ -19,6 +19,7 @@ from crelle.errors import FormatError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.io import shown
 
 INNER: dict[str, type[QuantTensor]] = {c.format: c for c in (UniformTensor, AffineTensor, BCQTensor)}
 
@@ -103,5 +104,5 @@ class PermutedTensor:
 def _class_of(spec: object) -> type[QuantTensor]:
     name = spec.get("format") if isinstance(spec, dict) else None
     if not isinstance(name, str) or name not in INNER:
-        raise FormatError(f"permuted: 'inner' should be one of {', '.join(INNER)}, but is {spec!r}")
+        raise FormatError(f"permuted: 'inner' should be one of {', '.join(INNER)}, but is {shown(spec)}")
     return INNER[name]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.io import shown
 
 DENSE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -87,5 +88,5 @@ def _dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
     name = spec.get("dtype", "float16")
     names = {str(d).removeprefix("torch."): d for d in DENSE_DTYPES}
     if name not in names:
-        raise FormatError(f"dense: the dtype should be one of {', '.join(names)}, got {name!r}")
+        raise FormatError(f"dense: the dtype should be one of {', '.join(names)}, got {shown(name)}")
     return names[name]

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.activations import BITS, ActivationSpec, group_slices, least_and_top, spread
+from crelle.formats.activations import BITS, MAX_GROUP, ActivationSpec, group_slices, least_and_top, spread
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.io import shown
 from crelle.formats.packing import pack_stream, unpack_stream
 from crelle.formats.random_parts import RandomParts
 
@@ -53,6 +54,10 @@ class GroupedSizes(NamedTuple):
     def groups(self) -> tuple[int, int]:
         """Return the groups of normal columns, and those of outliers that have a scale."""
         return -(-self.normal // self.group), -(-self.outliers // self.group) if self.outlier_bits == 8 else 0
+
+    def of_columns(self, t: Tensor) -> Tensor:
+        """Return values of the groups of normal columns [N, C] for each of their columns, [N, K - n]."""
+        return spread(t, self.normal, self.group, 0)
 
     def slices(self) -> list[slice]:
         """Return the columns of each group that has a scale."""
@@ -236,16 +241,18 @@ def sizes_of(spec: Mapping[str, Any], where: str) -> GroupedSizes:
     """Return the sizes that a spec means, or refuse it."""
     (N, K), bits, group, n = shape_of(spec), spec.get("bits"), spec.get("group"), spec.get("outliers")
     if type(bits) is not int or bits not in BITS:
-        raise FormatError(f"{where}: weights have {', '.join(map(str, BITS))} bits, got {bits!r}")
+        raise FormatError(f"{where}: weights have {', '.join(map(str, BITS))} bits, got {shown(bits)}")
     if type(group) is not int or group < 1:
-        raise FormatError(f"{where}: the group size should be a positive number of inputs, got {group!r}")
+        raise FormatError(f"{where}: the group size should be a positive number of inputs, got {shown(group)}")
+    if group > max(K, MAX_GROUP):
+        raise FormatError(f"{where}: a group of {shown(group)} inputs is too large for rows of {K}")
     if type(n) is not int or not 0 <= n <= K:
-        raise FormatError(f"{where}: 'outliers' should be a number of inputs from 0 to {K}, got {n!r}")
+        raise FormatError(f"{where}: 'outliers' should be a number of inputs from 0 to {K}, got {shown(n)}")
     wide = spec.get("outlier_bits", 8)
     if type(wide) is not int or wide not in (8, 16):
-        raise FormatError(f"{where}: outliers have 8 or 16 bits, got {wide!r}")
+        raise FormatError(f"{where}: outliers have 8 or 16 bits, got {shown(wide)}")
     if not isinstance(spec.get("permuted"), bool):
-        raise FormatError(f"{where}: 'permuted' should be true or false, got {spec.get('permuted')!r}")
+        raise FormatError(f"{where}: 'permuted' should be true or false, got {shown(spec.get('permuted'))}")
     return GroupedSizes(N, K, bits, group, n, wide)
 
 
@@ -254,6 +261,8 @@ def activation_of(spec: Mapping[str, Any], s: GroupedSizes, where: str) -> Activ
     act = ActivationSpec.from_json(spec.get("activation"), where)
     if act is None:
         return None
+    if act.group > max(s.K, MAX_GROUP):
+        raise FormatError(f"{where}: a group of {shown(act.group)} activations is too large for rows of {s.K}")
     one_kind = act.outliers == 0 and act.bits == 8 and s.outlier_bits == 8
     if act.outliers != s.outliers and not one_kind:
         raise FormatError(f"{where}: the weight has {s.outliers} outlier channels, its activations {act.outliers}")

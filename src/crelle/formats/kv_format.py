@@ -6,9 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crelle.errors import SchemeError
+from crelle.formats.io import shown
 from crelle.formats.kv_codes import row_bytes
 
 GROUPS = {2: 32, 3: 32, 4: 32, 8: 64, 16: 0}  # default group by bits
+MAX_LAYERS = 1 << 12  # of a model
+MAX_PAGE = 1 << 12  # tokens
+_DIGITS = 9  # of a number in a format: a checkpoint's may have millions
 _FLAGS = {"true": True, "false": False}
 _BITS = re.compile(r"(?:kv)?=?(\d+)|k(\d+)v(\d+)")
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
@@ -81,8 +85,8 @@ class KVFormat:
             object.__setattr__(self, name, value)
         if self.group and self.group < 8:
             raise SchemeError(f"a group of a KV cache has at least 8 channels, got {self.group}")
-        if self.page < 1:
-            raise SchemeError(f"a page holds at least one token, got {self.page}")
+        if not 1 <= self.page <= MAX_PAGE:
+            raise SchemeError(f"a page holds at least one token and at most {MAX_PAGE}, got {shown(self.page)}")
         if any(other.page != self.page or other.overrides for _, other in self.overrides):
             raise SchemeError(f"all layers of a KV cache have pages of {self.page} tokens")
         plain = replace(self, overrides=()) if self.overrides else self
@@ -94,31 +98,38 @@ class KVFormat:
         """Read 4, kv4, kv=4, k4v2, kv4:group=64,center=false or 4,layers.0=8; a format stays as it is."""
         if isinstance(text, cls):
             return text
+        whole = shown(str(text))
         name, *items = re.split("[:,]", str(text).strip())
-        bits = _bits(name, str(text))
+        bits = _bits(name, whole)
         settings: dict[str, int | bool] = {}
         layers: dict[int, tuple[int, int]] = {}
         kinds = {n: bool if n in ("rotate", "center") else int for n in ("group", "rotate", "center", "page")}
         for item in filter(None, items):
             key, eq, value = (part.strip() for part in item.partition("="))
             if eq and (found := _LAYERS.fullmatch(key)):
-                these = range(int(found[1]), int(found[2] or found[1]) + 1)
+                first, last = found[1], found[2] or found[1]
+                if max(len(first), len(last)) > _DIGITS or int(last) >= MAX_LAYERS:
+                    raise SchemeError(
+                        f"in {whole}, {shown(key)} names layers beyond {MAX_LAYERS - 1}; no model has such"
+                    )
+                these = range(int(first), int(last) + 1)
                 if not these or layers.keys() & set(these):
-                    raise SchemeError(f"in '{text}', {key} names {'a layer again' if these else 'no layer'}")
-                layers |= dict.fromkeys(these, _bits(value, str(text)))
+                    raise SchemeError(f"in {whole}, {key} names {'a layer again' if these else 'no layer'}")
+                layers |= dict.fromkeys(these, _bits(value, whole))
                 continue
             if key not in kinds or not eq:
                 named = ", ".join(f"{k}=…" for k in (*kinds, "layers.N"))
-                raise SchemeError(f"in '{text}', '{item}' should be one of {named}")
+                raise SchemeError(f"in {whole}, {shown(item)} should be one of {named}")
             if key in settings:
-                raise SchemeError(f"in '{text}', {key} is given twice")
+                raise SchemeError(f"in {whole}, {key} is given twice")
             flag = kinds[key] is bool
-            if value not in _FLAGS if flag else not value.isdecimal():
-                raise SchemeError(f"in '{text}', {key} must be {'true or false' if flag else 'a whole number'}")
+            if value not in _FLAGS if flag else not (value.isdecimal() and len(value) <= _DIGITS):
+                wanted = "true or false" if flag else f"a whole number of at most {_DIGITS} digits"
+                raise SchemeError(f"in {whole}, {key} must be {wanted}")
             settings[key] = _FLAGS[value] if flag else int(value)
         every = [bits, *layers.values()]
         if all(both == (16, 16) for both in every) and settings.keys() - {"page"}:
-            raise SchemeError(f"'{text}': 16 bits are stored as they are; only page can be set")
+            raise SchemeError(f"{whole}: 16 bits are stored as they are; only page can be set")
 
         def made(k: int, v: int) -> KVFormat:
             return cls(k, v_bits=v, **settings)  # type: ignore[arg-type]
@@ -200,7 +211,7 @@ def _bits(text: str, whole: str) -> tuple[int, int]:
     found = _BITS.fullmatch(text.strip())
     k, v = (found[1] or found[2], found[1] or found[3]) if found else ("", "")
     if k not in map(str, GROUPS) or v not in map(str, GROUPS):
-        raise SchemeError(f"a KV cache is one of {_FORMS}; not '{whole}'")
+        raise SchemeError(f"a KV cache is one of {_FORMS}; not {whole}")
     return int(k), int(v)
 
 

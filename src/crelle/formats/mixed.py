@@ -31,6 +31,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.io import shown
 from crelle.formats.mixed_packing import (
     PACKINGS,
     MixedCodes,
@@ -132,11 +133,15 @@ class MixedTensor:
     def codes(self) -> MixedCodes:
         return unpack(self.packing, self.sizes(), self.packed)
 
+    def of_rows(self, blocks: Tensor) -> Tensor:
+        """Return values of blocks [B, …] for each of their rows, [N, …]."""
+        return blocks.repeat_interleave(min(self.block, self.N), 0)[: self.N]
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         codes, C = self.codes(), len(self.four)
-        second = self.second_scale.to(wide).repeat_interleave(self.block, 0)[: self.N]  # [N, C2]
-        second_zeros = codes.second_zeros.repeat_interleave(self.block, 0)[: self.N].to(wide)
+        second = self.of_rows(self.second_scale.to(wide))  # [N, C2]
+        second_zeros = self.of_rows(codes.second_zeros).to(wide)
         scale = second * (codes.scale_codes.to(wide) + second_zeros)
         two = (codes.codes2.to(wide) - zero_of(codes.zeros).to(wide)[..., None]) * scale[..., None]  # [N, C2, G]
         w = two.new_zeros(self.N, C, self.G)
@@ -187,7 +192,7 @@ class MixedTensor:
         index = torch.arange(self.N, device=self.device)[which]
         whole = isinstance(which, slice) and which.step in (None, 1) and (which.start or 0) % self.block == 0
         codes = self.codes()
-        block = self.block if whole else 1
+        block = min(self.block, max(len(index), BLOCK)) if whole else 1
         pick = index[:: self.block] // self.block if whole else index // self.block
         codes2, codes4, scale_codes, zeros = (t[index] for t in codes[:4])
         codes = MixedCodes(codes2, codes4, scale_codes, zeros, codes.second_zeros[pick])
@@ -302,18 +307,18 @@ def _sizes(spec: Mapping[str, Any]) -> Sizes:
     """Return the sizes that a spec means, or refuse it."""
     (N, K), G, block = shape_of(spec), spec.get("group"), spec.get("block")
     if type(G) is not int or G not in GROUPS:
-        raise FormatError(f"mixed: the group size should be one of {', '.join(map(str, GROUPS))}, got {G!r}")
-    if type(block) is not int or not 1 <= block <= 1 << 20:
-        raise FormatError(f"mixed: 'block' should be a positive number of rows, got {block!r}")
+        raise FormatError(f"mixed: the group size should be one of {', '.join(map(str, GROUPS))}, got {shown(G)}")
+    if type(block) is not int or not 1 <= block <= max(N, BLOCK):
+        raise FormatError(f"mixed: 'block' should be a positive number of rows, at most {N}, got {shown(block)}")
     C, four, outliers, packing = -(-K // G), spec.get("four"), spec.get("outliers"), spec.get("packing")
     if type(four) is not int or not 0 <= four <= C:
-        raise FormatError(f"mixed: 'four' should be a number of groups from 0 to {C}, got {four!r}")
+        raise FormatError(f"mixed: 'four' should be a number of groups from 0 to {C}, got {shown(four)}")
     if type(outliers) is not int or not 0 <= outliers <= N * K:
-        raise FormatError(f"mixed: 'outliers' should be a number from 0 to {N * K}, got {outliers!r}")
+        raise FormatError(f"mixed: 'outliers' should be a number from 0 to {N * K}, got {shown(outliers)}")
     if outliers and K > 1 << 16:
         raise FormatError(f"mixed: columns of outliers have 16 bits, so {K} inputs are too many")
     if packing not in PACKINGS:
-        raise FormatError(f"mixed: the packing should be one of {', '.join(PACKINGS)}, got {packing!r}")
+        raise FormatError(f"mixed: the packing should be one of {', '.join(PACKINGS)}, got {shown(packing)}")
     if packing == "aligned" and not can_be_aligned(G, C - four, four):
         found = f"{four} of {C} groups of {G}"
         raise FormatError(f"mixed: aligned packing needs groups of 16, a quarter of them 4-bit; got {found}")

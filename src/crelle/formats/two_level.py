@@ -102,7 +102,7 @@ class TwoLevelTensor:
     def integers(self) -> Tensor:
         """Return v of all columns, int8 [N, K], in stored order."""
         s = self.sizes
-        a, z = (t.repeat_interleave(s.group, 1)[:, : s.normal].short() for t in (self.group_scale, self.group_zero))
+        a, z = (s.of_columns(t).short() for t in (self.group_scale, self.group_zero))
         v = (self.codes() * a - z).to(torch.int8)
         return v if self.outliers is None else torch.cat([v, self.outliers], 1)
 
@@ -179,7 +179,7 @@ class TwoLevelTensor:
     def _check_range(self) -> None:
         """Refuse weights that a kernel's byte arithmetic would wrap around."""
         s = self.sizes
-        a, z = (t.repeat_interleave(s.group, 1)[:, : s.normal].short() for t in (self.group_scale, self.group_zero))
+        a, z = (s.of_columns(t).short() for t in (self.group_scale, self.group_zero))
         if s.normal and (self.codes() * a - z).amax() > 127:
             raise FormatError(f"{self.format}: a weight of 8 bits is above 127")
 

@@ -19,12 +19,13 @@ from crelle.engine.offline import generate_all
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
 from crelle.eval.tasks.harness import encode_prompt, encode_request, fitted, rolling_windows, sampling_of
 from crelle.eval.tasks.loglikelihood import Ending, Score, loglikelihoods
+from crelle.printable import printable
 from crelle.version import __version__
 
 
 def _end(sentence: object) -> NoReturn:
     """End the program as `crelle` does for a user's mistake."""
-    print(f"crelle: {sentence}", file=sys.stderr)
+    print(printable(f"crelle: {sentence}"), file=sys.stderr)
     raise SystemExit(2)
 
 

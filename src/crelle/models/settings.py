@@ -10,6 +10,7 @@ from typing import Any
 
 from crelle.errors import FormatError
 from crelle.formats.io import shown
+from crelle.formats.kv_format import MAX_LAYERS
 
 _REQUIRED = object()
 
@@ -29,7 +30,7 @@ SETTINGS = {
     "hidden_size": Setting(int, 1, 1 << 20, means="width of the residual stream"),
     "intermediate_size": Setting(int, 1, 1 << 22, means="width of the feed-forward"),
     "ffn_dim": Setting(int, 1, 1 << 22, means="width of the feed-forward"),
-    "num_hidden_layers": Setting(int, 1, 1 << 12, means="layers"),
+    "num_hidden_layers": Setting(int, 1, MAX_LAYERS, means="layers"),
     "num_attention_heads": Setting(int, 1, 1 << 14, means="query heads"),
     "num_key_value_heads": Setting(int, 1, 1 << 14, None, "key and value heads; default: as many as query heads"),
     "head_dim": Setting(int, 2, 1 << 12, None, "width of a head; default: hidden_size / num_attention_heads"),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.activations import BITS, ActivationSpec
+from crelle.formats.activations import BITS, MAX_GROUP, ActivationSpec
 from crelle.formats.base import Spec
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.kv import KVFormat
@@ -123,7 +123,7 @@ class Atom(TrainedConfig, HessianConfig):
     def columns(self, K: int) -> Columns:
         """Return how K inputs lie in groups."""
         n = min(self.outliers, K)
-        return Columns(K, max(1, K - n, n) if self.group == "row" else self.group, n)
+        return Columns(K, max(1, K - n, n) if self.group == "row" else min(self.group, max(K, MAX_GROUP)), n)
 
     def activation(self, K: int, clip: float = 1.0) -> ActivationSpec | None:
         """Return the activations of K inputs."""

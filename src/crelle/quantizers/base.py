@@ -13,10 +13,12 @@ from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import MAX_BITS
 from crelle.formats.dense import DenseTensor
+from crelle.formats.io import shown
 from crelle.quantizers.calibrate import LayerCalibration
 from crelle.quantizers.stats import InputRounding, Stats
 
 Group = int | Literal["row"]
+_MAX_TEXT = 100  # characters of a number in a scheme; one of 400 digits is no float
 
 
 class BitConfig(NamedTuple):
@@ -193,7 +195,7 @@ def _read(scheme: str, key: str, kind: Any, text: str) -> Any:
     if text in names:
         return text == "true" if bool in kinds else text
     number = float if float in kinds else int if int in kinds else None
-    if number is not None:
+    if number is not None and len(text) <= _MAX_TEXT:
         try:
             if math.isfinite(value := number(text)):
                 return value
@@ -201,4 +203,4 @@ def _read(scheme: str, key: str, kind: Any, text: str) -> Any:
             pass
     quoted = names if bool in kinds else [f"'{name}'" for name in names]
     choices = [*({int: ["a whole number"], float: ["a number"]}[number] if number else []), *quoted]
-    raise SchemeError(f"in scheme '{scheme}', {key} must be {' or '.join(choices)}, got '{text}'")
+    raise SchemeError(f"in scheme '{scheme}', {key} must be {' or '.join(choices)}, got {shown(text)}")

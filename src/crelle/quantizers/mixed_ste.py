@@ -75,7 +75,7 @@ class STEMixed(TrainableWeight):
         return scale[..., None], zero[..., None]
 
     def _of_rows(self, blocks: Tensor) -> Tensor:
-        return blocks.repeat_interleave(self.start.block, 0)[: self.start.N]
+        return self.start.of_rows(blocks)
 
     def forward(self) -> Tensor:
         start = self.start

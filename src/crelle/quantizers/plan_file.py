@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.io import read_json, to_json, write_whole
+from crelle.formats.io import read_json, shown, to_json, write_whole
 from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.search import Plan
@@ -34,8 +34,8 @@ def read_plan(path: Path) -> Plan:
         recipe = config_of(value["recipe"])
         parsed = {str(module): config_of(scheme) for module, scheme in value["overrides"].items()}
         bits, loss, notes = float(value["bits_per_weight"]), float(value["predicted_loss"]), dict(value["notes"])
-    except (KeyError, TypeError, ValueError, AttributeError, SchemeError) as e:
-        raise FormatError(f"{path} is not a whole plan ({e}); make one with `crelle search`") from e
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, SchemeError) as e:
+        raise FormatError(f"{path} is not a whole plan ({shown(str(e), 300)}); make one with `crelle search`") from e
     if not parsed:
         raise FormatError(f"{path} names no matrix")
     for module, config in parsed.items():

@@ -26,6 +26,7 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES
 from crelle.formats.importers.base import EncodedDirectory, in_group_order, sorted_grid, whole_number
 from crelle.formats.packing import unpack_words
+from crelle.printable import printable
 
 BITS = (2, 3, 4, 8)
 _INT32 = (torch.int32,)
@@ -67,7 +68,7 @@ class GPTQDirectory(EncodedDirectory):
                 f"{self.path} says that it has the zero points of GPTQ {says}, but it is symmetric and stores "
                 f"{middle - found}, so they are those of {is_} and are read as such"
             )
-            logging.getLogger(__name__).warning(self.notes[-1])
+            logging.getLogger(__name__).warning(printable(self.notes[-1]))
         return found
 
     def _bits(self, module: str) -> int:
