@@ -7,9 +7,10 @@ import pytest
 import torch
 from hf_models import error, logits, own_logits, tokens, write_model
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
+from transformers.pytorch_utils import Conv1D
 
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.integrations.transformers import quantize
+from crelle.integrations.transformers import calibration, quantize
 from crelle.integrations.transformers.block_inputs import BlockInputs, Call, calls_of
 
 BATCHES = [torch.randint(0, 256, (4, 48), generator=torch.Generator().manual_seed(s)) for s in (5, 6)]
@@ -79,6 +80,87 @@ def test_inputs_of_a_block_are_those_that_the_model_gives_it(tmp_path: Path) -> 
     for made, batch in zip(inputs.of(names[1]), calls, strict=True):
         seen = calls_of(model, names[1], Call((), dict(batch)))[0]
         assert torch.equal(made.args[0], seen.args[0])
+
+
+class Interruption:
+    """Raises KeyboardInterrupt when it is called for the n-th time, as Ctrl-C would."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def state(model: Any) -> dict[str, Any]:
+    """What an interruption must leave alone, but for the values of tensors."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    return {
+        "modules": [
+            (name, type(m), m.training, [len(getattr(m, h)) for h in hooks]) for name, m in model.named_modules()
+        ],
+        "parameters": [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+        "tied": dict(model.all_tied_weights_keys),
+        "model": (sorted(model.__dict__), model.config.use_cache, hasattr(model.config, "quantization_config")),
+    }
+
+
+@pytest.mark.parametrize(
+    "moment", ["without data", "between stages", "in a forward pass", "in a product", "at the end"]
+)
+@pytest.mark.parametrize("scheme", ["gptq:bits=3,group=32", "atom:w=4,a=4,group=16,outliers=16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_interruption_leaves_the_model_as_it_was(
+    family: str, scheme: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks, weights and modules; the next call then quantizes the original."""
+    model, other = load(path := write_model(family, tmp_path / "m")), load(path)
+    embedding = next(n for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding))
+    overrides = {embedding: "rtn:bits=8,group=32"}
+    model.train()
+    model.get_submodule(embedding).eval()
+    want, was = state(model), {n: t.clone() for n, t in model.state_dict().items()}
+    progress = None
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    linear = next(m for n, m in linears.items() if ".1." in n)  # the first of the second layer
+    if moment in ("without data", "between stages"):
+        progress = Interruption(1 if moment == "without data" else 7)
+    elif moment == "in a forward pass":
+        raising = linear.register_forward_pre_hook(Interruption(5))
+    elif moment == "in a product":
+        stop, forward = Interruption(5), type(linear).forward
+        monkeypatch.setattr(type(linear), "forward", lambda m, x: (stop() if m is linear else None, forward(m, x))[1])
+    else:
+        stop, placed = Interruption(4), calibration.swap
+        monkeypatch.setattr(calibration, "swap", lambda *args: (placed(*args), stop())[0])
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, scheme, BATCHES, overrides=overrides, progress=progress)
+    if moment == "in a forward pass":
+        raising.remove()
+    monkeypatch.undo()
+    assert state(model) == want
+    now = model.state_dict()
+    assert now.keys() == was.keys()
+    assert all(torch.equal(now[n], was[n]) for n in was)
+    quantize(model, scheme, BATCHES, overrides=overrides)
+    quantize(other, scheme, BATCHES, overrides=overrides)
+    assert torch.equal(logits(model.eval()), logits(other))
+
+
+def test_a_layer_that_cannot_be_replaced_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    class Doubling(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = load(write_model("llama", tmp_path / "m"))
+    model.model.layers[1].mlp.up_proj.__class__ = Doubling
+    want, before = state(model), logits(model)
+    with pytest.raises(UnsupportedError, match="does more than a linear layer"):
+        quantize(model, "rtn:bits=4,group=32")
+    assert state(model) == want
+    assert torch.equal(logits(model), before)
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -169,6 +169,22 @@ def test_copies_are_weights_of_their_own(llama: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits(copied), want)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_state_dict_counts_after_a_forward_pass(tied: bool, assign: bool, tmp_path: Path) -> None:
+    """A linear, an embedding and the head multiply by what was loaded last, not by what they prepared before."""
+    source = write_model("llama", tmp_path / "m", tie_word_embeddings=tied)
+    quantize(source, tmp_path / "q", "rtn:bits=4,group=32", head="rtn:bits=8,group=32")
+    model, other = load(tmp_path / "q"), load(tmp_path / "q")
+    for name, part in other.named_buffers():
+        if name.endswith(".scale"):
+            part.mul_(1.5 if "embed" in name else 0.5)
+    before, want = logits(model), logits(other)
+    assert not torch.equal(before, want)
+    model.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(logits(model), want)
+
+
 def test_damaged_and_newer_checkpoints(llama: Path, tmp_path: Path) -> None:
     made = quantized_copy(llama, tmp_path / "q", "rtn:bits=4,group=32")
     config = read_json(made / "config.json")

@@ -80,14 +80,14 @@ def look(path: Path, fd: int) -> Holding:
         kinds = {e.name: e.stat(follow_symlinks=False).st_mode for e in entries}
     odd = next((n for n in sorted(kinds) if not stat.S_ISREG(kinds[n])), None)
     journal = _journal(path / JOURNAL) if _regular(kinds, JOURNAL) else None
-    config = _quietly(path / CONFIG) if _regular(kinds, CONFIG) else {}
-    index = _quietly(path / HF_INDEX) if _regular(kinds, HF_INDEX) else {}
+    config = read_mark(path / CONFIG) if _regular(kinds, CONFIG) else {}
+    index = read_mark(path / HF_INDEX) if _regular(kinds, HF_INDEX) else {}
     finished = is_checkpoint(config) or _is_export(config, index)
     known = set(_FIXED)
     if journal is not None:
         known |= set(journal["shards"])
     if finished:
-        known |= _shards(config, index)
+        known |= listed_shards(config, index)
     others = [n for n in sorted(kinds) if n not in known and not TEMPORARY.fullmatch(n)]
     first = odd or (others[0] if others else None)
     stranger = f"{_kind(kinds[first])} '{first}'" if first else None
@@ -103,7 +103,7 @@ def _regular(kinds: Mapping[str, int], name: str) -> bool:
     return name in kinds and stat.S_ISREG(kinds[name])
 
 
-def _quietly(path: Path) -> dict[str, Any]:
+def read_mark(path: Path) -> dict[str, Any]:
     """Return a JSON object; what cannot be read is no mark."""
     try:
         return read_json(path)
@@ -113,7 +113,7 @@ def _quietly(path: Path) -> dict[str, Any]:
 
 def _journal(path: Path) -> dict[str, Any] | None:
     """Return the journal of a run of ours, None for any other file of that name."""
-    found = _quietly(path)
+    found = read_mark(path)
     recipe, shards = found.get("recipe"), found.get("shards")
     if not isinstance(recipe, dict) or not isinstance(shards, dict):
         return None
@@ -123,8 +123,8 @@ def _journal(path: Path) -> dict[str, Any] | None:
     return found if all(is_plain_name(n) and n.endswith(".safetensors") for n in shards) else None
 
 
-def _shards(config: Mapping[str, Any], index: Mapping[str, Any]) -> set[str]:
-    """Return the shards that a finished directory of ours lists."""
+def listed_shards(config: Mapping[str, Any], index: Mapping[str, Any]) -> set[str]:
+    """Return the shards that a finished directory of ours lists: plain names only, whatever the lists say."""
     listed = config["quantization_config"].get("shards")
     where = index.get("weight_map")
     names = [*(listed if isinstance(listed, dict) else ()), *(where.values() if isinstance(where, dict) else ())]

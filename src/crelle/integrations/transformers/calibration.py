@@ -2,7 +2,8 @@
 
 Block by block, and in a block stage by stage: linears that read the same input are a stage, fitted to inputs that come
 from everything quantized before (as crelle.quantizers.calibrate does for our own families). Until the end the model
-keeps its own linears with the dequantized values in them. Schemes that change a decoder layer as a whole (awq, auto,
+keeps its own modules and weights, which dequantized values replace during calls only (stand_in.py): if `quantize` is
+interrupted or fails, the model is as it was. Schemes that change a decoder layer as a whole (awq, auto,
 tune=…) need to know the family, and are refused.
 """
 
@@ -11,20 +12,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
-from crelle.formats.base import QuantTensor, input_rounding, nbytes
+from crelle.formats.base import QuantTensor, nbytes
 from crelle.integrations.transformers.block_inputs import Batch, BlockInputs, Call, calls_of, stages
 from crelle.integrations.transformers.config import CrelleConfig
 from crelle.integrations.transformers.experts import is_experts
 from crelle.integrations.transformers.layers import Choice, QuantModule
 from crelle.integrations.transformers.quantizer import CrelleQuantizer, require_version
 from crelle.integrations.transformers.saving import bind_save
+from crelle.integrations.transformers.stand_in import StandIn, all_or_nothing
 from crelle.integrations.transformers.swap import matrices_of, swap
 from crelle.integrations.transformers.targets import Targets
 from crelle.quantizers.atom import Atom
@@ -72,41 +74,56 @@ def quantize(
     needing = [name for name, q in chosen.items() if q.calibrated]
     if needing and not calls:
         raise SchemeError(f"scheme '{chosen[needing[0]]}' looks at data: give quantize() batches of inputs")
-    was_training = model.training
-    model.eval()
     work = _Work(model, chosen, calls, progress)
-    work.without_data([name for name in chosen if name not in needing])
-    if needing:
-        with _without_cache(model):
+    with _evaluating(model), work:
+        work.without_data([name for name in chosen if name not in needing])
+        if needing:
             work.with_data(needing)
-    work.finish()
-    _mark(model, _carried_out(config))
-    model.train(was_training)
+    with all_or_nothing(model):
+        work.finish()
+        _mark(model, _carried_out(config))
     return _report(model, perf_counter() - begun)
 
 
 @contextmanager
-def _without_cache(model: Any) -> Iterator[None]:
-    """Run without a KV cache: blocks are called again and again with the same arguments."""
+def _evaluating(model: Any) -> Iterator[None]:
+    """Run without dropout, and without a KV cache: blocks are called again and again with the same arguments."""
+    training = {m: m.training for m in model.modules()}
     used = getattr(model.config, "use_cache", None)
-    if used is not None:
-        model.config.use_cache = False
     try:
+        model.eval()
+        if used is not None:
+            model.config.use_cache = False
         yield
     finally:
         if used is not None:
             model.config.use_cache = used
+        for module, was in training.items():
+            module.training = was
+
+
+def _block_of(name: str) -> str:
+    """Return the numbered layer that a module is in, "" if it is in none."""
+    found = _BLOCK.match(name)
+    return found[1] if found else ""
 
 
 class _Work:
-    """What is quantized so far, and how to go on."""
+    """What is quantized so far, and how to go on; a context manager, in which the model computes with that."""
 
     def __init__(
         self, model: Any, chosen: Mapping[str, Quantizer], calls: Sequence[Batch], progress: Progress | None
     ) -> None:
         self.model, self.chosen, self.calls, self.progress = model, chosen, calls, progress
         self.fitted: dict[str, list[QuantTensor]] = {}  # GPT-2's q, k and v: three of one module
-        self._hooks: list[Any] = []
+        self._stand_ins: dict[str, StandIn] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stand_in in self._stand_ins.values():
+            stand_in.remove()
 
     @torch.no_grad()
     def without_data(self, names: Sequence[str]) -> None:
@@ -117,12 +134,13 @@ class _Work:
     def with_data(self, names: Sequence[str]) -> None:
         blocks: dict[str, list[str]] = {}
         for name in names:
-            found = _BLOCK.match(name)
-            blocks.setdefault(found[1] if found else "", []).append(name)
+            blocks.setdefault(_block_of(name), []).append(name)
         inputs = BlockInputs(self.model, [b for b in blocks if b], self.calls)
         for block in [*inputs.order, *([""] if "" in blocks else [])]:
             outer = self.model.get_submodule(block)
             calls = inputs.of(block)
+            for name, stand_in in self._stand_ins.items():
+                stand_in.keep(_block_of(name) == block)
             inside = [n.removeprefix(f"{block}.") if block else n for n in blocks[block]]
             for stage in stages(outer, inside, calls[0]):
                 self._stage(outer, block, stage, calls)
@@ -146,28 +164,27 @@ class _Work:
             self._fit(whole[name], used)
 
     def _fit(self, name: str, stats: Stats | None) -> None:
-        """Quantize a module's matrices and put the dequantized values into it."""
+        """Quantize a module's matrices and let it compute with them."""
         module, quantizer = self.model.get_submodule(name), self.chosen[name]
         try:
             found = [quantizer.fit(w.float(), stats) for w in matrices_of(name, module)]
         except CrelleError as e:
             raise type(e)(f"'{name}': {e}") from e
         self.fitted[name] = found
-        values = torch.cat([w.dequantize(torch.float32) for w in found])
-        module.weight.data = (values.T if isinstance(module, Conv1D) else values).to(module.weight)
-        rounds = input_rounding(found[0])
-        if rounds is not None:
-            self._hooks.append(module.register_forward_pre_hook(lambda _, args: (rounds(args[0]), *args[1:])))
+        self._stand_ins[name] = stand_in = StandIn(module, found)
+        stand_in.keep(stats is not None)
+        stand_in.start()
         if self.progress:
             self.progress(len(self.fitted), len(self.chosen), name)
 
     def finish(self) -> None:
         """Put our modules in."""
-        for hook in self._hooks:
-            hook.remove()
+        before = set(self.model.modules())
         for name, found in self.fitted.items():
             weight, left = self.model.get_submodule(name).weight, iter(found)
             swap(self.model, name, weight.data, weight.dtype, lambda _, left=left: next(left), Choice())  # type: ignore[misc]
+        for module in set(self.model.modules()) - before:
+            module.training = self.model.training
 
 
 def _for_any_family(q: Quantizer) -> Quantizer:

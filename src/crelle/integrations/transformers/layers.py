@@ -1,7 +1,8 @@
 """What stands in a transformers model instead of nn.Linear and nn.Embedding: a QuantTensor's parts as buffers.
 
 A kernel's layout of the weight is made when the first input comes, whose dtype and device it depends on, and thrown
-away when the module moves. On a GPU the parts then go to the host's memory: the device has the kernel's layout only.
+away when the module moves or loads a state_dict. On a GPU the parts then go to the host's memory: the device has the
+kernel's layout only.
 """
 
 from collections.abc import Callable, Mapping
@@ -99,6 +100,11 @@ class QuantModule(nn.Module, LazyWeight):
                 self._buffers[name] = part if part.is_meta else part.to(moved.device)
         self._made = self._held = None
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Called by load_state_dict; what was prepared is of the parts before."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._made = self._held = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None, "_held": None, "number": None}

@@ -2,9 +2,12 @@
 
 transformers writes model.safetensors, which it would open without us under a warning and with random weights. So it
 writes into a directory beside, and what it wrote gets the names that a Crelle checkpoint has (formats/checkpoint.py)
-before it is moved; config.json comes last. Norms are as the family's own files have them, with no offset added.
+before it is moved; config.json comes last. A directory with another model in it is refused before anything is written;
+other files (a tokenizer, a README) may be there and stay. Norms are as the family's own files have them, with no
+offset added.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,10 +23,10 @@ from crelle.formats.checkpoint import FORMAT_VERSION
 from crelle.formats.checkpoint_writer import shard_name, transformers_notice
 from crelle.formats.dense import DENSE_DTYPES
 from crelle.formats.io import ShardReader, read_json, sha256, to_json, write_whole
-from crelle.formats.ownership import CONFIG, HF_INDEX, INDEX, is_checkpoint
+from crelle.formats.ownership import CONFIG, HF_INDEX, INDEX, is_checkpoint, listed_shards, read_mark
 from crelle.integrations.transformers.layers import QuantModule
 
-_ONE = "model.safetensors"
+_MODEL_FILES = ("model*.safetensors", HF_INDEX, "pytorch_model*", "*.gguf")
 
 
 def bind_save(model: Any) -> None:
@@ -52,9 +55,12 @@ def _refuse_foreign(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise FormatError(f"{out} is a file; give a directory")
     config = out / CONFIG
-    others = [n for n in (_ONE, HF_INDEX) if (out / n).exists()]
-    if others and not (config.is_file() and is_checkpoint(read_json(config))):
-        raise FormatError(f"{out} holds {others[0]} of another model; choose another directory")
+    if config.is_file() and not config.is_symlink() and is_checkpoint(read_mark(config)):
+        return
+    found = [CONFIG] if os.path.lexists(config) else []
+    found += [p.name for pattern in _MODEL_FILES for p in sorted(out.glob(pattern))]
+    if found:
+        raise FormatError(f"{out} holds {found[0]} of a model that Crelle did not write; choose another directory")
 
 
 def _specs(model: Any, original: bool) -> dict[str, Spec]:
@@ -115,5 +121,5 @@ def _move(made: Path, out: Path) -> None:
 
 
 def _shards_of(config: Path) -> set[str]:
-    found = read_json(config) if config.is_file() else {}
-    return set(found["quantization_config"].get("shards", ())) if is_checkpoint(found) else set()
+    found = read_mark(config) if config.is_file() else {}
+    return listed_shards(found, {}) if is_checkpoint(found) else set()
