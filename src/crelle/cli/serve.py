@@ -1,5 +1,7 @@
 """crelle serve: answer many clients over HTTP, in OpenAI's protocol."""
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,7 +75,7 @@ def run(
     options: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
+    """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C. Exit code 1: the engine stopped after a fault.
 
     Clients may stream, ask for logprobs, several completions, seeds and, of a nested checkpoint, `precision`. The
     playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to
@@ -133,7 +135,10 @@ def run(
             for line in _banner(server, facts):
                 print(line, flush=True)
 
-    serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start)
+    if serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once: without a CUDA context torch's own clean-up could wait for ever
 
 
 def _facts(server: "Server") -> dict[str, Any]:

@@ -76,11 +76,9 @@ class State:
 
     @property
     def why_not_ready(self) -> str | None:
-        if self.closing:
-            return "the server is shutting down"
         if self.service.error is not None:
-            return "the engine has stopped after a fault; the server must be started again"
-        return None
+            return f"the engine has stopped: {self.service.stop_reason}; the server ends and must be started again"
+        return "the server is shutting down" if self.closing else None
 
     def require_ready(self) -> None:
         if why := self.why_not_ready:
