@@ -116,6 +116,7 @@ def run(
         log_prompts=log_prompts,
     )
     use_threads(options.threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: its pool of threads would be idle
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     try:
         with err.status(f"loading {model}"):
