@@ -2,6 +2,7 @@
 
     python bench/serve_soak.py OUT.json [--clients 64] [--seconds 60] [--model DIR] [--kv 4]
     python bench/serve_soak.py OUT.json --minutes 30 --model DIR --kv 16,8,4 --faults       # what `make soak` runs
+    python bench/serve_soak.py OUT.json --dies 200                                          # and a restart
 
 Without --model: SmolLM2-135M. A model that is not quantized is made one in a temporary folder, by --scheme. The server
 is a process of its own, `crelle serve`, whose pages and resident memory are read every second; several --kv take turns,
@@ -9,6 +10,9 @@ each with a server of its own. Half the requests are greedy, half sampled; half 
 or, of a nested checkpoint, for another precision; some clients leave in the middle of a stream, some vanish without a
 word. With --faults one step in a hundred raises in the runner, an Exception or a BaseException: whoever is in that step
 gets an error, nobody else, and nobody waits.
+
+With --dies N the CUDA context is lost at step N (an injected error of the runner): every client gets an error, the
+server ends by itself with a code that is not 0, and one that is started again serves the same traffic for --seconds.
 
 Every greedy answer that was read to its end is compared with LLM.generate of the list of prompts, which has the
 engine's order of sums. Memory is the median of the last third of the time behind a warm-up over that of the first.
@@ -71,6 +75,7 @@ class Log:
     vanished: int = 0  # clients that hung up at once
     refused: int = 0  # 429: asked again later
     faults: int = 0  # answers that told of an error of the server's, as they must where faults are injected
+    gone: int = 0  # connections refused after the server had died
     unanswered: list[str] = field(default_factory=list)
     different: list[Any] = field(default_factory=list)
     pages_used_at_the_end: int = -1
@@ -84,9 +89,9 @@ class ServerFaultError(Exception):
 
 
 async def client(
-    session: aiohttp.ClientSession, url: str, end: float, seed: int, want: dict[Key, str], log: Log
+    session: aiohttp.ClientSession, url: str, end: float, seed: int, want: dict[Key, str], log: Log, dies: bool = False
 ) -> None:
-    """Ask one question after the other."""
+    """Ask one question after the other; of a server that dies, until the first error."""
     rng, bits = random.Random(seed), sorted({key[2] for key in want}, key=str)
     while time.monotonic() < end:
         prompt, tokens, precision, greedy = (
@@ -109,7 +114,7 @@ async def client(
                     log.refused += 1
                     await asyncio.sleep(float(answer.headers["Retry-After"]))
                     continue
-                if answer.status == 500 and "error" in await answer.json():
+                if answer.status in ((500, 503) if dies else (500,)) and "error" in await answer.json():
                     raise ServerFaultError
                 if answer.status != 200:
                     log.unanswered.append(f"{answer.status}: {await answer.text()}")
@@ -117,6 +122,14 @@ async def client(
                 texts = await streamed(answer, n, leaves) if stream else await whole(answer)
         except ServerFaultError:
             log.faults += 1
+            if dies:
+                return
+            continue
+        except aiohttp.ClientConnectorError as e:
+            if dies:
+                log.gone += 1
+                return
+            log.unanswered.append(f"{type(e).__name__}: {e}")
             continue
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as e:
             log.unanswered.append(f"{type(e).__name__}: {e}")
@@ -197,6 +210,14 @@ async def traffic(
     return seen
 
 
+async def traffic_until_death(url: str, clients: int, seconds: float, want: dict[Key, str], log: Log) -> None:
+    """Let clients work until the server dies."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+        end = time.monotonic() + seconds
+        await asyncio.gather(*(client(session, url, end, i, want, log, dies=True) for i in range(clients)))
+
+
 # The server -----------------------------------------------------------------------------------------------------------
 
 
@@ -204,16 +225,24 @@ class Panic(BaseException):
     """A fault that is not an Exception, like a panic in Rust."""
 
 
-def faulty_server(rate: float, arguments: list[str]) -> None:
-    """Be `crelle`, but let some steps raise; in a process of its own."""
+def faulty_server(rate: float, dies: int, arguments: list[str]) -> None:
+    """Be `crelle`, but let some steps raise, and all from step `dies` on (0: never); in a process of its own."""
     from crelle.cli.main import main as crelle
+    from crelle.engine.engine import FAILED_STEPS
     from crelle.engine.model_runner import ModelRunner
 
     run, rng = ModelRunner.run, random.Random(0)
+    steps = in_a_row = 0
 
     def sometimes(self: ModelRunner, step: Any) -> Any:
-        if rng.random() < rate:
+        nonlocal steps, in_a_row
+        steps += 1
+        if dies and steps >= dies:
+            raise RuntimeError("CUDA error: unspecified launch failure\ninjected by the soak test")
+        if rng.random() < rate and in_a_row + 1 < FAILED_STEPS:  # so many in a row would end the server
+            in_a_row += 1
             raise rng.choice([RuntimeError, MemoryError, Panic])("injected by the soak test")
+        in_a_row = 0
         return run(self, step)
 
     ModelRunner.run = sometimes  # type: ignore[method-assign]
@@ -222,10 +251,14 @@ def faulty_server(rate: float, arguments: list[str]) -> None:
 
 
 @contextmanager
-def server(model: Path, kv: str, memory: int, faults: bool, log: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run a server; yield its address and its process, which is ended with SIGTERM."""
+def server(
+    model: Path, kv: str, memory: int, faults: bool, log: Path, dies: int = 0
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a server; yield its address and its process, which is ended with SIGTERM unless it has died (`dies`)."""
     arguments = ["serve", str(model), "--kv", kv, "--port", "0", "--memory", str(memory), "--device", "cpu"]
-    start = [str(Path(__file__).resolve()), "--faulty-server", str(FAULTS)] if faults else ["-m", "crelle.cli.main"]
+    start = ["-m", "crelle.cli.main"]
+    if faults or dies:
+        start = [str(Path(__file__).resolve()), "--faulty-server", str(FAULTS if faults else 0.0), str(dies)]
     command = [sys.executable, *start, *arguments]
     with (
         log.open("w") as errors,
@@ -239,7 +272,8 @@ def server(model: Path, kv: str, memory: int, faults: bool, log: Path) -> Iterat
                 assert line, log.read_text()
                 said += line
             yield found[0], process
-            process.send_signal(signal.SIGTERM)
+            if not dies:
+                process.send_signal(signal.SIGTERM)
             process.wait(60)
         finally:
             if process.poll() is None:
@@ -260,11 +294,17 @@ def expected(llm: LLM) -> dict[Key, str]:
     return want | {(prompt, n, None): want[prompt, n, finest] for prompt in PROMPTS for n in TOKENS}
 
 
+def prepared(model: Path, kv: str) -> tuple[dict[Key, str], int]:
+    """Return what the answers must be, and a memory budget with room for PAGES."""
+    llm = LLM.load(model, device="cpu", kv=kv)
+    want, models = expected(llm), [llm.at(bits) for bits in llm.precisions] or [llm.model]
+    return want, plan(models, llm.kv, memory=None, pages=PAGES, max_batch=32, budget=512).total
+
+
 def soak(model: Path, kv: str, clients: int, seconds: float, faults: bool, folder: Path) -> dict[str, Any]:
     """Soak a checkpoint with one kind of cache; return the figures, with `wrong`: what must not be, in words."""
-    llm, log, log_file = LLM.load(model, device="cpu", kv=kv), Log(), folder / f"log-{kv}"
-    want, models = expected(llm), [llm.at(bits) for bits in llm.precisions] or [llm.model]
-    memory = plan(models, llm.kv, memory=None, pages=PAGES, max_batch=32, budget=512).total
+    log, log_file = Log(), folder / f"log-{kv}"
+    want, memory = prepared(model, kv)
     with server(model, kv, memory, faults, log_file) as (url, process):
         seen = asyncio.run(traffic(url, process.pid, clients, seconds, want, log))
     warm = [s["rss"] for s in seen if s["at"] >= WARM_UP * seconds] or [seen[-1]["rss"]]
@@ -300,6 +340,35 @@ def soak(model: Path, kv: str, clients: int, seconds: float, faults: bool, folde
     return {**row, "wrong": [what for what, found in checks.items() if found]}
 
 
+def die_and_restart(
+    model: Path, kv: str, clients: int, seconds: float, dies: int, folder: Path, patience: float = 600
+) -> dict[str, Any]:
+    """Let the runner die for good under traffic, then start the server again; return as `soak` does."""
+    log, again, files = Log(), Log(), [folder / f"log-{kv}-dies", folder / f"log-{kv}-again"]
+    want, memory = prepared(model, kv)
+    with server(model, kv, memory, False, files[0], dies) as (url, dead):
+        asyncio.run(traffic_until_death(url, clients, patience, want, log))
+    with server(model, kv, memory, False, files[1]) as (url, process):
+        asyncio.run(traffic(url, process.pid, clients, seconds, want, again))
+    said = files[0].read_text()
+    row = {"kv": kv, "clients": clients, "dies_at_step": dies, **asdict(log), "exit_code": dead.returncode}
+    row |= {"restarted": {"seconds": seconds, **asdict(again), "exit_code": process.returncode}}
+    both = [*log.unanswered, *again.unanswered]
+    checks = {
+        f"{len(both)} requests were not answered": both,
+        "an answer is not that of LLM.generate": [*log.different, *again.different],
+        f"the server that died ended with code {dead.returncode}, not 1": dead.returncode != 1,
+        "no client was told of the death": not log.faults,
+        "the log does not report why the engine died": "the CUDA context is lost" not in said,
+        "the log has tracebacks": "Traceback" in said,
+        "nothing was answered before": not log.answers,
+        "the server that was started again answered nothing": not again.answers,
+        f"it failed {again.faults} times": again.faults,
+        f"it ended with code {process.returncode}": process.returncode,
+    }
+    return {**row, "wrong": [what for what, found in checks.items() if found]}
+
+
 def checkpoint(model: Path | None, scheme: str, folder: Path) -> tuple[Path, str]:
     """Return a quantized model and what it is: the one given, or one made of it."""
     if model is None:
@@ -316,7 +385,7 @@ def checkpoint(model: Path | None, scheme: str, folder: Path) -> tuple[Path, str
 
 def main() -> None:
     if sys.argv[1:2] == ["--faulty-server"]:
-        faulty_server(float(sys.argv[2]), sys.argv[3:])
+        faulty_server(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -327,12 +396,16 @@ def main() -> None:
     parser.add_argument("--scheme", default="rtn:bits=4,group=32", help="of a model that is not quantized")
     parser.add_argument("--kv", default="4", help="one, or several with commas between")
     parser.add_argument("--faults", action="store_true", help="let one step in a hundred raise")
+    parser.add_argument("--dies", type=int, metavar="N", help="let the runner die for good at step N, then restart")
     args = parser.parse_args()
     caches = args.kv.split(",")
     seconds = args.seconds if args.minutes is None else 60 * args.minutes / len(caches)
     with tempfile.TemporaryDirectory(prefix="crelle-soak-") as folder:
         model, name = checkpoint(args.model, args.scheme, Path(folder))
-        rows = [soak(model, kv, args.clients, seconds, args.faults, Path(folder)) for kv in caches]
+        if args.dies:
+            rows = [die_and_restart(model, kv, args.clients, seconds, args.dies, Path(folder)) for kv in caches]
+        else:
+            rows = [soak(model, kv, args.clients, seconds, args.faults, Path(folder)) for kv in caches]
     given = [Path(a).name if a.startswith(("/", "~")) else a for a in sys.argv[1:]]
     result = {**environment(), "command": f"python bench/serve_soak.py {' '.join(given)}", "model": name, "rows": rows}
     args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,27 +1,45 @@
-"""A minute of the long run (`make soak`) through the real server: mixed traffic, with faults in the runner."""
+"""A minute of the long run (`make soak`) through the real server: mixed traffic, with faults in the runner.
+
+And a runner that dies for good: everybody is answered, the process ends with an error, a new one serves again.
+"""
 
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
-from conftest import DATA, ROOT
+import pytest
+from conftest import DATA, ROOT, quantized_copy
 
 from crelle import quantize
 
 SECONDS = 60
 
 
-def test_a_minute_of_mixed_traffic_with_faults_loses_nothing(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def soak() -> Any:
     spec = importlib.util.spec_from_file_location("serve_soak", ROOT / "bench" / "serve_soak.py")
     assert spec is not None
     assert spec.loader is not None
-    soak = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = soak  # dataclasses look their module up
-    spec.loader.exec_module(soak)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_minute_of_mixed_traffic_with_faults_loses_nothing(soak: Any, tiny_model: Path, tmp_path: Path) -> None:
     real = DATA / "stories15M"
     source, group = (real, 32) if real.is_dir() else (tiny_model, 24)
     nested, plain = f"bcq-nested:bits=4,group={group},lowest=3,refine=0,data=false", f"rtn:bits=4,group={group}"
     # One nested layer is enough for answers that differ with the precision; six take ten seconds to make.
     quantize(source, tmp_path / "model", nested, overrides={"model.layers.[1-9].*": plain}, head=plain, device="cpu")
     row = soak.soak(tmp_path / "model", "4", clients=12, seconds=SECONDS, faults=True, folder=tmp_path)
+    assert not row["wrong"], row
+
+
+def test_a_server_whose_gpu_dies_answers_everybody_and_a_restart_serves_again(
+    soak: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    quantized_copy(tiny_model, tmp_path / "model", "rtn:bits=4,group=24")
+    row = soak.die_and_restart(tmp_path / "model", "4", clients=8, seconds=2, dies=40, folder=tmp_path)
     assert not row["wrong"], row

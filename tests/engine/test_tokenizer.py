@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,26 @@ def test_what_the_template_refuses_is_a_sentence(tmp_path: Path) -> None:
     change_config(tmp_path, chat_template="{{ raise_exception('no system role here') }}")
     with pytest.raises(UnsupportedError, match="template refuses this conversation: no system role here"):
         Tokenizer(tmp_path).encode_chat(TALK)
+
+
+def test_long_texts_are_encoded_without_the_interpreter_lock(tiny_model: Path) -> None:
+    """Other threads run meanwhile: a server's event loop, its engine. The ids are those of `encode`."""
+    tokenizer, text = Tokenizer(tiny_model), "Ein Wörterbuch, 12 + 34; " * 20_000
+    turns, over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not over.wait(0.0005):
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = turns
+    try:
+        encoded = tokenizer._encode(text, add_special_tokens=False)
+        during = turns - before
+    finally:
+        over.set()
+        thread.join()
+    assert during > 20
+    assert encoded.ids == tokenizer._fast.encode(text, add_special_tokens=False).ids

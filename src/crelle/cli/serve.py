@@ -1,5 +1,7 @@
 """crelle serve: answer many clients over HTTP, in OpenAI's protocol."""
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +76,7 @@ def run(
     options: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C.
+    """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C. Exit code 1: the engine stopped after a fault.
 
     Clients may stream, ask for logprobs, several completions, seeds and, of a nested checkpoint, `precision`. The
     playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to
@@ -115,6 +117,7 @@ def run(
         log_prompts=log_prompts,
     )
     use_threads(options.threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: its pool of threads would be idle
     sock = reserve(settings)  # a port that is taken is said before the model is loaded
     try:
         with err.status(f"loading {model}"):
@@ -134,7 +137,10 @@ def run(
             for line in _banner(server, facts):
                 print(printable(line), flush=True)
 
-    serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start)
+    if serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once: without a CUDA context torch's own clean-up could wait for ever
 
 
 def _facts(server: "Server") -> dict[str, Any]:

@@ -33,6 +33,11 @@ class AsyncEngine:
         """What ended the engine before its time."""
         return self.engine.stopped
 
+    @property
+    def stop_reason(self) -> str | None:
+        """The same in words, for anyone: without what an exception quotes."""
+        return self.engine.stop_reason
+
     def submit(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Handle:
         """Queue a request (options: those of Engine.add); iterate over what is returned, or give `on_event`."""
         with self._gate:

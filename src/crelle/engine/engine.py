@@ -16,9 +16,11 @@ Whatever is thrown, BaseException included, every sequence gets exactly one last
     the runner              exactly the sequences of the step fail (`_abort`)
     sampler, detokenizer    that sequence fails: `_doom` notes why, `_reap` tells the scheduler
     callback                its request is cancelled (`Handle.put`)
-    scheduler, and the rest all sequences that have begun fail, those that wait stay (`Scheduler.salvage`); at a second
-                            such fault without a sound step between, the engine stops: all sequences fail, and it takes
-                            no more requests (`stop`)
+    scheduler, and the rest all sequences that have begun fail, those that wait stay (`Scheduler.salvage`)
+
+The engine stops (`stop`: all sequences fail, and it takes no more requests) after two faults of its own code in a row,
+after FAILED_STEPS failed runs of the model without a good one between them, and at once when the CUDA context is lost:
+whoever owns the process then starts another one.
 
 `_deliver` is the only place where a last event is made. KeyboardInterrupt and SystemExit do the same, and are raised
 again at the end of the step where the caller's own thread steps the engine.
@@ -53,13 +55,16 @@ from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv import KVFormat
+from crelle.kernels.cuda.context_errors import context_error
 from crelle.kernels.cuda.graph_inputs import PendingTokens
 
-__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
+__all__ = ["FAILED_STEPS", "MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
+FAILED_STEPS = 3  # without a good one between them: the engine stops
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _Ahead = tuple[Step, PendingTokens, float]  # and when it was started
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
+_OWN_FAULT = "a fault in the engine's own code"
 
 
 class Engine:
@@ -121,11 +126,14 @@ class Engine:
         self.thread: Thread | None = None  # which steps the engine, where it has one: see AsyncEngine
         self.on_work: Callable[[], None] | None = None  # called when a request comes
         self.stopped: BaseException | None = None  # what ended it; it takes no more requests then
+        self.stop_reason: str | None = None  # the same in words, without what an exception quotes
         self._active: dict[Sequence, tuple[Handle, OutputState]] = {}  # all that have not had their last event
         self._doomed: list[Sequence] = []  # have a verdict that the scheduler does not know yet
         self._done: deque[Sequence] = deque()  # finished, and the last event is due
         self._ahead: _Ahead | None = None  # the step that was started last, where its tokens are not known yet
         self._strikes = 0  # steps one after the other in which the bookkeeping failed
+        self._failed_steps = 0  # runs of the model that failed since the last good one
+        self._fatal: tuple[BaseException, str] | None = None  # why the engine stops when the step is over
         self._quit: BaseException | None = None  # to be raised when the step is over
         self._lock, self._stepping = RLock(), Lock()
         self._counts = dict.fromkeys(("steps", "run", "sampled", "reused", "preemptions", "finished", "failed"), 0)
@@ -174,7 +182,7 @@ class Engine:
         )
         handle, sequences = Handle(request, on_event, self), dict[Sequence, tuple[Handle, OutputState]]()
         for s in self.scheduler.prepare(request):
-            sampler = Sampler(replace(sampling, seed=s.seed), self.llm.model.device)
+            sampler = self._sampler(replace(sampling, seed=s.seed))
             text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop)
             sequences[s] = handle, OutputState(s.index, len(ids), sampler, text, logprobs)
         with self._lock:
@@ -190,6 +198,15 @@ class Engine:
                     self._active.pop(s, None)
                 raise
         return handle
+
+    def _sampler(self, sampling: Sampling) -> Sampler:
+        """Return a sampler, whose generator of random numbers lies on the device."""
+        try:
+            return Sampler(sampling, self.llm.model.device)
+        except BaseException as e:
+            if self._is_fatal(e) and self.on_work is not None:
+                self.on_work()  # no step may be due, but the engine must stop
+            raise
 
     def _require_room(self) -> None:
         """Say why no request is taken now, if so."""
@@ -246,7 +263,7 @@ class Engine:
         """Run a step; what is raised here is a fault of the bookkeeping, and does not leave."""
         worked, fault = True, None
         try:
-            worked = self._advance()
+            worked = self._fatal is None and self._advance()
         except BaseException as e:
             fault = e
             self._salvage(e)
@@ -258,8 +275,10 @@ class Engine:
             self._strikes = 0
         else:
             self._strikes += not self._note(fault)
-            if self._strikes > 1 and self.stopped is None:
-                self.stop(fault)
+            if self._strikes > 1:
+                self._fatal = self._fatal or (fault, _OWN_FAULT)
+        if self._fatal is not None and self.stopped is None:
+            self.stop(*self._fatal)
         return worked or bool(self._active)
 
     def _advance(self) -> bool:
@@ -317,6 +336,8 @@ class Engine:
         except BaseException as e:
             self._abort(step, e)
             return
+        if step:
+            self._failed_steps = 0
         self._clock.ended(step.prefills, begun)
         with self._lock:
             self.scheduler.update(step, sampled)
@@ -337,8 +358,10 @@ class Engine:
         try:
             with self.llm.lock:
                 tokens = started.tokens()
+            self._failed_steps = 0
         except BaseException as e:
             tokens, lost = [UNKNOWN] * len(step.samples), e
+            self._step_failed(e)
         self._clock.ended(step.prefills, begun)
         for s, token in zip(step.samples, tokens, strict=True):
             try:
@@ -383,9 +406,15 @@ class Engine:
 
     def _abort(self, step: Step, error: BaseException) -> None:
         """Fail the sequences of a step."""
-        self._note(error)
+        self._step_failed(error)
         with self._lock:
             self.scheduler.abort(step, error)
+
+    def _step_failed(self, error: BaseException) -> None:
+        """Count a run of the model that failed; a device that fails every time is gone."""
+        self._failed_steps += not self._note(error)
+        if self._failed_steps >= FAILED_STEPS and self._fatal is None:
+            self._fatal = error, f"{FAILED_STEPS} steps failed without a good one between them"
 
     def _doom(self, s: Sequence, reason: Reason, error: BaseException | None = None) -> None:
         """Note that a sequence ends here, for a reason that its ids do not show."""
@@ -450,9 +479,10 @@ class Engine:
         except BaseException:
             self.stop(error)
 
-    def stop(self, error: BaseException) -> None:
+    def stop(self, error: BaseException, reason: str = _OWN_FAULT) -> None:
         """Give every sequence a last event, with the error, and take no more requests."""
         with self._lock:
+            self.stop_reason = self.stop_reason or reason
             self.stopped = error  # before all else: no request comes in
             sequences, self._ahead = list(self._active), None
             for s in sequences:
@@ -476,10 +506,17 @@ class Engine:
 
     def _note(self, error: BaseException) -> bool:
         """Remember what the user's own thread must be told; a thread of the engine's own goes on."""
+        self._is_fatal(error)
         told = isinstance(error, _Quit) and self.thread is not current_thread()
         if told:
             self._quit = self._quit or error
         return told
+
+    def _is_fatal(self, error: BaseException) -> bool:
+        """Whether an error says that the CUDA context is lost; then the engine stops when the step is over."""
+        if (name := context_error(error)) is not None:
+            self._fatal = self._fatal or (error, f"the CUDA context is lost ({name})")
+        return name is not None
 
     def _count(self, step: Step) -> None:
         more = {"steps": 1, "run": step.tokens, "sampled": len(step.samples), "preemptions": len(step.preempted)}

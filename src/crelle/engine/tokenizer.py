@@ -19,6 +19,7 @@ from crelle.formats.rust import panics_are
 _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
 _LONGEST_TAIL = 64  # where a prompt is not UTF-8, no count of them does
 _BYTES = 4  # of a character in UTF-8, at most
+_LONG = 4096  # characters from which a text is encoded without the interpreter lock
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 
 
@@ -75,7 +76,10 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
         try:
             with panics_are(f"the tokenizer of {self.path} fails on this text"):
-                return self._fast.encode(text, add_special_tokens=add_special_tokens)
+                if len(text) <= _LONG:
+                    return self._fast.encode(text, add_special_tokens=add_special_tokens)
+                # `encode` would hold the interpreter lock, a second or two for a million characters
+                return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as e:  # what the library says of lone surrogates: bytes that were never UTF-8
             raise SchemeError("the text cannot be encoded: it is not valid Unicode (UTF-8)") from e
         except (FormatError, MemoryError):

@@ -38,6 +38,7 @@ class Server:
     state: State
     address: str  # http://host:port
     runner: web.AppRunner
+    stop: asyncio.Event  # set: it should end, since a signal came or the engine has stopped
     hurry: asyncio.Event  # set: no grace any more
 
 
@@ -73,11 +74,12 @@ async def running(
         shutdown_timeout=_LAST,
     )
     await runner.setup()
-    watching = asyncio.create_task(_watch(state))
+    stop = asyncio.Event()
+    watching = asyncio.create_task(_watch(state, stop))
     try:
         sock = sock or reserve(settings)
         await web.SockSite(runner, sock, backlog=_QUEUE).start()
-        server = Server(state, address(sock), runner, asyncio.Event())
+        server = Server(state, address(sock), runner, stop, asyncio.Event())
         log("ready", address=server.address, model=state.info.name, keys=len(settings.keys.digests))
         try:
             yield server
@@ -114,15 +116,18 @@ async def _until_idle(state: State, seconds: float, hurry: asyncio.Event | None 
         await asyncio.sleep(0.02)
 
 
-async def _watch(state: State) -> None:
-    """Count once a second, for rates; say it once if the engine has died."""
-    told = False
-    while True:
+async def _watch(state: State, stop: asyncio.Event) -> None:
+    """Count once a second, for rates. If the engine has died, log it, and a second later ask for the server's end.
+
+    Until then /ready and /health report why, and whoever asks gets 503 instead of a refused connection.
+    """
+    while state.service.error is None:
         state.metrics.sample(state.engine.stats)
-        if state.service.error is not None and not told:
-            log("engine died", logging.CRITICAL, fault=describe(state.service.error))
-            told = True
         await asyncio.sleep(1)
+    why, fault = state.service.stop_reason, describe(state.service.error)
+    log("engine died", logging.CRITICAL, reason=why, fault=fault)
+    await asyncio.sleep(1)
+    stop.set()
 
 
 def reserve(settings: Settings) -> socket.socket:

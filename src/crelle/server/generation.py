@@ -99,6 +99,8 @@ class Generation:
                 self._outputs[index] = event.output
                 if event.output.error is not None:
                     self.context.log_fields["fault"] = describe(event.output.error)
+                    if event.output.error is self.state.service.error:  # it took all requests with it
+                        self.state.require_ready()
                     raise of_engine(event.output.error, self.context.id)
         if found and self.finished and not any(o.completion.tokens for o in self.outputs) and self._were_cut():
             raise unavailable("the server is shutting down and had not begun with this request")

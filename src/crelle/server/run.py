@@ -1,4 +1,4 @@
-"""Serve until a signal comes."""
+"""Serve until a signal comes, or until the engine has stopped after a fault."""
 
 import asyncio
 import gc
@@ -26,34 +26,38 @@ def serve(
     name: str | None = None,
     sock: socket.socket | None = None,
     on_start: Callable[[Server], None] | None = None,
-) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal ends the grace.
+) -> str | None:
+    """Serve until SIGTERM or SIGINT; a second signal ends the grace. Returns why the engine stopped by itself, if so.
 
-    name, sock: as in `running`.  on_start: called when requests are taken.
+    All requests were answered then, and the process should end with a code that is not 0: what starts it again goes by
+    that. name, sock: as in `running`.  on_start: called when requests are taken.
     """
     _raise_file_limit()
     gc.collect()
     gc.freeze()  # the model stays: the collector need not look at it again
     gc.set_threshold(10_000, 20, 20)
     sys.setswitchinterval(_SWITCH)
-    asyncio.run(_serve(running(service, settings, name, sock), on_start))
+    return asyncio.run(_serve(running(service, settings, name, sock), on_start))
 
 
-async def _serve(server_runs: AbstractAsyncContextManager[Server], on_start: Callable[[Server], None] | None) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+async def _serve(
+    server_runs: AbstractAsyncContextManager[Server], on_start: Callable[[Server], None] | None
+) -> str | None:
+    loop = asyncio.get_running_loop()
     async with server_runs as server:
 
         def on_signal(number: signal.Signals) -> None:
-            if stop.is_set():
+            if server.stop.is_set():
                 server.hurry.set()
             log("signal", name=number.name)
-            stop.set()
+            server.stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
         if on_start:
             on_start(server)
-        await stop.wait()
+        await server.stop.wait()
+    return server.state.service.stop_reason
 
 
 def _raise_file_limit() -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from crelle.engine.async_engine import AsyncEngine
 from crelle.errors import CrelleError
-from crelle.server.bodies import Bodies
+from crelle.server.bodies import LARGE, Bodies
 from crelle.server.errors import ApiError, refused, unavailable
 from crelle.server.event_queue import EventBridge, EventQueue
 from crelle.server.metrics import Metrics
@@ -65,7 +65,10 @@ class State:
         self.generations: set[Cancellable] = set()
         self.bridge: EventBridge | None = None  # set when the loop runs
         # One thread each: more would only take the interpreter lock from the loop, and memory for what is half done.
-        self._reader, self._writer = ThreadPoolExecutor(1, "crelle-reader"), ThreadPoolExecutor(1, "crelle-writer")
+        # Two readers, since a small request should not wait until all large ones before it are tokenized.
+        self._reader, self._large_reader, self._writer = (
+            ThreadPoolExecutor(1, f"crelle-{name}") for name in ("reader", "large-reader", "writer")
+        )
 
     def warm_up(self) -> None:
         """Do now what the first requests would wait for: chat templates, every precision."""
@@ -76,19 +79,21 @@ class State:
 
     @property
     def why_not_ready(self) -> str | None:
-        if self.closing:
-            return "the server is shutting down"
         if self.service.error is not None:
-            return "the engine has stopped after a fault; the server must be started again"
-        return None
+            return f"the engine has stopped: {self.service.stop_reason}; the server ends and must be started again"
+        return "the server is shutting down" if self.closing else None
 
     def require_ready(self) -> None:
         if why := self.why_not_ready:
             raise unavailable(why)
 
     async def reading(self, characters: int, work: Callable[[], T]) -> T:
-        """Run something that tokenizes so many characters: at once, or beside the loop where it takes long."""
-        return work() if characters <= _QUICK else await _beside(self._reader, work)
+        """Run something that tokenizes so many characters: in the loop, or in the reader for that size."""
+        return work() if characters <= _QUICK else await _beside(self._reader_for(characters), work)
+
+    def _reader_for(self, size: int) -> ThreadPoolExecutor:
+        """Return the reader for so many bytes, characters or tokens."""
+        return self._reader if size <= LARGE else self._large_reader
 
     async def writing(self, work: Callable[[], T]) -> T:
         """Build a large answer beside the loop."""
@@ -106,7 +111,7 @@ class State:
             if tokens <= _QUICK and len(prompts) * params.n <= _FEW:
                 work()
             else:
-                await _beside(self._reader, work)
+                await _beside(self._reader_for(tokens), work)
         except CrelleError as e:
             raise self.refused(e) from None
         self.metrics.prompt_tokens += tokens
@@ -146,7 +151,7 @@ class State:
         return refused(error, self.metrics.retry_after(self.engine.stats))
 
     def close(self) -> None:
-        for worker in (self._reader, self._writer):
+        for worker in (self._reader, self._large_reader, self._writer):
             worker.shutdown(wait=False, cancel_futures=True)
 
 
