@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from crelle.cli.quantize_plan import show_next, show_plan, show_time
 from crelle.cli.quantize_progress import stages
 from crelle.cli.training_plot import draw_training
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from crelle.formats.open import Weights
 
 NAME = "quantize"
 SCHEME = "auto:bits=4.35"  # crelle.engine.effort.SCHEME, without loading torch for --help
@@ -173,7 +176,8 @@ def run(
         raise SchemeError(f"--own must be 0 or more sequences, got {own}")
     text = CalibrationData(text="" if calib is None else read_text(calib), rows=rows, length=length, own=own)
     where = device_or_devices(context, device, devices)
-    chosen = effort_for(source, scheme, effort, text=text, device=where, devices=devices, overrides=overrides)
+    opened = open_weights(source)
+    chosen = effort_for(opened, scheme, effort, text=text, device=where, devices=devices, overrides=overrides)
     head = head_scheme(head, chosen.scheme)
     options = {
         "effort": chosen,
@@ -189,7 +193,7 @@ def run(
             cost = measured(source, progress=track, **options)  # type: ignore[arg-type]
         print_json(as_json(cost)) if json else show(cost)
         return
-    show_plan(source, chosen, device=where, head=head, calib=calib, length=_length(source, length))
+    show_plan(source, chosen, device=where, head=head, calib=calib, length=_length(opened, length))
     expected = None
     if devices is None:
         with suppress(CrelleError), err.status("measuring this machine"):  # what is wrong, the run says better
@@ -203,7 +207,9 @@ def run(
             )
     show_time(None if expected is None else expected.seconds)
     parts = None if expected is None else expected.parts
-    with stages(parts, layer_count(open_weights(source))) as track:
+    count = layer_count(opened)
+    del opened
+    with stages(parts, count) as track:
         report = quantize(
             source,
             target,
@@ -229,13 +235,12 @@ def run(
     show_next(source, report.out)
 
 
-def _length(source: Path, length: int) -> int:
+def _length(weights: "Weights", length: int) -> int:
     """Return the tokens of a calibration sequence: never more than the model's context."""
-    from crelle.formats.open import open_weights
     from crelle.models.loader import read_spec
 
     try:
-        return min(length, read_spec(open_weights(source)).context)
+        return min(length, read_spec(weights).context)
     except UnsupportedError:  # a family that is quantized all the same, without data
         return length
 

@@ -118,7 +118,7 @@ def quantize(
 
 
 def effort_for(
-    source: str | Path,
+    source: str | Path | Weights,
     scheme: str | None = None,
     effort: str | Effort | None = None,
     *,
@@ -136,7 +136,7 @@ def effort_for(
         effort or DEFAULT,
         scheme,
         Machine.of(where),
-        weights_in_layers(open_weights(source)),
+        weights_in_layers(open_weights(source) if isinstance(source, str | Path) else source),
         rows=None if text is None else text.rows,
         own=None if text is None else text.own,
         text=text is not None and bool(text.text),

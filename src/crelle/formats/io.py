@@ -191,7 +191,8 @@ class ShardReader:
         require_regular(path)
         try:
             self._file: Any = safe_open(path, framework="pt")
-            self._names = frozenset(self.names())
+            self._ordered: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
+            self._names = frozenset(self._ordered)
             if len(self._names) > MAX_TENSORS or any(len(n) > MAX_NAME for n in self._names):
                 raise ValueError(f"more than {MAX_TENSORS} tensors, or a name of more than {MAX_NAME} characters")
         except Exception as e:  # SafetensorError, OSError, and whatever else the library makes of senseless headers
@@ -200,7 +201,7 @@ class ShardReader:
             raise FormatError(f"{path} is truncated or not a safetensors file ({shown(str(e), 300)})") from e
 
     def names(self) -> list[str]:
-        return list(self._file.keys())
+        return list(self._ordered)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._try(name, lambda: self._file.get_slice(name).get_shape()))
