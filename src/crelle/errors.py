@@ -5,7 +5,7 @@
     ├── SchemeError             a scheme string, an option or an argument that makes no sense
     ├── UnsupportedError        the request is sound, but nothing here can do it; lists every reason
     ├── CapacityError           it does not fit: context, memory or disk
-    ├── NumericsError           the model computed values that are not finite: the checkpoint or a kernel is broken
+    ├── NumericsError           the model computed NaN or infinity: a broken checkpoint or kernel, a diverged training
     ├── ProcessError            one of several processes that work together was killed
     └── BuildError              a compiler said no: the command, where its log lies, its first error line
 

@@ -26,7 +26,7 @@ from crelle.quantizers.divergence import kl_divergence
 from crelle.quantizers.layer_api import Block, CalibrationModel, Progress, half_products
 from crelle.quantizers.ranks import world
 from crelle.quantizers.teacher import Teacher
-from crelle.quantizers.training import Training, TrainStep, whole_losses
+from crelle.quantizers.training import Losses, Training, TrainStep
 
 _CHUNK = 512  # tokens whose logits are in memory at one time, on a CPU and where memory is short
 
@@ -96,37 +96,38 @@ class EndToEnd:
         else:
             capture = all(block.capturable for block in student.blocks)
             self.step = TrainStep(self._loss_of, self.coders, t, device, capture=capture)
-        self.losses: list[float] = []
+        self._losses = Losses(t, device)
+
+    @property
+    def losses(self) -> list[float]:
+        return self._losses.known
 
     def run(self, state: Path | None = None, progress: Progress | None = None, save_every: float = 60.0) -> list[float]:
-        """Train to the end, from `state` if that file is there; returns the losses.
+        """Train to the end, from `state` if that file is there; returns the losses. It ends at one that is not finite.
 
         The state is saved after `save_every` seconds, or later where saving would take more than a tenth of the time.
         """
         if state is not None and state.exists():
             self._load(state)
-        saved = time.monotonic()
-        pending: list[Tensor] = []
-        while len(self.losses) + len(pending) < self.t.steps:
-            pending.append(self.take(len(self.losses) + len(pending)))
-            if (
-                len(pending) == 10 or len(self.losses) + len(pending) == self.t.steps
-            ):  # losses are copied to the host every tenth step
-                self.losses += whole_losses(pending)
-                pending.clear()
-                if progress:
-                    progress(
-                        len(self.losses),
-                        self.t.steps,
-                        f"training, loss {sum(self.losses[-10:]) / len(self.losses[-10:]):.4f}",
-                    )
-                if state is not None and world().first and time.monotonic() - saved > save_every:
-                    begun = time.monotonic()
-                    self._save(state)
-                    saved = time.monotonic()
-                    save_every = max(save_every, 10 * (saved - begun))
-        self.step.close()
+        try:
+            self._train(state, progress, save_every)
+        finally:
+            self.step.close()
         return self.losses
+
+    def _train(self, state: Path | None, progress: Progress | None, save_every: float) -> None:
+        saved = time.monotonic()
+        while len(self._losses) < self.t.steps:
+            if not self._losses.add(self.take(len(self._losses))):
+                continue
+            if progress:
+                last = self.losses[-10:]
+                progress(len(self.losses), self.t.steps, f"training, loss {sum(last) / len(last):.4f}")
+            if state is not None and world().first and time.monotonic() - saved > save_every:
+                begun = time.monotonic()
+                self._save(state)
+                saved = time.monotonic()
+                save_every = max(save_every, 10 * (saved - begun))
 
     def take(self, step: int) -> Tensor:
         """Take one step; returns its loss, on the device."""
@@ -175,6 +176,6 @@ class EndToEnd:
             for coder, old in zip(self.coders, state["coders"], strict=True):
                 coder.load_state_dict(old)
             self.step.load_state_dict(state["optimizer"])
-            self.losses = list(state["losses"])
+            self._losses = Losses(self.t, self.device, state["losses"])
         except (RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as e:
             raise FormatError(f"{path} is not the state of this training ({e}); delete it to start anew") from e

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crelle.errors import SchemeError
+from crelle.errors import NumericsError, SchemeError
 from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
@@ -108,7 +108,12 @@ def tune(
             progress=progress,
         )
         coders = found.coders
-        losses = found.run.run(writer.partial / STATE, progress)
+        try:
+            losses = found.run.run(writer.partial / STATE, progress)
+        except NumericsError:
+            if not (writer.partial / STATE).exists():  # a state is worth keeping: the device may have been at fault
+                writer.discard()
+            raise
 
         def publish(to: CheckpointWriter) -> None:
             checkpoint.copy_tokenizer(to.partial)

@@ -79,6 +79,11 @@ class FirstWriter:
         while self._writes and (len(self._writes) > left or self._writes[0].done()):
             self._writes.popleft().result()
 
+    def discard(self) -> None:
+        """Delete what was written, after an error that a resumed run would only meet again."""
+        if self._writer is not None:
+            self._writer.discard()
+
     def finish(self, publish: Callable[[CheckpointWriter], None]) -> tuple[str, ...]:
         """Write what else belongs to the checkpoint and publish it; returns warnings. No rank goes on before that."""
         self._wait(0)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from time import perf_counter
 
@@ -350,7 +350,7 @@ def _quantize_layer(
             fitted = trained
     layer.end()
     told = warnings_about(layer.without_tokens)
-    return partial(_encoded, weights, shard, default, special, fitted, changed, told), _finite(layer.losses)
+    return partial(_encoded, weights, shard, default, special, fitted, changed, told), list(layer.losses)
 
 
 def _encoded(
@@ -369,11 +369,6 @@ def _encoded(
     coded = {f"{m}.weight": w for m, w in matrices.items() if not _keeps(m, default, special)}
     small = [underflow(n, w, partial(weights.read, n)) for n, w in coded.items()]
     return matrices, others | stored, [*told, *(w for w in small if w)]
-
-
-def _finite(losses: Sequence[float]) -> list[float | None]:
-    """JSON has no NaN."""
-    return [loss if isfinite(loss) else None for loss in losses]
 
 
 def _keeps(module: str, default: Quantizer, special: Mapping[str, Quantizer]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crelle.errors import NumericsError
 from crelle.quantizers.layer_api import Block, half_products
 from crelle.quantizers.ranks import SpreadRows, world
 
@@ -172,17 +173,54 @@ def tune_block(
     step = TrainStep(loss, coders, t, device, capture=block.capturable)
     order = torch.Generator().manual_seed(t.seed)
     rows = SpreadRows(world(), x)
-    losses: list[Tensor] = []
+    losses = Losses(t, device)
     for i in range(t.steps):
         pick = torch.randint(0, len(rows), (t.batch,), generator=order)
         parts = (rows.take(states, pick, device).float() for states in (x, target))  # widened there: less to copy
-        losses.append(step(i, *parts))
-    return whole_losses(losses)
+        losses.add(step(i, *parts))
+    return losses.known
 
 
 def share(rows: Tensor, t: Training) -> float:
     """Return what part of a batch this rank has."""
     return len(rows) / t.batch
+
+
+class Losses:
+    """The losses of a training; ends it with a sentence at the first one that is not finite.
+
+    A GPU's are copied to the host every tenth step: the host would wait for each otherwise.
+    """
+
+    def __init__(self, t: Training, device: torch.device, known: Sequence[float] = ()) -> None:
+        self.t, self.known = t, list(known)
+        self._pending: list[Tensor] = []
+        self._most = 10 if device.type == "cuda" else 1
+
+    def __len__(self) -> int:
+        return len(self.known) + len(self._pending)
+
+    def add(self, loss: Tensor) -> bool:
+        """Add the loss of the next step, of this rank's rows; returns whether all losses are known now."""
+        self._pending.append(loss)
+        if len(self._pending) < self._most and len(self) < self.t.steps:
+            return False
+        found, first = whole_losses(self._pending), len(self.known)
+        self._pending.clear()
+        for step, value in enumerate(found, start=first):
+            if not math.isfinite(value):
+                raise NumericsError(_diverged(step, self.t))
+        self.known += found
+        return True
+
+
+def _diverged(step: int, t: Training) -> str:
+    if step == 0:
+        return "the loss is not finite before anything was trained: the model's own outputs hold NaN or infinity"
+    return (
+        f"the training diverged: after step {step} of {t.steps} the loss is not finite, at a rate of {t.rate:g}; "
+        "choose a smaller `rate`"
+    )
 
 
 def whole_losses(losses: Sequence[Tensor]) -> list[float]:
