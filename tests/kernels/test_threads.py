@@ -1,11 +1,13 @@
 """How many threads may be asked for, by every command that takes the option."""
 
+import os
 from pathlib import Path
 
 import pytest
 from in_process import run
 
 from crelle.errors import SchemeError
+from crelle.kernels import cpu
 from crelle.kernels.threads import available_cores, check_threads, max_threads, set_threads
 
 COMMANDS = (
@@ -23,6 +25,28 @@ COMMANDS = (
     "bench attention",
     "demo",
 )
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 64), (2, 2), (100, 64)])
+def test_a_quota_of_cpu_time_counts(quota: int | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("crelle.kernels.threads.cpu_quota", lambda: quota)
+    assert available_cores() == cores
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="the extension is not built")
+@pytest.mark.usefixtures("threads_as_before")
+@pytest.mark.parametrize(("quota", "threads"), [(None, 64), (3, 3), (100, 64)])
+def test_the_pool_of_a_process_that_sets_no_number_keeps_to_it(
+    quota: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of transformers, say: nobody calls set_threads there."""
+    core = cpu.core()
+    core.set_threads(64)  # what the mask of a large machine would give
+    monkeypatch.setattr(cpu, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(cpu, "_load_from", lambda _: core)
+    monkeypatch.setattr(cpu, "import_module", lambda _: core)
+    assert cpu._load.__wrapped__().threads() == threads
 
 
 def test_as_many_as_there_are_cores_and_some_more() -> None:

@@ -41,6 +41,7 @@ def quantize_all(device: str, progress: Any, source: Path, schemes: Mapping[str,
             memory=None,
             resume=False,
             overwrite=False,
+            about=None,
             progress=None,
         )
         losses[out] = tuple(report.losses)

@@ -22,6 +22,7 @@ COMPILER = shutil.which("c++")
 
 def test_cores_are_counted_without_affinity_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr("crelle.kernels.threads.cpu_quota", lambda: None)
     assert available_cores() == os.cpu_count()
     assert environment()["machine"]["cores"] == os.cpu_count()
     (torch,) = [c for c in examine() if c["what"] == "torch"]

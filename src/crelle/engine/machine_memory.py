@@ -13,6 +13,12 @@ from pathlib import Path
 
 import torch
 
+from crelle.cgroup import groups, number_in
+
+_FILES = {  # of a cgroup, by version: its limit, what is used, and what of that is file cache in memory.stat
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 _UNKNOWN = 0.5  # the share of all memory that is taken as free where the system does not report it (macOS)
 
 
@@ -63,33 +69,11 @@ def _available(meminfo: Path) -> int:
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
     """Yield the bytes that each group above this process with a limit still allows."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not controllers:
-            mount, limit, usage, reclaimable = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            mount, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            reclaimable = "total_inactive_file"
-        else:
-            continue
-        top, parts = root / mount, [p for p in path.split("/") if p not in ("", "..")]
-        for depth in range(len(parts), -1, -1):  # a container may see its own group at the top, whatever the path
-            group = top.joinpath(*parts[:depth])
-            most, used = _number(group / limit), _number(group / usage)
-            if most is not None and used is not None:
-                yield max(0, most - max(0, used - _stat(group / "memory.stat", reclaimable)))
-
-
-def _number(file: Path) -> int | None:
-    """Return what a file of a cgroup says; None where there is no such file, or no limit ("max")."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+    for group in groups("memory", root):
+        limit, usage, reclaimable = _FILES[group.version]
+        most, used = number_in(group.path / limit), number_in(group.path / usage)
+        if most is not None and used is not None:
+            yield max(0, most - max(0, used - _stat(group.path / "memory.stat", reclaimable)))
 
 
 def _stat(file: Path, name: str) -> int:

@@ -4,13 +4,19 @@ import os
 
 import torch
 
+from crelle.cgroup import cpu_quota
 from crelle.errors import SchemeError
 from crelle.kernels import cpu
 
 
 def available_cores() -> int:
-    """Cores that the affinity mask gives to this process; all of the machine where there are no masks (macOS)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: by its affinity mask, and by the CPU quota of its container.
+
+    Without masks (macOS) they are all of the machine. More threads than a quota allows would all be stopped for the
+    rest of a period, also those that others wait for.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, cpu_quota() or cores)
 
 
 def max_threads() -> int:

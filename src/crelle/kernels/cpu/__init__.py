@@ -7,15 +7,20 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
+from crelle.cgroup import cpu_quota
+
 _NAME = "crelle.kernels.cpu._core"
 
 
 @cache
 def _load() -> ModuleType | str:
     try:
-        return _load_from(path) if (path := os.environ.get("CRELLE_CORE")) else import_module(_NAME)
+        module = _load_from(path) if (path := os.environ.get("CRELLE_CORE")) else import_module(_NAME)
     except ImportError as e:
         return f"is not built here ({e}); reinstall crelle with a C++20 compiler"
+    if (quota := cpu_quota()) is not None and quota < module.threads():  # its default is the affinity mask
+        module.set_threads(quota)
+    return module
 
 
 def _load_from(path: str) -> ModuleType:
