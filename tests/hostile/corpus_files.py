@@ -59,9 +59,19 @@ file_case(
     lambda d: (d / "tokenizer.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000),
 )
 file_case(
-    "JSON of 20 MB",
+    "JSON of 50 MiB",
     "such a file may have",
-    lambda d: (d / "config.json").write_text('{"a":"' + "x" * (20 << 20) + '"}'),
+    lambda d: (d / "config.json").write_text('{"a":"' + "x" * (50 << 20) + '"}'),
+)
+file_case(
+    "JSON of 9 million lists",
+    "more than 6,000,000 values",
+    lambda d: (d / "config.json").write_text('{"a":[' + "[]," * 9_000_000 + "0]}"),
+)
+file_case(
+    "JSON of 31 MiB of wide characters",
+    "model type|lacks the key",
+    lambda d: (d / "config.json").write_text('{"a":"\U0001f600' + "x" * (31 << 20) + '"}'),
 )
 file_case("NaN", "NaN", lambda d: (d / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": NaN}'))
 file_case("infinity", "1e999", lambda d: (d / "config.json").write_text('{"model_type": "llama", "rope_theta": 1e999}'))

@@ -141,7 +141,7 @@ class CheckpointWriter:
 
     def _journal(self) -> None:
         journal = {"crelle_journal": JOURNAL_VERSION, "recipe": self.recipe, "shards": self._shards}
-        write_whole(self.partial / JOURNAL, to_json(journal))
+        write_whole(self.partial / JOURNAL, to_json(journal, compact=True))
 
     def has(self, shard: str) -> bool:
         """Tell whether a shard is already safely on the disk."""

@@ -26,8 +26,9 @@ from crelle.errors import CapacityError, FormatError
 
 TEMPORARY = re.compile(r".*\.[0-9a-f]{16}\.crelle-tmp", re.DOTALL)  # the names that `whole_file` works under
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
-# A JSON text of this size becomes at most some 400 MB of Python objects ("[]," is 3 bytes, an empty list 64).
-MAX_JSON_BYTES = 16 << 20
+# A JSON text of this size and with so many values becomes at most some 400 MB of Python objects: an empty list has 64
+# bytes. The journal, index and config of DeepSeek-V3, with 45,000 matrices of 4 tensors each, have 16 to 20 MB.
+MAX_JSON_BYTES, MAX_JSON_VALUES = 32 << 20, 6_000_000
 MAX_TENSORS, MAX_NAME = 1 << 18, 1 << 10  # of a safetensors file, and characters of a tensor's name
 
 
@@ -79,12 +80,22 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def to_json(value: Any) -> bytes:
-    """Return value as readable JSON; the same value always gives the same bytes. Refuses NaN and infinity."""
+def to_json(value: Any, *, compact: bool = False) -> bytes:
+    """Return value as JSON, readable or compact; the same value always gives the same bytes.
+
+    What `read_json` would refuse is refused here already: NaN, infinity, and more bytes than it reads.
+    """
+    layout: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 2}
     try:
-        return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        data = (json.dumps(value, ensure_ascii=False, allow_nan=False, **layout) + "\n").encode()
     except ValueError as e:  # what `read_json` would refuse
         raise FormatError(f"a value that should be written is NaN or infinite, which JSON does not know ({e})") from e
+    if len(data) > MAX_JSON_BYTES:
+        raise CapacityError(
+            f"a JSON file of {len(data):,} bytes would be too large to be read again ({MAX_JSON_BYTES:,} are allowed): "
+            "the model has too many tensors, or their names are too long"
+        )
+    return data
 
 
 def require_regular(path: Path) -> int:
@@ -120,6 +131,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object that some bytes are; `where` begins the sentence if they are none."""
+    if len(data) > 2 * MAX_JSON_VALUES and sum(map(data.count, (b",", b":", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise FormatError(f"{where} has more than {MAX_JSON_VALUES:,} values; such a file may have fewer")
     try:
         value = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError as e:
