@@ -69,9 +69,9 @@ file_case(
     lambda d: (d / "config.json").write_text('{"a":[' + "[]," * 9_000_000 + "0]}"),
 )
 file_case(
-    "JSON of 47 MB of wide characters",
+    "JSON of 31 MiB of wide characters",
     "model type|lacks the key",
-    lambda d: (d / "config.json").write_text('{"a":"\U0001f600' + "x" * (47 << 20) + '"}'),
+    lambda d: (d / "config.json").write_text('{"a":"\U0001f600' + "x" * (31 << 20) + '"}'),
 )
 file_case("NaN", "NaN", lambda d: (d / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": NaN}'))
 file_case("infinity", "1e999", lambda d: (d / "config.json").write_text('{"model_type": "llama", "rope_theta": 1e999}'))

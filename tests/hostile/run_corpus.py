@@ -25,7 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import corpus
 import torch
-import transformers  # noqa: F401  # so that its import is not counted as some case's time
+import transformers.convert_slow_tokenizer  # so that its imports are not counted as some case's time
+import transformers.generation.utils
+import transformers.models.auto.modeling_auto
+import transformers.models.auto.tokenization_auto  # noqa: F401
 from in_process import run
 
 from crelle.engine.llm import LLM

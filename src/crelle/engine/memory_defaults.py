@@ -59,7 +59,7 @@ def choose_plan(
         if (size := parse_bytes(memory)) > there:
             raise CapacityError(
                 f"a budget of {show_bytes(size)} is more than the {show_bytes(there)} that are free {free.where}, "
-                "weights included; lower --memory"
+                "weights included; lower `memory`"
             )
         reason = "as --memory asks"
     elif model.device.type == "cuda":

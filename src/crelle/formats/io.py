@@ -27,8 +27,8 @@ from crelle.errors import CapacityError, FormatError
 TEMPORARY = re.compile(r".*\.[0-9a-f]{16}\.crelle-tmp", re.DOTALL)  # the names that `whole_file` works under
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # A JSON text of this size and with so many values becomes at most some 400 MB of Python objects: an empty list has 64
-# bytes. The journal, index and config of DeepSeek-V3, with 47,000 matrices of 4 tensors each, have 20 to 25 MB.
-MAX_JSON_BYTES, MAX_JSON_VALUES = 48 << 20, 6_000_000
+# bytes. The journal, index and config of DeepSeek-V3, with 45,000 matrices of 4 tensors each, have 16 to 20 MB.
+MAX_JSON_BYTES, MAX_JSON_VALUES = 32 << 20, 6_000_000
 MAX_TENSORS, MAX_NAME = 1 << 18, 1 << 10  # of a safetensors file, and characters of a tensor's name
 
 
