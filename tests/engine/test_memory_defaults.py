@@ -92,7 +92,7 @@ def test_limits_that_are_given_are_kept() -> None:
 def test_more_than_there_is_is_refused() -> None:
     for plan in (on_gpu, on_cpu):
         with pytest.raises(
-            CapacityError, match=r"a budget of 24 GB is more than the 20 GB that are free on .*--memory"
+            CapacityError, match=r"a budget of 24 GB is more than the 20 GB that are free on .*`memory`"
         ):
             plan("llama2-7b", 4 * GB, 16 * GB, memory="24GB")
 
