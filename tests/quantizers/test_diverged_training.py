@@ -73,9 +73,10 @@ def test_a_saved_state_stays(
     training = Training(steps=20, batch=2, half=False)
     broken = fresh_run(checkpoint, tiny_model, training)
     take = broken.take
-    monkeypatch.setattr(broken, "take", lambda step: take(step) * (torch.nan if step == 7 else 1))
-    with pytest.raises(NumericsError, match="after step 7 of 20"):
+    monkeypatch.setattr(broken, "take", lambda step: take(step) * (torch.nan if step == 13 else 1))
+    with pytest.raises(NumericsError, match="after step 13 of 20"):
         broken.run(state, save_every=0)
+    assert state.exists()
     whole, resumed = (fresh_run(checkpoint, tiny_model, training) for _ in range(2))
     assert resumed.run(state) == pytest.approx(whole.run(), rel=1e-5)
 

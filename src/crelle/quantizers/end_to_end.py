@@ -118,7 +118,8 @@ class EndToEnd:
     def _train(self, state: Path | None, progress: Progress | None, save_every: float) -> None:
         saved = time.monotonic()
         while len(self._losses) < self.t.steps:
-            if not self._losses.add(self.take(len(self._losses))):
+            known = self._losses.add(self.take(len(self._losses)))
+            if not known or (len(self.losses) % 10 and len(self.losses) < self.t.steps):
                 continue
             if progress:
                 last = self.losses[-10:]
