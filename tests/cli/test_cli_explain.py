@@ -32,7 +32,7 @@ def test_cuda_is_explained_by_its_own_kernels(quantized: Path) -> None:
     assert (seen["fused"], seen["why_not_fused"]) == (True, None)
     assert {what: found["executor"] for what, found in seen["executors"].items()} == {
         "engine": "cuda-graphs",
-        "step": "cuda-graphs",
+        "step": "torch",  # over a contiguous cache
     }
     assert "runs on the CPU, not on cuda" in seen["executors"]["engine"]["others"]["cpu-fused"]
 
@@ -50,13 +50,13 @@ def test_it_is_said_that_no_gpu_was_seen(quantized: Path, monkeypatch: pytest.Mo
     assert on_cpu["note"] is None
 
 
-def test_the_cache_decides_which_executor_runs_a_step_on_cuda(quantized: Path) -> None:
+def test_the_cache_decides_which_executor_runs_the_engine_on_cuda(quantized: Path) -> None:
     seen = succeed("explain", quantized, "--device", "cuda", "--kv", "4", "--json").json
     assert seen["executors"]["engine"]["executor"] == "cuda-graphs"
-    assert seen["executors"]["step"]["executor"] == "torch"
-    assert "keys and values of 16 bits" in seen["why_not_fused"] == seen["executors"]["step"]["others"]["cuda-graphs"]
+    assert (seen["fused"], seen["why_not_fused"]) == (True, None)
     odd = succeed("explain", quantized, "--device", "cuda", "--kv", "4:page=4", "--json").json
     assert "the paged attention takes pages of" in odd["executors"]["engine"]["others"]["cuda-graphs"]
+    assert odd["why_not_fused"] == odd["executors"]["engine"]["others"]["cuda-graphs"]
 
 
 def test_what_the_step_lacks_is_said_for_each_device(tmp_path: Path) -> None:

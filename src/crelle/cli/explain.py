@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAME = "explain"
 _FAST = {"cpu": "cpu-fused", "cuda": "cuda-graphs"}  # the fast executor of each device
 _NO_GPU = "no GPU is visible here: this is what would run on one, as far as it can be known without it"
-_RUNS = {"engine": "generation and serving", "step": "a step of eval and bench"}
+_RUNS = {"engine": "generation and serving", "step": "a step of eval"}
 _EXECUTORS = {
     "cpu-fused": "the fused C++ step: one call for up to 16 tokens",
     "cuda-graphs": "CUDA graphs: one launch for a token of every sequence",
@@ -65,9 +65,9 @@ def run(
     chosen = executors(spec, cache, where, kernels, permuted)
     unseen = where == "cuda" and not torch.cuda.is_available()
     if json:
-        step = chosen["step"]
-        fused = step["executor"] != "torch"
-        refusal = None if fused else step["others"][_FAST[where]]
+        runs = chosen["engine"]
+        fused = runs["executor"] != "torch"
+        refusal = None if fused else runs["others"][_FAST[where]]
         said = {"device": where, "gpu": where == "cuda" and not unseen, "note": _NO_GPU if unseen else None}
         said |= {"kv": str(cache), "fused": fused, "why_not_fused": refusal}
         print_json({**said, "executors": chosen, "layers": rows})

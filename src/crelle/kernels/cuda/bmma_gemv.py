@@ -371,6 +371,7 @@ def choose(
         size = abs(log2(m.N / rows)) + abs(log2(m.K / w.K))
         other_kind, other_place = m.codes != (w.kind not in _PLANES), (m.in_graph, m.epilogue) != (in_graph, like)
         other = 4 * (columns(tokens) != m.M) + 0.5 * other_kind + 0.75 * other_place
+        other += 2 * (is_gated(m.epilogue) != is_gated(epilogue))  # two rows an output: other registers
         found = abs(m.P - w.P) + other + 0.75 * size
         if m.alone:
             return inf if found else -1

@@ -122,6 +122,13 @@ def _gemv(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for op in _OPS:
         for parts, count, dtype in ((1, 1, HALF), (2, 2, BF16), (4, 4, HALF)):
             yield bmma_gemv.encode_variant(op, parts, count, dtype)
+    for i, op in enumerate(_OPS):  # encoded inside the product
+        laid = weight_layout.lay_out(
+            _weight((ScaleKind.UNIFORM, ScaleKind.BCQ)[i % 2], (4, 3, 2)[i % 3], (64, 128)[i % 2])
+        )
+        count, dtype = (1, 1, 2, 4)[i % 4], (HALF, BF16)[i % 2]
+        config = bmma_gemv.choose(laid, count, processors=132, in_graph=True)
+        yield bmma_gemv.gemv_variant(laid, count, config, dtype, prologue=op, x_dtype=dtype)
 
 
 def _gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
