@@ -28,7 +28,7 @@ from crelle.formats.hadamard import block_size, hadamard_blocks
 from crelle.formats.io import shown
 
 BITS = (3, 4, 8)
-MAX_GROUP = 1 << 13  # channels of a group, or all of a row: a scheme's group size may exceed a short row
+MAX_GROUP = 1 << 17  # channels of a group, or all of a row: a scheme's group size may exceed a short row
 _SMALLEST = 2.0**-100
 _MOST_ROTATED = 128  # channels of a Hadamard block: kernels keep one in registers
 

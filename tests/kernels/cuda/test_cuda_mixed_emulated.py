@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crelle.formats.mixed import MixedTensor
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import dispatch, mixed_config, mixed_decode, mixed_gemv
+from crelle.kernels.cuda import dispatch, fused_linear, mixed_config, mixed_decode, mixed_gemv
 from crelle.kernels.cuda.activations import Prologue
 from crelle.kernels.cuda.fused_linear import Activated, FusedLinear, Norm
 from crelle.kernels.cuda.mixed_config import MixedTileConfig
@@ -26,6 +26,7 @@ HALF = torch.float16
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linear, "SMALL", 0)  # by what is stored, as large matrices
     for module in (mixed_gemv, mixed_decode):
         monkeypatch.setattr(module, "load", EmulatedKernel)
     for module in (mixed_gemv, mixed_config, mixed_decode):
