@@ -44,7 +44,7 @@ def refused(done: Done, *words: object) -> str:
 
 @pytest.fixture(scope="session")
 def good_checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantize(tiny_model, tmp_path_factory.mktemp("faults") / "q", SCHEME).out
+    return quantize(tiny_model, tmp_path_factory.mktemp("faults") / "q", SCHEME, effort="balanced").out
 
 
 @pytest.fixture
