@@ -29,7 +29,7 @@ class SassFacts:
 
     local_memory: int  # instructions that read or write it
     matrix: bool  # whether there is a matrix instruction
-    loads_in_flight: int  # see `loads_in_flight`
+    loads_in_flight: tuple[int, ...]  # see `loads_in_flight`
 
 
 def sass_facts(cubin: bytes) -> SassFacts | None:
@@ -39,7 +39,7 @@ def sass_facts(cubin: bytes) -> SassFacts | None:
     key = hashlib.sha256(b"\0".join((cubin, _version(tool), Path(__file__).read_bytes()))).hexdigest()
     path = cache_directory() / "sass" / f"{key[:32]}.json"
     try:
-        return SassFacts(**json.loads(path.read_text()))
+        return _facts_of(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         pass
     code = disassemble(cubin)
@@ -52,8 +52,15 @@ def sass_facts(cubin: bytes) -> SassFacts | None:
     return facts
 
 
-def loads_in_flight(code: str) -> int:
-    """Return how many registers may still wait for shared memory when the copy engine is told to overwrite it.
+def _facts_of(kept: dict[str, object]) -> SassFacts:
+    loads = kept.pop("loads_in_flight")
+    return SassFacts(**kept, loads_in_flight=tuple(loads))  # type: ignore[arg-type]
+
+
+def loads_in_flight(code: str) -> tuple[int, ...]:
+    """Return the loads from shared memory that may still be under way when the copy engine is told to overwrite it.
+
+    One entry per register that waits, at the worst copy: the constant offset in the address of its load.
 
     A warp issues in order: a load has come back when an instruction that takes one of its registers has been issued.
     Jumps forward take along what is waited for; behind one that is always taken only those that jump there arrive, and
@@ -61,13 +68,14 @@ def loads_in_flight(code: str) -> int:
     """
     waiting: dict[int, tuple[int, str]] = {}  # register: which load, and the predicate that it was made under
     jumps: dict[str, dict[int, tuple[int, str]]] = {}
+    offsets: dict[int, int] = {}  # of a load's address
 
     def came_back(used: set[int]) -> None:
         loads = {waiting[r][0] for r in used & waiting.keys()}
         for r in [r for r, (load, _) in waiting.items() if load in loads]:
             del waiting[r]
 
-    most = 0
+    most: tuple[int, ...] = ()
     lines = re.findall(r"^(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+);", code, re.MULTILINE)
     for n, (label, predicate, line) in enumerate(lines):
         if label:
@@ -78,10 +86,12 @@ def loads_in_flight(code: str) -> int:
         if kind.startswith("LDS"):
             width = 4 if ".128" in kind else 2 if ".64" in kind else 1
             came_back(set(registers[1:]))
+            offset = re.search(r"\+(0x[0-9a-f]+)\]", line)
+            offsets[n] = int(offset[1], 16) if offset else 0
             if registers:  # a load into RZ leaves nothing behind
                 waiting |= {registers[0] + i: (n, predicate) for i in range(width)}
         elif kind.startswith("UBLKCP"):
-            most = max(most, len(waiting))
+            most = max(most, tuple(sorted(offsets[load] for load, _ in waiting.values())), key=len)
         elif target := re.search(r"BRA.*`\((\.L_\w+)\)", line):
             opposite = predicate.replace("@", "@!").replace("!!", "")
             taken = {r: made for r, made in waiting.items() if not predicate or made[1] != opposite}

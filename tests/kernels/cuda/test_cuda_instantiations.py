@@ -118,7 +118,25 @@ def test_loads_in_flight_are_found(instructions: str, count: int) -> None:
         re.sub(r"^(\.L_\w+:\s+)?", rf"\1/*{16 * i:04x}*/ ", line.strip()) + " ;"
         for i, line in enumerate(instructions.split(";")[:-1])
     )
-    assert loads_in_flight(code) == count
+    assert len(loads_in_flight(code)) == count
+
+
+def test_loads_in_flight_have_the_offset_of_their_address() -> None:
+    code = "/*0000*/ LDS.64 R4, [R2+0x1200] ;\n/*0010*/ LDS R8, [R3] ;\n/*0020*/ UBLKCP.S.G [UR6], [UR8], UR10 ;"
+    assert loads_in_flight(code) == (0, 0x1200, 0x1200)
+
+
+def pieces_end(expression: str) -> int:
+    """Return an offset that no load from a piece has: all warps use the same one, and the pieces of warp 0 lie below.
+
+    A GEMV that encodes x itself (PROLOGUE) keeps the digits behind the pieces of all warps and reads them one step
+    ahead; the copy engine never writes there.
+    """
+    gemv = re.match(r"crelle::bmma_gemv<(\d), crelle::\w+, \d, \d, 1, (\d+), (\d+), (\d+),", expression)
+    if gemv is None or "crelle::ENCODED" in expression:
+        return 1 << 30
+    planes, warps, run, stages = map(int, gemv.groups())
+    return warps * stages * run * planes * 512
 
 
 def test_no_piece_is_overwritten_while_it_is_read() -> None:
@@ -128,8 +146,8 @@ def test_no_piece_is_overwritten_while_it_is_read() -> None:
     for built in jit.compile_all([v for v in instantiations("sm_90a") if one_tile.search(v[1])], "sm_90a"):
         if (facts := sass_facts(built.cubin)) is None:
             pytest.skip("no disassembler")
-        if facts.loads_in_flight:
-            wrong.append(f"{built.expression}: {facts.loads_in_flight}")
+        if loads := [offset for offset in facts.loads_in_flight if offset < pieces_end(built.expression)]:
+            wrong.append(f"{built.expression}: {len(loads)}")
     assert not wrong, "; ".join(wrong)
 
 
@@ -144,9 +162,9 @@ def test_facts_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, monkeypa
     (path,) = (tmp_path / "cache" / "sass").iterdir()
     path.write_text("{")
     assert sass_facts(cubin) == facts
-    path.write_text('{"local_memory": 7, "matrix": true, "loads_in_flight": 3}')
-    assert sass_facts(cubin) == SassFacts(7, True, 3)
-    assert sass_facts(jit.compile("spills.cu", "test::spills", "sm_80").cubin) != SassFacts(7, True, 3)
+    path.write_text('{"local_memory": 7, "matrix": true, "loads_in_flight": [3]}')
+    assert sass_facts(cubin) == SassFacts(7, True, (3,))
+    assert sass_facts(jit.compile("spills.cu", "test::spills", "sm_80").cubin) != SassFacts(7, True, (3,))
 
 
 def test_every_source_lies_in_the_package() -> None:
