@@ -1,12 +1,15 @@
 """The thread pool: many callers at once, changing sizes, and a forked child."""
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+import crelle
 from crelle.formats.bcq import UniformTensor
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.kernel import Cpu
@@ -57,3 +60,14 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
+
+
+def test_an_error_in_a_worker_reaches_the_caller(tmp_path: Path) -> None:
+    """Out of memory in one thread ends neither the process nor the others' wait at a barrier."""
+    if (compiler := shutil.which("c++")) is None:
+        pytest.skip("no C++ compiler")
+    csrc, program = Path(crelle.__file__).parent / "kernels/cpu/csrc", tmp_path / "pool_faults"
+    sources = [Path(__file__).with_name("pool_faults.cpp"), csrc / "pool.cpp"]
+    flags = ["-std=c++20", "-O1", "-pthread", f"-I{csrc}"]
+    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
+    subprocess.run([str(program)], check=True, timeout=120)

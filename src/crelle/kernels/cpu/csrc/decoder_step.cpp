@@ -428,11 +428,21 @@ void Decoder::step(const Cache &cache, const Tokens &in, float *logits) {
   for (bool done = false; !done;) {
     const int threads = Pool::get().threads();
     arrange(threads, in.count, int(in.last) / kRun + 1);
-    Pool::get().run_team([&](int t, int n) {
-      if (n != threads) return;  // the thread count changed since: arrange again
-      Work{*this, cache, in, t, n, logits}.run();
-      if (t == 0) done = true;
-    });
+    try {
+      Pool::get().run_team([&](int t, int n) {
+        if (n != threads) return;  // the thread count changed since: arrange again
+        try {
+          Work{*this, cache, in, t, n, logits}.run();
+        } catch (...) {
+          barrier_.abandon(t, n);
+          throw;
+        }
+        if (t == 0) done = true;
+      });
+    } catch (...) {
+      barrier_.reset(threads);
+      throw;
+    }
   }
 }
 

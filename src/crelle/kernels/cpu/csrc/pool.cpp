@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -71,6 +72,7 @@ void wait_while(const std::atomic<uint32_t> &value, uint32_t old) {
 
 void CounterBarrier::arrive_and_wait(int threads) {
   const uint32_t phase = phase_.load(std::memory_order_acquire);
+  if (abandoned_.load(std::memory_order_relaxed)) throw TeamFailed();  // after reading the phase: see abandon
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads)) {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.store(phase + 1, std::memory_order_release);
@@ -78,6 +80,14 @@ void CounterBarrier::arrive_and_wait(int threads) {
   } else {
     wait_while(phase_, phase);
   }
+  if (abandoned_.load(std::memory_order_relaxed)) throw TeamFailed();
+}
+
+// A thread that has read a phase before the last one here is woken by it; one that has read the last knows of it.
+void CounterBarrier::abandon() {
+  abandoned_.store(true, std::memory_order_relaxed);
+  phase_.fetch_add(1, std::memory_order_release);
+  phase_.notify_all();
 }
 
 Pool &Pool::get() {
@@ -136,7 +146,12 @@ void Pool::take_parts(int thread, uint32_t epoch) {
   for (int i = 0; i < parts; ++i) {
     const int p = (thread + i) % n;
     if (!claim(p, epoch)) continue;
-    job_(arg_, p, n);
+    try {
+      job_(arg_, p, n);
+    } catch (const TeamFailed &) {  // the thread that failed has its own error, or will have
+    } catch (...) {
+      if (!failed_.exchange(true, std::memory_order_acq_rel)) error_ = std::current_exception();
+    }
     if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) left_.notify_one();
   }
 }
@@ -154,6 +169,7 @@ void Pool::start(Job job, void *arg, bool independent) {
   take_parts(0, epoch);
   caller_works_.store(false, std::memory_order_relaxed);
   for (uint32_t left; (left = left_.load(std::memory_order_acquire)) != 0;) wait_while(left_, left);
+  if (failed_.exchange(false, std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 void Pool::work(int thread, uint32_t seen) {

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -22,13 +23,21 @@ inline int part(int count, int i, int n) { return static_cast<int>(int64_t{count
 // Wait until `value` is no longer `old`: a short look, then sleep.
 void wait_while(const std::atomic<uint32_t> &value, uint32_t old);
 
+// Thrown by a barrier in the threads of a team of which another thread has failed.
+struct TeamFailed : std::exception {
+  const char *what() const noexcept override { return "another thread of the team failed"; }
+};
+
 // All threads of a team meet here; for steps inside one parallel region.
 class CounterBarrier {
 public:
   void arrive_and_wait(int threads);
+  void abandon();  // by a thread that will not arrive: all others throw TeamFailed instead of waiting for it
+  void reset() { arrived_ = 0, abandoned_ = false; }
 
 private:
   std::atomic<uint32_t> arrived_{0}, phase_{0};
+  std::atomic<bool> abandoned_{false};
 };
 
 class Pool {
@@ -39,7 +48,8 @@ public:
   void set_threads(int n);  // 0: as many as the affinity mask allows
 
   // Call fn(thread, threads) once per thread; parts must be independent of each other. When another caller holds the
-  // pool, this one does all parts itself, one after the other.
+  // pool, this one does all parts itself, one after the other. What a part throws in any thread is thrown here when
+  // no part runs any more; the first error if there are several.
   template <class F>
   void run(F &&fn) {
     std::unique_lock lock(mutex_, std::try_to_lock);
@@ -52,6 +62,7 @@ public:
   }
 
   // The same for work whose threads wait for one another (CounterBarrier): waits for its turn, always really parallel.
+  // Before fn throws, it must abandon the barriers that other threads may be waiting at.
   template <class F>
   void run_team(F &&fn) {
     std::unique_lock lock(mutex_);
@@ -80,6 +91,8 @@ private:
   std::atomic<bool> independent_{true}, caller_works_{false};
   std::atomic<int> caller_core_{-1};
   std::atomic<bool> quit_{false};
+  std::atomic<bool> failed_{false};  // a part of this epoch has thrown `error_`
+  std::exception_ptr error_;
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<uint32_t> left_{0};  // parts not finished
 };
