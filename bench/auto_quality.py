@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from quality import Results, add_options
 
-from crelle.engine.calibration_data import CalibrationData, rows_of
 from crelle.engine.llm import LLM
-from crelle.engine.quantize import quantize
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.eval.perplexity import perplexity
 from crelle.eval.smollm2 import smollm2
 from crelle.eval.text import python_documentation
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import open_model
-from crelle.quantizers.auto import Auto
+from crelle.quantize_job.data import CalibrationData, rows_of
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.schemes.auto import Auto
 
 _LENGTH, _TOKENS, _CONTEXT = 512, 20480, 1024
 BITS = (2.35, 3.35, 4.35)

@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.bench.environment import environment
-from crelle.engine.calibration_data import rows_of
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.eval.plan_eval import open_perplexity
 from crelle.eval.smollm2 import smollm2
-from crelle.formats.io import to_json, write_whole
-from crelle.formats.open import open_weights
+from crelle.formats.storage.io import to_json, write_whole
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel, open_model
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.layer_api import TrainableLinear
-from crelle.quantizers.memory_plan import CalibrationMemory
+from crelle.quantize_job.data import rows_of
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.layer_api import TrainableLinear
+from crelle.quantizers.calibration.memory_plan import CalibrationMemory
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.training import relative_error
+from crelle.quantizers.training.blockwise import relative_error
 
 BF16 = torch.bfloat16
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from crelle.bench.cuda_timer import gpu, read_ceiling
 from crelle.bench.decode_cuda import free_memory, step_bytes
 from crelle.bench.engine_decode import EngineDecoder
-from crelle.bench.engine_load import check
 from crelle.bench.environment import write_result
-from crelle.bench.model_sources import random_llm
+from crelle.bench.kernels.cuda_timer import gpu, read_ceiling
+from crelle.bench.load.engine_load import check
+from crelle.bench.load.model_sources import random_llm
 
 CONTEXT, TOKENS, ROUNDS = 192, 128, 5
 SCHEMES = "fp16,rtn:bits=4+group=128,bcq:bits=3+group=128,bcq:bits=2+group=128,mixed:group=16+four=0.25+outliers=0.002"

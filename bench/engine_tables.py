@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crelle.bench.serving_plot import scheme_label
+from crelle.bench.load.serving_plot import scheme_label
 
 RESULTS, DOCS = Path(__file__).parent / "results", Path(__file__).parent.parent / "docs" / "notes" / "engine.md"
 Row = dict[str, Any]

@@ -1,14 +1,14 @@
 """The planner's constants, fitted to what was measured on an H200, and its estimates beside every measured step.
 
-python bench/fit_planner.py            the constants, for CONSTANTS in src/crelle/bench/step_model.py
+python bench/fit_planner.py            the constants, for CONSTANTS in src/crelle/bench/planner/step_model.py
 python bench/fit_planner.py --table    the table of docs/guide/plan.md
 """
 
 import sys
 from pathlib import Path
 
-from crelle.bench.step_fit import fit, measured_steps
-from crelle.bench.step_model import milliseconds
+from crelle.bench.planner.step_fit import fit, measured_steps
+from crelle.bench.planner.step_model import milliseconds
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -24,17 +24,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from crelle.bench.cuda_timer import gpu
 from crelle.bench.environment import write_result
+from crelle.bench.kernels.cuda_timer import gpu
 from crelle.formats.bcq import BCQTensor
 from crelle.kernels import cuda
-from crelle.kernels.cuda import group_solver
 from crelle.kernels.cuda.launch import attributes, load
-from crelle.quantizers import bcq, fast_error
-from crelle.quantizers.alternating_ls import levels_of
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.grouping import importances, to_groups
+from crelle.kernels.cuda.solver import group_solver
+from crelle.quantizers.schemes import bcq
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.solvers import fast_error
+from crelle.quantizers.solvers.alternating_ls import levels_of
+from crelle.quantizers.solvers.grouping import importances, to_groups
 
 SHAPES = "4096x4096,14336x4096"
 GROUP = 128

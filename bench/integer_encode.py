@@ -28,10 +28,10 @@ def schemes(K: int) -> dict[str, Any]:
 
 
 def launch(act: Any, K: int, op: Any, permuted: bool, M: int) -> dict[str, Any]:
-    from crelle.bench.cuda_timer import Replay
+    from crelle.bench.kernels.cuda_timer import Replay
     from crelle.formats.base import format_of
-    from crelle.kernels.cuda.fused_linear import Norm
-    from crelle.kernels.cuda.integer_encode import encode, form_of
+    from crelle.kernels.cuda.integer.integer_encode import encode, form_of
+    from crelle.kernels.cuda.step.fused_linear import Norm
 
     spec = {"format": "grouped", "shape": [1, K], "bits": 4, "group": 128, "outliers": act.outliers}
     spec |= {"outlier_bits": 8, "permuted": permuted, "activation": act.to_json()}

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from crelle.bench.cuda_timer import Replay, clone, copies, gpu
 from crelle.bench.environment import write_result
+from crelle.bench.kernels.cuda_timer import Replay, clone, copies, gpu
 from crelle.formats.activations import ActivationSpec, QuantizedX
 from crelle.formats.base import format_of
 from crelle.kernels.base import Encoded
-from crelle.kernels.cuda import integer_gemm, jit
-from crelle.kernels.cuda.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
-from crelle.kernels.cuda.integer_layout import IntegerTiles, lay_out
-from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.integer import integer_gemm
+from crelle.kernels.cuda.integer.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
+from crelle.kernels.cuda.integer.integer_layout import IntegerTiles, lay_out
+from crelle.kernels.cuda.integer.integer_x import IntegerX
 from crelle.kernels.integer_reference import IntegerReference
 
 Config = IntegerTileConfig | IntegerSm80TileConfig

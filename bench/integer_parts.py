@@ -24,21 +24,22 @@ import torch
 from edited_sources import Edit, edited
 from integer_gemm import HALF, clone, encoded, weight
 
-from crelle.bench.cuda_timer import Replay, gpu
 from crelle.bench.environment import write_result
-from crelle.kernels.cuda import integer_gemm, jit
-from crelle.kernels.cuda.integer_gemm import IntegerTileConfig
-from crelle.kernels.cuda.integer_layout import lay_out
+from crelle.bench.kernels.cuda_timer import Replay, gpu
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.integer import integer_gemm
+from crelle.kernels.cuda.integer.integer_gemm import IntegerTileConfig
+from crelle.kernels.cuda.integer.integer_layout import lay_out
 
 INPUTS = 4096, 12288
 COPIES: list[Edit] = [
-    ("tma.cuh", '_, [%0], %1;" ::"r"(barrier), "r"(bytes)', '_, [%0], %1;" ::"r"(barrier), "r"(0)'),
-    ("tma.cuh", "int bytes, uint32 barrier) {\n", "int bytes, uint32 barrier) {\n  return;\n"),
-    ("tma.cuh", "int column, int row, uint32 barrier) {\n", "int column, int row, uint32 barrier) {\n  return;\n"),
+    ("ptx/tma.cuh", '_, [%0], %1;" ::"r"(barrier), "r"(bytes)', '_, [%0], %1;" ::"r"(barrier), "r"(0)'),
+    ("ptx/tma.cuh", "int bytes, uint32 barrier) {\n", "int bytes, uint32 barrier) {\n  return;\n"),
+    ("ptx/tma.cuh", "int column, int row, uint32 barrier) {\n", "int column, int row, uint32 barrier) {\n  return;\n"),
 ]
 LOADS: list[Edit] = [
     (
-        "integer_weights.cuh",
+        "integer/integer_weights.cuh",
         "  const uint4 a = from[0], b = from[32];\n",
         '  uint4 a, b;\n  asm volatile("mov.b32 %0, %1;" : "=r"(a.x) : "r"(lane));\n'
         "  a.y = a.z = a.w = b.x = b.y = b.z = b.w = a.x;\n",
@@ -46,7 +47,7 @@ LOADS: list[Edit] = [
 ]
 ARITHMETIC: list[Edit] = [
     (
-        "integer_weights.cuh",
+        "integer/integer_weights.cuh",
         "                                             const uint32 (&scales)[SUBS]) {\n",
         "                                             const uint32 (&scales)[SUBS]) {\n#pragma unroll\n"
         "  for (int i = 0; i < 16; i++) a[i / 4][i % 4] = words[i / 2];\n  return;\n",
@@ -54,13 +55,17 @@ ARITHMETIC: list[Edit] = [
 ]
 SCALING: list[Edit] = [
     (
-        "integer_sm90.cuh",
+        "integer/integer_sm90.cuh",
         "        float *const to = f + 4 * c;\n",
         "        float *const to = f + 4 * c;\n        if (c > 0) break;\n",
     )
 ]
 PRODUCTS: list[Edit] = [
-    ("integer_sm90.cuh", "for (int k = first; k < first + steps; k++)", "for (int k = first; k < first + 1; k++)")
+    (
+        "integer/integer_sm90.cuh",
+        "for (int k = first; k < first + steps; k++)",
+        "for (int k = first; k < first + 1; k++)",
+    )
 ]
 PARTS = {
     "whole": [],

@@ -30,7 +30,7 @@ def worker(threads: int, only: str) -> None:
     from crelle.kernels.threads import set_threads
 
     try:
-        from crelle.bench.model_sources import random_llm
+        from crelle.bench.load.model_sources import random_llm
     except ImportError:  # where it stood before the package crelle.bench
         from crelle.eval.serve_models import random_llm  # type: ignore[import-not-found,no-redef]
     set_threads(threads)

@@ -23,7 +23,7 @@ def main() -> None:
     from crelle.bench.environment import environment
     from crelle.engine.llm import LLM
     from crelle.eval.smollm2 import smollm2
-    from crelle.formats.kv import KVFormat
+    from crelle.formats.kv.pages import KVFormat
 
     out, data, asked = Path(sys.argv[1]), Path(sys.argv[2]), [KVFormat.parse(kv) for kv in sys.argv[3:]]
     llm = LLM.load(smollm2(), device="cpu")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crelle.engine.llm import LLM
 from crelle.eval.smollm2 import smollm2
-from crelle.formats.kv import KVFormat, dequantize, hadamard, quantize
+from crelle.formats.kv.pages import KVFormat, dequantize, hadamard, quantize
 from crelle.models.cache import CacheSizes, KVCache
 from crelle.models.rope import angles, rotate
 

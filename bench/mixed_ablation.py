@@ -59,8 +59,8 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 def main() -> None:
     from crelle.bench.environment import environment
     from crelle.eval.smollm2 import smollm2
-    from crelle.formats.io import write_whole
-    from crelle.formats.open import open_weights
+    from crelle.formats.storage.io import write_whole
+    from crelle.formats.storage.open import open_weights
     from crelle.models.loader import read_spec
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.bench.cuda_timer import Replay, clone, copies, gpu, poison
 from crelle.bench.environment import environment
-from crelle.bench.random_matrices import random_generator, random_matrix
-from crelle.kernels.cuda import dispatch, jit, mixed_gemm, mixed_gemv
-from crelle.kernels.cuda.gemm import GemmTileConfig
-from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out
+from crelle.bench.kernels.cuda_timer import Replay, clone, copies, gpu, poison
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
+from crelle.kernels.cuda import dispatch, jit
+from crelle.kernels.cuda.mixed import mixed_gemm, mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight, lay_out
+from crelle.kernels.cuda.planes.gemm import GemmTileConfig
 from crelle.quantizers.scheme import parse
 
 HALF, TOLERANCE = torch.float16, 1e-3

@@ -23,16 +23,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from crelle.bench.cuda_timer import gpu
 from crelle.bench.environment import write_result
+from crelle.bench.kernels.cuda_timer import gpu
 from crelle.kernels import cpu, cuda
-from crelle.quantizers import mixed_solver, nested_sweep
-from crelle.quantizers.gptq_solver import LDLFactor, factor, mixing
-from crelle.quantizers.mixed import Assignment, Mixed
-from crelle.quantizers.mixed_solver import feedback, search_grids, tune_scales
-from crelle.quantizers.nested import Nested
-from crelle.quantizers.nested_sweep import nearest_nested, sweep_nested
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.mixed import Assignment, Mixed
+from crelle.quantizers.schemes.nested import Nested
+from crelle.quantizers.solvers import mixed_solver, nested_sweep
+from crelle.quantizers.solvers.gptq_solver import LDLFactor, factor, mixing
+from crelle.quantizers.solvers.mixed_solver import feedback, search_grids, tune_scales
+from crelle.quantizers.solvers.nested_sweep import nearest_nested, sweep_nested
 
 SHAPES = {"cuda": [(4096, 4096), (14336, 4096)], "cpu": [(576, 1536)]}
 RUNS = 3  # with the kernels; the first may compile

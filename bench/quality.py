@@ -54,7 +54,7 @@ def layer_bits(directory: Path) -> float:
     from math import prod
 
     from crelle.formats.base import nbytes
-    from crelle.formats.checkpoint import Checkpoint
+    from crelle.formats.storage.checkpoint import Checkpoint
 
     c = Checkpoint(directory, verify=False)
     inside = [m for m in c.specs if ".layers." in m]
@@ -78,7 +78,7 @@ class Results:
     def add(self, row: Row, *shown: str) -> None:
         """Keep a row, and print some of its values."""
         from crelle.bench.environment import environment
-        from crelle.formats.io import write_whole
+        from crelle.formats.storage.io import write_whole
 
         with self.lock:
             self.rows.append(row)
@@ -173,7 +173,7 @@ def main() -> None:
                 # Children's peak is a maximum over all so far: name the heaviest scheme last.
                 row["peak_gigabytes"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
             else:
-                from crelle.formats.checkpoint import Checkpoint
+                from crelle.formats.storage.checkpoint import Checkpoint
 
                 row["scheme"] = Checkpoint(made, verify=False).scheme
             return row | {"bits_per_weight": layer_bits(made), **perplexities(made)}

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crelle.bench.plan_shapes import planned_shape
-from crelle.formats.io import to_json, write_whole
+from crelle.bench.planner.plan_shapes import planned_shape
+from crelle.formats.storage.io import to_json, write_whole
 from crelle.plots import pyplot
 
 

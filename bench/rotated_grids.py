@@ -21,13 +21,13 @@ import torch
 from quality import CASES, Results, add_options
 from torch import Tensor
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
 from crelle.eval.smollm2 import smollm2
 from crelle.formats.base import format_of
 from crelle.formats.dense import DenseTensor
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.stats import Stats
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.gptq import GPTQ
 
 _FIT = GPTQ.fit
 

@@ -4,15 +4,15 @@
     crelle bench plot OUT.json
 
 Every sequence has 1024 tokens in its pages (random ones); an engine decodes TOKENS more of each: scheduling, graphs,
-tokens read on the host, events (crelle.bench.decode_throughput). Before an engine is timed it is checked against one
-pass of its model over the same tokens. What OUT.json has already is not measured again: a run that was ended goes on.
-Kernels are compiled before, side by side. On an H200 with 16 cores a model takes about 30 seconds: building it 8,
+tokens read on the host, events (crelle.bench.load.decode_throughput). Before an engine is timed it is checked against
+one pass of its model over the same tokens. What OUT.json has already is not measured again: a run that was ended goes
+on. Kernels are compiled before, side by side. On an H200 with 16 cores a model takes about 30 seconds: building it 8,
 compiling 10, a cache 4; all of DEFAULT some 200.
 
 rows       one for each batch, with the time of the step's graph alone; for batch 128 also its breakdown by kernel.
            Where `memory` is set: an engine with that budget for weights, working space and pages, its largest batch
            and the bucket of graphs below it, the memory that it really used, times_fp16 and times_w8a8
-exact      the same with sums in one order for all batches (crelle.kernels.cuda.batch_invariant); --parts exact
+exact      the same with sums in one order for all batches (crelle.kernels.cuda.planes.batch_invariant); --parts exact
 """
 
 import argparse
@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from crelle.bench.cuda_timer import gpu
-from crelle.bench.decode_throughput import DecodeThroughput, budgeted, measure
 from crelle.bench.environment import write_result
-from crelle.bench.model_sources import free_memory, random_llm
+from crelle.bench.kernels.cuda_timer import gpu
+from crelle.bench.load.decode_throughput import DecodeThroughput, budgeted, measure
+from crelle.bench.load.model_sources import free_memory, random_llm
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.errors import CrelleError
-from crelle.formats.io import read_json
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
+from crelle.formats.storage.io import read_json
 
 SMALL = ("kv4", "kv4:group=128", "k4v2", "kv3", "kv2")
 WEIGHTS = {  # and the caches that each is measured with

@@ -42,8 +42,8 @@ import aiohttp
 from crelle import LLM, Sampling, quantize
 from crelle.bench.environment import environment
 from crelle.engine.memory import plan
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 
 PROMPTS = [
     "Python is a programming language that",

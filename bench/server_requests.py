@@ -33,8 +33,8 @@ def worker() -> None:
     from crelle.server.metrics import Metrics
     from crelle.server.requests import RequestParser
     from crelle.server.responses import ResponseBuilder
-    from crelle.server.schemas import ModelInfo
-    from crelle.server.strict_json import encode, parse
+    from crelle.server.schema.schemas import ModelInfo
+    from crelle.server.schema.strict_json import encode, parse
 
     class Tokens:
         """Knows what tokens stand for, without a tokenizer."""
@@ -158,8 +158,8 @@ def processor_seconds(pid: int) -> float:
 
 def load(server: tuple["subprocess.Popen[str]", str], chat: bool, seconds: float) -> tuple[float, float]:
     """Return processor milliseconds of the server for each answer, and answers a second."""
-    from crelle.bench.http_load import run_closed_loop
-    from crelle.bench.trace import random_words
+    from crelle.bench.load.http_load import run_closed_loop
+    from crelle.bench.load.trace import random_words
 
     process, url = server
     before = processor_seconds(process.pid)

@@ -24,14 +24,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from crelle.bench.cuda_timer import gpu
 from crelle.bench.environment import write_result
+from crelle.bench.kernels.cuda_timer import gpu
 from crelle.kernels import cuda
-from crelle.quantizers.fast_error import fast_errors
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import Fit, LDLFactor, Levels, descend, factor, feedback, row_errors, solve
-from crelle.quantizers.mixed import Mixed
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.mixed import Mixed
+from crelle.quantizers.solvers.fast_error import fast_errors
+from crelle.quantizers.solvers.gptq_solver import Fit, LDLFactor, Levels, descend, factor, feedback, row_errors, solve
 
 SHAPES = "4096x4096,1024x4096,14336x4096,4096x14336,8192x28672"
 CHECKED = (1024, 1024)  # rows, columns

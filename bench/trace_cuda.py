@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from crelle.bench.cuda_timer import gpu
-from crelle.bench.engine_load import EngineLoadResult, serve
 from crelle.bench.environment import write_result
-from crelle.bench.model_sources import free_memory, random_llm
-from crelle.bench.trace import TraceRequest, read_trace, write_trace
+from crelle.bench.kernels.cuda_timer import gpu
+from crelle.bench.load.engine_load import EngineLoadResult, serve
+from crelle.bench.load.model_sources import free_memory, random_llm
+from crelle.bench.load.trace import TraceRequest, read_trace, write_trace
 from crelle.errors import CrelleError
-from crelle.formats.io import read_json
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
+from crelle.formats.storage.io import read_json
 
 SHAPE, CONTEXT = "llama2-7b", 4096
 WEIGHTS = {

@@ -3,9 +3,9 @@
     python bench/training_cuda.py OUT.json [--shape llama3-8b] [--layers 2,6] [--batch 8] [--length 2048] [--steps 4]
 
 Random weights; the student has affine grids of 2 bits. Both models, all layers asked for, are trained together as
-`tune=full` trains them where memory is short (crelle.quantizers.end_to_end); the difference between two numbers of
-layers is the cost of a layer, from which the whole model is extrapolated (`whole`, said so). On the way the loss must
-be finite and the parameters must move.
+`tune=full` trains them where memory is short (crelle.quantizers.training.end_to_end); the difference between two
+numbers of layers is the cost of a layer, from which the whole model is extrapolated (`whole`, said so). On the way the
+loss must be finite and the parameters must move.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import torch
 from crelle.bench.environment import environment
 from crelle.bench.model_shapes import SHAPES, RandomWeights
 from crelle.models.calibration_model import open_model
-from crelle.quantizers.end_to_end import EndToEnd, Network, drawn
-from crelle.quantizers.layer_api import Block
-from crelle.quantizers.ste import trainable
-from crelle.quantizers.ste_base import TrainableWeight
-from crelle.quantizers.teacher import Teacher
-from crelle.quantizers.training import Training
+from crelle.quantizers.calibration.layer_api import Block
+from crelle.quantizers.training.blockwise import Training
+from crelle.quantizers.training.end_to_end import EndToEnd, Network, drawn
+from crelle.quantizers.training.ste import trainable
+from crelle.quantizers.training.ste_base import TrainableWeight
+from crelle.quantizers.training.teacher import Teacher
 
 SCHEME = "gptq:bits=2,group=64,free=true"
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights
 from crelle.errors import CrelleError
-from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels.cuda import bmma_gemv, jit
-from crelle.kernels.cuda.bmma_gemv import EpilogueOut, GemvTileConfig
+from crelle.formats.kv.pages import KVFormat, KVPages
+from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.executor import CudaExecutor, _Graph
-from crelle.kernels.cuda.graphs import capture
-from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind
+from crelle.kernels.cuda.planes import bmma_gemv
+from crelle.kernels.cuda.planes.bmma_gemv import EpilogueOut, GemvTileConfig
+from crelle.kernels.cuda.planes.weight_layout import CudaWeight, ScaleKind
+from crelle.kernels.cuda.step.graphs import capture
 from crelle.kernels.executor import Chunk
 from crelle.models.loader import build as build_model
 

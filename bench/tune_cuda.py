@@ -14,11 +14,12 @@ from time import perf_counter
 
 import torch
 
-from crelle.bench.random_matrices import random_generator, random_matrix
-from crelle.kernels.cuda import bmma_gemv, jit
-from crelle.kernels.cuda.bmma_gemv import GemvTileConfig
-from crelle.kernels.cuda.graphs import capture
-from crelle.kernels.cuda.weight_layout import lay_out
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.planes import bmma_gemv
+from crelle.kernels.cuda.planes.bmma_gemv import GemvTileConfig
+from crelle.kernels.cuda.planes.weight_layout import lay_out
+from crelle.kernels.cuda.step.graphs import capture
 from crelle.quantizers.scheme import parse
 
 PROBLEMS = [

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from crelle.bench.cuda_timer import Replay, clone, copies, gpu
-from crelle.bench.gemv_cuda import baseline
-from crelle.bench.random_matrices import random_generator, random_matrix
-from crelle.kernels.cuda import jit, mixed_config, mixed_decode, mixed_gemv
-from crelle.kernels.cuda.mixed_config import MixedTileConfig
-from crelle.kernels.cuda.mixed_decode import DecodeConfig
-from crelle.kernels.cuda.mixed_layout import MixedWeight, lay_out
+from crelle.bench.kernels.cuda_timer import Replay, clone, copies, gpu
+from crelle.bench.kernels.gemv_cuda import baseline
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_config import MixedTileConfig
+from crelle.kernels.cuda.mixed.mixed_decode import DecodeConfig
+from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight, lay_out
 from crelle.quantizers.scheme import parse
 
 HALF = torch.float16

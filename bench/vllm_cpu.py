@@ -35,13 +35,13 @@ from crelle.bench.environment import write_result
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.exporters.awq import AWQLayout
 from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.grouped import GroupedTensor
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
 
 GROUP = 128
 GRID = f"rtn:bits=4,group={GROUP},symmetric=true"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import safetensors.torch
 
-from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint import Checkpoint
 
 
 def write_dequantized(checkpoint: Path, to: Path) -> Path:

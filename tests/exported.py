@@ -5,7 +5,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from crelle.formats.open import Weights
+from crelle.formats.storage.open import Weights
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from crelle.kernels import cuda
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import executor, integer_gemm, launch, prefill_graph
+from crelle.kernels.cuda import executor, launch
+from crelle.kernels.cuda.integer import integer_gemm
+from crelle.kernels.cuda.step import prefill_graph
 
 
 class Event:

@@ -21,9 +21,9 @@ _HOME = {
     "Sampling": "crelle.engine.sampler",
     "CrelleError": "crelle.errors",
     "perplexity": "crelle.eval.perplexity",
-    "CalibrationData": "crelle.engine.calibration_data",
-    "Text": "crelle.engine.calibration_data",
-    "quantize": "crelle.engine.quantize",
+    "CalibrationData": "crelle.quantize_job.data",
+    "Text": "crelle.quantize_job.data",
+    "quantize": "crelle.quantize_job.run",
 }
 
 __all__ = [
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from crelle.engine.calibration_data import CalibrationData, Text
     from crelle.engine.llm import LLM, Completion
-    from crelle.engine.quantize import quantize
     from crelle.engine.sampler import Sampling
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity
     from crelle.integrations.transformers.config import CrelleConfig
+    from crelle.quantize_job.data import CalibrationData, Text
+    from crelle.quantize_job.run import quantize
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@
     └── BuildError              a compiler said no: the command, where its log lies, its first error line
 
 A message names the value that was wrong and the remedy. A parameter stands in it as Python has it, in backticks:
-`rows`, `overwrite=True`. The command line prints its own option instead (crelle.cli.options_in_errors): --rows,
+`rows`, `overwrite=True`. The command line prints its own option instead (crelle.cli.common.options_in_errors): --rows,
 --overwrite. `assert` is for our own invariants only.
 """
 

@@ -184,7 +184,7 @@ def say(text: str) -> None:
 def report(args: argparse.Namespace, crowd: Crowd, servers: list[Server], seconds: dict[str, float]) -> dict[str, Any]:
     """Return the result: totals, a row for each kind, and why requests failed."""
     from crelle.bench.environment import environment
-    from crelle.bench.load_report import Percentiles
+    from crelle.bench.load.load_report import Percentiles
 
     def row(kind: str, some: list[Outcome]) -> dict[str, Any]:
         first = Percentiles.of([o.first for o in some if o.first is not None])

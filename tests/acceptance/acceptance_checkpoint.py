@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from crelle.bench.model_shapes import RandomWeights, config_of, llama_config
-from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
 
 TINY = llama_config(128, 2, 4, 256, kv_heads=2, vocabulary=1024, context=512)
 SPECIAL = ("<|bos|>", "<|start|>", "<|end|>")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from crelle.bench import attention as attention_bench
-from crelle.bench.attention import Attention, ReferenceKernels, measure, plot_attention
+from crelle.bench.kernels import attention as attention_bench
+from crelle.bench.kernels.attention import Attention, ReferenceKernels, measure, plot_attention
 from crelle.errors import SchemeError, UnsupportedError
 
 SMALL: dict[str, Any] = {

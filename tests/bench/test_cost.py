@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from crelle.bench.cost import CostModel
+from crelle.bench.planner.cost import CostModel
 from crelle.errors import SchemeError, UnsupportedError
 
 

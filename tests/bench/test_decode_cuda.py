@@ -7,11 +7,11 @@ import torch
 from conftest import TINY
 
 from crelle.bench import decode_cuda
-from crelle.bench.cuda_timer import Ceiling
 from crelle.bench.decode_cuda import check, does_not_fit, measure, step_bytes, with_baseline
 from crelle.bench.engine_decode import EngineDecoder, Generation
+from crelle.bench.kernels.cuda_timer import Ceiling
+from crelle.bench.load.no_tokenizer import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights
-from crelle.bench.no_tokenizer import NoTokenizer
 from crelle.engine.llm import LLM
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes

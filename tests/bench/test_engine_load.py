@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from crelle import LLM, quantize
-from crelle.bench import engine_load
 from crelle.bench.compile_ahead import compile_ahead
-from crelle.bench.decode_throughput import budgeted, decode, fill, largest_batch
-from crelle.bench.engine_load import EngineLoad, check, disagreement, serve
+from crelle.bench.load import engine_load
+from crelle.bench.load.decode_throughput import budgeted, decode, fill, largest_batch
+from crelle.bench.load.engine_load import EngineLoad, check, disagreement, serve
+from crelle.bench.load.model_sources import checked_part, random_llm
+from crelle.bench.load.serving_plot import plot_serving, scheme_label
+from crelle.bench.load.trace import TraceRequest
 from crelle.bench.model_shapes import SHAPES
-from crelle.bench.model_sources import checked_part, random_llm
-from crelle.bench.serving_plot import plot_serving, scheme_label
-from crelle.bench.trace import TraceRequest
 from crelle.engine.compile_ahead import prompt_sizes
 from crelle.engine.engine import Engine
 from crelle.engine.memory import parse_bytes, plan
 from crelle.errors import CapacityError, NumericsError, SchemeError, UnsupportedError
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from in_process import run
 
-from crelle.bench import gemv_cuda
-from crelle.bench.random_matrices import random_generator, random_matrix
+from crelle.bench.kernels import gemv_cuda
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
 from crelle.kernels import ops
 from crelle.quantizers.scheme import parse
 

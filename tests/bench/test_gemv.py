@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from crelle.bench import external, gemv
+from crelle.bench import external
+from crelle.bench.kernels import gemv
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.kernels import cpu
 from crelle.kernels.cpu import check

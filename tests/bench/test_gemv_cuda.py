@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from crelle.bench import gemv_cuda
-from crelle.bench.cuda_timer import Ceiling, clone, copies
 from crelle.bench.energy import Energy
-from crelle.bench.random_matrices import random_generator, random_matrix
+from crelle.bench.kernels import gemv_cuda
+from crelle.bench.kernels.cuda_timer import Ceiling, clone, copies
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, nbytes
 from crelle.kernels import ops
@@ -176,7 +176,7 @@ def test_an_unknown_dtype_is_a_sentence() -> None:
 
 @pytest.mark.gpu
 def test_the_ceiling_is_that_of_a_memory() -> None:
-    from crelle.bench.cuda_timer import read_ceiling
+    from crelle.bench.kernels.cuda_timer import read_ceiling
 
     found = read_ceiling(1 << 30)
     assert 100 < found.gb_per_s < 20_000

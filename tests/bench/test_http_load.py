@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_server import FakeServer
 
-from crelle.bench.http_load import Arrival, LoadReport, Percentiles, poisson, run_closed_loop, run_trace
+from crelle.bench.load.http_load import Arrival, LoadReport, Percentiles, poisson, run_closed_loop, run_trace
 from crelle.errors import CrelleError, SchemeError
 
 NO_EVENT = "the stream holds something that is not an event of this interface"

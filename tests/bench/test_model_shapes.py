@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import TINY
 
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
 from crelle.bench.model_shapes import SHAPES, RandomWeights
-from crelle.bench.random_matrices import random_generator, random_matrix
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.models.loader import build, read_spec

@@ -20,10 +20,10 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sources_have_what_is_replaced() -> None:
     sources: Any = import_module("edited_sources")
     parts, splits = import_module("integer_parts"), import_module("attention_splits")
-    original = jit.CSRC
+    original = jit.SOURCES
     for edits in (*parts.PARTS.values(), [splits.NO_ADDING], [splits.LOADS_ONLY]):
         with sources.edited(edits):
             for file, old, new in edits:
-                assert new in (jit.CSRC / file).read_text()
-                assert old not in (jit.CSRC / file).read_text().replace(new, "")
-    assert original == jit.CSRC
+                assert new in (jit.SOURCES / file).read_text()
+                assert old not in (jit.SOURCES / file).read_text().replace(new, "")
+    assert original == jit.SOURCES

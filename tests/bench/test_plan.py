@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from crelle.bench.cost import CostModel
 from crelle.bench.model_shapes import SHAPES, RandomWeights
-from crelle.bench.plan import parallel, plan, step_work, vllm_command
-from crelle.bench.plan_shapes import NAMES, describe, planned_shape
-from crelle.bench.step_model import kind_of, milliseconds
+from crelle.bench.planner.cost import CostModel
+from crelle.bench.planner.plan import parallel, plan, step_work, vllm_command
+from crelle.bench.planner.plan_shapes import NAMES, describe, planned_shape
+from crelle.bench.planner.step_model import kind_of, milliseconds
 from crelle.errors import CapacityError, FormatError, SchemeError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.quantizers.scheme import parse
 
 BILLIONS = {

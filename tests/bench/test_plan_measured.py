@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from crelle.bench.plan import plan
-from crelle.bench.plan_shapes import planned_shape
-from crelle.bench.step_fit import Measured, fit, measured_steps
-from crelle.bench.step_model import CONSTANTS, milliseconds
+from crelle.bench.planner.plan import plan
+from crelle.bench.planner.plan_shapes import planned_shape
+from crelle.bench.planner.step_fit import Measured, fit, measured_steps
+from crelle.bench.planner.step_model import CONSTANTS, milliseconds
 from crelle.engine.memory import prefill_graph_bytes, working_bytes_of
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.quantizers.scheme import parse
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from crelle.bench import step_breakdown
-from crelle.bench.step_breakdown import Launch, breakdown, kind_of, of_launches, short_name
+from crelle.bench.kernels import step_breakdown
+from crelle.bench.kernels.step_breakdown import Launch, breakdown, kind_of, of_launches, short_name
 from crelle.errors import UnsupportedError
 
 ENCODE = "void crelle::integer_encode<(crelle::Prologue)1, (int)128, (bool)1, __half>(const T7 *, int)"

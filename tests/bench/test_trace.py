@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crelle.bench.trace import Prompts, TraceRequest, random_words, read_trace, write_trace
+from crelle.bench.load.trace import Prompts, TraceRequest, random_words, read_trace, write_trace
 from crelle.errors import FormatError, SchemeError
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

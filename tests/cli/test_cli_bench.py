@@ -8,7 +8,8 @@ import pytest
 import torch
 from in_process import run
 
-from crelle.bench import gemv, import_timer, startup
+from crelle.bench import import_timer, startup
+from crelle.bench.kernels import gemv
 from crelle.bench.model_shapes import SHAPES
 from crelle.eval import accuracy
 from crelle.kernels import cpu

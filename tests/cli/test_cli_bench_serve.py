@@ -7,7 +7,7 @@ import pytest
 from in_process import run
 from server.fake_server import FakeServer
 
-from crelle.bench import attention as attention_bench
+from crelle.bench.kernels import attention as attention_bench
 from crelle.bench.model_shapes import SHAPES
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,30,4\n2023-11-16 18:15:47.68,5,9\n"
@@ -155,8 +155,8 @@ def test_a_server_without_a_chat_template_is_asked_for_completions(tmp_path: Pat
 
 
 def test_a_server_gets_the_same_load(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crelle.bench import http_load
-    from crelle.bench.load_report import Call, LoadReport
+    from crelle.bench.load import http_load
+    from crelle.bench.load.load_report import Call, LoadReport
 
     asked: dict[str, object] = {}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from in_process import run, succeed
 
-from crelle.formats.ownership import INDEX
+from crelle.formats.storage.ownership import INDEX
 
 SMALL = ("--rows", "4", "--length", "32")
 

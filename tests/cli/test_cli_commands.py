@@ -11,8 +11,9 @@ from conftest import write_tiny_model
 from in_process import run, succeed
 
 from crelle import LLM, Sampling, perplexity
-from crelle.cli import console, evaluate
-from crelle.cli.inspect_table import kinds
+from crelle.cli import evaluate
+from crelle.cli.common import console
+from crelle.cli.views.inspect_table import kinds
 from crelle.version import __version__
 
 SCHEME = "bcq:bits=3,group=24"
@@ -342,7 +343,7 @@ def test_doctor_compiles_a_cuda_kernel_without_a_device(tmp_path: Path, monkeypa
     assert "in the cache" in second["detail"]
 
     monkeypatch.setattr(jit, "_memory", {})
-    monkeypatch.setattr(jit, "CSRC", tmp_path)
+    monkeypatch.setattr(jit, "SOURCES", tmp_path)
     assert check()["state"] == "problem"
     monkeypatch.setattr(jit, "missing", lambda: "pip install 'crelle[cuda]'")
     assert check() == {"what": "CUDA kernels", "state": "absent", "detail": "pip install 'crelle[cuda]'"}

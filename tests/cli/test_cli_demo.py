@@ -19,7 +19,7 @@ from crelle import LLM, Sampling
 from crelle.bench import decode_cuda
 from crelle.bench.model_shapes import RandomWeights
 from crelle.cli.demo import _LABELS, PLAIN, PROMPT, SCHEMES
-from crelle.cli.demo_shape import decode_rows, shape_table
+from crelle.cli.views.demo_shape import decode_rows, shape_table
 from crelle.errors import CapacityError, CrelleError
 from crelle.eval import smollm2
 from crelle.eval.report import Row

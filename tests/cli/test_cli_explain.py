@@ -8,7 +8,7 @@ from conftest import write_tiny_model
 from in_process import succeed
 
 from crelle import CalibrationData, quantize
-from crelle.cli import console
+from crelle.cli.common import console
 from crelle.kernels import cpu
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is said where there is no GPU")

@@ -8,7 +8,7 @@ import torch
 from conftest import Run
 
 from crelle import CalibrationData, quantize
-from crelle.cli.inspect_plot import GroupRanges, by_layer, group_ranges, picture
+from crelle.cli.views.inspect_plot import GroupRanges, by_layer, group_ranges, picture
 from crelle.formats.dense import DenseTensor
 from crelle.formats.mixed import MixedTensor
 

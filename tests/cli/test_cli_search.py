@@ -12,11 +12,11 @@ from conftest import write_tiny_model
 from in_process import Result, run, succeed
 
 from crelle.eval.plan_eval import rank_correlation, smallest_meeting
-from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.pipeline import measure
-from crelle.quantizers.plan_file import read_plan
-from crelle.quantizers.search import Plan
+from crelle.quantizers.search.bit_allocation import Plan
+from crelle.quantizers.search.plan_file import read_plan
 
 SMALL = ("--rows", "2", "--length", "24", "--bits", "2,4", "--groups", "32,row", "--threads", "1")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from in_process import run, succeed
 
-from crelle.cli.console import tell_compilation
+from crelle.cli.common.console import tell_compilation
 from crelle.engine import compile_ahead
 from crelle.kernels.cuda import jit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from in_process import run, succeed
 
-from crelle.cli.completion import SCHEMES, models
-from crelle.formats.nearby import models_in
+from crelle.cli.common.completion import SCHEMES, models
+from crelle.formats.storage.nearby import models_in
 from crelle.quantizers.base import Cast
 from crelle.quantizers.scheme import CONFIGS, parse
 

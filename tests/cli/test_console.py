@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from crelle.cli import console
+from crelle.cli.common import console
 
 
 @dataclass

@@ -11,8 +11,8 @@ import tiny_gguf as tiny
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.kernels import cpu
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.models.loader import build

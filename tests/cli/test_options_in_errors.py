@@ -10,8 +10,8 @@ from in_process import run
 
 import crelle
 from crelle import LLM, CrelleError, perplexity, quantize
+from crelle.cli.common.options_in_errors import options_of, with_options
 from crelle.cli.main import app
-from crelle.cli.options_in_errors import options_of, with_options
 
 SOURCE = Path(crelle.__file__).parent
 LIBRARY = ("engine", "eval", "formats", "kernels", "models", "quantizers")

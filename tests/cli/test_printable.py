@@ -12,10 +12,10 @@ from in_process import run, succeed
 from rich.table import Table
 
 import crelle
-from crelle.cli import console
+from crelle.cli.common import console
 from crelle.errors import FormatError
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint_writer import CheckpointWriter
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
 from crelle.printable import CONTROL, printable
 
 EVIL = "\x1b]52;c;ZXZpbA==\x07\x9b2J\x7f\u202e[/x][red]\r"  # the clipboard, the screen, the direction; markup

@@ -2,8 +2,8 @@
 
 import pytest
 
-from crelle.cli.quantize_plan import duration
-from crelle.cli.quantize_progress import StageClock
+from crelle.cli.views.quantize_plan import duration
+from crelle.cli.views.quantize_progress import StageClock
 
 PARTS = {"writing": 2.0, "sampling": 60.0, "search": 100.0, "layers": 200.0, "training": 100.0}
 

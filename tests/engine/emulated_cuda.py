@@ -18,10 +18,10 @@ from recorded_gpu import Event
 from torch import Tensor
 
 from crelle.engine import model_runner
-from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels.cuda import embed_argmax
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor
-from crelle.kernels.cuda.graph_inputs import bucket_of
+from crelle.kernels.cuda.step import embed_argmax
+from crelle.kernels.cuda.step.graph_inputs import bucket_of
 from crelle.kernels.executor import Chunk, Executor
 from crelle.models.cache import key_centers_of
 from crelle.models.executors import make_executor

@@ -17,13 +17,13 @@ import torch
 from conftest import quantized_copy, write_tiny_model
 
 from crelle import LLM, Sampling
+from crelle.bench.load.model_sources import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights, llama_config
-from crelle.bench.model_sources import NoTokenizer
 from crelle.engine.engine import Engine, Handle
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.formats.base import QuantTensor
 from crelle.formats.composite import PermutedTensor
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.loader import build
 
 CONTEXT, PAGE, WORDS = 2048, 16, 320

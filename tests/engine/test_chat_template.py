@@ -12,8 +12,8 @@ import pytest
 from conftest import write_tokenizer
 from transformers import AutoTokenizer
 
-from crelle.engine.chat_template import ChatTemplate
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.chat_template import ChatTemplate
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import UnsupportedError
 
 LLAMA3 = (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from crelle.engine.tokenizer import Detokenizer, Tokenizer
+from crelle.engine.tokenization.tokenizer import Detokenizer, Tokenizer
 
 
 @pytest.mark.parametrize("text", ["a", "é", "€5", "\x80"], ids=["ascii", "two bytes", "three bytes", "no character"])

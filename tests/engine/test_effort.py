@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from crelle import CalibrationData, quantize
-from crelle.engine.effort import SCHEME, WORDS, Effort, Machine, resolve
-from crelle.engine.expected_quality import MEASURED, expected
-from crelle.engine.quantize import effort_for
 from crelle.errors import SchemeError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.quantizers.auto import Auto
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.quantize_job.effort import SCHEME, WORDS, Effort, Machine, resolve
+from crelle.quantize_job.expected_quality import MEASURED, expected
+from crelle.quantize_job.run import effort_for
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.schemes.auto import Auto
 
 ROOT = Path(__file__).parents[2]
 GPU, SMALL_CPU, SERVER = Machine("cuda"), Machine("cpu", 2, "dotprod"), Machine("cpu", 16, "amx")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from crelle import LLM, Sampling
-from crelle.bench.model_sources import random_llm
+from crelle.bench.load.model_sources import random_llm
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.kernels import cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]

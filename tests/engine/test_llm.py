@@ -11,10 +11,10 @@ import torch
 from conftest import write_tiny_model
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.calibration_data import CalibrationData
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.threads import set_threads
+from crelle.quantize_job.data import CalibrationData
 
 CONTEXT = 96
 LIVELY: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 60}

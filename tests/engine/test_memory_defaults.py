@@ -16,8 +16,8 @@ from crelle.engine.memory import MemoryPlan
 from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.offline import generate_all
 from crelle.errors import CapacityError
-from crelle.formats.kv import KVFormat
-from crelle.kernels.cuda.decode_step import lacks
+from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.cuda.step.decode_step import lacks
 from crelle.models.families.llama import FAMILY as LLAMA
 from crelle.models.loader import Model
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from crelle import LLM, Sampling
+from crelle.bench.load.model_sources import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights, llama_config
-from crelle.bench.model_sources import NoTokenizer
 from crelle.engine.engine import Engine
 from crelle.engine.machine_memory import free_memory
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.models.loader import build
 
 pytestmark = pytest.mark.gpu

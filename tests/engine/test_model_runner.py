@@ -16,7 +16,7 @@ from crelle import LLM
 from crelle.engine.block_manager import Copy
 from crelle.engine.model_runner import ModelRunner
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import cpu
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder

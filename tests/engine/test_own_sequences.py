@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from crelle.bench.model_shapes import RandomWeights
-from crelle.engine import own_sequences
-from crelle.engine.calibration_data import sample
-from crelle.engine.own_sequences import own_rows, sampling_batch, sampling_room
-from crelle.engine.quantize import quantize
 from crelle.errors import NumericsError, SchemeError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.kernels import cpu
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.models.loader import build
-from crelle.quantizers.auto import Auto
-from crelle.quantizers.mixed import Mixed
+from crelle.quantize_job import own_sequences
+from crelle.quantize_job.data import sample
+from crelle.quantize_job.own_sequences import own_rows, sampling_batch, sampling_room
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.schemes.auto import Auto
+from crelle.quantizers.schemes.mixed import Mixed
 
 CPU = torch.device("cpu")
 GB = 10**9

@@ -12,9 +12,9 @@ from crelle import LLM, Sampling, quantize
 from crelle.cli.explain import decisions
 from crelle.cli.inspect import describe
 from crelle.errors import UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.models.loader import build, load
 from crelle.models.nested import offered
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine, Handle
-from crelle.formats.kv import KVPages
+from crelle.formats.kv.pages import KVPages
 from crelle.kernels.executor import Chunk
 
 PAGE = 4

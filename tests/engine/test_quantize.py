@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from conftest import write_tiny_model
 
-from crelle.engine import quantize as quantize_module
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.quantize_job import run as quantize_module
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
 from crelle.quantizers import pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products

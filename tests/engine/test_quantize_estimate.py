@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from crelle.engine import quantize_estimate
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.effort import Effort
-from crelle.engine.quantize import estimate_for
-from crelle.engine.quantize_estimate import estimate
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
+from crelle.quantize_job import estimate as quantize_estimate
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.effort import Effort
+from crelle.quantize_job.estimate import estimate
+from crelle.quantize_job.run import estimate_for
 
 CPU = torch.device("cpu")
 TEXT = "It was a small text to calibrate on, and to train on as well. " * 200

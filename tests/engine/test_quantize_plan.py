@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from conftest import write_tiny_model
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.quantizers.auto import Auto
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.schemes.auto import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 AUTO = "auto:bits=4.5,steps=2"
@@ -24,8 +24,8 @@ TEXT = CalibrationData(text="It was a small text to calibrate on, and to train o
 
 KILLED = """
 import os, signal, sys
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
 text = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
 def progress(done, total, what):
     if what.startswith(sys.argv[4]):

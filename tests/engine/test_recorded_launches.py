@@ -14,10 +14,10 @@ from request_matrix import CASES, Case, batch, make_model, requests
 
 from crelle import Sampling
 from crelle.engine import model_runner
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda import launch
 from crelle.kernels.cuda.executor import CudaExecutor, supports
-from crelle.kernels.cuda.fused_linear import STEPPED
+from crelle.kernels.cuda.step.fused_linear import STEPPED
 from crelle.models.loader import Model
 
 SMALL = [case for case in CASES if case.budget < 512 and case.kv != "k16v8"]  # which attention kernels do not take

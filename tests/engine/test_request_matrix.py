@@ -35,7 +35,7 @@ from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import FORMATS
-from crelle.formats.kv_format import GROUPS, KVFormat
+from crelle.formats.kv.format import GROUPS, KVFormat
 from crelle.kernels import cuda
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.kernels.cuda.executor import CudaExecutor, why_not

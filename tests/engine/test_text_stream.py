@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampler, Sampling
 from crelle.engine.stop_filter import StopFilter
-from crelle.engine.tokenizer import Detokenizer, Tokenizer
+from crelle.engine.tokenization.tokenizer import Detokenizer, Tokenizer
 from crelle.models.loader import load
 
 quick = settings(deadline=None)

@@ -17,8 +17,8 @@ from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 import crelle
-from crelle.engine.tokenizer import Tokenizer
-from crelle.engine.tokenizer_files import backtracks
+from crelle.engine.tokenization.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer_files import backtracks
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 
 BOS, START, END = 256, 257, 258

@@ -9,8 +9,8 @@ import pytest
 from conftest import write_tokenizer
 from tokenizers import Regex, normalizers
 
-from crelle.engine.tokenizer import Tokenizer
-from crelle.engine.tokenizer_growth import MAX_GROWTH, growth
+from crelle.engine.tokenization.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer_growth import MAX_GROWTH, growth
 from crelle.errors import UnsupportedError
 
 Step = dict[str, Any]

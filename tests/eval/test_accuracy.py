@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from crelle import LLM, quantize
-from crelle.bench import gemv
+from crelle.bench.kernels import gemv
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.eval import accuracy
 from crelle.eval.perplexity import perplexity

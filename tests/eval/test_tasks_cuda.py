@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from crelle.bench.model_sources import random_llm
+from crelle.bench.load.model_sources import random_llm
 from crelle.eval.tasks.loglikelihood import Ending, loglikelihoods
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.kernels import cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]

@@ -13,13 +13,13 @@ import safetensors.torch
 import torch
 
 from crelle.errors import CapacityError, FormatError
-from crelle.formats import io
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, copy_tokenizer_files
-from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.dense import DenseTensor
-from crelle.formats.open import open_weights
+from crelle.formats.storage import io
+from crelle.formats.storage.checkpoint import FORMAT_VERSION, FORMATS, Checkpoint, copy_tokenizer_files
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
+from crelle.formats.storage.open import open_weights
 
 RECIPE = {"scheme": "some", "source": "here"}
 FIRST, SECOND = "crelle-00001-of-00002.safetensors", "crelle-00002-of-00002.safetensors"

@@ -10,7 +10,7 @@ from write_checkpoint_v1 import HASHES, hashes, write
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
 from crelle.formats.affine import NestedTensor
-from crelle.formats.checkpoint import FORMATS, Checkpoint
+from crelle.formats.storage.checkpoint import FORMATS, Checkpoint
 
 AT = Path(__file__).with_name("checkpoint_v1")
 SAID = json.loads((AT / HASHES).read_text())

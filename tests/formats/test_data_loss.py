@@ -12,12 +12,12 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
-from crelle.formats.io import write_whole
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
+from crelle.formats.storage.io import write_whole
+from crelle.formats.storage.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 RECIPE = {"scheme": "some", "source": "here"}

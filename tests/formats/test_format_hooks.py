@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from crelle.bench.random_matrices import random_generator, random_matrix
+from crelle.bench.kernels.random_matrices import random_generator, random_matrix
 from crelle.cli.inspect import describe
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats import builtin
 from crelle.formats.base import FORMATS, QuantTensor, Spec, expect, format_of, nbytes, register_format, shape_of, take
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.composite import PermutedTensor
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.kernels import ops
 from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.registry import explain
 from crelle.quantizers.base import BitConfig, GroupedConfig
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.search import stored_bits
-from crelle.quantizers.ste import ScaleTuner, trainable
-from crelle.quantizers.underflow import underflow
+from crelle.quantizers.search.bit_allocation import stored_bits
+from crelle.quantizers.solvers.underflow import underflow
+from crelle.quantizers.training.ste import ScaleTuner, trainable
 
 SCHEMES = (
     "fp16",

@@ -11,7 +11,16 @@ import safetensors.torch
 import torch
 
 from crelle.errors import CapacityError, CrelleError, FormatError
-from crelle.formats.io import ShardReader, looks_pickled, read_json, sha256, shown, to_json, write_whole, writing
+from crelle.formats.storage.io import (
+    ShardReader,
+    looks_pickled,
+    read_json,
+    sha256,
+    shown,
+    to_json,
+    write_whole,
+    writing,
+)
 
 
 class _Trap:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from crelle.errors import SchemeError
-from crelle.formats.kv import KVFormat, KVPages, dequantize, hadamard, quantize, scale_zero
-from crelle.formats.kv_codes import CLIP, pack_codes, row_bytes, unpack_codes
+from crelle.formats.kv.codes import CLIP, pack_codes, row_bytes, unpack_codes
+from crelle.formats.kv.pages import KVFormat, KVPages, dequantize, hadamard, quantize, scale_zero
 
 quick = settings(deadline=None, max_examples=60)
 formats = st.builds(

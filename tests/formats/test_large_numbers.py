@@ -13,7 +13,7 @@ import crelle.formats.builtin  # noqa: F401  (registers the formats)
 from crelle.errors import CrelleError, FormatError
 from crelle.formats.activations import MAX_GROUP, ActivationSpec
 from crelle.formats.base import FORMATS, nbytes
-from crelle.formats.kv_format import KVFormat, kv_of_checkpoint
+from crelle.formats.kv.format import KVFormat, kv_of_checkpoint
 
 GROUPED = {"format": "grouped", "shape": [64, 32], "bits": 4, "group": 32, "outliers": 0, "outlier_bits": 8}
 GROUPED |= {"permuted": False, "activation": None}

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from crelle.errors import CapacityError, FormatError
-from crelle.formats import io
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import FORMATS, QuantTensor
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.grouped import GroupedTensor
-from crelle.formats.io import parse_json, read_json, to_json
-from crelle.formats.ownership import INDEX, JOURNAL
+from crelle.formats.storage import io
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
+from crelle.formats.storage.io import parse_json, read_json, to_json
+from crelle.formats.storage.ownership import INDEX, JOURNAL
 
 SPEC = {"format": "grouped", "shape": [4, 32], "bits": 4, "group": 16, "outliers": 16, "outlier_bits": 8}
 SPEC |= {"permuted": True, "activation": ActivationSpec(4, 16, 16, 8, 0.9).to_json()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from crelle.errors import FormatError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 
 def refusal(path: Path | str) -> str:

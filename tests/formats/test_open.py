@@ -12,8 +12,8 @@ from conftest import TINY
 
 from crelle.errors import FormatError
 from crelle.formats.dense import DenseTensor
-from crelle.formats.hf import HFDirectory
-from crelle.formats.open import open_weights
+from crelle.formats.storage.hf import HFDirectory
+from crelle.formats.storage.open import open_weights
 
 INDEX = "model.safetensors.index.json"
 

@@ -10,11 +10,11 @@ from conftest import write_tiny_model
 
 from crelle.engine.llm import LLM
 from crelle.engine.sampler import Sampling
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
+from crelle.formats.storage.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
@@ -71,8 +71,8 @@ def test_an_earlier_checkpoint_is_read_as_before(tmp_path: Path) -> None:
 
 def test_an_earlier_checkpoint_can_go_on(tmp_path: Path) -> None:
     """Tuning and exporting take the shards' names from the config, not from a pattern."""
-    from crelle.engine.quantize import tune_checkpoint
-    from crelle.quantizers.training import Training
+    from crelle.quantize_job.run import tune_checkpoint
+    from crelle.quantizers.training.blockwise import Training
 
     old = shutil.copytree(EARLIER, tmp_path / "old")
     text = "a small text to train on, " * 40

@@ -8,7 +8,7 @@ import pytest
 from conftest import write_tiny_model
 
 from crelle.errors import FormatError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 SHARD, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import write_tiny_model
 
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import copy_tokenizer_files
+from crelle.formats.storage.checkpoint import copy_tokenizer_files
 from crelle.quantizers.pipeline import quantize
 
 SCHEME = "rtn:bits=4,group=8"

@@ -17,11 +17,11 @@ from torch import Tensor
 from crelle.formats.affine import AffineTensor, NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.tokenizer_files import copy_tokenizer_files
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
+from crelle.formats.storage.tokenizer_files import copy_tokenizer_files
 
 HASHES = "hashes.json"
 H, INNER, HEAD, HEADS, KV_HEADS, VOCABULARY = 24, 40, 8, 3, 1, 259

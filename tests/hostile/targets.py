@@ -16,21 +16,21 @@ from conftest import CHAT_TEMPLATE, TINY, write_tokenizer
 from foreign_packers import awq_gemm, awq_gemv, compressed, compressed_config, gptq, random_grid, write
 from gguf import GGUFWriter
 
-from crelle.engine import template_budget
-from crelle.engine.chat_template import ChatTemplate
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization import template_budget
+from crelle.engine.tokenization.chat_template import ChatTemplate
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CrelleError
-from crelle.formats import hf
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import FORMATS
-from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.importers.gguf_header import Header
 from crelle.formats.importers.gguf_tokenizer import build_tokenizer
-from crelle.formats.io import parse_json
-from crelle.formats.kv_format import kv_of_checkpoint
-from crelle.formats.open import Weights, open_quantized, open_weights
-from crelle.formats.rust import panics_are
+from crelle.formats.kv.format import kv_of_checkpoint
+from crelle.formats.storage import hf
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
+from crelle.formats.storage.io import parse_json
+from crelle.formats.storage.open import Weights, open_quantized, open_weights
+from crelle.formats.storage.rust import panics_are
 from crelle.models.loader import read_spec
 from crelle.quantizers.pipeline import quantize
 

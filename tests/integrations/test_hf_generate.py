@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crelle import LLM, CalibrationData, Sampling, quantize
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 
 def imported_gptq(source: Path, to: Path, text: CalibrationData) -> Path:

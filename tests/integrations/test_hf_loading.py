@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from crelle import CrelleConfig, quantize
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.io import read_json, to_json
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.io import read_json, to_json
 from crelle.integrations.transformers import CrelleLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from crelle import CrelleConfig, quantize
 from crelle.errors import SchemeError, UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.integrations.transformers import CrelleLinear
 from crelle.integrations.transformers.quantizer import require_version
 

@@ -11,7 +11,7 @@ from hf_models import logits, write_model
 from transformers import AutoModelForCausalLM
 
 from crelle.errors import FormatError
-from crelle.formats.io import read_json, to_json
+from crelle.formats.storage.io import read_json, to_json
 from crelle.integrations.transformers import quantize
 
 

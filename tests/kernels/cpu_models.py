@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crelle.formats.mixed import GROUPS, MixedTensor
 from crelle.formats.mixed_packing import MixedCodes
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.models.decoder import DecoderModel

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crelle.bench.random_matrices import random_matrix
+from crelle.bench.kernels.random_matrices import random_matrix
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts
 from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec

@@ -11,7 +11,7 @@ import torch
 from cpu_models import open_model, quantize, some_tokens, take_apart, write_variant
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cpu import available
 
 if (reason := available()) is not None:

@@ -12,7 +12,7 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.kernel import Cpu, Precision
 from crelle.kernels.spec import DecoderSpec, RopeSpec

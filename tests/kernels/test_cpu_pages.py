@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import cpu
 from crelle.kernels.cpu.fused_decoder import FusedDecoder, Paged
 from crelle.models.cache import key_centers_of

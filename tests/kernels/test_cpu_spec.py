@@ -5,7 +5,7 @@ import torch
 from cpu_models import error
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cpu import available
 
 if (reason := available()) is not None:

@@ -18,7 +18,7 @@ from conftest import write_tiny_model
 from torch import Tensor
 
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.kernel import Cpu
 

@@ -11,7 +11,7 @@ from crelle.kernels import linear_op, ops  # defines crelle::linear
 from crelle.kernels.base import Prepared
 from crelle.kernels.eager import is_eager
 from crelle.kernels.handles import number
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.schemes.rtn import RTN
 
 
 def _prepared(N: int = 24, K: int = 64) -> Prepared:

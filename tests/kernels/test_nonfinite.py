@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.kv import KVFormat, KVPages, dequantize, quantize
+from crelle.formats.kv.pages import KVFormat, KVPages, dequantize, quantize
 from crelle.formats.mixed import MixedTensor
 from crelle.kernels import ops
 from crelle.kernels import reference_attention as kv

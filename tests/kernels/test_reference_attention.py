@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat, KVPages, hadamard
+from crelle.formats.kv.pages import KVFormat, KVPages, hadamard
 from crelle.kernels.reference_attention import append, attend
 
 quick = settings(deadline=None, max_examples=25)

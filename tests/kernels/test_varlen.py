@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crelle.kernels.cuda.varlen import pack_prefills
+from crelle.kernels.cuda.attention.varlen import pack_prefills
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), max_size=12)
 

@@ -11,16 +11,16 @@ from mixtral import MIXTRAL, write_mixtral
 from test_families import MAIN, write_random
 from torch import Tensor
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.kernels import cpu
 from crelle.kernels.cpu import bf16_attention
 from crelle.models.calibration_model import open_model
 from crelle.models.families import families
-from crelle.quantizers import layer_api
-from crelle.quantizers.layer_api import Block, Tape, TrainableLinear, half_products
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.calibration import layer_api
+from crelle.quantizers.calibration.layer_api import Block, Tape, TrainableLinear, half_products
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, where the machine has no bf16 at all
 CPU = torch.device("cpu")

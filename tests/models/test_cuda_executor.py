@@ -8,11 +8,11 @@ import torch
 from cuda_models import ATOM, CONFIGS, LLAMA, WIDE, make, reference_logits
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels.cuda import fused_linear
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor, why_not
-from crelle.kernels.cuda.graph_inputs import BUCKETS, bucket_of
-from crelle.kernels.cuda.prefill_graph import PrefillBucket
+from crelle.kernels.cuda.step import fused_linear
+from crelle.kernels.cuda.step.graph_inputs import BUCKETS, bucket_of
+from crelle.kernels.cuda.step.prefill_graph import PrefillBucket
 from crelle.kernels.executor import Chunk
 from crelle.models.loader import Model
 

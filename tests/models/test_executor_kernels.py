@@ -11,10 +11,10 @@ from crelle.bench.compile_ahead import compile_ahead
 from crelle.bench.model_shapes import RandomWeights
 from crelle.engine import compile_ahead as ahead
 from crelle.engine.compile_ahead import prompt_sizes
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda import executor, jit, launch
 from crelle.kernels.cuda.executor import CudaExecutor
-from crelle.kernels.cuda.graph_inputs import BUCKETS
+from crelle.kernels.cuda.step.graph_inputs import BUCKETS
 from crelle.models.loader import Model, build
 
 LLAMA = {

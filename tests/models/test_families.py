@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from crelle import LLM, Sampling, quantize
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import tune_checkpoint
 from crelle.errors import FormatError, UnsupportedError
 from crelle.models.families import families
 from crelle.models.loader import load
-from crelle.quantizers.training import Training
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import tune_checkpoint
+from crelle.quantizers.training.blockwise import Training
 
 TOKENS = 200
 COMMON = {"vocab_size": 259, "bos_token_id": 256, "eos_token_id": 258}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crelle import LLM, CalibrationData, quantize
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.builder import Builder
 from crelle.models.loader import build
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_opt import write_random
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.models.cache import CacheSizes, KVCache, PagedCache, attention
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load

@@ -13,8 +13,8 @@ from conftest import quantized_copy, write_tiny_model
 from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError
-from crelle.formats.kv import KVFormat, KVPages
-from crelle.formats.open import open_weights
+from crelle.formats.kv.pages import KVFormat, KVPages
+from crelle.formats.storage.open import open_weights
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder

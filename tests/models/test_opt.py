@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from crelle import LLM, Sampling, quantize
 from crelle.errors import CapacityError, CrelleError, FormatError, UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.kernels import cpu
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, load, tied_to
 from crelle.quantizers import pipeline
-from crelle.quantizers.awq import AWQ
-from crelle.quantizers.calibrate import Calibrator
+from crelle.quantizers.calibration.calibrate import Calibrator
 from crelle.quantizers.pipeline import Calibration
+from crelle.quantizers.schemes.awq import AWQ
 
 # The largest difference of a logit, of size about 1; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"transformers": 1e-4, "cache": 2e-5, "reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}

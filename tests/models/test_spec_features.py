@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
 from crelle.kernels.cpu.fused_decoder import lacks as cpu_lacks
-from crelle.kernels.cuda.decode_step import lacks as cuda_lacks
+from crelle.kernels.cuda.step.decode_step import lacks as cuda_lacks
 from crelle.kernels.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families import families
 from crelle.models.families.base import Config, Family, TensorNames

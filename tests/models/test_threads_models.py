@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
-from crelle.formats.open import open_weights
+from crelle.formats.kv.pages import KVFormat, KVPages
+from crelle.formats.storage.open import open_weights
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.kernels.executor import Chunk

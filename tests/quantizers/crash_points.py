@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from crelle.formats import io
-from crelle.formats.destination import replaced_copies
+from crelle.formats.storage import io
+from crelle.formats.storage.destination import replaced_copies
 from crelle.quantizers.pipeline import quantize
 
 SCHEME, OTHER = "rtn:bits=1,group=24", "rtn:bits=2,group=24"

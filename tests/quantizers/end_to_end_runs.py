@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
-from crelle.quantizers.end_to_end import EndToEnd, Network, drawn
-from crelle.quantizers.ste import trainable
-from crelle.quantizers.teacher import Teacher
-from crelle.quantizers.training import Training
+from crelle.quantizers.training.blockwise import Training
+from crelle.quantizers.training.end_to_end import EndToEnd, Network, drawn
+from crelle.quantizers.training.ste import trainable
+from crelle.quantizers.training.teacher import Teacher
 
 
 def fresh_run(checkpoint: Path, teacher: Path, training: Training, device: str = "cpu") -> EndToEnd:

@@ -20,12 +20,11 @@ import torch
 import torch._dynamo  # by optimizers: here once, and not in every child
 from crash_points import contents, in_a_child
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
-from crelle.quantizers import finetune
-from crelle.quantizers.adam8 import LowMemoryStep
-from crelle.quantizers.end_to_end import EndToEnd
-from crelle.quantizers.training import TrainStep
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.training.adam8 import LowMemoryStep
+from crelle.quantizers.training.blockwise import TrainStep, finetune
+from crelle.quantizers.training.end_to_end import EndToEnd
 
 TEXT = "It was a small text to calibrate on, and to train on as well. " * 100
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.calibration.stats import Stats
 
 
 def weight(N: int, K: int, seed: int = 0) -> Tensor:

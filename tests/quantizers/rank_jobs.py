@@ -9,19 +9,19 @@ import torch
 from end_to_end_runs import fresh_run
 from torch import Tensor, nn
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import dry_run_on, quantize_on, tune_on
 from crelle.errors import SchemeError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
-from crelle.quantizers.adam8 import LowMemoryStep
-from crelle.quantizers.auto import Auto
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.gptq import GPTQ
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import dry_run_on, quantize_on, tune_on
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.ranks import SpreadRows, World, world
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.stats import Stats
-from crelle.quantizers.training import Training, TrainStep, whole_losses
+from crelle.quantizers.schemes.auto import Auto
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.training.adam8 import LowMemoryStep
+from crelle.quantizers.training.blockwise import Training, TrainStep, whole_losses
 
 TEXT = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 60, rows=16, length=32)
 

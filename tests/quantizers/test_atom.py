@@ -11,19 +11,19 @@ from crelle.cli.inspect import describe
 from crelle.errors import SchemeError
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of, nbytes
-from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.grouped import GroupedTensor
-from crelle.formats.kv import KVFormat, as_stored
-from crelle.formats.open import open_weights
+from crelle.formats.kv.pages import KVFormat, as_stored
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build
-from crelle.quantizers.atom import Atom
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.end_to_end import Network
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.stats import InputRounding, Stats, StatsCollector
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
-from crelle.quantizers.ste import trainable_weight
+from crelle.quantizers.schemes.atom import Atom
+from crelle.quantizers.training.end_to_end import Network
+from crelle.quantizers.training.ste import trainable_weight
 
 SMALL = "w=4,a=4,kv=4,group=16,outliers=8"
 SCHEMES = (

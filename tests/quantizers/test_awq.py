@@ -13,16 +13,16 @@ from problems import correlated, output_error, stats_of, weight
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import load
-from crelle.quantizers.awq import AWQ
 from crelle.quantizers.base import LayerQuantizer
-from crelle.quantizers.calibrate import Calibrator, LayerCalibration
+from crelle.quantizers.calibration.calibrate import Calibrator, LayerCalibration
 from crelle.quantizers.pipeline import Calibration, quantize
-from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.schemes.awq import AWQ
+from crelle.quantizers.schemes.rtn import RTN
 
 KINDS: dict[str, dict[str, Any]] = {
     "grouped-query": {},

@@ -12,9 +12,9 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import expand_groups
-from crelle.quantizers import alternating_ls, grouping
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.solvers import alternating_ls, grouping
 
 quick = settings(deadline=None, max_examples=25)
 PLANES = range(1, 9)

@@ -9,20 +9,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from crelle.engine.calibration_data import CalibrationData, rows_of, sampled_rows
-from crelle.engine.quantize import quantize
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import SchemeError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.kernels import cpu
 from crelle.kernels.cpu import stats as cpu_stats
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.half_stats import HalfStatsCollector
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.stats import Stats, StatsCollector
+from crelle.quantize_job.data import CalibrationData, rows_of, sampled_rows
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.half_stats import HalfStatsCollector
+from crelle.quantizers.calibration.stats import Stats, StatsCollector
+from crelle.quantizers.schemes.rtn import RTN
 
 CPU = torch.device("cpu")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60

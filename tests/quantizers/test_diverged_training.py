@@ -9,11 +9,11 @@ from end_to_end_runs import fresh_run
 from in_process import run
 from torch import Tensor
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
 from crelle.errors import NumericsError
-from crelle.quantizers.end_to_end import EndToEnd
-from crelle.quantizers.training import Losses, Training
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.training.blockwise import Losses, Training
+from crelle.quantizers.training.end_to_end import EndToEnd
 
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60
 RATE = 1e30

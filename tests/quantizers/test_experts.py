@@ -8,21 +8,21 @@ import torch
 from conftest import write_tokenizer
 from mixtral import MIXTRAL, write_mixtral
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.families import families
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
 from crelle.quantizers.base import BitConfig
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.experts_without_tokens import together, warnings_about
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.half_stats import HalfStatsCollector
-from crelle.quantizers.memory_plan import CalibrationMemory
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.sensitivity import sensitivities
-from crelle.quantizers.stats import Stats, StatsCollector
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.experts_without_tokens import together, warnings_about
+from crelle.quantizers.calibration.half_stats import HalfStatsCollector
+from crelle.quantizers.calibration.memory_plan import CalibrationMemory
+from crelle.quantizers.calibration.stats import Stats, StatsCollector
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.search.sensitivity import sensitivities
 
 EXPERTS = "model.layers.0.block_sparse_moe.experts."
 NEVER = 1  # the expert that no token of layer 0 is routed to

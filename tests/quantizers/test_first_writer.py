@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from crelle.errors import CapacityError, FormatError
-from crelle.formats.checkpoint_writer import CheckpointWriter
 from crelle.formats.dense import DenseTensor
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
 from crelle.quantizers.first_writer import _WAITING, Encoded, FirstWriter
 
 SHARDS = [f"crelle-{i:05d}-of-00008.safetensors" for i in range(1, 9)]

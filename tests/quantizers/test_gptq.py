@@ -10,11 +10,11 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.quantizers import grouping
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.hbcq import HBCQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.solvers import grouping
 
 VARIANTS = {
     "uniform": GPTQ(),

@@ -14,10 +14,10 @@ from crelle.errors import SchemeError
 from crelle.kernels import cpu
 from crelle.kernels.cpu import solver as cpu_solver
 from crelle.kernels.cpu.check import instruction_set
-from crelle.quantizers import gptq_solver as tools
-from crelle.quantizers import sweep as passes
-from crelle.quantizers.bcq import signs
-from crelle.quantizers.gptq_solver import (
+from crelle.quantizers.schemes.bcq import signs
+from crelle.quantizers.solvers import gptq_solver as tools
+from crelle.quantizers.solvers import sweep as passes
+from crelle.quantizers.solvers.gptq_solver import (
     Fit,
     Levels,
     best_scales,

@@ -7,9 +7,9 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.kernels import cpu
 from crelle.kernels.cpu import solver
-from crelle.quantizers import bcq
-from crelle.quantizers.alternating_ls import SortedGroups, squared_error
-from crelle.quantizers.gptq import GPTQ
+from crelle.quantizers.schemes import bcq
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.solvers.alternating_ls import SortedGroups, squared_error
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core")
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import BCQTensor
-from crelle.quantizers.bcq import BCQ, binary_scales
-from crelle.quantizers.grouping import importances
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.bcq import BCQ, binary_scales
+from crelle.quantizers.schemes.hbcq import HBCQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.solvers.grouping import importances
 
 biased = pytest.mark.parametrize("bias", [True, False], ids=["z", "no-z"])
 

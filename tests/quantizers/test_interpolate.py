@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import correlated, weight
 
-from crelle.quantizers.auto import MIXED
 from crelle.quantizers.base import BitConfig
-from crelle.quantizers.fast_error import Setting
-from crelle.quantizers.interpolate import fill_in, to_measure
-from crelle.quantizers.layer_api import TrainableLinear
-from crelle.quantizers.sensitivity import GROUPS, _stage, sample_rows
+from crelle.quantizers.calibration.layer_api import TrainableLinear
+from crelle.quantizers.schemes.auto import MIXED
+from crelle.quantizers.search.interpolate import fill_in, to_measure
+from crelle.quantizers.search.sensitivity import GROUPS, _stage, sample_rows
+from crelle.quantizers.solvers.fast_error import Setting
 
 GRIDS: list[Setting] = [BitConfig(b, g) for b in (2, 3) for g in GROUPS]
 
@@ -98,7 +98,7 @@ def test_more_rows_are_taken_where_they_differ_much(uneven: bool, monkeypatch: p
         samples.append(limit)
         return plain(chances, limit, rng)
 
-    monkeypatch.setattr("crelle.quantizers.sensitivity.sample_rows", counted)
+    monkeypatch.setattr("crelle.quantizers.search.sensitivity.sample_rows", counted)
     linear, stats = TrainableLinear("m", w, None), _Stats(torch.ones(N), K)
     setting = BitConfig(2, 64)
     (found,) = _stage([(linear, stats)], [setting], 48, 1 << 28, torch.Generator().manual_seed(0))  # type: ignore[list-item]

@@ -8,14 +8,13 @@ import torch
 from end_to_end_runs import fresh_run, killed_at_10
 from torch import nn
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize, tune_checkpoint
 from crelle.errors import FormatError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.quantizers import finetune
-from crelle.quantizers.adam8 import LowMemoryStep, Moments
-from crelle.quantizers.finetune import fast_bytes, too_large_for
-from crelle.quantizers.training import Training
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize, tune_checkpoint
+from crelle.quantizers.training.adam8 import LowMemoryStep, Moments
+from crelle.quantizers.training.blockwise import Training, finetune
+from crelle.quantizers.training.finetune import fast_bytes, too_large_for
 
 CPU = torch.device("cpu")
 SCALES = "auto:bits=2.9,tune=full,steps=2,end=4,own=2,train=scales"

@@ -10,12 +10,12 @@ from torch import Tensor
 from crelle import LLM, CalibrationData, Sampling, quantize
 from crelle.errors import SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
-from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.mixed import MixedTensor
-from crelle.quantizers.mixed import Mixed
-from crelle.quantizers.mixed_ste import STEMixed
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.quantizers.calibration.stats import Stats, StatsCollector
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.stats import Stats, StatsCollector
+from crelle.quantizers.schemes.mixed import Mixed
+from crelle.quantizers.training.mixed_ste import STEMixed
 
 
 def layer(N: int, K: int, seed: int = 0) -> tuple[Tensor, Stats]:

@@ -12,12 +12,12 @@ from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.kernels import cpu
-from crelle.quantizers import grouping, nested_sweep
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.nested import Nested
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.stats import Stats
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.nested import Nested
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.solvers import grouping, nested_sweep
 
 
 def mildly_correlated(K: int, seed: int = 0) -> Stats:

@@ -10,9 +10,9 @@ from torch import Tensor
 from crelle.kernels import cpu
 from crelle.kernels.cpu import solver
 from crelle.kernels.cpu.check import instruction_set
-from crelle.quantizers.gptq_solver import factor, mixing
-from crelle.quantizers.nested import Nested
-from crelle.quantizers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
+from crelle.quantizers.schemes.nested import Nested
+from crelle.quantizers.solvers.gptq_solver import factor, mixing
+from crelle.quantizers.solvers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
 
 SIZES = [(1, 1), (1, 16), (16, 64), (37, 50), (100, 203)]
 PRECISIONS = [(4, 2), (1, 1), (4, 4), (3, 2), (4, 1), (8, 5), (8, 8), (6, 1), (8, 1)]  # bits, the lowest

@@ -19,8 +19,8 @@ from gguf import GGMLQuantizationType as Type
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import nbytes
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.hf import HFDirectory
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.hf import HFDirectory
 from crelle.quantizers import pipeline
 from crelle.quantizers.first_writer import FirstWriter
 from crelle.quantizers.pipeline import quantize
@@ -318,7 +318,7 @@ def test_death_at_any_step_loses_nothing(tmp_path: Path) -> None:
 
 STARTER = """
 import os, sys
-import crelle.engine.quantize
+import crelle.quantize_job.run
 from crelle.cli.main import main
 for _ in range(3):
     if (pid := os.fork()) == 0:

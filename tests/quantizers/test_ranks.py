@@ -21,18 +21,18 @@ from conftest import Run, write_tiny_model
 from rank_jobs import TEXT, everything, fails, tuned
 from torch import Tensor
 
-from crelle.engine import rank_devices, rank_processes
-from crelle.engine.quantize import dry_run, quantize, tune_checkpoint
-from crelle.engine.rank_devices import RankDevice, parse_devices
-from crelle.engine.rank_processes import run_ranks
 from crelle.errors import CrelleError, FormatError, ProcessError, SchemeError, UnsupportedError
-from crelle.formats.destination import PARTIAL
-from crelle.formats.open import open_weights
+from crelle.formats.storage.destination import PARTIAL
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
-from crelle.quantizers.end_to_end import Network
+from crelle.quantize_job import rank_devices, rank_processes
+from crelle.quantize_job.rank_devices import RankDevice, parse_devices
+from crelle.quantize_job.rank_processes import run_ranks
+from crelle.quantize_job.run import dry_run, quantize, tune_checkpoint
 from crelle.quantizers.ranks import deal, world
 from crelle.quantizers.stage_times import COMMUNICATION
-from crelle.quantizers.training import Training
+from crelle.quantizers.training.blockwise import Training
+from crelle.quantizers.training.end_to_end import Network
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 SCHEMES = {

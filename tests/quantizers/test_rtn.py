@@ -8,9 +8,9 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.bcq import UniformTensor, expand_groups
-from crelle.quantizers import grouping
 from crelle.quantizers.base import Group
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.solvers import grouping
 
 quick = settings(deadline=None, max_examples=60)
 F16 = 2.0**-11  # how far a number moves, relatively, when it is rounded to f16

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from crelle.formats.activations import ActivationSpec
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import open_model
-from crelle.quantizers.atom import Atom
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.scale_folds import rotate_values, signs
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.scale_folds import rotate_values, signs
+from crelle.quantizers.schemes.atom import Atom
 
 
 def test_large_values_are_negative_where_codes_reach_farther() -> None:

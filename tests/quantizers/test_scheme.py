@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from crelle.errors import SchemeError
 from crelle.formats.dense import DenseTensor
 from crelle.quantizers.base import Cast, _read
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.rtn import RTN
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.hbcq import HBCQ
+from crelle.quantizers.schemes.rtn import RTN
 
 bits = st.integers(1, 8)
 group = st.one_of(st.just("row"), st.integers(1, 4096))

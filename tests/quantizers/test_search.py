@@ -15,20 +15,16 @@ from torch import Tensor
 
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import bits_per_weight, nbytes
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.base import BitConfig
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.fast_error import fast_errors
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.gptq_solver import factor
-from crelle.quantizers.gradient_stats import backward_stats, sample_tokens
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.layer_api import TrainableLinear
-from crelle.quantizers.plan_file import read_plan, write_plan
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.calibration.layer_api import TrainableLinear
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.search import (
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.hbcq import HBCQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.search.bit_allocation import (
     RECIPE,
     ParetoFront,
     Plan,
@@ -37,8 +33,12 @@ from crelle.quantizers.search import (
     stored_bits,
     uniform,
 )
-from crelle.quantizers.search_memory import SearchMemory
-from crelle.quantizers.sensitivity import Sensitivity, candidates, sensitivities
+from crelle.quantizers.search.gradient_stats import backward_stats, sample_tokens
+from crelle.quantizers.search.plan_file import read_plan, write_plan
+from crelle.quantizers.search.search_memory import SearchMemory
+from crelle.quantizers.search.sensitivity import Sensitivity, candidates, sensitivities
+from crelle.quantizers.solvers.fast_error import fast_errors
+from crelle.quantizers.solvers.gptq_solver import factor
 
 SETTINGS = (BitConfig(1, 32), BitConfig(2, 32), BitConfig(3, 64), BitConfig(4, "row"))
 

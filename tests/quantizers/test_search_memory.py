@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crelle.errors import CapacityError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.base import BitConfig
-from crelle.quantizers.gradient_stats import Measure, backward_stats
-from crelle.quantizers.search_memory import SearchMemory, plan_device, plan_host, search_memory
-from crelle.quantizers.sensitivity import Sensitivity, planning_rows, sensitivities
+from crelle.quantizers.search.gradient_stats import Measure, backward_stats
+from crelle.quantizers.search.search_memory import SearchMemory, plan_device, plan_host, search_memory
+from crelle.quantizers.search.sensitivity import Sensitivity, planning_rows, sensitivities
 
 CPU = torch.device("cpu")
 SETTINGS = (BitConfig(2, 32), BitConfig(3, 64), BitConfig(4, "row"))

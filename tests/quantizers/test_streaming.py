@@ -10,20 +10,20 @@ import torch
 from random_models import write_random
 from torch import Tensor
 
-from crelle.engine.calibration_data import CalibrationData
-from crelle.engine.quantize import quantize
 from crelle.errors import CapacityError, FormatError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models import builder, decoder
 from crelle.models.calibration_model import CalibrationModel, open_model
 from crelle.models.read_ahead import ReadAhead
-from crelle.quantizers import layer_api
-from crelle.quantizers.calibrate import Calibrator, memory_for
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.half_stats import HalfStatsCollector
-from crelle.quantizers.hidden_states import Store, allocate, load
-from crelle.quantizers.memory_plan import CalibrationMemory, plan_host_memory, plan_memory
-from crelle.quantizers.stats import StatsCollector
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
+from crelle.quantizers.calibration import layer_api
+from crelle.quantizers.calibration.calibrate import Calibrator, memory_for
+from crelle.quantizers.calibration.half_stats import HalfStatsCollector
+from crelle.quantizers.calibration.hidden_states import Store, allocate, load
+from crelle.quantizers.calibration.memory_plan import CalibrationMemory, plan_host_memory, plan_memory
+from crelle.quantizers.calibration.stats import StatsCollector
+from crelle.quantizers.schemes.gptq import GPTQ
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -100,7 +100,7 @@ def test_what_is_kept_is_not_computed_again(
 
 @pytest.mark.parametrize("K", [5, 40])
 def test_half_stats_are_those_of_rounded_inputs(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crelle.quantizers.half_stats._SLAB", 16)
+    monkeypatch.setattr("crelle.quantizers.calibration.half_stats._SLAB", 16)
     x = torch.randn(90, K)
     full = x + 0.1 * torch.randn(90, K)
     plain, half = StatsCollector(K, cross=True), HalfStatsCollector(K)
@@ -195,7 +195,7 @@ def test_copies_beside_the_computation_keep_their_order(tiny_model: Path, monkey
     memory = CalibrationMemory(batch=5, states=torch.bfloat16, keep=False)
     wanted = calibrated(tiny_model, CPU, memory)
     current = FakeStream()
-    monkeypatch.setattr("crelle.quantizers.hidden_states._in_host_memory", lambda x, device: True)
+    monkeypatch.setattr("crelle.quantizers.calibration.hidden_states._in_host_memory", lambda x, device: True)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from crelle.kernels import cpu
 from crelle.kernels.cpu.check import instruction_set
-from crelle.quantizers.fast_error import _feedback
-from crelle.quantizers.gptq_solver import factor, inverse_diagonal, mixing
-from crelle.quantizers.mixed import Assignment, Mixed
-from crelle.quantizers.mixed_solver import MixedFit, SecondOrder, descend, search_grids, second_order, tune_scales
-from crelle.quantizers.sweep import LevelTable, sweep_levels
+from crelle.quantizers.schemes.mixed import Assignment, Mixed
+from crelle.quantizers.solvers.fast_error import _feedback
+from crelle.quantizers.solvers.gptq_solver import factor, inverse_diagonal, mixing
+from crelle.quantizers.solvers.mixed_solver import (
+    MixedFit,
+    SecondOrder,
+    descend,
+    search_grids,
+    second_order,
+    tune_scales,
+)
+from crelle.quantizers.solvers.sweep import LevelTable, sweep_levels
 
 SIZES = [(1, 16), (16, 64), (37, 50), (100, 203)]
 every_isa = pytest.mark.parametrize("isa", cpu.core().isas() if cpu.available() is None else [])

@@ -11,13 +11,12 @@ import torch
 from random_models import write_random
 
 from crelle.errors import CapacityError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import open_model
-from crelle.quantizers import teacher
-from crelle.quantizers.end_to_end import Network, drawn, picked
-from crelle.quantizers.layer_api import half_products
-from crelle.quantizers.teacher import Teacher
-from crelle.quantizers.training import Training
+from crelle.quantizers.calibration.layer_api import half_products
+from crelle.quantizers.training.blockwise import Training, teacher
+from crelle.quantizers.training.end_to_end import Network, drawn, picked
+from crelle.quantizers.training.teacher import Teacher
 
 CPU = torch.device("cpu")
 

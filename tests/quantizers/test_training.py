@@ -8,21 +8,21 @@ from end_to_end_runs import fresh_run, killed_at_10
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crelle.engine.calibration_data import CalibrationData, rows_of
-from crelle.engine.quantize import quantize, tune_checkpoint
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.affine import AffineTensor
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import open_weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.calibrate import Calibrator
-from crelle.quantizers.end_to_end import picked
-from crelle.quantizers.rtn import RTN
-from crelle.quantizers.ste import ScaleTuner, STEWeight, trainable
-from crelle.quantizers.training import Training, relative_error, tune_block
+from crelle.quantize_job.data import CalibrationData, rows_of
+from crelle.quantize_job.run import quantize, tune_checkpoint
+from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.training.blockwise import Training, relative_error, tune_block
+from crelle.quantizers.training.end_to_end import picked
+from crelle.quantizers.training.ste import ScaleTuner, STEWeight, trainable
 
 CPU = torch.device("cpu")
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60

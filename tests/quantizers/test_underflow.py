@@ -9,12 +9,12 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.errors import CrelleError
-from crelle.formats.checkpoint import Checkpoint
+from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.models.calibration_model import open_model
+from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.pipeline import Calibration, quantize
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.stats import Stats
-from crelle.quantizers.underflow import underflow
+from crelle.quantizers.solvers.underflow import underflow
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 PLAIN = [

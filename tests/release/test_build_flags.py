@@ -55,7 +55,7 @@ def test_special_instructions_stay_in_their_files(processor: str, tmp_path: Path
     ours, others = dict[str, set[str]](), set[str]()  # flags by file of ours, those of all other files
     for entry in json.loads((tmp_path / "compile_commands.json").read_text()):
         found, file = {f for f in entry["command"].split() if re.match(r"-m[a-z]", f)}, Path(entry["file"])
-        if file.parent == CSRC:
+        if file.parent.parent == CSRC:
             ours[file.name] = found
         else:
             others |= found

@@ -23,10 +23,10 @@ from conftest import write_tiny_model
 from tiny_server import Running, post, serving, status
 
 from crelle import LLM
-from crelle.engine.tokenizer import Message, Tokenizer
+from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.server.errors import ApiError
-from crelle.server.schemas import ModelInfo, RequestSchemas
-from crelle.server.strict_json import encode_large, parse
+from crelle.server.schema.schemas import ModelInfo, RequestSchemas
+from crelle.server.schema.strict_json import encode_large, parse
 
 CONTEXT, IDS, PROMPTS = 32_768, 16_000, 64
 CLIENTS = Path(__file__).parent / "load_clients.py"

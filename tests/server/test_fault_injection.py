@@ -14,7 +14,7 @@ from tiny_server import GREEDY, Running, ask, post, read_all, serving, status, s
 
 from crelle import LLM
 from crelle.engine.async_engine import AsyncEngine
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.server.event_queue import EventBridge, EventQueue
 from crelle.server.generation import Generation
 from crelle.server.requests import RequestParser

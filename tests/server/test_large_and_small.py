@@ -12,7 +12,7 @@ from test_server_faults import wait_for
 from tiny_server import GREEDY, Running, body_of, post, read_all, serving, status
 
 from crelle import LLM
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.server.bodies import LARGE
 
 MANY = 16

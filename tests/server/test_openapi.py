@@ -14,10 +14,10 @@ from schemathesis.checks import CHECKS, load_all_checks
 from tiny_server import nested_llm, serving
 
 from crelle.server.errors import ApiError
-from crelle.server.schemas import ModelInfo, RequestSchemas
+from crelle.server.schema.schemas import ModelInfo, RequestSchemas
+from crelle.server.schema.strict_json import parse
+from crelle.server.schema.validation import Schema
 from crelle.server.settings import Keys
-from crelle.server.strict_json import parse
-from crelle.server.validation import Schema
 
 INFO = ModelInfo("tiny", 64, 259, (2, 3, 4), 500, 8, 3, 4)
 REQUESTS = vars(RequestSchemas(INFO))

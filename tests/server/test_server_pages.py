@@ -304,7 +304,7 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(llm: LLM) -> None:
 
 
 def test_bytes_of_a_real_tokenizers_tokens(data: Path) -> None:
-    from crelle.engine.tokenizer import Tokenizer
+    from crelle.engine.tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(data / "stories15M")
     texts = TokenTexts(tokenizer)

@@ -21,7 +21,7 @@ from crelle.errors import NumericsError
 from crelle.server.errors import ApiError
 from crelle.server.requests import GenerationRequest
 from crelle.server.responses import ResponseBuilder
-from crelle.server.strict_json import _LARGE, _Pieces, dumps, dumps_log, encode, encode_large, parse
+from crelle.server.schema.strict_json import _LARGE, _Pieces, dumps, dumps_log, encode, encode_large, parse
 from crelle.server.token_text import TokenTexts
 
 

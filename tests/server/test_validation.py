@@ -6,8 +6,8 @@ import pytest
 
 from crelle.server.errors import ApiError
 from crelle.server.requests import RequestParser
-from crelle.server.schemas import ModelInfo
-from crelle.server.strict_json import parse
+from crelle.server.schema.schemas import ModelInfo
+from crelle.server.schema.strict_json import parse
 
 PARSER = RequestParser(ModelInfo("tiny", 40_000, 259, (2, 3, 4), 500, 8, 3, 4))
 CHAT = {"messages": [{"role": "user", "content": "a"}]}

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from crelle.engine.compile_ahead import compile_kernels, prompt_sizes
 from crelle.engine.engine import Engine
 
-# What crelle.bench.engine_load runs before it measures: a short prompt; CHECKED prompts, all at once, with answers.
+# What crelle.bench.load.engine_load runs before it measures: a short prompt; CHECKED prompts, all at once, with
+# answers.
 WARM_UP_TOKENS, CHECKED, CHECK_PROMPT, CHECK_TOKENS = 8, 2, 24, 8
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from crelle.bench.cost import Cost
 from crelle.bench.engine_decode import EngineDecoder
 from crelle.bench.external import llama_bench
+from crelle.bench.planner.cost import Cost
 from crelle.engine.llm import LLM
 
 

@@ -19,17 +19,17 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from crelle.bench.cost import Cost
-from crelle.bench.cuda_timer import Ceiling
 from crelle.bench.energy import Energy, per_call
 from crelle.bench.engine_decode import EngineDecoder, Generation
+from crelle.bench.kernels.cuda_timer import Ceiling
+from crelle.bench.load.no_tokenizer import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights
-from crelle.bench.no_tokenizer import NoTokenizer
+from crelle.bench.planner.cost import Cost
 from crelle.engine.llm import LLM
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes
-from crelle.formats.open import Weights
+from crelle.formats.storage.open import Weights
 from crelle.kernels.cuda.executor import why_not
 from crelle.models.linear import QuantLinear
 from crelle.models.loader import Model, build

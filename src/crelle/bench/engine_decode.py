@@ -12,7 +12,7 @@ from crelle.engine.llm import LLM
 from crelle.engine.output import Event, OnEvent
 from crelle.engine.sampler import Sampling
 from crelle.errors import CapacityError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 
 BUDGET = 2048  # tokens of a step, as `LLM.generate` has it
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from crelle.formats.io import to_json, write_whole, writing
+from crelle.formats.storage.io import to_json, write_whole, writing
 from crelle.kernels.threads import available_cores
 from crelle.version import __version__
 

@@ -17,10 +17,10 @@ from typing import Any
 
 IMPORTS = ("crelle.cli.main", "torch", "crelle.engine.llm")
 CALLS = {  # module: functions in it
-    "crelle.formats.open": ("open_weights",),
+    "crelle.formats.storage.open": ("open_weights",),
     "crelle.models.loader": ("build",),
     "crelle.kernels.ops": ("prepare",),
-    "crelle.engine.tokenizer": ("Tokenizer.__init__",),
+    "crelle.engine.tokenization.tokenizer": ("Tokenizer.__init__",),
     "crelle.models.decoder": ("DecoderModel.forward",),
 }
 BEGUN = "begun"  # when this file ran first: monotonic seconds, a clock that all processes of a machine share

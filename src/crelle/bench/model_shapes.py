@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.bench.random_matrices import matrix_bytes, random_generator, random_matrix
+from crelle.bench.kernels.random_matrices import matrix_bytes, random_generator, random_matrix
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.grouped import GroupedTensor
@@ -155,7 +155,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 class RandomWeights:
-    """A source of weights (crelle.formats.open.Weights) that generates them."""
+    """A source of weights (crelle.formats.storage.open.Weights) that generates them."""
 
     def __init__(
         self,

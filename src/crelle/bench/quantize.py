@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights, llama_config
-from crelle.bench.plan_shapes import config_named
-from crelle.engine.quantize import check_spread
-from crelle.engine.quantize_cost import QuantizeCost, measure, trains_fully
-from crelle.engine.rank_devices import devices_of
-from crelle.engine.rank_processes import on_devices
+from crelle.bench.planner.plan_shapes import config_named
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
 from crelle.models.loader import choose_device
-from crelle.quantizers.layer_api import Progress
+from crelle.quantize_job.cost import QuantizeCost, measure, trains_fully
+from crelle.quantize_job.rank_devices import devices_of
+from crelle.quantize_job.rank_processes import on_devices
+from crelle.quantize_job.run import check_spread
+from crelle.quantizers.calibration.layer_api import Progress
 from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 

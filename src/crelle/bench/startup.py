@@ -102,10 +102,10 @@ def _parts(first: float, _: float, begun: float, said: str) -> dict[str, float]:
         "interpreter": of(import_timer.BEGUN) - begun,
         "command line": of("crelle.cli.main"),
         "torch": of("torch"),
-        "open and verify": of("crelle.formats.open.open_weights"),
+        "open and verify": of("crelle.formats.storage.open.open_weights"),
         "read and build": of("crelle.models.loader.build") - prepare,
         "prepare": prepare,
-        "tokenizer": of("crelle.engine.tokenizer.Tokenizer.__init__"),
+        "tokenizer": of("crelle.engine.tokenization.tokenizer.Tokenizer.__init__"),
         "first step": of("crelle.models.decoder.DecoderModel.forward"),
     }
     return parts | {"other": max(0.0, first - sum(parts.values()))}

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crelle.cli.calibration import CalibrationText, calibration_text
-from crelle.cli.console import Device, Json, Results, Threads, draw_whole, err, out, print_json, tracking, use_threads
+from crelle.cli.common.calibration import CalibrationText, calibration_text
+from crelle.cli.common.console import (
+    Device,
+    Json,
+    Results,
+    Threads,
+    draw_whole,
+    err,
+    out,
+    print_json,
+    tracking,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from crelle.eval.ablation import Row
@@ -53,7 +64,7 @@ def atom(
     from crelle.bench.environment import environment
     from crelle.eval.ablation import ablate, atom_steps
     from crelle.eval.text import read_text
-    from crelle.formats.io import to_json, write_whole
+    from crelle.formats.storage.io import to_json, write_whole
     from crelle.plots import plot_bars
     from crelle.quantizers.scheme import parse
 
@@ -101,7 +112,7 @@ def _known(partial: Path | None, settings: Mapping[str, Any]) -> "list[Row]":
     """Return the rows of an unfinished run; one with other settings is refused."""
     from crelle.errors import CrelleError
     from crelle.eval.ablation import Row
-    from crelle.formats.io import read_json
+    from crelle.formats.storage.io import read_json
 
     if partial is None:
         raise CrelleError("--resume needs --out, whose NAME.partial.json has the rows of the unfinished run")

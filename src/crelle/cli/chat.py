@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Json, Model, err, print_json, print_text, reading_input, use_threads
-from crelle.cli.option_groups import ModelOptions, model_options
-from crelle.cli.sampling import ChatSampling, chat_sampling_options
+from crelle.cli.common.console import Json, Model, err, print_json, print_text, reading_input, use_threads
+from crelle.cli.common.option_groups import ModelOptions, model_options
+from crelle.cli.common.sampling import ChatSampling, chat_sampling_options
 from crelle.errors import CrelleError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from crelle.cli.conversation import Conversation
+    from crelle.cli.views.conversation import Conversation
     from crelle.engine.llm import LLM
     from crelle.engine.sampler import Sampling
 
@@ -48,7 +48,7 @@ def run(
     In scripts, each line of standard input is one message, and an empty line or the end of the input ends the chat.
     With `--json` the whole conversation is printed as one object at the end: `echo "Hi" | crelle chat OUT --json`.
     """
-    from crelle.cli.conversation import Conversation
+    from crelle.cli.views.conversation import Conversation
     from crelle.engine.compile_ahead import prompt_sizes
 
     use_threads(options.threads)

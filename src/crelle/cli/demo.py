@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from crelle.cli.console import Device, Json, Threads, draw_whole, err, out, print_json, tracking, use_threads
+from crelle.cli.common.console import Device, Json, Threads, draw_whole, err, out, print_json, tracking, use_threads
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
@@ -49,11 +49,11 @@ def run(
     same schemes are timed in the shape of a 7B model too.
     """
     from crelle.bench.environment import environment
-    from crelle.cli.demo_shape import SHAPE, decode_rows, shape_table
+    from crelle.cli.views.demo_shape import SHAPE, decode_rows, shape_table
     from crelle.eval.smollm2 import smollm2
     from crelle.eval.text import read_text
-    from crelle.formats.destination import destination, refuse_existing, refuse_other_files
-    from crelle.formats.io import to_json, write_whole, writing
+    from crelle.formats.storage.destination import destination, refuse_existing, refuse_other_files
+    from crelle.formats.storage.io import to_json, write_whole, writing
     from crelle.models.loader import choose_device
 
     use_threads(threads)
@@ -115,9 +115,9 @@ class _Bench:
 
     def quantized(self, scheme: str, target: Path) -> "Report":
         from crelle.cli.quantize import head_scheme
-        from crelle.engine.calibration_data import CalibrationData
-        from crelle.engine.quantize import quantize
         from crelle.models.loader import choose_device
+        from crelle.quantize_job.data import CalibrationData
+        from crelle.quantize_job.run import quantize
 
         half = self.corpus[len(self.corpus) // 2 :]
         rows = _ROWS[choose_device(self.device).type]
@@ -153,7 +153,7 @@ class _Bench:
         """Return bits and perplexity of a model that is not kept."""
         from crelle.engine.llm import LLM
         from crelle.eval.report import Point
-        from crelle.formats.ownership import remove_directory
+        from crelle.formats.storage.ownership import remove_directory
 
         made = self.quantized(scheme, target)
         found = self.perplexity(scheme, LLM.load(target, device=self.device))

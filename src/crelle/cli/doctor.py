@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from crelle.cli.console import Json, out, print_json
+from crelle.cli.common.console import Json, out, print_json
 from crelle.version import __version__
 
 NAME = "doctor"

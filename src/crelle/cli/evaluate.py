@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from crelle.cli.console import Json, Model, err, out, print_json, tracking, use_threads
-from crelle.cli.eval_tasks import TaskOptions, run_tasks, task_options
-from crelle.cli.option_groups import ModelOptions, model_options
+from crelle.cli.common.console import Json, Model, err, out, print_json, tracking, use_threads
+from crelle.cli.common.option_groups import ModelOptions, model_options
+from crelle.cli.views.eval_tasks import TaskOptions, run_tasks, task_options
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from crelle.cli.console import KV, Device, Json, Model, out, print_json
+from crelle.cli.common.console import KV, Device, Json, Model, out, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     import torch
 
-    from crelle.formats.kv import KVFormat
-    from crelle.formats.open import Weights
+    from crelle.formats.kv.pages import KVFormat
+    from crelle.formats.storage.open import Weights
     from crelle.kernels.spec import DecoderSpec
 
 NAME = "explain"
@@ -52,9 +52,9 @@ def run(
     """
     import torch
 
-    from crelle.formats.kv import KVFormat
-    from crelle.formats.kv_format import kv_of_checkpoint
-    from crelle.formats.open import open_weights
+    from crelle.formats.kv.format import kv_of_checkpoint
+    from crelle.formats.kv.pages import KVFormat
+    from crelle.formats.storage.open import open_weights
     from crelle.models.loader import read_spec
 
     given, where = None if kv is None else KVFormat.parse(kv), _device(device)
@@ -112,7 +112,7 @@ def _print(line: str) -> None:
 
 def decisions(model: Any, device: str) -> list[dict[str, Any]]:
     """Return for every matrix the kernel that would be chosen and what each other kernel says."""
-    from crelle.formats.open import open_weights
+    from crelle.formats.storage.open import open_weights
     from crelle.kernels.base import Problem
     from crelle.kernels.registry import explain, select
     from crelle.models.loader import in_usual_form
@@ -159,7 +159,7 @@ def executors(
 
 def _lacks_on_gpu(device: str, kernels: "Collection[str]") -> str | None:
     from crelle.kernels import cuda
-    from crelle.kernels.cuda.fused_linear import STEPPED
+    from crelle.kernels.cuda.step.fused_linear import STEPPED
 
     if device != "cuda":
         return f"graphs of a whole step run on a GPU, not on {device}"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crelle.cli.console import Json, Model, out, print_json, tracking, warn
+from crelle.cli.common.console import Json, Model, out, print_json, tracking, warn
 from crelle.errors import SchemeError
 
 NAME = "export"
@@ -38,8 +38,8 @@ def run(
     **Example**: `crelle quantize SRC out/m --scheme rtn:bits=4,group=32,symmetric=true`, then
     `crelle export out/m out/m.gguf --to gguf`
     """
-    from crelle.formats.destination import destination, refuse_overlap
-    from crelle.formats.open import open_weights
+    from crelle.formats.storage.destination import destination, refuse_overlap
+    from crelle.formats.storage.open import open_weights
 
     if to not in FORMATS:
         raise SchemeError(f"there is no export to '{to}'; choose: {', '.join(FORMATS)}")

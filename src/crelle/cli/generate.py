@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Json, Model, err, print_json, print_text, reading_input, use_threads
-from crelle.cli.option_groups import ModelOptions, model_options
-from crelle.cli.sampling import sampling_options
+from crelle.cli.common.console import Json, Model, err, print_json, print_text, reading_input, use_threads
+from crelle.cli.common.option_groups import ModelOptions, model_options
+from crelle.cli.common.sampling import sampling_options
 
 if TYPE_CHECKING:
     from crelle.engine.sampler import Sampling

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.measure import Measurement
 
-from crelle.cli.console import Json, Model, Terminal, draw_whole, out, print_json, tracking
+from crelle.cli.common.console import Json, Model, Terminal, draw_whole, out, print_json, tracking
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run(model: Model, every: All = False, plot: Plot = None, json: Json = False)
     """
     if plot is not None:
         _check_plot(plot)
-    from crelle.cli.inspect_table import kinds, single, table
+    from crelle.cli.views.inspect_table import kinds, single, table
 
     facts = describe(model)
     facts |= {"kinds": kinds(facts["layers"])}
@@ -64,8 +64,8 @@ def describe(model: Any) -> dict[str, Any]:
     """Return the facts that `inspect --json` prints."""
     from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
-    from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.open import open_weights, scheme_of
+    from crelle.formats.storage.checkpoint import Checkpoint
+    from crelle.formats.storage.open import open_weights, scheme_of
     from crelle.models.nested import offered
     from crelle.quantizers.pipeline import is_layer
 
@@ -127,8 +127,8 @@ def _check_plot(path: Path) -> None:
 
 
 def _draw(model: Path, path: Path) -> None:
-    from crelle.cli.inspect_plot import by_layer, group_ranges, heat_map
-    from crelle.formats.open import open_weights
+    from crelle.cli.views.inspect_plot import by_layer, group_ranges, heat_map
+    from crelle.formats.storage.open import open_weights
 
     weights = open_weights(model, encoded=True)
     names = by_layer([n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2])

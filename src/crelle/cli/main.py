@@ -17,7 +17,6 @@ import typer
 
 from crelle.cli import (
     ablate,
-    bench,
     chat,
     demo,
     doctor,
@@ -34,8 +33,9 @@ from crelle.cli import (
     tune,
     warmup,
 )
-from crelle.cli.console import err, print_json
-from crelle.cli.options_in_errors import options_of, with_options
+from crelle.cli.bench import app as bench
+from crelle.cli.common.console import err, print_json
+from crelle.cli.common.options_in_errors import options_of, with_options
 from crelle.errors import CrelleError
 from crelle.version import __version__
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crelle.cli.console import KV, Json, draw_whole, out, print_json, warn
+from crelle.cli.common.console import KV, Json, draw_whole, out, print_json, warn
 
 if TYPE_CHECKING:
-    from crelle.bench.plan import Plan
+    from crelle.bench.planner.plan import Plan
 
 NAME = "plan"
 _ESTIMATE = "an estimate: a model of the time, fitted to measurements on one H200 (docs/guide/plan.md)"
@@ -67,10 +67,10 @@ def run(
 
     **Example**: `crelle plan llama3-405b --gpus 8 --memory 141GB --scheme rtn:bits=4 --price 30000 --watt 700`
     """
-    from crelle.bench.plan import enough_gpus, plan, vllm_command
-    from crelle.bench.plan_shapes import planned_shape
-    from crelle.bench.step_model import BANDWIDTH
-    from crelle.formats.kv import KVFormat
+    from crelle.bench.planner.plan import enough_gpus, plan, vllm_command
+    from crelle.bench.planner.plan_shapes import planned_shape
+    from crelle.bench.planner.step_model import BANDWIDTH
+    from crelle.formats.kv.pages import KVFormat
     from crelle.quantizers.scheme import parse
 
     cost = _cost(gpus, price, watt, kwh, years)
@@ -99,7 +99,7 @@ def run(
 
 
 def _cost(gpus: int, price: float | None, watt: float | None, kwh: float, years: float) -> Any:
-    from crelle.bench.cost import CostModel
+    from crelle.bench.planner.cost import CostModel
     from crelle.errors import SchemeError
 
     if price is None and watt is None:
@@ -113,10 +113,10 @@ def _cost(gpus: int, price: float | None, watt: float | None, kwh: float, years:
 
 def _stored(model: str) -> dict[str, Any]:
     """Return what the files at a path say of scheme and cache, or what shapes have where nothing is said."""
-    from crelle.bench.plan_shapes import NAMES
-    from crelle.formats.checkpoint import Checkpoint
-    from crelle.formats.kv_format import kv_of_checkpoint
-    from crelle.formats.open import open_weights
+    from crelle.bench.planner.plan_shapes import NAMES
+    from crelle.formats.kv.format import kv_of_checkpoint
+    from crelle.formats.storage.checkpoint import Checkpoint
+    from crelle.formats.storage.open import open_weights
 
     if model in NAMES:
         return {"scheme": "fp16", "kv": "16", "overrides": {}, "shape": True}
@@ -142,7 +142,7 @@ def _usable(scheme: str, model: str) -> str:
 def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
     from rich.table import Table
 
-    from crelle.bench.plan import memory_by_part, sequences
+    from crelle.bench.planner.plan import memory_by_part, sequences
     from crelle.engine.memory import show_bytes
 
     def say(text: str) -> None:
@@ -187,7 +187,7 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
 
 
 def _draw(path: Path, plans: "list[Plan]") -> None:
-    from crelle.bench.plan import memory_by_part
+    from crelle.bench.planner.plan import memory_by_part
     from crelle.plots import plot_memory
 
     parts = {name: [memory_by_part(p)[name] / 1e9 for p in plans] for name in memory_by_part(plans[0])}

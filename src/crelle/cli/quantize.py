@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.calibration import CalibrationText
-from crelle.cli.completion import models, schemes
-from crelle.cli.console import (
+from crelle.cli.common.calibration import CalibrationText
+from crelle.cli.common.completion import models, schemes
+from crelle.cli.common.console import (
     Device,
     Devices,
     Json,
@@ -22,17 +22,17 @@ from crelle.cli.console import (
     use_threads,
     warn,
 )
-from crelle.cli.quantize_cost import DeviceMemory, as_json, show
-from crelle.cli.quantize_plan import show_next, show_plan, show_time
-from crelle.cli.quantize_progress import stages
-from crelle.cli.training_plot import draw_training
+from crelle.cli.views.quantize_cost import DeviceMemory, as_json, show
+from crelle.cli.views.quantize_plan import show_next, show_plan, show_time
+from crelle.cli.views.quantize_progress import stages
+from crelle.cli.views.training_plot import draw_training
 from crelle.errors import CrelleError, SchemeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from crelle.formats.open import Weights
+    from crelle.formats.storage.open import Weights
 
 NAME = "quantize"
-SCHEME = "auto:bits=4.35"  # crelle.engine.effort.SCHEME, without loading torch for --help
+SCHEME = "auto:bits=4.35"  # crelle.quantize_job.effort.SCHEME, without loading torch for --help
 _HEAD = "8"  # bits: half the bytes of a step of a small model are its head's, and 8 bits lose nothing that shows
 
 
@@ -148,14 +148,14 @@ def run(
     A run that was killed continues with `--resume` and ends in the same bytes. A scheme that trains leaves its losses
     in OUT/training.json and plots them in OUT/training.png.
     """
-    from crelle.engine.calibration_data import CalibrationData
-    from crelle.engine.first_layers import layer_count
     from crelle.engine.memory import parse_bytes
-    from crelle.engine.quantize import dry_run as measured
-    from crelle.engine.quantize import effort_for, estimate_for, quantize
     from crelle.eval.text import read_text
-    from crelle.formats.destination import destination, refuse_existing, refuse_overlap
-    from crelle.formats.open import open_weights
+    from crelle.formats.storage.destination import destination, refuse_existing, refuse_overlap
+    from crelle.formats.storage.open import open_weights
+    from crelle.quantize_job.data import CalibrationData
+    from crelle.quantize_job.first_layers import layer_count
+    from crelle.quantize_job.run import dry_run as measured
+    from crelle.quantize_job.run import effort_for, estimate_for, quantize
 
     use_threads(threads)
     refuse_overlap(destination(target), source, calib, plan)
@@ -247,7 +247,7 @@ def _length(weights: "Weights", length: int) -> int:
 
 def _planned(path: Path, scheme: str | None) -> tuple[str, dict[str, str]]:
     """Return the scheme and the overrides of a plan file."""
-    from crelle.quantizers.plan_file import read_plan
+    from crelle.quantizers.search.plan_file import read_plan
 
     plan = read_plan(path)
     return scheme or plan.scheme, dict(plan.overrides)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.console import Json, out, print_json, warn
+from crelle.cli.common.console import Json, out, print_json, warn
 from crelle.errors import FormatError
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def run(
 
     **Example**: `crelle report 'bench/results/h200-decode-*.json' --cost price=30000`
     """
-    from crelle.bench.cost import CostModel
+    from crelle.bench.planner.cost import CostModel
     from crelle.bench.report.contents import figures, headlines, not_drawn, sections
     from crelle.bench.report.page import page
     from crelle.bench.report.readers import find, read
-    from crelle.formats.io import write_whole, writing
+    from crelle.formats.storage.io import write_whole, writing
 
     prices = CostModel.parse(cost) if cost else None
     rows, left_out = read(find(results))
@@ -89,8 +89,8 @@ def _summary(left_out: "list[LeftOut]") -> list[str]:
 def _draw_all(directory: Path, drawn: "list[Figure]") -> None:
     from crelle.bench.report.png import draw_png
     from crelle.bench.report.styles import styles
-    from crelle.cli.console import draw_whole
-    from crelle.formats.io import writing
+    from crelle.cli.common.console import draw_whole
+    from crelle.formats.storage.io import writing
 
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)

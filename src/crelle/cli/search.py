@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from crelle.cli.console import Device, Json, Model, Threads, draw_whole, err, out, print_json, tracking, use_threads
-from crelle.cli.quantize_cost import DeviceMemory
+from crelle.cli.common.console import (
+    Device,
+    Json,
+    Model,
+    Threads,
+    draw_whole,
+    err,
+    out,
+    print_json,
+    tracking,
+    use_threads,
+)
+from crelle.cli.views.quantize_cost import DeviceMemory
 from crelle.errors import SchemeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -18,7 +29,7 @@ if TYPE_CHECKING:
     from crelle.eval.pareto import ParetoPlot
     from crelle.eval.plan_eval import FrontCheck
     from crelle.quantizers.base import BitConfig
-    from crelle.quantizers.search import ParetoFront, Plan
+    from crelle.quantizers.search.bit_allocation import ParetoFront, Plan
 
 NAME = "search"
 _RESULTS = ("plan.json", "front.html", "front.png")
@@ -85,8 +96,8 @@ def run(
     `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
     """
     from crelle.engine.memory import parse_bytes
-    from crelle.formats.destination import destination, refuse_other_files, refuse_overlap
-    from crelle.quantizers.plan_file import write_plan
+    from crelle.formats.storage.destination import destination, refuse_other_files, refuse_overlap
+    from crelle.quantizers.search.plan_file import write_plan
 
     if (target_bits is None) == (max_perplexity is None):
         raise SchemeError("give either --target-bits, e.g. 3.0, or --max-perplexity")
@@ -141,12 +152,12 @@ class _Job:
     """The calibration model and its calibration sequences."""
 
     def __init__(self, path: Path, device: str, calib: Path | None, rows: int, length: int, memory: int | None) -> None:
-        from crelle.engine.calibration_data import rows_of
-        from crelle.engine.tokenizer import Tokenizer
+        from crelle.engine.tokenization.tokenizer import Tokenizer
         from crelle.eval.text import read_text
-        from crelle.formats.open import open_weights
+        from crelle.formats.storage.open import open_weights
         from crelle.models.calibration_model import open_model
         from crelle.models.loader import choose_device
+        from crelle.quantize_job.data import rows_of
 
         text = read_text(calib)
         if calib is None:
@@ -163,9 +174,9 @@ class _Job:
         """Measure sensitivities and solve; also return a function that plots the result."""
         from crelle.eval.pareto import ParetoPlot
         from crelle.quantizers.device_limit import device_limit
-        from crelle.quantizers.plan_file import config_of
-        from crelle.quantizers.search import ParetoFront, uniform
-        from crelle.quantizers.sensitivity import sensitivities
+        from crelle.quantizers.search.bit_allocation import ParetoFront, uniform
+        from crelle.quantizers.search.plan_file import config_of
+        from crelle.quantizers.search.sensitivity import sensitivities
 
         if per not in ("matrix", "kind"):
             raise SchemeError(f"--per must be matrix or kind, got '{per}'")
@@ -188,9 +199,9 @@ class _Measured:
     """Perplexities of plans, quantized in memory, on a text."""
 
     def __init__(self, job: _Job, text: Path | None, context: int, windows: int) -> None:
-        from crelle.engine.calibration_data import rows_of
         from crelle.eval.plan_eval import open_perplexity
         from crelle.eval.text import read_text
+        from crelle.quantize_job.data import rows_of
 
         self._job = job
         self._windows = rows_of(job.tokenizer, read_text(text), min(context, job.model.spec.context))[:windows]
@@ -266,7 +277,7 @@ def _exit_unless_agreed(checked: "FrontCheck | None") -> None:
 def _settings(target_bits: float | None, bits: str | None, groups: str | None) -> "list[BitConfig]":
     from crelle.quantizers.base import BitConfig
     from crelle.quantizers.scheme import parse
-    from crelle.quantizers.sensitivity import CANDIDATES, candidates
+    from crelle.quantizers.search.sensitivity import CANDIDATES, candidates
 
     default = CANDIDATES if target_bits is None else candidates(target_bits)
     found = []
@@ -279,7 +290,7 @@ def _settings(target_bits: float | None, bits: str | None, groups: str | None) -
 
 def _write(folder: Path, plot: "ParetoPlot", write_plan: "Callable[[Path, Plan], None]") -> None:
     from crelle.eval.pareto import html_page, plot_pareto
-    from crelle.formats.io import write_whole, writing
+    from crelle.formats.storage.io import write_whole, writing
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

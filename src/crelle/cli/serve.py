@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crelle.cli.console import Json, Model, err, print_json, use_threads
-from crelle.cli.option_groups import ModelOptions, model_options
+from crelle.cli.common.console import Json, Model, err, print_json, use_threads
+from crelle.cli.common.option_groups import ModelOptions, model_options
 from crelle.printable import printable
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def run(
 
 
 def _facts(server: "Server") -> dict[str, Any]:
-    from crelle.formats.checkpoint import Checkpoint
+    from crelle.formats.storage.checkpoint import Checkpoint
 
     state = server.state
     llm, plan, weights = state.llm, state.engine.plan, state.llm.weights

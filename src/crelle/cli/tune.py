@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import (
+from crelle.cli.common.console import (
     Device,
     Devices,
     Json,
@@ -17,7 +17,7 @@ from crelle.cli.console import (
     use_threads,
     warn,
 )
-from crelle.cli.training_plot import draw_training
+from crelle.cli.views.training_plot import draw_training
 from crelle.errors import SchemeError
 
 NAME = "tune"
@@ -75,10 +75,10 @@ def run(
 
     `crelle tune out/m-3bit out/m-3bit-poems --text poems.txt`
     """
-    from crelle.engine.quantize import tune_checkpoint
     from crelle.eval.text import read_text
-    from crelle.formats.destination import destination, refuse_overlap
-    from crelle.quantizers.training import Training
+    from crelle.formats.storage.destination import destination, refuse_overlap
+    from crelle.quantize_job.run import tune_checkpoint
+    from crelle.quantizers.training.blockwise import Training
 
     use_threads(threads)
     refuse_overlap(destination(target), source, teacher, text)

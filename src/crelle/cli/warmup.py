@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from crelle.cli.console import Json, Model, out, print_json, tracking, use_threads
-from crelle.cli.option_groups import ModelOptions, model_options
+from crelle.cli.common.console import Json, Model, out, print_json, tracking, use_threads
+from crelle.cli.common.option_groups import ModelOptions, model_options
 from crelle.errors import SchemeError
 
 NAME = "warmup"

@@ -52,11 +52,11 @@ from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
 from crelle.engine.stats import Stats, StepClock
 from crelle.engine.stop_filter import StopFilter
-from crelle.engine.tokenizer import Detokenizer
+from crelle.engine.tokenization.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda.context_errors import context_error
-from crelle.kernels.cuda.graph_inputs import PendingTokens
+from crelle.kernels.cuda.step.graph_inputs import PendingTokens
 
 __all__ = ["FAILED_STEPS", "MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 

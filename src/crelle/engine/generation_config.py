@@ -6,8 +6,8 @@ from typing import Any
 
 from crelle.engine.sampler import Sampling
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.io import read_json, shown
-from crelle.formats.open import Weights
+from crelle.formats.storage.io import read_json, shown
+from crelle.formats.storage.open import Weights
 
 FILE = "generation_config.json"
 _FIELDS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}

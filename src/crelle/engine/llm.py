@@ -22,11 +22,11 @@ from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, Piece, StreamChunk
 from crelle.engine.sampler import Sampling
-from crelle.engine.tokenizer import Message, Tokenizer
+from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
-from crelle.formats.kv import KVFormat
-from crelle.formats.kv_format import kv_of_checkpoint
-from crelle.formats.open import Weights, open_weights
+from crelle.formats.kv.format import kv_of_checkpoint
+from crelle.formats.kv.pages import KVFormat
+from crelle.formats.storage.open import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models.loader import Model, build, choose_device
 

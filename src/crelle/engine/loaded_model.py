@@ -8,12 +8,12 @@ from functools import cached_property
 from math import prod
 from threading import RLock
 
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
-from crelle.formats.io import read_json
-from crelle.formats.kv import KVFormat
-from crelle.formats.open import Weights, scheme_of
+from crelle.formats.kv.pages import KVFormat
+from crelle.formats.storage.io import read_json
+from crelle.formats.storage.open import Weights, scheme_of
 from crelle.models.loader import Model
 from crelle.models.nested import default, offered
 from crelle.models.settings import token_ids

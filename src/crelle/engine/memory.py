@@ -23,10 +23,10 @@ from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
-from crelle.formats.kv import KVFormat
-from crelle.kernels.cuda.fused_linear import copy_bytes
-from crelle.kernels.cuda.graph_inputs import BUCKETS, MAX_POSITIONS
-from crelle.kernels.cuda.prefill_graph import KEYS, ROWS, SEQUENCES
+from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.cuda.step.fused_linear import copy_bytes
+from crelle.kernels.cuda.step.graph_inputs import BUCKETS, MAX_POSITIONS
+from crelle.kernels.cuda.step.prefill_graph import KEYS, ROWS, SEQUENCES
 from crelle.kernels.reference_attention import SLAB
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.executors import page_dtype

@@ -17,8 +17,8 @@ from dataclasses import replace
 from crelle.engine.machine_memory import FreeMemory, free_memory
 from crelle.engine.memory import TYPICAL, MemoryPlan, page_bytes, parse_bytes, plan, show_bytes, weight_bytes
 from crelle.errors import CapacityError
-from crelle.formats.kv import KVFormat
-from crelle.kernels.cuda.graph_inputs import BUCKETS
+from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.cuda.step.graph_inputs import BUCKETS
 from crelle.models.loader import Model
 
 MAX_BATCH = 32  # on a CPU, and at least so many on a GPU

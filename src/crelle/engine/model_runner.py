@@ -21,9 +21,9 @@ from crelle.engine.loaded_model import LoadedModel
 from crelle.engine.memory import kv_heads
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor
-from crelle.kernels.cuda.graph_inputs import MAX_SAMPLES, PendingTokens
+from crelle.kernels.cuda.step.graph_inputs import MAX_SAMPLES, PendingTokens
 from crelle.kernels.executor import Chunk, Executor
 from crelle.models.executors import make_executor, page_dtype
 

@@ -8,7 +8,7 @@ from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.output import Completion
 from crelle.engine.sampler import Sampling
 from crelle.errors import SchemeError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 
 
 def generate_all(

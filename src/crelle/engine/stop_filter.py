@@ -1,6 +1,6 @@
 """Ends a completion at its stop strings."""
 
-from crelle.engine.tokenizer import Detokenizer
+from crelle.engine.tokenization.tokenizer import Detokenizer
 
 
 class StopFilter:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from crelle.engine.calibration_data import CalibrationData
 from crelle.engine.llm import LLM
-from crelle.engine.quantize import quantize
 from crelle.eval.perplexity import perplexity
+from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.run import quantize
 
 
 class Step(NamedTuple):

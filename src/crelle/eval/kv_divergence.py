@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crelle.engine.llm import LLM
 from crelle.eval.divergence import divergences
 from crelle.eval.perplexity import Windows, window_logits
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crelle.plots import COLOURS, pyplot
 from crelle.quantizers.base import BitConfig
-from crelle.quantizers.search import Plan, kind_of
+from crelle.quantizers.search.bit_allocation import Plan, kind_of
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 340, 70, 46  # of the curve, in pixels
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from crelle.engine.llm import LLM
 from crelle.errors import CapacityError, NumericsError, SchemeError
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 
 
 @dataclass(frozen=True, slots=True)

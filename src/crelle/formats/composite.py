@@ -19,7 +19,7 @@ from crelle.errors import FormatError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 INNER: dict[str, type[QuantTensor]] = {c.format: c for c in (UniformTensor, AffineTensor, BCQTensor)}
 

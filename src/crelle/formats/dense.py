@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 DENSE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

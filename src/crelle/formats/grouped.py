@@ -27,9 +27,9 @@ from torch import Tensor
 from crelle.errors import FormatError
 from crelle.formats.activations import BITS, MAX_GROUP, ActivationSpec, group_slices, least_and_top, spread
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
-from crelle.formats.io import shown
 from crelle.formats.packing import pack_stream, unpack_stream
 from crelle.formats.random_parts import RandomParts
+from crelle.formats.storage.io import shown
 
 _KEYS = {"format", "shape", "bits", "group", "outliers", "outlier_bits", "permuted", "activation"}
 _SCALES = (torch.float16, torch.float32)

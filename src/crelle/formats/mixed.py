@@ -31,7 +31,6 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
-from crelle.formats.io import shown
 from crelle.formats.mixed_packing import (
     PACKINGS,
     MixedCodes,
@@ -44,6 +43,7 @@ from crelle.formats.mixed_packing import (
     unpack,
 )
 from crelle.formats.random_parts import RandomParts
+from crelle.formats.storage.io import shown
 
 GROUPS = (8, 16, 32, 64)
 BLOCK = 16  # outputs that share a second-order scale

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
-from crelle.formats.kv import KVPages, hadamard
+from crelle.formats.kv.pages import KVPages, hadamard
 
 SLAB = 256  # tokens that `attend` dequantizes at one time
 

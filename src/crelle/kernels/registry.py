@@ -12,9 +12,9 @@ from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.integer_kernel import CpuInteger
 from crelle.kernels.cpu.kernel import Cpu
-from crelle.kernels.cuda.integer_kernel import CudaInteger
-from crelle.kernels.cuda.kernel import Cuda, CudaLut
-from crelle.kernels.cuda.mixed_kernel import CudaMixed
+from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
+from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
+from crelle.kernels.cuda.planes.kernel import Cuda, CudaLut
 from crelle.kernels.integer_reference import IntegerReference
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference

@@ -13,7 +13,7 @@ from crelle.errors import FormatError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.open import Weights
+from crelle.formats.storage.open import Weights
 from crelle.kernels.base import Problem
 from crelle.kernels.registry import explain
 from crelle.kernels.spec import NormSpec

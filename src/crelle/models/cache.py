@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crelle.errors import CapacityError, FormatError
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import reference_attention as paged
 from crelle.kernels.cpu.fused_decoder import Paged
 from crelle.kernels.spec import RopeSpec
@@ -182,9 +182,9 @@ def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[T
 def key_centers(model: "DecoderModel") -> list[Tensor]:
     """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.
 
-    Any vector is right, for softmax does not see it (crelle.formats.kv); a good one leaves less to quantize. Before
-    rope, keys of all positions have one mean. Rope rotates it with the position: slowly in the pairs of channels that
-    keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
+    Any vector is right, for softmax does not see it (crelle.formats.kv.pages); a good one leaves less to quantize.
+    Before rope, keys of all positions have one mean. Rope rotates it with the position: slowly in the pairs of channels
+    that keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
     """
     spec, tokens = model.spec, min(CENTER_SAMPLE, model.spec.context)

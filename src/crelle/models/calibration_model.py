@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.base import QuantTensor, input_rounding
-from crelle.formats.kv import KVFormat, as_stored
-from crelle.formats.open import Weights
+from crelle.formats.kv.pages import KVFormat, as_stored
+from crelle.formats.storage.open import Weights
 from crelle.kernels.cpu import bf16_attention, row_ops
 from crelle.kernels.spec import Activation, DecoderSpec, NormSpec, RopeSpec
 from crelle.models.builder import Builder, LayerNorm, RMSNorm
@@ -24,7 +24,7 @@ from crelle.models.read_ahead import ReadAhead
 from crelle.models.reproducible import fix_backward_order
 from crelle.models.rope import angles
 from crelle.models.tensor_shapes import tensor_shapes
-from crelle.quantizers.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads, fused_on_cpu
+from crelle.quantizers.calibration.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads, fused_on_cpu
 
 _NAMES: dict[Callable[[Tensor], Tensor], Activation] = {f: name for name, f in ACTIVATIONS.items()}
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.formats.kv import KVFormat
+from crelle.formats.kv.pages import KVFormat
 from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
 from crelle.kernels.spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, RopeSpec
@@ -29,7 +29,7 @@ from crelle.models.linear import QuantEmbedding, QuantLinear
 from crelle.models.rope import angles, rotate
 
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.decode_step import Step
+    from crelle.kernels.cuda.step.decode_step import Step
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -305,7 +305,7 @@ class DecoderModel(nn.Module):
     @cached_property
     def cuda_step(self) -> "Step":
         """The linears joined for a step on a GPU, once for all executors of this model; `executor.why_not` is None."""
-        from crelle.kernels.cuda.decode_step import Step
+        from crelle.kernels.cuda.step.decode_step import Step
 
         with self.lock:
             return self.__dict__.get("cuda_step") or Step(self)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crelle.formats.kv import KVPages
+from crelle.formats.kv.pages import KVPages
 from crelle.kernels import cpu
 from crelle.kernels import reference_attention as paged
 from crelle.kernels.executor import Chunk, block_table

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cpu.executor import CpuExecutor
 from crelle.kernels.cpu.executor import supports as cpu_supports
 from crelle.kernels.cpu.fused_decoder import FusedDecoder

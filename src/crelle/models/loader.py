@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
-from crelle.formats.io import shown
-from crelle.formats.open import Weights, open_weights
-from crelle.formats.ownership import CONFIG
+from crelle.formats.storage.io import shown
+from crelle.formats.storage.open import Weights, open_weights
+from crelle.formats.storage.ownership import CONFIG
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.builder import Builder
 from crelle.models.decoder import DecoderModel

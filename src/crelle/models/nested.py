@@ -3,8 +3,8 @@
 from crelle.errors import UnsupportedError
 from crelle.formats.affine import NestedTensor
 from crelle.formats.base import QuantTensor
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.open import Weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import Weights
 
 
 def offered(weights: Weights) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.open import Weights
+from crelle.formats.storage.open import Weights
 
 _PAGE = 4096
 

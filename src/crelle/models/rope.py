@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 from crelle.kernels.spec import RopeSpec
 from crelle.models.settings import setting
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from crelle.errors import FormatError
-from crelle.formats.io import shown
-from crelle.formats.kv_format import MAX_LAYERS
+from crelle.formats.kv.format import MAX_LAYERS
+from crelle.formats.storage.io import shown
 
 _REQUIRED = object()
 

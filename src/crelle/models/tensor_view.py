@@ -14,9 +14,9 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
-from crelle.formats.open import Weights
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.open import Weights
 from crelle.models.families.base import Family, StoredMatrix
 
 OFFSET = "norm_weight_offset"  # key of a config: what is still to be added to the weights of norms

@@ -13,9 +13,9 @@ from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import MAX_BITS
 from crelle.formats.dense import DenseTensor
-from crelle.formats.io import shown
-from crelle.quantizers.calibrate import LayerCalibration
-from crelle.quantizers.stats import InputRounding, Stats
+from crelle.formats.storage.io import shown
+from crelle.quantizers.calibration.calibrate import LayerCalibration
+from crelle.quantizers.calibration.stats import InputRounding, Stats
 
 Group = int | Literal["row"]
 _MAX_TEXT = 100  # characters of a number in a scheme; one of 400 digits is no float

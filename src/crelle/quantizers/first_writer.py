@@ -13,8 +13,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.checkpoint_writer import CheckpointWriter
-from crelle.formats.destination import destination, partial_of
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter
+from crelle.formats.storage.destination import destination, partial_of
 from crelle.quantizers.ranks import world
 
 Encoded = tuple[Mapping[str, QuantTensor], Mapping[str, Tensor], Sequence[str]]  # matrices, other tensors, warnings
@@ -24,7 +24,7 @@ _WAITING = 4  # shards at most that are not on the disk: embedding and head take
 
 
 class FirstWriter:
-    """A CheckpointWriter (crelle.formats.checkpoint_writer) that all ranks can ask. The same for one rank alone."""
+    """A CheckpointWriter that all ranks can ask. The same for one rank alone."""
 
     def __init__(
         self, out: Path, recipe: Mapping[str, Any], shards: Sequence[str], *, resume: bool, overwrite: bool

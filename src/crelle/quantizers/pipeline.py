@@ -7,7 +7,7 @@ Quantized are the matrices inside the numbered layers; embeddings, the output he
 (f32 that GGUF unpacked from a quantized type: as f16).
 
 Schemes that need data get it from a `Calibration`: its token sequences run through the layers in step with the shards
-(crelle.quantizers.calibrate), also through those that a resumed run finds finished. Of several ranks
+(crelle.quantizers.calibration.calibrate), also through those that a resumed run finds finished. Of several ranks
 (crelle.quantizers.ranks) all take part in calibration, and the first one does everything else.
 """
 
@@ -28,26 +28,26 @@ from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, SchemeError
 from crelle.formats.base import QuantTensor, format_of, nbytes
-from crelle.formats.checkpoint import FORMAT_VERSION, Checkpoint
-from crelle.formats.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.dense import DenseTensor
-from crelle.formats.destination import destination, refuse_overlap
-from crelle.formats.io import read_json, to_json, write_whole
-from crelle.formats.kv import KVFormat
-from crelle.formats.open import Weights, open_weights
-from crelle.formats.ownership import STAGE, TRAINING
-from crelle.formats.tokenizer_files import check_copied_files
+from crelle.formats.kv.pages import KVFormat
+from crelle.formats.storage.checkpoint import FORMAT_VERSION, Checkpoint
+from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
+from crelle.formats.storage.destination import destination, refuse_overlap
+from crelle.formats.storage.io import read_json, to_json, write_whole
+from crelle.formats.storage.open import Weights, open_weights
+from crelle.formats.storage.ownership import STAGE, TRAINING
+from crelle.formats.storage.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
-from crelle.quantizers.calibrate import Calibrator, memory_for
-from crelle.quantizers.experts_without_tokens import together, warnings_about
+from crelle.quantizers.calibration.calibrate import Calibrator, memory_for
+from crelle.quantizers.calibration.experts_without_tokens import together, warnings_about
+from crelle.quantizers.calibration.layer_api import CalibrationModel, Progress
+from crelle.quantizers.calibration.memory_plan import CalibrationMemory
+from crelle.quantizers.calibration.stats import InputRounding, Stats
 from crelle.quantizers.first_writer import Encoded, FirstWriter
-from crelle.quantizers.layer_api import CalibrationModel, Progress
-from crelle.quantizers.memory_plan import CalibrationMemory
 from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
+from crelle.quantizers.solvers.underflow import underflow
 from crelle.quantizers.stage_times import SOLVE, TRAIN, WRITE, timed
-from crelle.quantizers.stats import InputRounding, Stats
-from crelle.quantizers.underflow import underflow
 from crelle.version import __version__
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")

@@ -18,16 +18,16 @@
 from collections.abc import Mapping
 
 from crelle.errors import SchemeError
-from crelle.quantizers.atom import Atom
-from crelle.quantizers.auto import Auto
-from crelle.quantizers.awq import AWQ
 from crelle.quantizers.base import Cast, GroupedConfig, Passthrough, Quantizer
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.gptq import GPTQ
-from crelle.quantizers.hbcq import HBCQ
-from crelle.quantizers.mixed import Mixed
-from crelle.quantizers.nested import Nested
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.schemes.atom import Atom
+from crelle.quantizers.schemes.auto import Auto
+from crelle.quantizers.schemes.awq import AWQ
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.schemes.hbcq import HBCQ
+from crelle.quantizers.schemes.mixed import Mixed
+from crelle.quantizers.schemes.nested import Nested
+from crelle.quantizers.schemes.rtn import RTN
 
 CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Atom, Auto)}
 

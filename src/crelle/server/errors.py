@@ -9,7 +9,7 @@ import asyncio
 
 from crelle.engine.output import QueueFullError
 from crelle.errors import CapacityError, CrelleError, NumericsError
-from crelle.server.response_schemas import Error, Problem
+from crelle.server.schema.response_schemas import Error, Problem
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 

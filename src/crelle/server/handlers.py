@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from crelle.engine.tokenizer import Tokenizer
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CrelleError
 from crelle.server.bodies import LARGE
 from crelle.server.errors import PASSED_ON, ApiError, failed, timed_out
@@ -20,10 +20,10 @@ from crelle.server.generation import Generation
 from crelle.server.logs import describe
 from crelle.server.reply import reply
 from crelle.server.requests import GenerationRequest, Tokenize, not_served
-from crelle.server.response_schemas import Alive, Model, Models, Status, TokenIds
 from crelle.server.responses import PING, sse
+from crelle.server.schema.response_schemas import Alive, Model, Models, Status, TokenIds
+from crelle.server.schema.strict_json import encode_large, parse
 from crelle.server.state import State
-from crelle.server.strict_json import encode_large, parse
 
 A = TypeVar("A", GenerationRequest, Tokenize)
 T = TypeVar("T")

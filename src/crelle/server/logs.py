@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from crelle.server.strict_json import dumps_log
+from crelle.server.schema.strict_json import dumps_log
 
 LOGGER = logging.getLogger("crelle.server")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from msgspec import Struct
 
-from crelle.server.strict_json import encode
+from crelle.server.schema.strict_json import encode
 
 
 def reply(value: Struct | bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from crelle.engine.sampler import Sampling
-from crelle.engine.tokenizer import Message, Tokenizer
+from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.server.errors import ApiError
-from crelle.server.schemas import ChatMessage, Generate, ModelInfo, RequestSchemas, TokenizeChat
+from crelle.server.schema.schemas import ChatMessage, Generate, ModelInfo, RequestSchemas, TokenizeChat
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")

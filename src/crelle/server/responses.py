@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from crelle.engine.output import Event, Output, TokenLogprob
 from crelle.server.requests import GenerationRequest
-from crelle.server.response_schemas import (
+from crelle.server.schema.response_schemas import (
     Answer,
     CachedTokens,
     ChatChoice,
@@ -29,7 +29,7 @@ from crelle.server.response_schemas import (
     TopLogprob,
     Usage,
 )
-from crelle.server.strict_json import encode
+from crelle.server.schema.strict_json import encode
 from crelle.server.token_text import TokenTexts
 from crelle.version import __version__
 

@@ -16,11 +16,11 @@ from crelle.server.bodies import LARGE, Bodies
 from crelle.server.errors import ApiError, refused, unavailable
 from crelle.server.event_queue import EventBridge, EventQueue
 from crelle.server.metrics import Metrics
-from crelle.server.openapi import document
 from crelle.server.requests import GenerationRequest, RequestParser
-from crelle.server.schemas import ModelInfo
+from crelle.server.schema.openapi import document
+from crelle.server.schema.schemas import ModelInfo
+from crelle.server.schema.strict_json import encode
 from crelle.server.settings import Settings
-from crelle.server.strict_json import encode
 from crelle.server.token_text import TokenTexts
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from crelle.bench.cost import CostModel
+from crelle.bench.planner.cost import CostModel
 from crelle.bench.report.contents import figures, headlines, not_drawn, sections
 from crelle.bench.report.figures import Axis, Figure, fit_line
 from crelle.bench.report.page import page

@@ -17,7 +17,7 @@ from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters.awq import AWQLayout
 from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
 from crelle.formats.exporters.directory import export_directory
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.quantizers.pipeline import quantize
 
 UP = "model.layers.0.mlp.up_proj"

@@ -21,7 +21,7 @@ from crelle.formats.exporters import gguf_blocks
 from crelle.formats.exporters.gguf import export_gguf
 from crelle.formats.exporters.gguf_metadata import rope
 from crelle.formats.importers.gguf import GGUFFile
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.loader import build
 from crelle.quantizers.pipeline import quantize
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from crelle.errors import CrelleError
 from crelle.formats.composite import PermutedTensor
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 quick = settings(deadline=None, max_examples=60)
 

@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.dense import DenseTensor
 from crelle.formats.importers.gguf import GGUFFile
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.models.rope import rope_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

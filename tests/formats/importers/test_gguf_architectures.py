@@ -14,10 +14,10 @@ from gguf_models import GEMMA3, GPT2, converted, random_tensors, write_gguf
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
-from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.importers.gguf_architectures import ARCHITECTURES
 from crelle.formats.importers.gptq import GPTQDirectory
-from crelle.formats.open import open_weights
+from crelle.formats.storage.hf_layout import is_conv1d
+from crelle.formats.storage.open import open_weights
 
 BY_TYPE = {"gpt2": GPT2, "gemma3": GEMMA3}
 FULL_ROPE = {"rope_type": "default", "rope_theta": 1e6}

@@ -15,7 +15,7 @@ from tiny_gguf import write_tiny_gguf
 
 from crelle.errors import FormatError
 from crelle.formats.importers.gguf_header import Header, read_header
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q8_0"])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 quick = settings(deadline=None, max_examples=100)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

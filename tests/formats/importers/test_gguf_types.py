@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 from crelle.errors import UnsupportedError
 from crelle.formats.importers import gguf_types
 from crelle.formats.importers.gguf_types import decode, dequantize
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 DECODED = sorted(gguf.quants._type_traits, key=lambda t: t.name)  # what gguf.quants.dequantize knows besides F32, F16
 QUANTIZED = [t for t in DECODED if t != Type.BF16]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from crelle.errors import CrelleError, UnsupportedError
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 quick = settings(deadline=None, max_examples=40)
 

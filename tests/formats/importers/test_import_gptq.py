@@ -17,7 +17,7 @@ from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.importers.gptq import GPTQDirectory
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 from crelle.kernels import ops
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.registry import kernels

@@ -7,7 +7,7 @@ import pytest
 from foreign_packers import UP, awq_gemm, compressed, compressed_config, gptq, one, random_grid
 
 from crelle.errors import CrelleError
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 ODD: list[Any] = [None, -3, 0, 2**40, 1.5, "text", "re:[", [], ["a"], {}, {"a": None}, True]
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 32, "sym": True, "meta": {}}

@@ -19,7 +19,7 @@ from vllm_process import Job, environment, run_jobs, tokens_of
 from crelle import LLM, CalibrationData, Sampling, quantize
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
-from crelle.formats.open import open_weights
+from crelle.formats.storage.open import open_weights
 
 pytestmark = pytest.mark.vllm
 

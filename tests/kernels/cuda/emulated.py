@@ -86,7 +86,7 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
     )
     sources = {p.name: p.read_text() for p in EMULATOR.iterdir()}
     for name in jit._sources(file):
-        text = (jit.CSRC / name).read_text()
+        text = (jit.SOURCES / name).read_text()
         if hopper:
             text = text.replace(
                 "extern __shared__ __align__(128) char shared[];", "char *const shared = block_shared();"

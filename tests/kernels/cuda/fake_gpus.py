@@ -16,7 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda import bmma_gemv, integer_gemm, launch, mixed_config
+from crelle.kernels.cuda import launch
+from crelle.kernels.cuda.integer import integer_gemm
+from crelle.kernels.cuda.mixed import mixed_config
+from crelle.kernels.cuda.planes import bmma_gemv
 
 
 class Launched(NamedTuple):

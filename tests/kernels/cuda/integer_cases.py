@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from crelle.formats.activations import ActivationSpec, QuantizedX
 from crelle.formats.base import format_of
 from crelle.kernels.base import Encoded
-from crelle.kernels.cuda.integer_layout import BLOCK, IntegerTiles
-from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.integer.integer_layout import BLOCK, IntegerTiles
+from crelle.kernels.cuda.integer.integer_x import IntegerX
 from crelle.kernels.integer_reference import IntegerReference
 
 

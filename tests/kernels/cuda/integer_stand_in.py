@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 
 from crelle.formats.activations import group_slices, spread
 from crelle.kernels import cuda
-from crelle.kernels.cuda import dense, integer_encode
-from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.integer import integer_encode
+from crelle.kernels.cuda.integer.integer_x import IntegerX
 
 _ROWS, _BLOCK = 64, 128
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, scale_widths
-from crelle.kernels.cuda.mixed_layout import ROWS, UNIT2, UNIT4, MixedWeight, unit2_bytes
+from crelle.kernels.cuda.mixed.mixed_layout import ROWS, UNIT2, UNIT4, MixedWeight, unit2_bytes
 
 FORMS = [  # N, K, group, share of 4-bit groups, share of outliers
     (64, 1024, 16, 0.25, 0.002),

@@ -6,7 +6,7 @@ from torch import Tensor
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.kernels.cuda.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
+from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 
 KINDS = [
     (ScaleKind.BCQ, 1, 32),

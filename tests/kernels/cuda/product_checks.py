@@ -7,7 +7,7 @@ import torch
 from plane_weights import TOLERANCE, random_weight, relative
 from torch import Tensor
 
-from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out
+from crelle.kernels.cuda.planes.weight_layout import CudaWeight, ScaleKind, lay_out
 
 HALF = torch.float16
 Product = Callable[[Tensor, CudaWeight], Tensor]

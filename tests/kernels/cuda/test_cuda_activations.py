@@ -4,8 +4,8 @@ from typing import get_args
 
 import pytest
 
-from crelle.kernels.cuda import bmma_gemv
-from crelle.kernels.cuda.activations import Prologue, activation_op, is_gated, supports, width
+from crelle.kernels.cuda.planes import bmma_gemv
+from crelle.kernels.cuda.step.activations import Prologue, activation_op, is_gated, supports, width
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from plane_weights import KINDS, TOLERANCE, random_weight, relative
 
-from crelle.kernels.cuda import batch_invariant, gemm
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda.planes import batch_invariant, gemm
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from plane_weights import TOLERANCE, random_weight, relative
 from torch import Tensor
 
-from crelle.kernels.cuda import bmma_gemv
-from crelle.kernels.cuda.bmma_gemv import BitSerialX
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda.planes import bmma_gemv
+from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
 from crelle.kernels.reference import matmul_fp64
 
 MOST, LEAST = 2186, -4374

@@ -13,11 +13,11 @@ from plane_weights import KINDS, TOLERANCE, random_weight, relative
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crelle.kernels import ops
-from crelle.kernels.cuda import bmma_gemv
-from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.bmma_gemv import GemvTileConfig
-from crelle.kernels.cuda.kernel import Cuda
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda.planes import bmma_gemv
+from crelle.kernels.cuda.planes.bmma_gemv import GemvTileConfig
+from crelle.kernels.cuda.planes.kernel import Cuda
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
 from crelle.kernels.reference import matmul_fp64
 
 HALF, BF16 = torch.float16, torch.bfloat16

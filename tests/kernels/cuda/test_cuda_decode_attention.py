@@ -6,9 +6,11 @@ from emulated import COMPILER, EmulatedKernel
 from plane_weights import random_weight
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import cuda
-from crelle.kernels.cuda import bmma_gemv, decode_attention, jit, weight_layout
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.attention import decode_attention
+from crelle.kernels.cuda.planes import bmma_gemv, weight_layout
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

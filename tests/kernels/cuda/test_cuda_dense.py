@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import dense, jit
-from crelle.kernels.cuda.activations import Prologue, is_gated
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}

@@ -7,11 +7,12 @@ import torch
 
 from crelle.errors import CrelleError
 from crelle.kernels import cuda
-from crelle.kernels.cuda import embed_argmax, jit
-from crelle.kernels.cuda.decode_step import Embed
+from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.launch import load
+from crelle.kernels.cuda.step import embed_argmax
+from crelle.kernels.cuda.step.decode_step import Embed
 from crelle.models.linear import QuantEmbedding
-from crelle.quantizers.rtn import RTN
+from crelle.quantizers.schemes.rtn import RTN
 
 gpu = pytest.mark.gpu
 needs_device = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))

@@ -11,9 +11,10 @@ import torch
 from plane_weights import KINDS, TOLERANCE, random_weight, relative
 from product_checks import check_first_planes, check_reruns, graph_gives_the_same
 
-from crelle.kernels.cuda import gemm, jit
-from crelle.kernels.cuda.gemm import GemmSm80TileConfig, GemmTileConfig
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.planes import gemm
+from crelle.kernels.cuda.planes.gemm import GemmSm80TileConfig, GemmTileConfig
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
 HOPPER, ADA = (9, 0), (8, 9)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crelle.kernels.cuda.graphs import capture
+from crelle.kernels.cuda.step.graphs import capture
 
 pytestmark = pytest.mark.gpu
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from crelle.errors import FormatError, SchemeError
 from crelle.kernels import cpu, cuda
 from crelle.kernels.cpu import solver
-from crelle.kernels.cuda import group_solver as kernels
-from crelle.quantizers import bcq, fast_error, gptq
-from crelle.quantizers import group_solver as choice
-from crelle.quantizers.alternating_ls import SortedGroups, levels_of, squared_error
-from crelle.quantizers.bcq import BCQ
-from crelle.quantizers.gptq import GPTQ
+from crelle.kernels.cuda.solver import group_solver as kernels
+from crelle.quantizers.schemes import bcq, gptq
+from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.gptq import GPTQ
+from crelle.quantizers.solvers import fast_error
+from crelle.quantizers.solvers import group_solver as choice
+from crelle.quantizers.solvers.alternating_ls import SortedGroups, levels_of, squared_error
 
 SHRINKS = [1.0, 0.8, 0.6, 0.4]
 ERROR = 1.001  # of the reference's

@@ -13,7 +13,14 @@ from crelle.kernels.cuda.instantiations import instantiations
 
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 
-MATRIX_FILES = {"bmma_gemv.cu", "gemm.cu", "integer_gemm.cu", "mixed_decode.cu", "mixed_gemm.cu", "mixed_gemv.cu"}
+MATRIX_FILES = {
+    "planes/bmma_gemv.cu",
+    "planes/gemm.cu",
+    "integer/integer_gemm.cu",
+    "mixed/mixed_decode.cu",
+    "mixed/mixed_gemm.cu",
+    "mixed/mixed_gemv.cu",
+}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,7 @@ __global__ void spills(const int* at, int* y) {
 
 def test_local_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spills.cu").write_text(SPILLS)
-    monkeypatch.setattr(jit, "CSRC", tmp_path)
+    monkeypatch.setattr(jit, "SOURCES", tmp_path)
     monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "cache"))
     if (code := disassemble(jit.compile("spills.cu", "test::spills", "sm_90a").cubin)) is None:
         pytest.skip("no disassembler")
@@ -59,9 +66,9 @@ def spills_allowed(file: str, expression: str, arch: str) -> int:
         return 80 if int(planes[1]) > 4 else few if arch == "sm_90a" else 40
     if expression.startswith(("crelle::mixed_gemv<2, 8,", "crelle::mixed_decode<true, 2,")):
         return 8  # groups of 8, 8 tokens; other prologues than Llama's
-    if file == "mixed_gemm.cu":
+    if file == "mixed/mixed_gemm.cu":
         return 48  # three warpgroups: 128 registers a thread
-    return 24 if file in ("dense.cu", "lut.cu", "gemm.cu") else 0
+    return 24 if file in ("dense/dense.cu", "lut/lut.cu", "planes/gemm.cu") else 0
 
 
 def check_variants(found: list[tuple[str, str]], arch: str) -> None:
@@ -93,7 +100,7 @@ def test_every_variant_compiles_and_stays_in_registers(arch: str, file: str) -> 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHITECTURES if arch != "sm_90a"])
 def test_variants_of_changed_sources_compile_and_stay_in_registers(arch: str) -> None:
     """For the architectures that `make test` does not compile whole."""
-    if (changed := changed_sources(jit.CSRC)) is None:
+    if (changed := changed_sources(jit.SOURCES)) is None:
         pytest.skip(f"no git repository tells which sources changed; `make test-slow` compiles all of them for {arch}")
     check_variants([v for v in instantiations(arch) if changed & jit._sources(v[0]).keys()], arch)
 
@@ -153,7 +160,7 @@ def test_no_piece_is_overwritten_while_it_is_read() -> None:
 
 def test_facts_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spills.cu").write_text(SPILLS)
-    monkeypatch.setattr(jit, "CSRC", tmp_path)
+    monkeypatch.setattr(jit, "SOURCES", tmp_path)
     monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "cache"))
     cubin = jit.compile("spills.cu", "test::spills", "sm_90a").cubin
     if (facts := sass_facts(cubin)) is None:
@@ -168,5 +175,7 @@ def test_facts_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, monkeypa
 
 
 def test_every_source_lies_in_the_package() -> None:
-    assert jit.CSRC.parent == Path(cuda.__file__).parent
-    assert {file for file, _ in instantiations("sm_90a")} <= {p.name for p in jit.CSRC.glob("*.cu")}
+    assert Path(cuda.__file__).parent == jit.SOURCES
+    assert {file for file, _ in instantiations("sm_90a")} <= {
+        str(p.relative_to(jit.SOURCES)) for p in jit.SOURCES.rglob("*.cu")
+    }

@@ -10,9 +10,10 @@ import torch
 from emulated import COMPILER, EmulatedKernel
 
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import dense, integer_encode, integer_kernel
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.integer import integer_encode, integer_kernel
 
-integer_gemm: Any = pytest.importorskip("crelle.kernels.cuda.integer_gemm")
+integer_gemm: Any = pytest.importorskip("crelle.kernels.cuda.integer.integer_gemm")
 cases: Any = pytest.importorskip("integer_cases")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

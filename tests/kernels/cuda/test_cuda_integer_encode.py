@@ -11,11 +11,11 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of
-from crelle.kernels.cuda import integer_encode
-from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.fused_linear import Norm
-from crelle.kernels.cuda.integer_encode import EncodeForm, EncodePlan, encode, encode_each, form_of, supports
-from crelle.kernels.cuda.integer_x import IntegerX
+from crelle.kernels.cuda.integer import integer_encode
+from crelle.kernels.cuda.integer.integer_encode import EncodeForm, EncodePlan, encode, encode_each, form_of, supports
+from crelle.kernels.cuda.integer.integer_x import IntegerX
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
+from crelle.kernels.cuda.step.fused_linear import Norm
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HALF, BF16 = torch.float16, torch.bfloat16

@@ -24,9 +24,10 @@ from torch import Tensor
 from crelle.formats.activations import QuantizedX, least_and_top
 from crelle.formats.packing import pack_stream
 from crelle.kernels import cuda
-from crelle.kernels.cuda import integer_gemm, jit
-from crelle.kernels.cuda.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
-from crelle.kernels.cuda.integer_layout import lay_out
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.integer import integer_gemm
+from crelle.kernels.cuda.integer.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
+from crelle.kernels.cuda.integer.integer_layout import lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
 EPSILON = {HALF: 2**-11, BF16: 2**-8}

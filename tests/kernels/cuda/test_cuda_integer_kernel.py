@@ -15,9 +15,9 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of
 from crelle.kernels import cuda, registry
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
-from crelle.kernels.cuda.integer_kernel import CudaInteger
-from crelle.kernels.cuda.norm_linear import linear, linear_norm, linear_residual, norm_linear
+from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
+from crelle.kernels.cuda.step.fused_linear import FusedLinear, Norm
+from crelle.kernels.cuda.step.norm_linear import linear, linear_norm, linear_residual, norm_linear
 from crelle.kernels.integer_reference import IntegerReference
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

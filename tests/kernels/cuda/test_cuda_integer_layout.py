@@ -10,7 +10,7 @@ from integer_cases import CASES, Case, pieces_of, random_integer_weight
 from torch import Tensor
 
 from crelle.errors import UnsupportedError
-from crelle.kernels.cuda.integer_layout import IntegerTiles, lay_out, refuses
+from crelle.kernels.cuda.integer.integer_layout import IntegerTiles, lay_out, refuses
 
 
 def read_back(laid: IntegerTiles) -> tuple[Tensor, Tensor]:

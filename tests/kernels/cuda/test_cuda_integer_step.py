@@ -12,10 +12,10 @@ from torch import Tensor
 
 from crelle.bench.model_shapes import RandomWeights
 from crelle.kernels.base import Problem
-from crelle.kernels.cuda import integer_encode, integer_kernel
-from crelle.kernels.cuda.decode_step import Step, StepLayer
 from crelle.kernels.cuda.executor import CudaExecutor
-from crelle.kernels.cuda.fused_linear import FusedLinear
+from crelle.kernels.cuda.integer import integer_encode, integer_kernel
+from crelle.kernels.cuda.step.decode_step import Step, StepLayer
+from crelle.kernels.cuda.step.fused_linear import FusedLinear
 from crelle.models.loader import Model, build
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -54,7 +54,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (csrc / "inner").mkdir(parents=True)
     (csrc / "scale.cu").write_text(SCALE)
     (csrc / "inner" / "deep.cuh").write_text(DEEP)
-    monkeypatch.setattr(jit, "CSRC", csrc)
+    monkeypatch.setattr(jit, "SOURCES", csrc)
     monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "cache"))
     forget(monkeypatch)
     return csrc
@@ -230,7 +230,7 @@ def test_a_cache_that_others_filled_may_be_read_only(sources: Path, monkeypatch:
 CHILD = """
 import sys, pathlib
 from crelle.kernels.cuda import jit
-jit.CSRC = pathlib.Path(sys.argv[1])
+jit.SOURCES = pathlib.Path(sys.argv[1])
 jit.missing()
 print("ready", flush=True)
 print(jit.compile(*sys.argv[2:4], "sm_80").cached, flush=True)

@@ -5,8 +5,8 @@ import torch
 from solver_cases import device_fixture
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import kl_divergence as kernels
-from crelle.quantizers.divergence import kl_divergence
+from crelle.kernels.cuda.training import kl_divergence as kernels
+from crelle.quantizers.training.divergence import kl_divergence
 
 device = device_fixture(kernels)
 USABLE = kernels.usable

@@ -14,10 +14,11 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of
 from crelle.integrations.transformers.layers import CrelleLinear, Encoding
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import bmma_gemv, launch
-from crelle.kernels.cuda.integer_kernel import CudaInteger
-from crelle.kernels.cuda.kernel import Cuda
-from crelle.kernels.cuda.mixed_kernel import CudaMixed
+from crelle.kernels.cuda import launch
+from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
+from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
+from crelle.kernels.cuda.planes import bmma_gemv
+from crelle.kernels.cuda.planes.kernel import Cuda
 from crelle.kernels.cuda.plans import Plans
 
 N, K, HALF = 288, 320, torch.float16

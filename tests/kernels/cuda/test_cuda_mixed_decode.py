@@ -9,10 +9,12 @@ from plane_weights import TOLERANCE, relative
 from product_checks import graph_gives_the_same
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import dense, jit, mixed_decode, mixed_gemv
-from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.mixed_decode import DecodeConfig
-from crelle.kernels.cuda.mixed_layout import MixedWeight, join, lay_out
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.mixed import mixed_decode, mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_decode import DecodeConfig
+from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight, join, lay_out
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from crelle.formats.mixed import MixedTensor
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import dispatch, fused_linear, mixed_config, mixed_decode, mixed_gemv
-from crelle.kernels.cuda.activations import Prologue
-from crelle.kernels.cuda.fused_linear import Activated, FusedLinear, Norm
-from crelle.kernels.cuda.mixed_config import MixedTileConfig
-from crelle.kernels.cuda.mixed_decode import DecodeConfig
-from crelle.kernels.cuda.mixed_kernel import CudaMixed
-from crelle.kernels.cuda.mixed_layout import join, lay_out
-from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear
+from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_config import MixedTileConfig
+from crelle.kernels.cuda.mixed.mixed_decode import DecodeConfig
+from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
+from crelle.kernels.cuda.mixed.mixed_layout import join, lay_out
+from crelle.kernels.cuda.step import fused_linear
+from crelle.kernels.cuda.step.activations import Prologue
+from crelle.kernels.cuda.step.fused_linear import Activated, FusedLinear, Norm
+from crelle.kernels.cuda.step.norm_linear import linear_residual, norm_linear
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HALF = torch.float16

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from crelle.kernels import cuda
 from crelle.kernels.base import Prepared, Problem
-from crelle.kernels.cuda import gemm, jit, mixed_gemm, mixed_gemv, residual_norm_pack
-from crelle.kernels.cuda.fused_linear import FusedLinear, Norm
-from crelle.kernels.cuda.gemm import GemmSm80TileConfig, GemmTileConfig, PackedX
-from crelle.kernels.cuda.mixed_gemm_layout import operand_place
-from crelle.kernels.cuda.mixed_kernel import CudaMixed
-from crelle.kernels.cuda.mixed_layout import MixedWeight, join, lay_out
-from crelle.kernels.cuda.norm_linear import linear_residual, norm_linear
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.mixed import mixed_gemm, mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_gemm_layout import operand_place
+from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
+from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight, join, lay_out
+from crelle.kernels.cuda.planes import gemm
+from crelle.kernels.cuda.planes.gemm import GemmSm80TileConfig, GemmTileConfig, PackedX
+from crelle.kernels.cuda.step import residual_norm_pack
+from crelle.kernels.cuda.step.fused_linear import FusedLinear, Norm
+from crelle.kernels.cuda.step.norm_linear import linear_residual, norm_linear
 
 HALF, BF16 = torch.float16, torch.bfloat16
 CONFIGS = [

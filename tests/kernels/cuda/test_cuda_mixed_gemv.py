@@ -11,10 +11,12 @@ from torch import Tensor
 
 from crelle.formats.composite import PermutedTensor
 from crelle.kernels import cuda, ops
-from crelle.kernels.cuda import dense, jit, mixed_gemv
-from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.mixed_config import MixedTileConfig
-from crelle.kernels.cuda.mixed_layout import join, lay_out
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.mixed import mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_config import MixedTileConfig
+from crelle.kernels.cuda.mixed.mixed_layout import join, lay_out
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))

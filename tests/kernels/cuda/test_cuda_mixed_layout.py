@@ -6,7 +6,7 @@ from mixed_weights import FORMS, random_mixed, values_in
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import nbytes
-from crelle.kernels.cuda.mixed_layout import join, lay_out, same_inputs
+from crelle.kernels.cuda.mixed.mixed_layout import join, lay_out, same_inputs
 
 
 @pytest.mark.parametrize(("N", "K", "G", "four", "outliers"), FORMS)

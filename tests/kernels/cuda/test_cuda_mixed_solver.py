@@ -8,12 +8,12 @@ from solver_cases import device_fixture, hessian_of, in_torch
 from torch import Tensor
 
 from crelle.kernels import cpu, cuda
-from crelle.kernels.cuda import mixed_solver as kernels
-from crelle.kernels.cuda import sweep
-from crelle.quantizers import mixed_solver
-from crelle.quantizers.mixed import Mixed
-from crelle.quantizers.mixed_solver import MixedFit, SecondOrder, search_grids, tune_scales
-from crelle.quantizers.stats import Stats
+from crelle.kernels.cuda.solver import mixed_solver as kernels
+from crelle.kernels.cuda.solver import sweep
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.mixed import Mixed
+from crelle.quantizers.solvers import mixed_solver
+from crelle.quantizers.solvers.mixed_solver import MixedFit, SecondOrder, search_grids, tune_scales
 
 device = device_fixture(kernels)
 

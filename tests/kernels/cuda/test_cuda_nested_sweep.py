@@ -6,13 +6,13 @@ from solver_cases import SIZES, device_fixture, hessian_of, in_torch, mostly
 from torch import Tensor
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import nested_sweep as kernels
-from crelle.kernels.cuda import sweep
-from crelle.quantizers import nested_sweep
-from crelle.quantizers.gptq_solver import factor, mixing
-from crelle.quantizers.nested import Nested
-from crelle.quantizers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
-from crelle.quantizers.stats import Stats
+from crelle.kernels.cuda.solver import nested_sweep as kernels
+from crelle.kernels.cuda.solver import sweep
+from crelle.quantizers.calibration.stats import Stats
+from crelle.quantizers.schemes.nested import Nested
+from crelle.quantizers.solvers import nested_sweep
+from crelle.quantizers.solvers.gptq_solver import factor, mixing
+from crelle.quantizers.solvers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
 
 PRECISIONS = [(4, 2), (1, 1), (4, 4), (3, 2), (4, 1), (8, 5), (8, 8), (6, 1), (8, 1)]  # bits, the lowest
 

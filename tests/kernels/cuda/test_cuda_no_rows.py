@@ -5,8 +5,11 @@ import torch
 from recorded_gpu import pretend
 
 from crelle.errors import CrelleError
-from crelle.formats.kv import KVFormat, KVPages
-from crelle.kernels.cuda import dense, embed_argmax, launch, paged_attention
+from crelle.formats.kv.pages import KVFormat, KVPages
+from crelle.kernels.cuda import launch
+from crelle.kernels.cuda.attention import paged_attention
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.step import embed_argmax
 
 HALF = torch.float16
 NONE = torch.empty(0, dtype=torch.int32)

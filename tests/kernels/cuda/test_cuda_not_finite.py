@@ -8,20 +8,15 @@ from plane_weights import random_weight
 from test_cuda_decode_attention import paged
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import cuda, ops
-from crelle.kernels.cuda import (
-    bmma_gemv,
-    decode_attention,
-    dense,
-    embed_argmax,
-    gemm,
-    paged_attention,
-    residual_norm_pack,
-)
-from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.fused_linear import Norm
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda.attention import decode_attention, paged_attention
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.planes import bmma_gemv, gemm
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda.step import embed_argmax, residual_norm_pack
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
+from crelle.kernels.cuda.step.fused_linear import Norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))]
 HALF, BF16 = torch.float16, torch.bfloat16

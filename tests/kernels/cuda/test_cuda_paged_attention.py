@@ -1,7 +1,7 @@
 """Pages on a GPU against reference_attention.py: what is stored bit for bit, what is read against its sums in f32.
 
 Without a GPU: the walk of paged_attention.cu through 16 tokens of codes, step by step in Python, gives the numbers that
-formats/kv.py says they are. `_Tile` says in Python what kv_fragments.cuh says in CUDA.
+formats/kv/pages.py says they are. `_Tile` says in Python what kv_fragments.cuh says in CUDA.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,13 @@ import torch
 from plane_weights import random_weight
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages, dequantize, hadamard, quantize
+from crelle.formats.kv.pages import KVFormat, KVPages, dequantize, hadamard, quantize
 from crelle.kernels import cuda
 from crelle.kernels import reference_attention as kv
-from crelle.kernels.cuda import gemm, jit, paged_attention
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.attention import paged_attention
+from crelle.kernels.cuda.planes import gemm
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))

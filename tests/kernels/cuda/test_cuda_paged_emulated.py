@@ -7,10 +7,10 @@ import torch
 from emulated import COMPILER, EmulatedKernel
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages, hadamard
+from crelle.formats.kv.pages import KVFormat, KVPages, hadamard
 from crelle.kernels import reference_attention as kv
-from crelle.kernels.cuda import paged_attention
-from crelle.kernels.cuda.paged_attention import PagedTileConfig
+from crelle.kernels.cuda.attention import paged_attention
+from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
 
 HALF = torch.float16
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

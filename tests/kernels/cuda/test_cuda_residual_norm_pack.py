@@ -8,10 +8,12 @@ import torch
 from plane_weights import random_weight
 from torch import Tensor
 
-from crelle.kernels.cuda import dense, gemm, residual_norm_pack
-from crelle.kernels.cuda.activations import Prologue, is_gated
-from crelle.kernels.cuda.fused_linear import Norm
-from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind, lay_out
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.planes import gemm
+from crelle.kernels.cuda.planes.weight_layout import CudaWeight, ScaleKind, lay_out
+from crelle.kernels.cuda.step import residual_norm_pack
+from crelle.kernels.cuda.step.activations import Prologue, is_gated
+from crelle.kernels.cuda.step.fused_linear import Norm
 
 HALF, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {HALF: 2e-3, BF16: 1.6e-2}  # of a normed number, relative to the largest: a last digit or two

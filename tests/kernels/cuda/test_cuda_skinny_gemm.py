@@ -11,9 +11,10 @@ import torch
 from plane_weights import KINDS, TOLERANCE, random_weight, relative
 from product_checks import check_first_planes, check_reruns, graph_gives_the_same
 
-from crelle.kernels.cuda import jit, skinny_gemm
-from crelle.kernels.cuda.skinny_gemm import SkinnyTileConfig
-from crelle.kernels.cuda.weight_layout import ScaleKind, lay_out
+from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.planes import skinny_gemm
+from crelle.kernels.cuda.planes.skinny_gemm import SkinnyTileConfig
+from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
 
 HALF, BF16 = torch.float16, torch.bfloat16
 CONFIGS = [

@@ -5,8 +5,8 @@ import torch
 from solver_cases import device_fixture
 from torch import Tensor
 
-from crelle.kernels.cuda import straight_through as kernels
-from crelle.quantizers.ste_base import OnGrid, on_grid, on_own_grid, stored_grid
+from crelle.kernels.cuda.training import straight_through as kernels
+from crelle.quantizers.training.ste_base import OnGrid, on_grid, on_own_grid, stored_grid
 
 device = device_fixture(kernels)
 USABLE = kernels.usable

@@ -6,11 +6,11 @@ from solver_cases import SIZES, device_fixture, hessian_of, in_torch, mostly
 from torch import Tensor
 
 from crelle.kernels import cuda
-from crelle.kernels.cuda import sweep as kernels
-from crelle.quantizers import sweep
-from crelle.quantizers.fast_error import _feedback
-from crelle.quantizers.gptq_solver import factor, mixing
-from crelle.quantizers.sweep import LevelTable, sweep_levels
+from crelle.kernels.cuda.solver import sweep as kernels
+from crelle.quantizers.solvers import sweep
+from crelle.quantizers.solvers.fast_error import _feedback
+from crelle.quantizers.solvers.gptq_solver import factor, mixing
+from crelle.quantizers.solvers.sweep import LevelTable, sweep_levels
 
 device = device_fixture(kernels)
 

@@ -9,7 +9,7 @@ from plane_weights import random_weight, values_in
 from crelle.errors import UnsupportedError
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
-from crelle.kernels.cuda.weight_layout import BLOCK, ScaleKind, join, lay_out
+from crelle.kernels.cuda.planes.weight_layout import BLOCK, ScaleKind, join, lay_out
 
 
 @settings(max_examples=30, deadline=None)

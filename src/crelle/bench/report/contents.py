@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from crelle.bench.cost import CostModel
+from crelle.bench.planner.cost import CostModel
 from crelle.bench.report import product_figures as product
 from crelle.bench.report import quality_figures as quality
 from crelle.bench.report import speed_figures as speed

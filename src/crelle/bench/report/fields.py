@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from crelle.errors import FormatError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 _LEAST, _MOST = 1e-12, 1e18  # nothing that is measured here is smaller or larger; an axis could not show it
 

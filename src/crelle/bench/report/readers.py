@@ -10,7 +10,7 @@ from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import LeftOut, Row, Source
 from crelle.bench.report.sources import source
 from crelle.errors import FormatError
-from crelle.formats.io import read_json, shown
+from crelle.formats.storage.io import read_json, shown
 
 Reader = Callable[[Fields, Source], Iterator[Row | LeftOut]]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from crelle.bench.cost import CURRENCY
+from crelle.bench.planner.cost import CURRENCY
 
 OURS, PEER, REFERENCE = "ours", "peer", "reference"  # whose figure it is; a reference is full precision
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from crelle.bench.cost import CURRENCY
+from crelle.bench.planner.cost import CURRENCY
 from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import OURS, PEER, REFERENCE, Attention, Product, Row, Source, Step, Throughput
 from crelle.bench.report.sources import cpu_device, gpu_name, model_name

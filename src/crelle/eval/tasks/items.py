@@ -6,7 +6,7 @@ from typing import Any
 
 from crelle.errors import FormatError
 from crelle.eval.tasks.spec import FIELD, TaskSpec
-from crelle.formats.io import parse_json, read_bounded, shown
+from crelle.formats.storage.io import parse_json, read_bounded, shown
 
 _MAX_BYTES = 1 << 30  # of a task's data
 

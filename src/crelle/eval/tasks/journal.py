@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from crelle.errors import FormatError
-from crelle.formats.io import parse_json, read_bounded, shown, sync_directory, to_json, writing
+from crelle.formats.storage.io import parse_json, read_bounded, shown, sync_directory, to_json, writing
 
 _MAX_BYTES = 1 << 30
 

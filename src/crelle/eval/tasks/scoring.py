@@ -19,7 +19,7 @@ from crelle.eval.tasks.journal import ItemResult, Journal, fingerprint
 from crelle.eval.tasks.loglikelihood import Ending, Score, encode_pair, loglikelihoods
 from crelle.eval.tasks.paired import Paired, paired, standard_error
 from crelle.eval.tasks.spec import TaskSpec
-from crelle.formats.io import sha256
+from crelle.formats.storage.io import sha256
 
 Progress = Callable[[int, int, str], None]
 _ITEMS = 32  # scored together, and kept together

@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.io import is_plain_name, read_bounded, shown
+from crelle.formats.storage.io import is_plain_name, read_bounded, shown
 
 _BUILT_IN = Path(__file__).parent
 _MAX_BYTES = 1 << 16  # of a description

@@ -20,15 +20,15 @@ import torch
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.destination import destination, refuse_overlap
 from crelle.formats.exporters import gguf_blocks, gguf_metadata
 from crelle.formats.exporters.directory import Progress, speaking_of
 from crelle.formats.exporters.gguf_tokenizer import TokenizerMetadata, tokenizer_metadata
 from crelle.formats.importers.gguf_architectures import ROPE_FACTORS, Architecture
 from crelle.formats.importers.gguf_header import read_header
 from crelle.formats.importers.gguf_types import FLOATS
-from crelle.formats.io import whole_file
-from crelle.formats.open import Weights
+from crelle.formats.storage.destination import destination, refuse_overlap
+from crelle.formats.storage.io import whole_file
+from crelle.formats.storage.open import Weights
 from crelle.version import __version__
 
 MARK = "crelle.export.tensor_bytes"

@@ -8,7 +8,7 @@ import numpy as np
 
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.importers.gguf_architectures import ARCHITECTURES, Architecture
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 Array = np.ndarray[Any, Any]
 _ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

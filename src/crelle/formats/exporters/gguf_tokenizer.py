@@ -14,8 +14,8 @@ from typing import Any
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.importers.gguf_tokenizer import PRE_TOKENIZERS, byte_level, merges_of_scores
-from crelle.formats.io import parse_json, read_bounded
-from crelle.formats.open import Weights
+from crelle.formats.storage.io import parse_json, read_bounded
+from crelle.formats.storage.open import Weights
 
 _MAX_BYTES = 128 << 20
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types in GGUF

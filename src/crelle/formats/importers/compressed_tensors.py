@@ -21,8 +21,8 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES, groups_in
 from crelle.formats.importers.base import EncodedDirectory, in_group_order, sorted_grid, whole_number
 from crelle.formats.importers.name_patterns import MAX_WORK, NamePattern
-from crelle.formats.io import shown
 from crelle.formats.packing import unpack_words
+from crelle.formats.storage.io import shown
 
 _INTEGERS = (torch.int32, torch.int64)
 _MAX_TARGETS = 1000  # names and patterns; real files have a few, or one for each matrix of some layers

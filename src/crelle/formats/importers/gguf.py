@@ -22,14 +22,14 @@ from torch import Tensor
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
-from crelle.formats.hf_layout import is_conv1d
 from crelle.formats.importers.gguf_architectures import ARCHITECTURES
 from crelle.formats.importers.gguf_config import hf_config
 from crelle.formats.importers.gguf_header import Header, TensorInfo, read_header
 from crelle.formats.importers.gguf_metadata import Metadata
 from crelle.formats.importers.gguf_tokenizer import write_tokenizer
 from crelle.formats.importers.gguf_types import FLOATS, decode, dequantize
-from crelle.formats.io import shown
+from crelle.formats.storage.hf_layout import is_conv1d
+from crelle.formats.storage.io import shown
 
 
 class GGUFFile:

@@ -7,7 +7,7 @@ import numpy as np
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.importers.gguf_architectures import ROPE_FACTORS, Architecture
 from crelle.formats.importers.gguf_metadata import Metadata
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 _LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _GEMMA3_27B_LAYERS = 62

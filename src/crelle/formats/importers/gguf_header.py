@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from crelle.errors import FormatError
-from crelle.formats.io import require_regular
+from crelle.formats.storage.io import require_regular
 
 MAX_METADATA = MAX_TENSORS = 1 << 16  # the largest models have some thousands
 MAX_ENTRIES = 1 << 22  # of all string arrays together; the largest vocabularies have 2^18 tokens, and twice that merges

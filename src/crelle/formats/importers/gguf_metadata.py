@@ -8,7 +8,7 @@ import numpy as np
 
 from crelle.errors import FormatError
 from crelle.formats.importers.gguf_header import Header, TensorInfo
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 
 _REQUIRED: Any = object()
 

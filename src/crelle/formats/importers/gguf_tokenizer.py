@@ -10,8 +10,8 @@ from typing import Any
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.importers.gguf_metadata import Metadata
-from crelle.formats.io import to_json, write_whole
-from crelle.formats.rust import panics_are
+from crelle.formats.storage.io import to_json, write_whole
+from crelle.formats.storage.rust import panics_are
 
 _MAX_TOKEN = 2048  # characters; merges of a token take time and memory with the square of its length
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF

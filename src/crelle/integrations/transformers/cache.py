@@ -1,9 +1,9 @@
 """CrelleCache: keys and values of past tokens in 8 to 2 bits, for `generate(past_key_values=…)` of any model.
 
-The codes are those of crelle.formats.kv (rotated, keys centred), token by token, without its pages: keys and values
-are kept as codes uint8 [B, H, S, row] with words int16 [B, H, S, C]. Each step dequantizes what attention reads, layer
-by layer. Keys are centred on the mean of the first tokens that a layer sees, if there are enough of them: the centre
-only has to be the same for all tokens, not to be exact.
+The codes are those of crelle.formats.kv.pages (rotated, keys centred), token by token, without its pages: keys and
+values are kept as codes uint8 [B, H, S, row] with words int16 [B, H, S, C]. Each step dequantizes what attention reads,
+layer by layer. Keys are centred on the mean of the first tokens that a layer sees, if there are enough of them: the
+centre only has to be the same for all tokens, not to be exact.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from crelle.errors import UnsupportedError
-from crelle.formats.kv import KVCode, KVFormat, dequantize, hadamard, quantize
+from crelle.formats.kv.pages import KVCode, KVFormat, dequantize, hadamard, quantize
 
 _ENOUGH = 16  # tokens whose mean is a centre
 

@@ -1,9 +1,9 @@
 """Quantizes any loaded transformers model with schemes that look at data, by hooks on its linears.
 
 Block by block, and in a block stage by stage: linears that read the same input are a stage, fitted to inputs that come
-from everything quantized before (as crelle.quantizers.calibrate does for our own families). Until the end the model
-keeps its own modules and weights, which dequantized values replace during calls only (stand_in.py): if `quantize` is
-interrupted or fails, the model is as it was. Schemes that change a decoder layer as a whole (awq, auto,
+from everything quantized before (as crelle.quantizers.calibration.calibrate does for our own families). Until the end
+the model keeps its own modules and weights, which dequantized values replace during calls only (stand_in.py): if
+`quantize` is interrupted or fails, the model is as it was. Schemes that change a decoder layer as a whole (awq, auto,
 tune=…) need to know the family, and are refused.
 """
 
@@ -29,12 +29,12 @@ from crelle.integrations.transformers.saving import bind_save
 from crelle.integrations.transformers.stand_in import StandIn, all_or_nothing
 from crelle.integrations.transformers.swap import matrices_of, swap
 from crelle.integrations.transformers.targets import Targets
-from crelle.quantizers.atom import Atom
-from crelle.quantizers.auto import Auto
-from crelle.quantizers.awq import AWQ
 from crelle.quantizers.base import ActivationQuantizer, Quantizer
-from crelle.quantizers.layer_api import Progress
-from crelle.quantizers.stats import InputRounding, Stats, StatsCollector
+from crelle.quantizers.calibration.layer_api import Progress
+from crelle.quantizers.calibration.stats import InputRounding, Stats, StatsCollector
+from crelle.quantizers.schemes.atom import Atom
+from crelle.quantizers.schemes.auto import Auto
+from crelle.quantizers.schemes.awq import AWQ
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.checkpoint import FORMAT_VERSION
+from crelle.formats.storage.checkpoint import FORMAT_VERSION
 from crelle.integrations.transformers.layers import Choice
 from crelle.quantizers.base import Passthrough, Quantizer
 from crelle.quantizers.scheme import parse

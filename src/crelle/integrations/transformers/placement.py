@@ -18,8 +18,8 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
 from crelle.formats.dense import DenseTensor
+from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.integrations.transformers.config import CrelleConfig
 from crelle.integrations.transformers.experts import CrelleExperts, Expert, expert_name, is_experts
 from crelle.integrations.transformers.layers import (

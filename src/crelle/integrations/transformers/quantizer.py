@@ -11,8 +11,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.checkpoint import Checkpoint
-from crelle.formats.ownership import INDEX
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.ownership import INDEX
 from crelle.integrations.transformers.config import CrelleConfig
 from crelle.kernels import cpu
 

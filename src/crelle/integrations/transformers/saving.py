@@ -1,10 +1,10 @@
 """save_pretrained of a model with our modules: a Crelle checkpoint like those of `crelle quantize`.
 
 transformers writes model.safetensors, which it would open without us under a warning and with random weights. So it
-writes into a directory beside, and what it wrote gets the names that a Crelle checkpoint has (formats/checkpoint.py)
-before it is moved; config.json comes last. A directory with another model in it is refused before anything is written;
-other files (a tokenizer, a README) may be there and stay. Norms are as the family's own files have them, with no
-offset added.
+writes into a directory beside, and what it wrote gets the names that a Crelle checkpoint has
+(formats/storage/checkpoint.py) before it is moved; config.json comes last. A directory with another model in it is
+refused before anything is written; other files (a tokenizer, a README) may be there and stay. Norms are as the family's
+own files have them, with no offset added.
 """
 
 import os
@@ -19,11 +19,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import Spec
-from crelle.formats.checkpoint import FORMAT_VERSION
-from crelle.formats.checkpoint_writer import shard_name, transformers_notice
 from crelle.formats.dense import DENSE_DTYPES
-from crelle.formats.io import ShardReader, read_json, sha256, to_json, write_whole
-from crelle.formats.ownership import CONFIG, HF_INDEX, INDEX, is_checkpoint, listed_shards, read_mark
+from crelle.formats.storage.checkpoint import FORMAT_VERSION
+from crelle.formats.storage.checkpoint_writer import shard_name, transformers_notice
+from crelle.formats.storage.io import ShardReader, read_json, sha256, to_json, write_whole
+from crelle.formats.storage.ownership import CONFIG, HF_INDEX, INDEX, is_checkpoint, listed_shards, read_mark
 from crelle.integrations.transformers.layers import QuantModule
 
 _MODEL_FILES = ("model*.safetensors", HF_INDEX, "pytorch_model*", "*.gguf")

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import Spec, shape_of
-from crelle.formats.checkpoint import Checkpoint, check_quantization
 from crelle.formats.dense import DenseTensor
+from crelle.formats.storage.checkpoint import Checkpoint, check_quantization
 from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
 from crelle.integrations.vllm.experts import CrelleExpertsMethod
 from crelle.integrations.vllm.linear import CrelleLinearMethod

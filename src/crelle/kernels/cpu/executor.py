@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cpu import available
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder, ModelParts, Paged, lacks
 from crelle.kernels.executor import Chunk, block_table

@@ -21,7 +21,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DENSE_DTYPES, DenseTensor
-from crelle.formats.kv import KVPages
+from crelle.formats.kv.pages import KVPages
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.ops import Prepared
@@ -142,7 +142,7 @@ def unsupported(parts: ModelParts) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
-    """A cache in pages (crelle.formats.kv); `table` is copied and checked in every call, so it may change in place."""
+    """A cache in pages (crelle.formats.kv.pages); each call copies and checks `table`, so it may change in place."""
 
     layers: Sequence[KVPages]
     table: Tensor  # int32 [rows, pages of a row], contiguous
@@ -215,7 +215,7 @@ class FusedDecoder:
         Chunks of the prompts of S sequences in one pass over the weights: the next counts[s] of tokens [T] stand at
         positions[s] and behind it in row rows[s] (default: s) of the cache, which holds all before them. want: indices
         of sequences, rising. All int64. Batch-invariant: the bits of a token depend neither on how its prompt was split
-        into chunks nor on other sequences (csrc/prefill.h says how).
+        into chunks nor on other sequences (csrc/decoder/prefill.h says how).
         """
         logits = torch.empty(len(tokens if want is None else want), self.vocabulary)
         where = tokens.numpy(), counts.numpy(), positions.numpy(), _numpy(rows), _table(kv)

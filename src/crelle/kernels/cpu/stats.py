@@ -1,4 +1,4 @@
-"""Sums over calibration tokens as bf16 tiles (AMX); crelle.quantizers.stats has them in torch too, as the reference."""
+"""Sums over calibration tokens as bf16 tiles (AMX); the reference in torch is crelle.quantizers.calibration.stats."""
 
 import torch
 from torch import Tensor

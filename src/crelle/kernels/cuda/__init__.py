@@ -1,4 +1,6 @@
-"""CUDA kernels (`csrc/`), compiled at run time for the device at hand: `jit` compiles, `launch` runs.
+"""CUDA kernels, compiled at run time for the device at hand: `jit` compiles, `launch` runs.
+
+A folder holds the kernels of one kind of weight or work: their sources (.cu) and the Python that launches them.
 
 Optional, and nothing here is imported before it is needed: without a device, or without the packages of
 `pip install 'crelle[cuda]'`, `available` says so in a sentence and other kernels do the work.

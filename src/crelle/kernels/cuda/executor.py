@@ -25,24 +25,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from crelle.formats.kv import KVFormat, KVPages
+from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import cuda
-from crelle.kernels.cuda.bmma_gemv import BitSerialX
-from crelle.kernels.cuda.decode_step import Step, StepLayer, lacks
+from crelle.kernels.cuda.attention.varlen import pack_prefills
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
-from crelle.kernels.cuda.fused_linear import STEPPED
-from crelle.kernels.cuda.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
-from crelle.kernels.cuda.graphs import capture
 from crelle.kernels.cuda.launch import recording
-from crelle.kernels.cuda.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
-from crelle.kernels.cuda.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
-from crelle.kernels.cuda.varlen import pack_prefills
+from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
+from crelle.kernels.cuda.step.decode_step import Step, StepLayer, lacks
+from crelle.kernels.cuda.step.fused_linear import STEPPED
+from crelle.kernels.cuda.step.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
+from crelle.kernels.cuda.step.graphs import capture
+from crelle.kernels.cuda.step.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
+from crelle.kernels.cuda.step.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.executor import Chunk, DecoderModules
 from crelle.kernels.spec import DecoderSpec
 
 if TYPE_CHECKING:
-    from crelle.kernels.cuda.gemm import PackedX
-    from crelle.kernels.cuda.paged_attention import PagedTileConfig
+    from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
+    from crelle.kernels.cuda.planes.gemm import PackedX
 
 _HEAD_KERNELS = 5  # rows up to which a dense head has a kernel for each number of them (dispatch.py), and one more
 Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
@@ -50,7 +50,7 @@ Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
 
 def supports(spec: DecoderSpec, kv: KVFormat, dtype: torch.dtype) -> str | None:
     """Return None, or the sentence that says what of a decoder or its cache the CUDA kernels lack."""
-    from crelle.kernels.cuda import paged_attention
+    from crelle.kernels.cuda.attention import paged_attention
 
     if reason := paged_attention.supports(kv, spec.head_size, dtype):
         return f"the paged attention {reason}"
@@ -185,7 +185,7 @@ class CudaExecutor:
 
     def append(self, i: int, layer: StepLayer, qkv: Tensor, where: "_Where") -> Tensor:
         """Store keys and values of qkv [N, (heads + 2 kv_heads) D] in the pages; return q as attention wants it."""
-        from crelle.kernels.cuda import paged_attention
+        from crelle.kernels.cuda.attention import paged_attention
 
         a, pages = layer.spec.attention, self.pages[i]
         heads = qkv.view(qkv.shape[0], -1, a.head_size)
@@ -215,7 +215,7 @@ class CudaExecutor:
         **options: Any,
     ) -> Tensor:
         """Return what one token of each sequence sees, [B, heads, D], for q [B, heads, D] of `append`."""
-        from crelle.kernels.cuda import paged_attention
+        from crelle.kernels.cuda.attention import paged_attention
 
         return paged_attention.attend(
             *(q, self.pages[layer], table, lengths),
@@ -228,7 +228,7 @@ class CudaExecutor:
 
     def tile_config(self, rows: int, layer: int) -> "PagedTileConfig":
         """How a layer's attention shares out the work for so many sequences; if batch-invariant, for any number."""
-        from crelle.kernels.cuda import paged_attention
+        from crelle.kernels.cuda.attention import paged_attention
 
         c, pages = self.model.spec, self.pages[layer]
         longest, most = self._width * pages.format.page, BUCKETS[-1] if self.batch_invariant else rows
@@ -320,7 +320,7 @@ class CudaExecutor:
 
         cu_new and cu_all int32 [prompts + 1]: where new tokens, and all tokens, of each begin; total: of the latter.
         """
-        from crelle.kernels.cuda import paged_attention
+        from crelle.kernels.cuda.attention import paged_attention
 
         k, v = paged_attention.read(self.pages[layer], table, cu_all, longest if total is None else total)
         seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
@@ -332,7 +332,7 @@ class CudaExecutor:
 
     def _unrotated(self, layer: int, y: Tensor) -> Tensor:
         """Undo the Hadamard rotation of rotated pages, which is its own inverse."""
-        from crelle.kernels.cuda import paged_attention
+        from crelle.kernels.cuda.attention import paged_attention
 
         pages = self.pages[layer]
         back = paged_attention.append(None, None, pages, None, None, q=y) if pages.format.rotate else y
@@ -413,7 +413,7 @@ class _Graph:
 
     def _attend_few(self, i: int, layer: StepLayer, qkv: Tensor) -> Tensor | BitSerialX:
         """Attention of few sequences: one launch where pages are of 16 bits, encoded where `o` takes it so."""
-        from crelle.kernels.cuda import decode_attention, paged_attention
+        from crelle.kernels.cuda.attention import decode_attention, paged_attention
 
         batch, pages, a = self._batch, self._batch.pages[i], layer.spec.attention
         encodes = layer.o.takes_bitserial and decode_attention.can_encode(a.head_size, a.heads)
@@ -430,7 +430,7 @@ class _Graph:
         return paged_attention.attend_encode(q, pages, self.where.table, lengths, qkv.dtype, **options)
 
     def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | PackedX":
-        from crelle.kernels.cuda.gemm import PackedX
+        from crelle.kernels.cuda.planes.gemm import PackedX
 
         batch, lengths = self._batch, self._inputs.at[1, : self.bucket]
         q = batch.append(i, layer, qkv, self.where)

@@ -15,34 +15,18 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.kernels.cuda import (
-    bmma_gemv,
-    decode_attention,
-    dense,
-    embed_argmax,
-    gemm,
-    group_solver,
-    integer_encode,
-    integer_gemm,
-    integer_layout,
-    kl_divergence,
-    lut,
-    mixed_config,
-    mixed_decode,
-    mixed_gemm,
-    mixed_gemv,
-    mixed_solver,
-    nested_sweep,
-    paged_attention,
-    residual_norm_pack,
-    skinny_gemm,
-    straight_through,
-    sweep,
-    weight_layout,
-)
-from crelle.kernels.cuda.activations import Prologue
-from crelle.kernels.cuda.mixed_layout import MixedWeight
-from crelle.kernels.cuda.weight_layout import CudaWeight, ScaleKind
+from crelle.kernels.cuda.attention import decode_attention, paged_attention
+from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
+from crelle.kernels.cuda.lut import lut
+from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemm, mixed_gemv
+from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight
+from crelle.kernels.cuda.planes import bmma_gemv, gemm, skinny_gemm, weight_layout
+from crelle.kernels.cuda.planes.weight_layout import CudaWeight, ScaleKind
+from crelle.kernels.cuda.solver import group_solver, mixed_solver, nested_sweep, sweep
+from crelle.kernels.cuda.step import embed_argmax, residual_norm_pack
+from crelle.kernels.cuda.step.activations import Prologue
+from crelle.kernels.cuda.training import kl_divergence, straight_through
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K = 2048

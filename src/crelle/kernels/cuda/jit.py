@@ -1,8 +1,9 @@
-"""Kernels in csrc/*.cu become cubins when they are first needed, by NVRTC; no compiler and no GPU has to be there.
+"""Kernels in .cu files become cubins when they are first needed, by NVRTC; no compiler and no GPU has to be there.
 
 A kernel is a template and a variant is a C++ name expression, `crelle::bmma_gemv<3, 8, 2>`: NVRTC instantiates exactly
 that and says under which mangled name. What it made is kept in $CRELLE_CACHE/kernels, under a name that hashes all it
-depends on: the .cu, every csrc file that it includes, the expression, the architecture, the options, NVRTC's version.
+depends on: the .cu, every file of ours that it includes, the expression, the architecture, the options, NVRTC's
+version.
 So nothing there is ever out of date, and `rm -r` on the directory is always safe. Files are published by a rename,
 one process compiles while the others wait at a lock, and a file whose checksum is wrong is compiled again.
 """
@@ -27,7 +28,7 @@ from typing import Any
 from crelle.cache import cache_directory
 from crelle.errors import BuildError, UnsupportedError
 
-CSRC = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent  # .cu and .cuh, in the folders of the Python that launches them
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what CI compiles for; newer devices get their own plain sm_XY
 
 # -ftz=false: denormal floats carry integers in our kernels, so flushing them to zero would change results.
@@ -56,7 +57,7 @@ class CompiledKernel:
 
 
 def compile(file: str, expression: str, arch: str | None = None) -> CompiledKernel:  # noqa: A001  as in re.compile
-    """Return kernel `expression` of csrc/`file` for `arch` (of the current device by default), compiled or cached."""
+    """Return kernel `expression` of `file`, compiled or cached, for `arch` (the current device's by default)."""
     arch = architecture() if arch is None else _checked(arch)
     key = _key(file, expression, arch)
     if (built := _memory.get(key)) or (built := _read(_path(file, arch, key))):
@@ -159,8 +160,8 @@ def _nvrtc(file: str, expression: str, arch: str, key: str) -> CompiledKernel:
     program, options_of = _program()
     try:
         start = perf_counter()
-        options = options_of(name=file, arch=arch, include_path=[str(CSRC), *_headers()], **_OPTIONS)
-        code = program((CSRC / file).read_text(), "c++", options).compile("cubin", name_expressions=[expression])
+        options = options_of(name=file, arch=arch, include_path=[str(SOURCES), *_headers()], **_OPTIONS)
+        code = program((SOURCES / file).read_text(), "c++", options).compile("cubin", name_expressions=[expression])
         seconds = perf_counter() - start
     except Exception as e:  # NVRTCError; its class moved between versions of cuda.core
         if "NVRTC_ERROR" not in str(e):
@@ -252,19 +253,19 @@ def _key(file: str, expression: str, arch: str) -> str:
 
 def toolchain() -> str:
     """Return a hash of what all device code depends on: compiler, options, this device's architecture, all sources."""
-    sources = sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in CSRC.iterdir())
+    sources = sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in SOURCES.iterdir())
     return hashlib.sha256(json.dumps([architecture(), _OPTIONS, _version(), sources]).encode()).hexdigest()
 
 
 def _sources(file: str) -> dict[str, str]:
-    """Return {name: hash} for a csrc file and all csrc files that it includes, however deep."""
+    """Return {name: hash} for a source and all of our files that it includes, however deep."""
     seen: dict[str, str] = {}
     todo = [file]
     while todo:
         name = todo.pop()
         if name in seen:
             continue
-        path = CSRC / name
+        path = SOURCES / name
         if not path.is_file():
             if name == file:
                 raise BuildError(f"there is no kernel source {path}")

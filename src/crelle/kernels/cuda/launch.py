@@ -1,6 +1,6 @@
 """Load a compiled kernel into torch's context and launch it on torch's current stream of the GPU that has its tensors.
 
-    kernel = load("bmma_gemv.cu", "crelle::bmma_gemv<3, 8, 2>")
+    kernel = load("planes/bmma_gemv.cu", "crelle::bmma_gemv<3, 8, 2>")
     kernel((blocks, 1, 1), 256, weight, x, y, N, K, shared=4096)
 
 Arguments go to the kernel's parameters in order, and must have the size that the compiled kernel says:
@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def load(file: str, expression: str, device: int | None = None) -> "Kernel":
-    """Return a kernel of csrc/`file`, compiled where the cache has none, loaded on a device (the current one)."""
+    """Return a kernel of `file`, compiled where the cache has none, loaded on a device (the current one)."""
     if (found := getattr(_recorded, "kernels", None)) is not None:
         found.add((file, expression))
         return _SkippedKernel(expression)

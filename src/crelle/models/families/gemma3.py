@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from crelle.errors import UnsupportedError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from crelle.models.families.base import Config, Family, TensorNames
 from crelle.models.families.llama import attention_sizes

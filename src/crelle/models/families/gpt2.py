@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families.base import Config, Family, StoredMatrix, TensorNames
 from crelle.models.settings import SETTINGS, Setting, setting

@@ -1,7 +1,7 @@
 """Llama 1, 2, 3, SmolLM2, Mistral, Qwen2, Qwen3: RMS norms, rotary positions, a gated feed-forward."""
 
 from crelle.errors import FormatError, UnsupportedError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families.base import Config, Family, TensorNames
 from crelle.models.rope import rope_of

@@ -6,7 +6,7 @@ Only the 350M model has an embedding narrower than its layers, hence the project
 from collections.abc import Collection
 
 from crelle.errors import UnsupportedError
-from crelle.formats.io import shown
+from crelle.formats.storage.io import shown
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families.base import Config, Family, TensorNames
 from crelle.models.settings import setting

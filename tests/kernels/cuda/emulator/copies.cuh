@@ -1,7 +1,7 @@
 // Copies to shared memory and barriers of some warps, for tests on a CPU: what was issued lands only when it is waited
-// for. Stands in for csrc/copies.cuh.
+// for. Stands in for ptx/copies.cuh.
 #pragma once
-#include "pipeline.cuh"
+#include "ptx/pipeline.cuh"
 
 namespace crelle {
 

@@ -1,6 +1,6 @@
-// Stands in for csrc/copy_4.cuh.
+// Stands in for ptx/copy_4.cuh.
 #pragma once
-#include "copies.cuh"
+#include "ptx/copies.cuh"
 
 namespace crelle {
 

@@ -1,6 +1,6 @@
-// Stands in for csrc/dsmem.cuh in tests on a CPU.
+// Stands in for ptx/dsmem.cuh in tests on a CPU.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 using Mbarrier = unsigned long long;

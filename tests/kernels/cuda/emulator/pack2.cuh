@@ -1,6 +1,6 @@
-// Pairs of 16-bit floats, for tests on a CPU. Stands in for csrc/pack2.cuh.
+// Pairs of 16-bit floats, for tests on a CPU. Stands in for ptx/pack2.cuh.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 

@@ -1,7 +1,7 @@
 // A warp's load pipeline, for tests on a CPU. What was issued lands only when it is waited for, so that a stage that is
-// read too early holds what was there before. Stands in for csrc/pipeline.cuh.
+// read too early holds what was there before. Stands in for ptx/pipeline.cuh.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 

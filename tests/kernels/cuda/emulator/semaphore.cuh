@@ -1,6 +1,6 @@
-// Stands in for csrc/semaphore.cuh in tests on a CPU.
+// Stands in for ptx/semaphore.cuh in tests on a CPU.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 

@@ -1,6 +1,6 @@
-// Stands in for csrc/shared_loads.cuh in tests on a CPU.
+// Stands in for ptx/shared_loads.cuh in tests on a CPU.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 

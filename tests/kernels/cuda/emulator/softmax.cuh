@@ -1,6 +1,6 @@
-// Stands in for csrc/softmax.cuh in tests on a CPU.
+// Stands in for attention/softmax.cuh in tests on a CPU.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 

@@ -1,7 +1,7 @@
 // The warp's matrix instructions m16n8k16, m16n8k32 and m16n8k64, for tests on a CPU. Stands in for
-// csrc/tensorcore.cuh.
+// ptx/tensorcore.cuh.
 #pragma once
-#include "types.cuh"
+#include "ptx/types.cuh"
 
 namespace crelle {
 

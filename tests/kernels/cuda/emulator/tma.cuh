@@ -1,8 +1,8 @@
 // Mbarriers, bulk and tensor copies, and the order of wgmma groups, for tests on a CPU: what was issued lands only when
-// its barrier is waited for. Stands in for csrc/tma.cuh.
+// its barrier is waited for. Stands in for ptx/tma.cuh.
 #pragma once
-#include "dsmem.cuh"
-#include "pipeline.cuh"
+#include "ptx/dsmem.cuh"
+#include "ptx/pipeline.cuh"
 
 namespace crelle {
 

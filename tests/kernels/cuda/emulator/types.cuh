@@ -1,5 +1,5 @@
 // CUDA on a CPU, for tests: a thread block is as many fibers, which take turns at barriers, shuffles and matrix
-// instructions. Stands in for csrc/types.cuh; only what the tested kernels use is here.
+// instructions. Stands in for ptx/types.cuh; only what the tested kernels use is here.
 #pragma once
 #include <ucontext.h>
 

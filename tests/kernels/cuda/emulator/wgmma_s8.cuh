@@ -1,7 +1,7 @@
 // Hopper's warpgroup instruction for bytes, for tests on a CPU: each warp makes its 16 rows when it is issued. Stands
-// in for csrc/wgmma_s8.cuh.
+// in for ptx/wgmma_s8.cuh.
 #pragma once
-#include "tma.cuh"
+#include "ptx/tma.cuh"
 
 namespace crelle {
 

@@ -1,0 +1,1 @@
+"""Speed under load: many requests, in one process or over HTTP."""

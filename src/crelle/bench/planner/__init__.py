@@ -1,0 +1,1 @@
+"""The planner: what fits on given GPUs and how fast it decodes."""

@@ -1,0 +1,1 @@
+"""`crelle bench`: one file for each measurement."""

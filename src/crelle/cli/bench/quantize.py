@@ -1,0 +1,68 @@
+"""crelle bench quantize: how long quantizing a model of a real shape takes, stage by stage."""
+
+from typing import Annotated
+
+import typer
+
+from crelle.cli.common.console import (
+    Device,
+    Devices,
+    Json,
+    Results,
+    Threads,
+    device_or_devices,
+    print_json,
+    tracking,
+    use_threads,
+)
+from crelle.cli.views.quantize_cost import DeviceMemory, as_json, show
+
+NAME = "quantize"
+
+
+def run(
+    context: typer.Context,
+    shape: Annotated[str, typer.Option("--shape", help="A real shape, e.g. llama3-8b; its weights are synthetic.")],
+    scheme: Annotated[str, typer.Option("--scheme", help="The recipe.")] = "gptq:bits=3,group=128",
+    layers: Annotated[int, typer.Option("--layers", help="The first so many layers are quantized and timed.")] = 1,
+    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 128,
+    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 2048,
+    device: Device = "auto",
+    devices: Devices = None,
+    memory: DeviceMemory = None,
+    threads: Threads = None,
+    results: Results = None,
+    json: Json = False,
+) -> None:
+    """Quantize the first layers of a model with synthetic weights and say what all of it would take.
+
+    The layers go through what `crelle quantize` runs, with all of the calibration data, in the real shape; nothing is
+    downloaded. The last measured layer, times the number of layers, and what is done once make the whole model's time:
+    that figure is extrapolated, and the output says so. No disk is read: weights are sampled on the device.
+
+    **Example**: `crelle bench quantize --shape llama3-8b --scheme gptq:bits=3,group=128 --layers 2 --device cuda`
+    """
+    from crelle.bench.environment import write_result
+    from crelle.bench.quantize import bench_quantize
+    from crelle.engine.memory import parse_bytes
+
+    use_threads(threads)
+    budget = None if memory is None else parse_bytes(memory)
+    with tracking("quantizing") as track:
+        cost = bench_quantize(
+            shape,
+            scheme,
+            device=device_or_devices(context, device, devices),
+            devices=devices,
+            layers=layers,
+            rows=rows,
+            length=length,
+            memory=budget,
+            progress=track,
+        )
+    if results:
+        write_result(results, as_json(cost))
+    if json:
+        print_json(as_json(cost))
+        return
+    show(cost)

@@ -1,0 +1,102 @@
+"""Options that several commands share: a command has one parameter for a whole group of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crelle.cli.common.console import KV, Bits, Device, KernelName, Threads, tell_compilation, tracking
+
+if TYPE_CHECKING:
+    from crelle.engine.llm import LLM
+
+Command = Callable[..., None]
+_PAGES = 4  # of a cache in which nothing is kept
+
+
+def option_group(
+    parameter: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
+) -> Callable[[Command], Command]:
+    """Put options {name: (what typer reads, default)} where a command has `parameter`, which gets build(**options)."""
+    group = [Parameter(name, Parameter.KEYWORD_ONLY, annotation=a, default=d) for name, (a, d) in options.items()]
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in options}
+            command(**given, **{parameter: build(**chosen)})
+
+        shown: list[Parameter] = []
+        for p in signature(command).parameters.values():
+            shown += group if p.name == parameter else [p.replace(kind=Parameter.KEYWORD_ONLY)]
+        run.__signature__ = signature(command).replace(parameters=shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in shown}  # typer reads both
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a command loads and runs its model."""
+
+    bits: int | None
+    device: str
+    threads: int | None
+    kernel: str | None
+    kv: str | None = None
+
+    def load(self, model: Path) -> "LLM":
+        from crelle.engine.llm import LLM
+
+        llm = LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
+        if llm.model.device.type == "cuda":
+            tell_compilation(model)
+        return llm
+
+    def compile(self, llm: "LLM", model: Path, prompts: Sequence[int]) -> None:
+        """Compile what a sequence with such a prompt launches, on all cores with a progress bar, if this is the first.
+
+        prompts: numbers of tokens.
+        """
+        from contextlib import suppress
+
+        from crelle.engine.compile_ahead import compile_kernels, mark_of
+        from crelle.engine.engine import Engine
+
+        mark = mark_of(llm, model.resolve(), self.bits, self.kernel, *prompts)
+        if mark is None or mark.exists():
+            return
+        with tracking("compiling CUDA kernels, once") as track:
+            engine = Engine(llm, pages=_PAGES, max_batch=1)
+            compile_kernels(engine, [1], prompts, progress=lambda done, of: track(done, of, ""))
+        with suppress(OSError):  # a cache that cannot be written to has been complained about
+            mark.touch()
+
+    def plain(self) -> "ModelOptions":
+        """The same device and threads, and all else as the model has it: for one to compare with."""
+        return ModelOptions(bits=None, device=self.device, threads=self.threads, kernel=None)
+
+
+def _model_options(**given: Any) -> ModelOptions:
+    """Return the options; where they may mean a GPU, it wakes up while the command imports torch."""
+    from crelle.kernels.cuda import early_context
+
+    if given["device"] != "cpu":
+        early_context.start()
+    return ModelOptions(**given)
+
+
+model_options = option_group(
+    "options",
+    {
+        "bits": (Bits, None),
+        "device": (Device, "auto"),
+        "threads": (Threads, None),
+        "kernel": (KernelName, None),
+        "kv": (KV, None),
+    },
+    _model_options,
+)

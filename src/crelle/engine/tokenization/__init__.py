@@ -1,0 +1,1 @@
+"""Text to tokens and back: tokenizers and chat templates of untrusted models."""

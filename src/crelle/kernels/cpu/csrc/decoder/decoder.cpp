@@ -1,0 +1,171 @@
+#include "decoder/decoder.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "planes/matmul.h"
+
+namespace crelle::cpu {
+namespace {
+
+// Partition matrices that are multiplied in one phase into shares of equal bytes, each a run of whole units.
+// `together`: the matrices have the same rows, and a thread gets the same rows of each.
+template <class Share>
+void partition(const std::vector<const Matrix *> &group, bool together, int threads, std::vector<Share> *out) {
+  int unit = 16;
+  for (const Matrix *m : group) unit = std::max(unit, m->unit());
+  double total = 0, begun = 0;
+  for (const Matrix *m : group) total += m->bytes_per_row() * m->N;
+  for (size_t i = 0; i < group.size(); ++i) {
+    const Matrix &m = *group[i];
+    out[i].assign(threads, {0, 0});
+    if (together && i > 0) {
+      out[i] = out[0];
+      continue;
+    }
+    const double each = together ? total / m.N : m.bytes_per_row();
+    int row = 0;
+    for (int t = 0; t < threads; ++t) {
+      out[i][t].row0 = row;
+      const double end = (total * (t + 1) / threads - begun) / each;  // rows up to here, if units could be split
+      if (t + 1 == threads) row = m.N;
+      while (row < m.N && row + 0.5 * unit <= end) row = std::min(m.N, row + unit);
+      out[i][t].row1 = row;
+    }
+    begun += each * m.N;
+  }
+}
+
+}  // namespace
+
+double Matrix::bytes_per_row() const {
+  return coded ? static_cast<double>(coded->bytes()) / coded->N : double(K) * size_of(dense.type);
+}
+
+std::pair<const uint8_t *, const uint8_t *> Matrix::bytes(int row0, int row1) const {
+  if (!coded) return {dense.row(row0), dense.row(row1)};
+  return {coded->block(row0 / coded->R), coded->block((row1 + coded->R - 1) / coded->R)};
+}
+
+std::string Model::problem() const {
+  const int q = heads * head_size, kv = kv_heads * head_size;
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads) return "heads must be a multiple of kv_heads";
+  if (head_size < 2 || head_size % 2) return "head_size must be even";
+  for (const Rope &r : ropes)
+    if (r.frequency.empty() || r.channels() > head_size) return "a rope has 1 to head_size/2 frequencies";
+  if (layers.empty()) return "a model has at least one layer";
+  const auto is = [](const Matrix &m, int N, int K) { return m.N == N && m.K == K; };
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const LayerWeights &l = layers[i];
+    if (!is(l.q, q, width) || !is(l.k, kv, width) || !is(l.v, kv, width) || !is(l.o, width, q) ||
+        !is(l.gate, l.gate.N, width) || (l.gated && !is(l.up, l.gate.N, width)) || !is(l.down, width, l.gate.N))
+      return "layer " + std::to_string(i) + " has a matrix of another shape than the model's sizes ask for";
+    if (!l.q_norm != !l.k_norm) return "layer " + std::to_string(i) + " has only one of q_norm and k_norm";
+    if (l.rope >= int(ropes.size())) return "layer " + std::to_string(i) + " names a rope that is not there";
+  }
+  if (positions.N && (positions.K != width || position_offset < 0 || position_offset >= positions.N))
+    return "learned positions must have `width` columns, and rows from the offset on";
+  if (embedding.K != width || head.K != width || head.N < 1) return "embedding and head must have `width` columns";
+  return "";
+}
+
+Decoder::Decoder(Model model) : model_(std::move(model)) {
+  for (LayerWeights &l : model_.layers) {
+    find_kinds({&l.q, &l.k, &l.v});
+    find_kinds({&l.gate, &l.up});
+    find_kinds({&l.o});
+    find_kinds({&l.down});
+  }
+  find_kinds({&model_.head});
+  ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front().first->isa);
+}
+
+// Mixed and integer matrices that read one input may gather it in orders of their own: the i-th of them has the i-th
+// encoding, or that of an integer matrix before it with the same integers.
+void Decoder::find_kinds(std::initializer_list<Matrix *> group) {
+  for (auto m = group.begin(); m != group.end(); ++m) {
+    const Weight *w = (*m)->coded;
+    int i = 0;
+    if (w && w->stream == Stream::Mixed) i = int(m - group.begin());
+    if (w && w->stream == Stream::Integer)
+      i = int(std::find_if(group.begin(), m,
+                           [&](const Matrix *o) {
+                             return o->coded && o->coded->stream == Stream::Integer && o->coded->isa == w->isa &&
+                                    o->coded->partition == w->partition && o->coded->integer->same_inputs(*w->integer);
+                           }) -
+              group.begin());
+    (*m)->kind = kind_of(**m, i);
+  }
+}
+
+int Decoder::kind_of(const Matrix &m, int i) {
+  if (!m.coded) return -1;
+  const auto same = [&](const std::pair<const Weight *, int> &kind) {
+    const Weight *w = kind.first;
+    return w->isa == m.coded->isa && w->stream == m.coded->stream && w->partition == m.coded->partition &&
+           kind.second == i && (w->stream != Stream::Integer || w->integer->row_bytes == m.coded->integer->row_bytes);
+  };
+  const auto found = std::find_if(kinds_.begin(), kinds_.end(), same);
+  const int kind = static_cast<int>(found - kinds_.begin());
+  if (found == kinds_.end()) kinds_.emplace_back(m.coded, i);
+  return kind;
+}
+
+void Decoder::time_phases(bool on) {
+  std::lock_guard lock(mutex_);
+  timing_ = on;
+  times_ = {};
+}
+
+Decoder::Times Decoder::times() {
+  std::lock_guard lock(mutex_);
+  return times_;
+}
+
+// Everything that allocates; does nothing from the second step on, until a sequence is twice as long. Buffers never
+// shrink: what is arranged for more serves less.
+void Decoder::arrange(int threads, int count, int runs) {
+  if (threads == threads_ && count <= B_ && runs <= runs_) {
+    for (auto &of_kind : encoded_) of_kind[0].M = count;
+    return;
+  }
+  const int B = std::max(count, B_);
+  runs_ = std::max(runs_, static_cast<int>(std::bit_ceil(static_cast<unsigned>(runs))));
+  const int H = model_.heads, D = model_.head_size, layers = int(model_.layers.size());
+  size_t widest = padded(std::max(model_.width, H * D));
+  if (threads != threads_) {
+    shares_.assign(layers * kMatrices + 1, {});
+    for (int i = 0; i < layers; ++i) {
+      const LayerWeights &l = model_.layers[i];
+      auto *s = &shares_[i * kMatrices];
+      partition({&l.q, &l.k, &l.v}, false, threads, s);
+      partition({&l.o}, false, threads, s + 3);
+      partition({&l.gate, &l.up}, true, threads, s + 4);
+      partition({&l.down}, false, threads, s + 6);
+    }
+    partition({&model_.head}, false, threads, &shares_.back());
+  }
+  encoded_.resize(kinds_.size());
+  for (size_t i = 0; i < kinds_.size(); ++i) {
+    encoded_[i].resize(threads);
+    for (int t = 0; t < threads; ++t) encoded_[i][t].shape(*kinds_[i].first, t ? 1 : B, model_.precision);
+  }
+  size_t inner = 0;
+  for (const LayerWeights &l : model_.layers) inner = std::max(inner, padded(l.gate.N));
+  stream_.grow(B * padded(model_.width) * 4);
+  qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
+  hidden_.grow(B * inner * 2 * 4);
+  branch_.grow(B * padded(model_.width) * 4);
+  parts_.grow(size_t(B) * H * runs_ * sizeof(AttentionPartial));
+  sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
+  angles_.grow(size_t(B) * padded(model_.angles()) * 4);
+  // A thread's own: the input of a product, its output; queries, a key, its value, scores; of pages, a run as floats.
+  scratch_floats_ =
+      B * widest * 2 + (kHeads + 3) * padded(D) + kHeads * padded(kRun + 1) + 2 * padded(size_t(kRun) * D);
+  scratch_.grow(threads * scratch_floats_ * 4);
+  if (threads != threads_) barrier_.reset(threads);
+  threads_ = threads, B_ = B;
+  for (auto &of_kind : encoded_) of_kind[0].M = count;
+}
+
+}  // namespace crelle::cpu

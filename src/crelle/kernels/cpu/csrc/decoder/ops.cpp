@@ -1,0 +1,16 @@
+#include "decoder/ops.h"
+
+#include <cstring>
+
+namespace crelle::cpu {
+
+const Ops &ops_of([[maybe_unused]] const Isa &isa) {
+#if defined(__x86_64__)
+  if (!std::strcmp(isa.name, "generic")) return kOpsGeneric;
+  return !std::strcmp(isa.name, "avx2") ? kOpsAvx2 : kOpsAvx512;  // every other one begins with AVX-512
+#else
+  return kOpsGeneric;
+#endif
+}
+
+}  // namespace crelle::cpu

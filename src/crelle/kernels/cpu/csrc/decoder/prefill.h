@@ -1,0 +1,142 @@
+// Prompts through a decoder, or chunks of prompts: T tokens of several sequences in, logits of the last ones (or of
+// all) out.
+//
+// The same weights, the same cache and the same numerics as the decode step (decoder.h), another balance: products
+// have hundreds of rows, so that they are computed as tiles (gemm.h), and attention is as much work as a product. All
+// activations lie in tiles of 16 tokens of one sequence side by side, [feature][16] (transposed_ops.h): what products
+// of tiles take and give. Products by other kernels (no AMX, plain matrices) see rows, transposed before and after;
+// there the last tile of a sequence has no padding.
+//
+// Each phase is spread over the pool in small independent items that threads take as they come: a thread that wakes
+// late or has to share its core takes fewer. Nothing depends on who computed an item.
+//
+//   input      norm, pack                                                      by tiles
+//   q, k, v    products that share the packed tiles                            by runs of outputs
+//   place      bias, norm and rope of q and k; k and v into the cache          by tiles
+//   attention                                                                  by key/value head and 48 tokens
+//   output     pack; product, added to the stream                              by tiles; by runs of outputs
+//   mlp input  norm, pack                                                      by tiles
+//   gate, up   products;  activation, pack                                     by runs of outputs; by tiles
+//   down       product, added to the stream                                    by runs of outputs
+//
+// A pass takes up to kTiles tiles, which bounds the memory. Where only last tokens' logits are wanted, the last layer
+// computes keys and values of all tokens but the rest of their tiles only.
+//
+// Batch-invariant: the bits of a token depend on the tokens before it in its sequence, not on how the prompt is split
+// into chunks, nor on the other sequences of the pass. What is fixed:
+//   products   tiles wherever the instruction set has them, whatever the number of rows (short tiles are padded);
+//              sums over K run in order for each row, alone or beside others
+//   attention  keys in runs of 64 that begin at multiples of 64 from position 0 on; within a run sums run in order, and
+//              keys that a query does not see have the weight 0 and change nothing; keys and values are read from the
+//              cache, also those of the same chunk
+//   head       the last tokens of chunks: products by rows, as in the decode step; all tokens: tiles where there are
+//              any. The caller chooses, not the number of rows
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "decoder/decoder.h"
+
+namespace crelle::cpu {
+
+class Prefill {
+public:
+  static constexpr int kTiles = 32;
+  enum Phase { Embed, Input, Qkv, Place, Attention, Output, MlpInput, GateUp, Activate, Down, Head, kPhases };
+
+  // The next `count` tokens of a sequence: they stand at `position`, position + 1, … of a row of the cache, which holds
+  // all before them. Where the cache has pages, `pages` are those of the sequence and `row` is not looked at.
+  struct Sequence {
+    const int64_t *token;
+    int count, position, row;
+    const int32_t *pages;
+    bool wanted;  // the logits of its last token
+  };
+
+  explicit Prefill(const Model &model);  // borrowed
+
+  // No two sequences share memory of the cache that one of them writes. logits: [all tokens, V] with `all`, else
+  // [sequences that are wanted, V]. Tokens and pages are the caller's own copy: arrays that Python hands over may
+  // change at any time. Any number of threads may call; they take turns.
+  void run(const Cache &cache, const std::vector<Sequence> &sequences, bool all, float *logits);
+
+  using Times = std::array<double, kPhases>;
+  Times seconds();  // in each phase, of the latest run
+
+private:
+  // Up to 16 tokens of one sequence.
+  struct Tile {
+    const Sequence *sequence;
+    int first, count;  // tokens [first, first + count) of the sequence's
+    int row;           // of the first token among the rows of the pass
+    int logits;        // the first row of logits that it gives; -1: none
+
+    int position() const { return sequence->position + first; }
+    bool before(const Tile &o) const { return sequence == o.sequence && first + count == o.first; }
+  };
+  // Activations of a pass: tile t at data + t * pitch, features padded to what products of tiles write.
+  struct Tiles {
+    float *data = nullptr;
+    size_t pitch = 0;
+    float *tile(int t) const { return data + t * pitch; }
+  };
+  struct Product {
+    const Matrix *m;
+    Tiles y;
+  };
+  struct Item {  // blocks of a coded matrix or rows of a plain one
+    const Product *product;
+    const uint8_t *packed;
+    int from, to;
+  };
+  // x [rows, K] of one or several products: as rows where some product wants them, packed in every way that others
+  // want.
+  struct Operand {
+    Tiles x;
+    int K = 0, ways = 0;
+    bool as_rows = false;
+    Buffer rows;                                            // float [rows, K]
+    std::vector<std::pair<const Weight *, Buffer>> packed;  // the first `ways` are in use
+  };
+
+  void pass(bool all, float *logits);
+  void embed(int tile);
+  void layer(int i, bool last);
+  void keep_wanted();
+  void finish(bool all, float *logits);
+  void place(const LayerWeights &l, int layer, int tile);
+  void attend(const LayerWeights &l, int layer, int tile, int tiles, int kv);
+  void add_to_stream(const Matrix &m, const Norm &post);
+  void hadamard_tile(float *tile, int heads, int count) const;
+
+  int tiles() const { return int(tiles_.size()); }
+  int rows() const { return tiles_.empty() ? 0 : tiles_.back().row + tiles_.back().count; }
+  void count_rows();
+  void expect(Tiles x, int K, std::initializer_list<const Matrix *> group);
+  void pack(int tile);
+  void multiply(std::initializer_list<Product> products, bool add = false);
+  void multiply_rows(const Matrix &m, int M, bool by_tiles, float *y);
+  bool packs_alike(const Weight &a, const Weight &b) const;
+  Tiles grow(Buffer &b, int features);
+  void done(Phase phase);
+
+  const Model &model_;
+  const Ops &ops_;
+  int inner_ = 0;
+  std::mutex mutex_;  // guards everything below
+  const Cache *cache_ = nullptr;
+  std::vector<Tile> tiles_;  // of the pass
+  Operand operand_;
+  std::vector<Item> items_;
+  Tiles stream_, normed_, q_, k_, v_, attended_, gate_, up_, angles_;
+  Buffer buffers_[9], product_rows_;
+  Times seconds_ = {};
+  double last_ = 0;
+};
+
+}  // namespace crelle::cpu

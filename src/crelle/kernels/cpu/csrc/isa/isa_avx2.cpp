@@ -1,0 +1,83 @@
+// AVX2 + FMA + F16C: byte planes, 32 rows to a block.
+#include <immintrin.h>
+#include <utility>
+
+#include "isa/isa.h"
+#include "base/prefetch.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace avx2 {
+
+#include "planes/lut_pshufb.h"
+#include "planes/encode.h"
+#include "mixed/mixed_encode.h"
+#include "mixed/mixed_kernel.h"
+#include "mixed/mixed_avx2.h"
+#include "integer/integer_encode.h"
+#include "integer/integer_kernel.h"
+#include "integer/integer_avx2.h"
+#include "base/read_bandwidth.h"
+
+struct V {
+  using Bytes = __m256i;
+  using Ints = __m256i;
+  using Floats = __m256;
+  static constexpr int kRows = 32, kRegisters = 16;
+
+  static CRELLE_INLINE Bytes zero() { return _mm256_setzero_si256(); }
+  static CRELLE_INLINE Bytes load(const void *p) { return _mm256_load_si256(static_cast<const __m256i *>(p)); }
+  static CRELLE_INLINE Bytes table(const void *p) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(static_cast<const __m128i *>(p)));
+  }
+  static CRELLE_INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+  static CRELLE_INLINE Bytes high_nibbles(Bytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+  static CRELLE_INLINE Bytes look_up(Bytes t, Bytes i) { return _mm256_shuffle_epi8(t, i); }
+  static CRELLE_INLINE Bytes add16(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
+  static CRELLE_INLINE Bytes odd_bytes(Bytes v) { return _mm256_srli_epi16(v, 8); }
+  static CRELLE_INLINE Bytes even_sums(Bytes all, Bytes odd) {
+    return _mm256_sub_epi16(all, _mm256_slli_epi16(odd, 8));
+  }
+  static CRELLE_INLINE void widen(Bytes even, Bytes odd, Ints (&out)[4]) {
+    out[0] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(even));
+    out[1] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(even, 1));
+    out[2] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(odd));
+    out[3] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(odd, 1));
+  }
+  static CRELLE_INLINE Ints ints(int v) { return _mm256_set1_epi32(v); }
+  static CRELLE_INLINE Ints add32(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+  static CRELLE_INLINE Ints sub32(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+  static CRELLE_INLINE Ints shift_left(Ints a, int n) { return _mm256_slli_epi32(a, n); }
+  static CRELLE_INLINE Floats floats(float v) { return _mm256_set1_ps(v); }
+  static CRELLE_INLINE Floats to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
+  static CRELLE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static CRELLE_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static CRELLE_INLINE Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+  static CRELLE_INLINE Floats load_floats(const void *p) { return _mm256_loadu_ps(static_cast<const float *>(p)); }
+  static CRELLE_INLINE Floats load_halves(const void *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i *>(p)));
+  }
+  static CRELLE_INLINE Floats load_bytes(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p))));
+  }
+  static CRELLE_INLINE void store(float *p, Floats v) { _mm256_storeu_ps(p, v); }
+};
+
+Stream stream(Kind, int) { return Stream::BytePlanes; }
+
+void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
+  encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
+}
+
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+
+}  // namespace avx2
+}  // namespace
+
+const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::stream,   avx2::encode, avx2::byte_matmul<avx2::V>,
+                avx2::read_all, &avx2::kMixed,  &avx2::kInteger};
+
+}  // namespace crelle::cpu

@@ -1,0 +1,49 @@
+// NEON with dot products of bytes (Armv8.2 and newer): uniform and affine grids, mixed and integer matrices by sdot,
+// planes (bcq) as on NEON.
+#include <arm_neon.h>
+
+#include <array>
+#include <utility>
+
+#include "isa/isa.h"
+#include "base/prefetch.h"
+
+#define CRELLE_INLINE inline __attribute__((always_inline))
+
+namespace crelle::cpu {
+namespace {
+namespace dotprod {
+
+#include "planes/encode.h"
+#include "mixed/mixed_encode.h"
+#include "mixed/mixed_kernel.h"
+#include "mixed/mixed_neon.h"
+#include "integer/integer_encode.h"
+#include "integer/integer_kernel.h"
+#include "integer/integer_neon.h"
+#include "planes/sdot_codes.h"
+#include "base/read_bandwidth.h"
+
+Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
+
+void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
+  if (takes_tables(a.stream))
+    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
+  else
+    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
+}
+
+void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+  (w.stream == Stream::Fields ? sdot_matmul : kNeon.matmul)(w, a, y, ldy, b0, b1);
+}
+
+constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
+constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+
+}  // namespace dotprod
+}  // namespace
+
+const Isa kDotprod{"dotprod",       dotprod::kSdotRows, dotprod::stream,  dotprod::encode,
+                   dotprod::matmul, dotprod::read_all,  &dotprod::kMixed, &dotprod::kInteger};
+
+}  // namespace crelle::cpu

@@ -1,0 +1,1 @@
+"""Plain 16-bit weights on a GPU."""

@@ -1,0 +1,1 @@
+"""Integer weights and activations on a GPU (Atom, two-level)."""

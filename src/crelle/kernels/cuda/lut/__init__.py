@@ -1,0 +1,1 @@
+"""The papers' table look-up kernel (nuQmm, LUT-GEMM), selected by name only."""

@@ -1,0 +1,1 @@
+"""Mixed 2/4-bit weights on a GPU."""

@@ -1,0 +1,1 @@
+"""Bit-plane weights on a GPU: GEMV on the binary tensor cores, skinny GEMM, GEMM."""

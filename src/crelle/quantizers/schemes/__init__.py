@@ -1,0 +1,1 @@
+"""The schemes: which codes and scales to choose, one file for each."""

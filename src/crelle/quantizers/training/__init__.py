@@ -1,0 +1,1 @@
+"""Training of quantized weights: block by block, end to end, finetuning."""

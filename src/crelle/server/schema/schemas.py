@@ -1,0 +1,229 @@
+"""What requests look like: msgspec structs. validation.py checks by them, openapi.py publishes them.
+
+Bounds that depend on the model (context, vocabulary, precisions) come from `ModelInfo`: RequestSchemas derives structs
+with those bounds in them.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, defstruct
+
+from crelle.engine.engine import MAX_LOGPROBS
+from crelle.server.schema.validation import Only, Schema, check_integers, checked_by, show, wrong
+
+_SEED = 2**63 - 1
+_STOPS, _STOP_LENGTH = 16, 256
+_MESSAGES = 4096
+
+Stop = Annotated[str, Meta(min_length=1, max_length=_STOP_LENGTH)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description="tell as many of the likeliest tokens")]
+Empty = Annotated[list[Any], Meta(max_length=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the schemas need to know of the model and the settings."""
+
+    name: str
+    context: int
+    vocabulary: int
+    precisions: tuple[int, ...]
+    max_prompt: int  # characters
+    max_tokens: int
+    max_n: int
+    max_prompts: int
+
+
+def not_done(*neutral: Any, says: str) -> Meta:
+    """Something of OpenAI's that is not done here: its neutral values are let through."""
+    return checked_by(Only(neutral), f"not done here: {says}")
+
+
+class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
+    """An object that has no other names than its fields; null is a field's default."""
+
+
+class StreamOptions(Strict):
+    include_usage: Annotated[bool, Meta(description="end the stream with a chunk of counts")] | None = False
+    include_obfuscation: Annotated[bool, Meta(description="nothing is padded here")] | None = False
+
+
+class Generate(Strict):
+    """What completions and chats have in common. Fields of type Any are given their checkers by `_bounded`."""
+
+    model: Any = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0: always the most likely token")] | None = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="keep the likeliest tokens of this total")] | None = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1, description="keep the k likeliest tokens; 0: all")] | None = 0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="drop tokens below this share of the best")] | None = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="above 1: repeat less")] | None = 1.0
+    seed: Annotated[int, Meta(ge=0, le=_SEED, description="same seed, same text")] | None = None
+    n: int | None = 1
+    precision: Any = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=_STOPS)] | None = None
+    ignore_eos: Annotated[bool, Meta(description="go on behind end tokens; for measurements")] | None = False
+    stream: Annotated[bool, Meta(description="send server-sent events while the text is sampled")] | None = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
+    presence_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=0, description="not done here: must be empty")] | None = None
+    user: Annotated[str, Meta(max_length=512, description="not used and not logged")] | None = None
+
+
+class Completion(Generate, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Any
+    max_tokens: int | None = 16
+    logprobs: Logprobs | None = None
+    best_of: Annotated[Any, not_done(1, says="n samples several")] = None
+    echo: Annotated[Any, not_done(False, says="the prompt is not repeated")] = None
+    suffix: Annotated[Any, not_done("", says="text is only continued")] = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    """One message. An answer can be sent back as it came, with what it does not have."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Annotated[str, Meta(max_length=512, description="not used")] | None = None
+    refusal: Empty | None = None
+    tool_calls: Empty | None = None
+    function_call: Empty | None = None
+    audio: Empty | None = None
+    annotations: Empty | None = None
+    reasoning_content: Empty | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Chat(Generate, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: Annotated[bool, Meta(description="tell how likely each token was")] | None = False
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[Any], Meta(max_length=0, description="not done here: must be empty")] | None = None
+    tool_choice: Annotated[Any, not_done("none", "auto", says="there are no tools")] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="there are no tools")] | None = None
+    response_format: TextFormat | None = None
+    store: Annotated[Any, not_done(False, says="nothing is stored")] = None
+
+
+class TokenizeText(Strict, kw_only=True):
+    """The body of POST /tokenize: a text."""
+
+    model: Any = None
+    prompt: str
+    add_special_tokens: bool | None = True
+
+
+class TokenizeChat(Strict, kw_only=True):
+    """The body of POST /tokenize: a conversation."""
+
+    model: Any = None
+    messages: list[ChatMessage]
+
+
+# Bounds of a model ----------------------------------------------------------------------------------------------------
+
+
+class Prompt:
+    """A text or token ids, or several of either: a union of msgspec's may hold one kind of array only."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        text = Annotated[str, Meta(min_length=1, max_length=info.max_prompt)]
+        self._id: Any = Annotated[int, Meta(ge=0, le=info.vocabulary - 1)]
+        ids = Annotated[list[self._id], Meta(min_length=1, max_length=info.context - 1)]  # type: ignore[name-defined]
+        many = Meta(min_length=1, max_length=info.max_prompts)
+        kinds: dict[str, Any] = {
+            "a string": text,
+            "an array of token ids": ids,
+            "an array of strings": Annotated[list[text], many],
+            "an array of such arrays": Annotated[list[ids], many],
+        }
+        self.json_schema = {"anyOf": [{**msgspec.json.schema(kind), "title": title} for title, kind in kinds.items()]}
+        self._names, self._most = " or ".join(kinds), info.context - 1
+        self._text, self._ids, self._texts, _ = (Schema[Any](kind) for kind in kinds.values())
+        several: Any = Annotated[list[Any], many]
+        self._several = Schema[list[Any]](several)
+
+    def check(self, value: Any, at: str) -> Any:
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(value, str):
+            return self._text.check(value, at)
+        if isinstance(first, str):
+            return self._texts.check(value, at)
+        if isinstance(first, list):
+            return [self._check_ids(ids, f"{at}[{i}]") for i, ids in enumerate(self._several.check(value, at))]
+        if isinstance(first, int | float) and not isinstance(first, bool):
+            return self._check_ids(value, at)
+        raise wrong(at, f"must be {self._names}, not {show(value)}")
+
+    def _check_ids(self, value: Any, at: str) -> list[int]:
+        if isinstance(value, list) and 0 < len(value) <= self._most:
+            return check_integers(value, self._id, at)
+        ids: list[int] = self._ids.check(value, at)
+        return ids
+
+
+def _bounded(base: type[Any], info: ModelInfo, **fields: tuple[Any, Any]) -> Any:
+    """Return a struct with some fields declared anew: name = (type, default); a default of ... is none."""
+    model = Annotated[Any, checked_by(Only((info.name,)), "the model that is served")]
+    every = {"model": (model, None), **fields}
+    if issubclass(base, Generate):
+        bits = Only(info.precisions)
+        every["precision"] = (Annotated[Any, checked_by(bits, "bits of a nested checkpoint to answer with")], None)
+        every["n"] = (Annotated[int, Meta(ge=1, le=info.max_n, description="completions of each prompt")] | None, 1)
+    told = [(name, kind) if default is ... else (name, kind, default) for name, (kind, default) in every.items()]
+    return defstruct(f"{base.__name__}Request", told, bases=(base,), kw_only=True, forbid_unknown_fields=True)
+
+
+def _messages(info: ModelInfo) -> Any:
+    text, many = Annotated[str, Meta(max_length=info.max_prompt)], Meta(min_length=1, max_length=_MESSAGES)
+    part = defstruct("ContentPart", [("text", text)], bases=(TextPart,), kw_only=True)
+    content: Any = text | Annotated[list[part], many]  # type: ignore[valid-type]
+    message = defstruct("Message", [("content", content)], bases=(ChatMessage,), kw_only=True)
+    return Annotated[list[message], many]  # type: ignore[valid-type]
+
+
+class TokenizeSchema:
+    """A text or a conversation: a union of msgspec's takes structs only where a field tells them apart."""
+
+    def __init__(self, info: ModelInfo, messages: Any) -> None:
+        text = Annotated[str, Meta(max_length=info.max_prompt)]
+        self._text = Schema[TokenizeText](_bounded(TokenizeText, info, prompt=(text, ...)))
+        self._chat = Schema[TokenizeChat](_bounded(TokenizeChat, info, messages=(messages, ...)))
+        self.kinds = (self._text.kind, self._chat.kind)
+
+    def check(self, value: Any) -> TokenizeText | TokenizeChat:
+        if isinstance(value, dict) and "prompt" in value:
+            return self._text.check(value)
+        if isinstance(value, dict) and "messages" in value:
+            return self._chat.check(value)
+        raise wrong("", f"must be an object with prompt or an object with messages, not {show(value)}")
+
+
+class RequestSchemas:
+    """What a model's server takes, with the model's bounds."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        most = Annotated[int, Meta(ge=1, le=info.max_tokens, description="of the answer at most")] | None
+        prompt = Annotated[Any, checked_by(Prompt(info), "the text to continue, or several")]
+        messages = _messages(info)
+        limit, no_limit = (most, min(16, info.max_tokens)), (most, None)
+        limits = {"max_tokens": no_limit, "max_completion_tokens": no_limit}  # two names; the smaller one holds
+        self.completion = Schema[Completion](_bounded(Completion, info, prompt=(prompt, ...), max_tokens=limit))
+        self.chat = Schema[Chat](_bounded(Chat, info, messages=(messages, ...), **limits))
+        self.tokenize = TokenizeSchema(info, messages)
