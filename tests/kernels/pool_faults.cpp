@@ -5,8 +5,8 @@
 #include <new>
 #include <stdexcept>
 
-#include "barrier.h"
-#include "pool.h"
+#include "base/barrier.h"
+#include "base/pool.h"
 
 using namespace crelle::cpu;
 

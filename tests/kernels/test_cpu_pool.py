@@ -67,7 +67,7 @@ def test_an_error_in_a_worker_reaches_the_caller(tmp_path: Path) -> None:
     if (compiler := shutil.which("c++")) is None:
         pytest.skip("no C++ compiler")
     csrc, program = Path(crelle.__file__).parent / "kernels/cpu/csrc", tmp_path / "pool_faults"
-    sources = [Path(__file__).with_name("pool_faults.cpp"), csrc / "pool.cpp"]
+    sources = [Path(__file__).with_name("pool_faults.cpp"), csrc / "base/pool.cpp"]
     flags = ["-std=c++20", "-O1", "-pthread", f"-I{csrc}"]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
     subprocess.run([str(program)], check=True, timeout=120)
