@@ -9,7 +9,7 @@ from disassembly import LOCAL_MEMORY, MATRIX, SassFacts, disassemble, loads_in_f
 
 from crelle.kernels import cuda
 from crelle.kernels.cuda import jit
-from crelle.kernels.cuda.instantiations import instantiations
+from crelle.kernels.cuda.instantiations import Instantiation, instantiations
 
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 
@@ -71,12 +71,20 @@ def spills_allowed(file: str, expression: str, arch: str) -> int:
     return 24 if file in ("dense/dense.cu", "lut/lut.cu", "planes/gemm.cu") else 0
 
 
-def check_variants(found: list[tuple[str, str]], arch: str) -> None:
-    """Compile variants; look at their instructions where there is a disassembler."""
+def sampled(found: list[Instantiation], each: int = 3) -> list[Instantiation]:
+    """Return a few variants of each template, evenly spaced: disassembling takes as long as compiling."""
+    templates: dict[tuple[str, str], list[Instantiation]] = {}
+    for file, expression in found:
+        templates.setdefault((file, expression.partition("<")[0]), []).append((file, expression))
+    return [kept[i] for kept in templates.values() for i in range(0, len(kept), -(-len(kept) // each))]
+
+
+def check_variants(found: list[Instantiation], arch: str, disassembled: list[Instantiation]) -> None:
+    """Compile variants; look at the instructions of some where there is a disassembler."""
     wrong = []
     for built in jit.compile_all(found, arch):
         assert built.cubin
-        if (facts := sass_facts(built.cubin)) is None:
+        if (built.file, built.expression) not in disassembled or (facts := sass_facts(built.cubin)) is None:
             continue
         if facts.local_memory > spills_allowed(built.file, built.expression, arch):
             wrong.append(f"{built.file} {built.expression}: local memory")
@@ -89,12 +97,26 @@ FILES = sorted({file for arch in jit.ARCHITECTURES for file, _ in instantiations
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize(
-    "arch", [arch if arch == "sm_90a" else pytest.param(arch, marks=pytest.mark.slow) for arch in jit.ARCHITECTURES]
-)
+def test_every_variant_compiles_and_a_sample_stays_in_registers(file: str) -> None:
+    found = [v for v in instantiations("sm_90a") if v[0] == file]
+    check_variants(found, "sm_90a", sampled(found))
+
+
+def test_a_sample_has_every_template() -> None:
+    found = instantiations("sm_90a")
+    names = [{(file, name.partition("<")[0]) for file, name in some} for some in (found, sampled(found))]
+    assert names[0] == names[1]
+    assert len(set(sampled(found))) == len(sampled(found))
+    assert set(sampled(found)) <= set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("arch", jit.ARCHITECTURES)
 def test_every_variant_compiles_and_stays_in_registers(arch: str, file: str) -> None:
-    """Each for each architecture: sm_90a always, the others with `make test-slow` and where a source changed."""
-    check_variants([v for v in instantiations(arch) if v[0] == file], arch)
+    """Each for each architecture; for others than sm_90a also in `make test`, where a source changed."""
+    found = [v for v in instantiations(arch) if v[0] == file]
+    check_variants(found, arch, found)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHITECTURES if arch != "sm_90a"])
@@ -102,7 +124,8 @@ def test_variants_of_changed_sources_compile_and_stay_in_registers(arch: str) ->
     """For the architectures that `make test` does not compile whole."""
     if (changed := changed_sources(jit.SOURCES)) is None:
         pytest.skip(f"no git repository tells which sources changed; `make test-slow` compiles all of them for {arch}")
-    check_variants([v for v in instantiations(arch) if changed & jit._sources(v[0]).keys()], arch)
+    found = [v for v in instantiations(arch) if changed & jit._sources(v[0]).keys()]
+    check_variants(found, arch, sampled(found))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +169,13 @@ def pieces_end(expression: str) -> int:
     return warps * stages * run * planes * 512
 
 
-def test_no_piece_is_overwritten_while_it_is_read() -> None:
-    """A load can wait long behind others, and the copy engine waits for nobody (one tile a warp, one place each)."""
+@pytest.mark.parametrize("each", [6, pytest.param(1 << 30, marks=pytest.mark.slow)])
+def test_no_piece_is_overwritten_while_it_is_read(each: int) -> None:
+    """A load can take long, and the copy engine does not wait for it (one tile a warp, one place each)."""
     one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<|mixed_decode<")
     wrong = []
-    for built in jit.compile_all([v for v in instantiations("sm_90a") if one_tile.search(v[1])], "sm_90a"):
+    found = sampled([v for v in instantiations("sm_90a") if one_tile.search(v[1])], each)
+    for built in jit.compile_all(found, "sm_90a"):
         if (facts := sass_facts(built.cubin)) is None:
             pytest.skip("no disassembler")
         if loads := [offset for offset in facts.loads_in_flight if offset < pieces_end(built.expression)]:
