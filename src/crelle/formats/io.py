@@ -223,6 +223,11 @@ class ShardReader:
         tensor: Tensor = self._try(name, lambda: self._file.get_tensor(name))
         return tensor
 
+    def read_slice(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
+        """Return a part of a tensor; only its bytes are read."""
+        tensor: Tensor = self._try(name, lambda: self._file.get_slice(name)[part])
+        return tensor
+
     def _try(self, name: str, get: Callable[[], Any]) -> Any:
         if name not in self._names:
             raise FormatError(f"{self.path} does not hold the tensor '{name}' that it should")
