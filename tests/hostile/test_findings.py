@@ -37,7 +37,7 @@ def test_a_message_that_fits_is_whole() -> None:
 
 @pytest.mark.parametrize("count", [MAX_EXPERTS + 1, 10**7, 10**18, 10**400])
 def test_more_experts_than_a_model_has_are_refused_before_they_are_listed(count: int) -> None:
-    with pytest.raises(FormatError, match="a layer has at most 4,096 experts, got 1|a layer has at most 4,096.* 4097"):
+    with pytest.raises(FormatError, match="a layer has at most 4,096 experts, got "):
         describe("m", {**LARGE["mixtral-8x7b"], "num_local_experts": count})
 
 
@@ -112,7 +112,7 @@ def test_a_sampling_setting_of_400_digits_is_a_sentence(name: str, tmp_path: Pat
 @pytest.mark.parametrize("field", ["x" * 200_000, "1e999", "nan", "9" * 5000])
 def test_a_trace_with_such_a_field_is_a_sentence(field: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"seconds,prompt,tokens\n{field},1,2\n")
-    with pytest.raises(FormatError, match="cannot be read as a trace|line 2: expected arrival"):
+    with pytest.raises(FormatError, match=r"cannot be read as a trace|line 2: expected arrival"):
         read_trace(tmp_path / "t.csv", context=64)
 
 
@@ -121,6 +121,6 @@ def test_yaml_that_names_itself_many_times_is_shown_in_a_few_characters(tmp_path
     (tmp_path / "t.yaml").write_text("\n".join(["- &a [x, x, x, x, x, x, x, x, x]", *levels]))
     with (
         at_most(20, TimeoutError("it writes out what the aliases mean")),
-        pytest.raises(FormatError, match="should hold settings .* a list of 10 entries"),
+        pytest.raises(FormatError, match=r"should hold settings .* a list of 10 entries"),
     ):
         parse_spec("t", tmp_path / "t.yaml", tmp_path)
