@@ -71,7 +71,7 @@ def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
         if not isinstance(q[key], kind):
             raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {shown(q[key])}")
     for name, spec in q["tensors"].items():
-        if not isinstance(spec, dict) or str(spec.get("format")) not in FORMATS:
+        if not _has_format(spec):
             known = ", ".join(sorted(FORMATS))
             raise FormatError(f"{where}: '{name}' has an unknown format in {shown(spec)} (known: {known})")
         try:
@@ -84,6 +84,18 @@ def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
         if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
             raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}")
     return q
+
+
+def _has_format(spec: Any) -> bool:
+    return isinstance(spec, dict) and isinstance(name := spec.get("format"), str) and name in FORMATS
+
+
+def is_spec(spec: Any) -> bool:
+    """Tell whether a value is a spec of a known format with a shape; what else it needs `from_parts` says."""
+    try:
+        return _has_format(spec) and bool(shape_of(spec))
+    except FormatError:
+        return False
 
 
 class Checkpoint:

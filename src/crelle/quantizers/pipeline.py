@@ -222,14 +222,23 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
 
 
 def _stage_report(out: Path) -> Report:
-    report = _report(Checkpoint(out), 0.0, 0, tuple(read_json(out / STAGE).get("warnings", ())))
+    said = read_json(out / STAGE).get("warnings", [])
+    warnings = tuple(w for w in said if isinstance(w, str)) if isinstance(said, list) else ()
+    report = _report(Checkpoint(out), 0.0, 0, warnings)
     return replace(report, block_losses=_block_losses(out))
 
 
 def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     """Return the losses of the layers that have been trained already."""
     path = directory / TRAINING
-    return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
+    found = read_json(path).get("blocks", {}) if path.is_file() else {}
+    if not isinstance(found, dict) or not all(_are_losses(losses) for losses in found.values()):
+        raise FormatError(f"{path} does not hold the losses of a training; delete it")
+    return found
+
+
+def _are_losses(value: object) -> bool:
+    return isinstance(value, list) and all(x is None or type(x) in (int, float) for x in value)
 
 
 def plan(weights: Weights) -> list[Shard]:
