@@ -16,12 +16,21 @@ A message names the value that was wrong and the remedy. A parameter stands in i
 
 from crelle.printable import printable
 
+MAX_MESSAGE = 2500  # characters: a message may quote names of a file, and a file's names may have millions
+
+
+def _shortened(message: str) -> str:
+    """Return a message without its middle if it is too long: it begins with the fault and ends with the remedy."""
+    if len(message) <= MAX_MESSAGE:
+        return message
+    return f"{message[:1600]} … ({len(message):,} characters) … {message[-600:]}"
+
 
 class CrelleError(Exception):
     """Base of all errors whose message is written for the person at the keyboard; it holds no control characters."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
+        super().__init__(*(printable(_shortened(a)) if isinstance(a, str) else a for a in args))
 
 
 class FormatError(CrelleError):

@@ -2,16 +2,17 @@
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
+from alarm import at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_server import FakeServer
 
+from crelle.bench.load import http_load
 from crelle.bench.load.http_load import Arrival, LoadReport, Percentiles, poisson, run_closed_loop, run_trace
 from crelle.errors import CrelleError, SchemeError
 
@@ -67,8 +68,8 @@ def test_times_are_those_of_the_server(server: FakeServer) -> None:
     assert report.per_token is not None
     assert report.answer is not None
     assert report.stall is not None
-    assert PAUSE <= report.first_token.p50 < 25 * PAUSE  # wide above: the machine may be busy
-    assert 0.5 * PAUSE <= report.per_token.p50 < 25 * PAUSE
+    assert PAUSE <= report.first_token.p50 < report.answer.p50
+    assert 0.5 * PAUSE <= report.per_token.p50 < report.answer.p50
     assert report.answer.p50 >= 6 * PAUSE
     assert report.per_token.p50 <= report.stall.p50
     assert 0 < report.tokens_per_second <= 1 / PAUSE
@@ -157,17 +158,16 @@ def test_a_model_without_a_chat_template_is_asked_for_completions(server: FakeSe
 
 def test_a_load_whose_first_requests_all_fail_is_stopped(server: FakeServer) -> None:
     server.chats = False
-    begun = time.perf_counter()
     with pytest.raises(
         CrelleError, match=r"the first 8 requests to http\S+/v1/chat/completions failed \(8 times: 400: this"
     ):
         loop(server, seconds=60, give_up=8)
-    assert len(server.requests) < 12
+    assert (sent := len(server.requests)) < 12
     with pytest.raises(CrelleError, match="the first 8 requests"):
         run_trace(server.url, [Arrival(i / 10, "a", 1) for i in range(600)], give_up=8)
+    assert len(server.requests) < sent + 50
     with pytest.raises(CrelleError, match="all 2 requests"):
         run_trace(server.url, [Arrival(0.0, "a", 1)] * 2, give_up=8)
-    assert time.perf_counter() - begun < 20
 
 
 def test_a_server_that_is_full_is_waited_for(server: FakeServer) -> None:
@@ -191,14 +191,14 @@ def test_failures_after_an_answer_do_not_stop_a_load(server: FakeServer) -> None
     assert 0 < report.requests - report.failures <= 2 < report.failures
 
 
-def test_a_refused_client_waits_as_it_is_told(server: FakeServer) -> None:
-    server.failure = (429, {"error": {"message": "the queue is full"}}, {"Retry-After": "30"})
-    begun = time.perf_counter()
-    report = loop(server, clients=3, seconds=0.6)
-    assert time.perf_counter() - begun < 5  # but not beyond the end
+def test_a_refused_client_waits_as_it_is_told(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_load, "_LONGEST_PAUSE", 3600.0)
+    server.failure = (429, {"error": {"message": "the queue is full"}}, {"Retry-After": "3600"})
+    with at_most(60, TimeoutError("it waited beyond the end")):
+        report = loop(server, clients=3, seconds=0.6)
     assert report.errors == {"429: the queue is full": 3}
     server.failure = (503, {"error": {"message": "starting"}}, {})
-    assert 2 <= loop(server, clients=1, seconds=0.6).requests <= 7  # without a word it waits a tenth of a second
+    assert 1 <= loop(server, clients=1, seconds=0.6).requests <= 7  # without a word it waits a tenth of a second
 
 
 def test_an_answer_that_never_ends_is_given_up(server: FakeServer) -> None:

@@ -153,8 +153,8 @@ def test_repetition_penalty_counts_the_prompt(llm: LLM) -> None:
 
 def test_timings_are_of_this_call(llm: LLM) -> None:
     done = llm.generate("Hello", Sampling(max_tokens=20))
-    assert 0 < done.first_token_seconds < 30
-    assert done.tokens_per_second > 1
+    assert done.first_token_seconds > 0
+    assert done.tokens_per_second > 0
     assert llm.generate("Hello", Sampling(max_tokens=1)).tokens_per_second == 0.0
 
 

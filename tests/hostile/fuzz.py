@@ -1,204 +1,237 @@
 """A small coverage-guided fuzzer: inputs that reach new lines of the loaders are kept and changed further.
 
-An input is bytes or a JSON value. A target takes one and may raise nothing but CrelleError, within a time and a growth
-of memory. All is decided by one seed, so a finding can be had again; it is raised with the input that led to it.
+An input is bytes or a JSON value (mutate.py changes it). A target takes one and may raise nothing but CrelleError,
+within SECONDS and MEGABYTES; the memory is measured for each input alone, and an allocation that would go far beyond is
+refused by the system, so a finding names the input that made it. All is decided by one seed: a finding can be
+reproduced.
 """
 
+import ctypes
+import gc
+import marshal
+import os
 import re
 import resource
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from alarm import at_most
+from mutate import ODD, changed
 
 import crelle
 from crelle.errors import CrelleError
 
 SOURCE = str(Path(crelle.__file__).parent)
-SECONDS, MEGABYTES = 5, 500  # an input may take, all of them may add
-NUMBERS = [0, 1, 2, 3, 7, 8, 31, 32, 33, 64, 127, 255, 256, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**32]
-NUMBERS += [10**7, 10**9, 10**12, 2**40, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**15]
-ODD: list[Any] = [None, True, False, -1, *NUMBERS, -(2**63), 10**400, 0.5, -0.0, 1e-30, 1e308, "", "x", "0", "x" * 999]
-ODD += ["\x00", "\ud800", "é" * 50, "../../x", "/dev/zero", "re:(a+)+$", "{{ 9**9 }}", [], {}, [[]], [0], {"a": None}]
+SECONDS, MEGABYTES = 5, 1000  # an input may take
+KEPT_MEGABYTES = 500  # all inputs together may leave behind
+MAX_FINDINGS = 20  # of one run; more of the same say nothing new
+_KEPT_BYTES = 1 << 15  # of an input that is changed further; what only a large one reaches, growth reaches again
+_HEADROOM = 1 << 30  # bytes of address space beyond MEGABYTES: room for what allocators reserve
+_PAGE = resource.getpagesize()
 
 
 class FindingError(AssertionError):
     """An input that a loader could not cope with."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """What a run did."""
 
-    inputs: int
-    seeds: int
-    kept: int
-    lines: int
-    accepted: int
-    seconds: float
+    inputs: int = 0
+    seeds: int = 0
+    kept: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    worst_seconds: float = 0.0
+    worst_megabytes: int = 0
+    slowest: str = ""
+    largest: str = ""
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    findings: list[str] = field(default_factory=list)
 
 
 def fuzz(
-    target: Callable[[Any], object], seeds: list[Any], count: int, seed: int = 0, words: list[Any] = ODD
+    target: Callable[[Any], object],
+    seeds: list[Any],
+    count: int,
+    seed: int = 0,
+    words: list[Any] = ODD,
+    *,
+    stop: bool = True,
+    before: Callable[[int, Any], None] | None = None,
 ) -> Report:
-    """Run a target on `count` inputs; `words` are values and strings that its formats know."""
-    random, corpus, seen = Random(seed), [*seeds], set[tuple[str, int]]()
-    accepted, begun, before = 0, time.perf_counter(), _peak()
-    for i in range(count):
-        value = corpus[i] if i < len(seeds) else _changed(random, corpus, words)
-        new = set[tuple[str, int]]()
+    """Run a target on `count` inputs; `words` are values and strings that its formats know.
+
+    stop: raise the first finding; else all are in the report. before: is called with each input before it runs.
+    """
+    random, corpus, report, lines = Random(seed), [*seeds], Report(seeds=len(seeds)), _Lines()
+    begun, memory, known = time.perf_counter(), _Memory(), set[str]()
+    with memory.limited():
+        for i in range(count):
+            value = corpus[i] if i < len(seeds) else changed(random, corpus, words)
+            if before:
+                before(i, value)
+            memory.begin()
+            took = time.perf_counter()
+            fault = _fault(target, value, lines)
+            took, grown = time.perf_counter() - took, memory.grown()
+            report.accepted += fault is None
+            if not fault and (took > SECONDS or grown > MEGABYTES):
+                fault = f"took {took:.1f} s and {grown} MB"
+            if took > report.worst_seconds:
+                report.worst_seconds, report.slowest = took, show(value, 300)
+            if grown > report.worst_megabytes:
+                report.worst_megabytes, report.largest = grown, show(value, 300)
+            if (
+                fault and (kind := re.sub(r": .*(?= \()", "", fault[:1000])) not in known
+            ):  # what and where, not which value
+                known.add(kind)
+                report.findings.append(f"input {i}: {fault} for {show(value)}")
+                if stop:
+                    raise FindingError(report.findings[-1])
+            if lines.fresh and len(marshal.dumps(value)) <= _KEPT_BYTES:
+                corpus.append(value)
+            lines.fresh = False
+            if i % 500 == 0 and memory.kept() > KEPT_MEGABYTES:
+                raise FindingError(f"input {i}: {memory.kept()} MB of memory were not given back")
+            report.inputs = i + 1
+            if len(report.findings) >= MAX_FINDINGS:
+                break
+    report.kept, report.lines, report.seconds = len(corpus), lines.seen, time.perf_counter() - begun
+    return report
+
+
+def _fault(target: Callable[[Any], object], value: Any, lines: "_Lines") -> str | None:
+    """Run one input: None if it was accepted, "" if it was refused with a sentence, or what was wrong."""
+    try:
+        with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), lines.traced():
+            target(value)
+        return None
+    except CrelleError as e:
+        if not str(e) or len(str(e)) > 3000:
+            return f"not a sentence: {str(e)[:300]!r}"
+        return _hidden(e)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
+        at = e.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        where = f" ({Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno})" if at else ""
+        return f"{type(e).__name__}: {' '.join(f'{e!s:.500}'.split())}{where}"
+
+
+def _hidden(error: BaseException) -> str:
+    """Return what a sentence was made of, if that was an allocation that failed or the time limit; else ""."""
+    cause: BaseException | None = error
+    while (cause := cause.__cause__ or cause.__context__) is not None:
+        if isinstance(cause, MemoryError | TimeoutError) or "allocate" in str(cause):
+            return f"{type(cause).__name__} under a sentence: {cause!s:.200}"
+    return ""
+
+
+def show(value: Any, limit: int = 4000) -> str:
+    """Return an input in at most about `limit` characters: both ends of a long one."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError) as e:
+        text = f"a {type(value).__name__} that cannot be shown ({e})"
+    return text if len(text) <= limit else f"{text[: limit - 200]} … {text[-200:]} ({len(text):,} characters)"
+
+
+class _Memory:
+    """How much memory one input takes: the peak since `begin`, where the system can forget a peak (Linux)."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._clear = None
+        with suppress(OSError):
+            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY) if Path("/proc/self/statm").exists() else None
+        self._start = self._first = self._now()
+        self._peak = _peak()
+
+    def begin(self) -> None:
+        if self._clear is not None:
+            try:
+                os.write(self._clear, b"5")
+            except OSError:
+                self._clear = None
+        self._start, self._peak = self._now(), _peak()
+
+    def grown(self) -> int:
+        """Return megabytes; 0 where the peak is that of an input before and could not be forgotten."""
+        peak = _peak()
+        if peak - self._start > MEGABYTES << 18:  # the next input should not begin with what this one left
+            gc.collect()
+            with suppress(AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+        return (peak - self._start) >> 20 if self._clear is not None or peak > self._peak else 0
+
+    def kept(self) -> int:
+        return (self._now() - self._first) >> 20
+
+    def _now(self) -> int:
+        """Return the bytes of memory in use."""
+        return _peak() if self._statm is None else int(os.pread(self._statm, 200, 0).split()[1]) * _PAGE
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Refuse allocations far beyond MEGABYTES: as an error in the input that asks for them."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if self._statm is not None:
+            size = int(os.pread(self._statm, 200, 0).split()[0]) * _PAGE + (MEGABYTES << 20) + _HEADROOM
+            limit = size if soft == resource.RLIM_INFINITY else min(size, soft)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         try:
-            with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), _tracing(new):
-                target(value)
-            accepted += 1
-        except CrelleError as e:
-            if not str(e) or len(str(e)) > 3000:
-                raise FindingError(f"input {i}: not a sentence: {str(e)[:300]!r} for {value!r:.2000}") from e
-        except BaseException as e:
-            if isinstance(e, KeyboardInterrupt):
-                raise
-            raise FindingError(f"input {i}: {type(e).__name__}: {e!s:.500} for {value!r:.4000}") from e
-        if not new <= seen:
-            seen |= new
-            corpus.append(value)
-        if i % 500 == 0 and _peak() - before > MEGABYTES:
-            raise FindingError(f"input {i}: memory grew by {_peak() - before} MB, last: {value!r:.2000}")
-    return Report(count, len(seeds), len(corpus), len(seen), accepted, time.perf_counter() - begun)
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            for fd in (self._clear, self._statm):
+                if fd is not None:
+                    os.close(fd)
 
 
 def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-@contextmanager
-def _tracing(seen: set[tuple[str, int]]) -> Iterator[None]:
-    def line(frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            seen.add((frame.f_code.co_filename, frame.f_lineno))
-        return line
+class _Lines:
+    """The lines of our source that were reached. A function all of whose lines are known is not traced again."""
 
-    def call(frame: FrameType, *_: object) -> Any:
-        return line if frame.f_code.co_filename.startswith(SOURCE) else None
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, int]] = set()
+        self.fresh = False
+        self._missing: dict[CodeType, set[int] | None] = {}
 
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
 
+    def _call(self, frame: FrameType, *_: object) -> Any:
+        code = frame.f_code
+        if code not in self._missing:
+            ours = code.co_filename.startswith(SOURCE)
+            self._missing[code] = {n for _, _, n in code.co_lines() if n} if ours else None
+        return self._line if self._missing[code] else None
 
-def _changed(random: Random, corpus: list[Any], words: list[Any]) -> Any:
-    # Half of the time one of the newest: what was reached last is where the next branch is.
-    value = random.choice(corpus[-8:] if random.random() < 0.5 else corpus)
-    for _ in range(1 + min(int(random.expovariate(0.7)), 6)):
-        if isinstance(value, bytes):
-            value = _bytes(random, value, corpus, words)
-        else:
-            value = _json(random, _copy(value), corpus, words)
-    return value
-
-
-def _bytes(random: Random, data: bytes, corpus: list[Any], words: list[Any]) -> bytes:
-    at = random.randrange(len(data) + 1)
-    match random.randrange(9):
-        case 0:
-            return data[:at]
-        case 1 | 2 if at < len(data):
-            return data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :]
-        case 3:
-            n = random.choice([1, 4, 8, 8])
-            packed = struct.pack("<Q", random.choice(NUMBERS) & (2**64 - 1))[:n]
-            return data[:at] + packed + data[at + n :]
-        case 4:
-            return data[:at] + random.randbytes(random.randrange(1, 9)) + data[at:]
-        case 5:
-            return data[:at] + data[at + random.randrange(1, 17) :]
-        case 6:
-            begin = random.randrange(len(data) + 1)
-            return data[:at] + data[begin : begin + random.randrange(1, 65)] + data[at:]
-        case 7:
-            other = random.choice(corpus)
-            return data[:at] + other[random.randrange(len(other) + 1) :]
-        case _:
-            word = random.choice([w for w in words if isinstance(w, str)]).encode("utf-8", "replace")
-            return data[:at] + word + data[at + random.choice([0, len(word)]) :]
-
-
-def _json(random: Random, value: Any, corpus: list[Any], words: list[Any]) -> Any:
-    """Change one place in a JSON value."""
-    places = _places(value)
-    if not places:
-        return random.choice(words)
-    holder, key = random.choice(places)
-    old = holder[key]
-    match random.randrange(8):
-        case 0:
-            del holder[key]
-        case 1 if isinstance(holder, dict):
-            holder[random.choice([w for w in words if isinstance(w, str)])] = old
-        case 2:
-            donor = random.choice(corpus)
-            if theirs := _places(donor):
-                other, name = random.choice(theirs)
-                holder[key] = _copy(other[name])
-        case 3 if type(old) is int:
-            holder[key] = random.choice(
-                [old + 1, old - 1, -old, old * 2, old // 2, old + 0.5 if abs(old) < 2**60 else old]
-            )
-        case 4 if isinstance(old, str):
-            holder[key] = _text(random, old, words)
-        case 5 if isinstance(old, list) and old:
-            more = random.choice([1, 1, 2, 30])  # growth: a step that doubles something, many times in a row
-            old += [_copy(random.choice(old)) for _ in range(more if len(old) < 100 else 1)]
-        case 6:
-            holder[key] = random.choice([[old], {"a": old}, str(old)[:2000]])
-        case _:
-            holder[key] = _copy(random.choice(words))
-    return value
-
-
-def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Return where a JSON value holds others, in the order in which it is written."""
-    found: list[tuple[Any, Any]] = []
-
-    def look(holder: Any) -> None:
-        for key in holder if type(holder) is dict else range(len(holder)):
-            found.append((holder, key))
-            if type(holder[key]) in (dict, list):
-                look(holder[key])
-
-    if type(value) in (dict, list):
-        look(value)
-    return found
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of a JSON value; copy.deepcopy takes several times as long."""
-    if type(value) is dict:
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if type(value) is list else value
-
-
-def _text(random: Random, text: str, words: list[Any]) -> str:
-    at, end = sorted(random.randrange(len(text) + 1) for _ in range(2))
-    match random.randrange(5):
-        case 0:
-            return text[:at] + text[end:]
-        case 3 if numbers := list(re.finditer(r"\d+", text)):
-            place = random.choice(numbers)
-            return text[: place.start()] + str(random.choice([*NUMBERS, 10**400])) + text[place.end() :]
-        case 1:
-            return text[:end] + text[at:]
-        case 2:
-            return text[:at] + chr(random.choice([0, 10, 32, 37, 42, 43, 92, 123, 125, 0x3B1, 0x1F600])) + text[end:]
-        case _:
-            return text[:at] + random.choice([w for w in words if isinstance(w, str)]) + text[at:]
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        missing = self._missing[frame.f_code]
+        if event == "line" and missing and (number := frame.f_lineno) in missing:
+            missing.remove(number)
+            self.seen.add((frame.f_code.co_filename[len(SOURCE) + 1 :], number))
+            self.fresh = True
+        return self._line

@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import fuzz
 import gguf
+import mutate
 import numpy as np
 import safetensors.torch
 import torch
 from conftest import CHAT_TEMPLATE, TINY, write_tokenizer
 from foreign_packers import awq_gemm, awq_gemv, compressed, compressed_config, gptq, random_grid, write
 from gguf import GGUFWriter
+from target_base import Target, read_all
+from targets_files import FILE_TARGETS
+from targets_structured import STRUCTURED_TARGETS
 
 from crelle.engine.tokenization import template_budget
 from crelle.engine.tokenization.chat_template import ChatTemplate
@@ -29,30 +31,12 @@ from crelle.formats.kv.format import kv_of_checkpoint
 from crelle.formats.storage import hf
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter
 from crelle.formats.storage.io import parse_json
-from crelle.formats.storage.open import Weights, open_quantized, open_weights
+from crelle.formats.storage.open import open_quantized, open_weights
 from crelle.formats.storage.rust import panics_are
 from crelle.models.loader import read_spec
 from crelle.quantizers.pipeline import quantize
 
 DTYPES = {"i32": torch.int32, "i64": torch.int64, "f16": torch.float16, "f32": torch.float32, "i8": torch.int8}
-
-
-@dataclass(frozen=True)
-class Target:
-    """A loader: `run` takes an input; `words` are those of its format."""
-
-    run: Callable[[Any], object]
-    seeds: list[Any]
-    words: list[Any]
-
-
-def read_all(weights: Weights) -> None:
-    for name in weights.names():
-        if len(weights.shape(name)) == 2:
-            weights.matrix(name.removesuffix(".weight")).dequantize()
-        else:
-            weights.read(name)
-
 
 # GGUF ----------------------------------------------------------------------------------------------------------------
 
@@ -207,7 +191,9 @@ def config_target(_: Path) -> Target:
 
     seeds = [TINY, {**TINY, "rope_parameters": LLAMA3_ROPE}, {**TINY, "rope_scaling": {"type": "linear", "factor": 2}}]
     keys = [*LLAMA3_ROPE, *OPT, *QWEN]
-    return Target(run, [*seeds, OPT, QWEN, {**TINY, "model_type": "mistral", "sliding_window": 4}], [*fuzz.ODD, *keys])
+    return Target(
+        run, [*seeds, OPT, QWEN, {**TINY, "model_type": "mistral", "sliding_window": 4}], [*mutate.ODD, *keys]
+    )
 
 
 # Directories that others quantized -----------------------------------------------------------------------------------
@@ -294,7 +280,7 @@ def encoded_target(_: Path) -> Target:
         "f16",
     ]
     return Target(
-        run, seeds, [*fuzz.ODD, *words, "m.weight_zero_point", "Linear", "m.weight", "symmetric", "re:x{1,99}"]
+        run, seeds, [*mutate.ODD, *words, "m.weight_zero_point", "Linear", "m.weight", "symmetric", "re:x{1,99}"]
     )
 
 
@@ -368,7 +354,9 @@ def tokenizer_target(tmp: Path) -> Target:
     decoded = {"decoder": {"type": "Sequence", "decoders": [steps[0], {"type": "Fuse"}]}}
     seeds.append({"tokenizer": whole | normalized | decoded, "tokenizer_config": config})
     seeds.append({"tokenizer": whole | {"pre_tokenizer": split}, "tokenizer_config": {**config, "add_bos_token": True}})
-    return Target(run, seeds, [*fuzz.ODD, *JINJA, "(a+)+", "chat_template", "auto_map", "bos_token", "vocab", "Regex"])
+    return Target(
+        run, seeds, [*mutate.ODD, *JINJA, "(a+)+", "chat_template", "auto_map", "bos_token", "vocab", "Regex"]
+    )
 
 
 # Our own checkpoints -------------------------------------------------------------------------------------------------
@@ -428,7 +416,9 @@ def checkpoint_target(tmp: Path) -> Target:
         "precisions",
         "format",
     ]
-    return Target(run, seeds, [*fuzz.ODD, *words, "f16", "f32", "inner", "crelle", "model-00001-of-00003.safetensors"])
+    return Target(
+        run, seeds, [*mutate.ODD, *words, "f16", "f32", "inner", "crelle", "model-00001-of-00003.safetensors"]
+    )
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
@@ -438,4 +428,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "encoded": encoded_target,
     "tokenizer": tokenizer_target,
     "checkpoint": checkpoint_target,
+    **STRUCTURED_TARGETS,
+    **FILE_TARGETS,
 }

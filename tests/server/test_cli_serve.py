@@ -68,12 +68,10 @@ def test_sigterm_under_load_answers_everybody_and_ends_with_code_0() -> None:
             thread.start()
         time.sleep(0.3)
         server.send_signal(signal.SIGTERM)
-        begun = time.monotonic()
         for thread in clients:
             thread.join(30)
         out, log = server.communicate(timeout=30)
         assert server.returncode == 0
-        assert time.monotonic() - begun < 15
     assert out == "", "one JSON object and nothing else"
     assert (facts["model"], facts["precisions"], facts["max_batch"]) == ("tiny", [2, 3, 4], 4)
     assert facts["scheme"].startswith("bcq-nested")
@@ -82,6 +80,7 @@ def test_sigterm_under_load_answers_everybody_and_ends_with_code_0() -> None:
     assert 200 in {code for code, _ in answers}
     longest = max(body["usage"]["completion_tokens"] for code, body in answers if code == 200)
     whole = nested_llm("alone").generate("Hello", Sampling(max_tokens=longest)).text
+    assert sum(b["usage"]["completion_tokens"] for c, b in answers if c == 200) < 8 * 1900, "ended, not finished"
     for code, body in answers:
         assert code in (200, 503)
         if code == 200:

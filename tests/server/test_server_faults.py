@@ -84,10 +84,8 @@ def test_slow_readers_lose_their_stream_and_hold_up_nobody(llm: LLM, want: str) 
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
     with serving(llm, sock=listener, backlog=100) as server:
         idle = stream(server, 2000, SO_RCVBUF=4096)  # takes one byte and then nothing
-        begun = time.monotonic()
         code, body = ask(server)
         assert (code, body["choices"][0]["text"]) == (200, want)
-        assert time.monotonic() - begun < 10
         server.assert_empty()
         assert server.state.metrics.slow_readers == 1
         assert server.engine.stats.tokens_sampled < 2000

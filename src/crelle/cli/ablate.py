@@ -121,4 +121,7 @@ def _known(partial: Path | None, settings: Mapping[str, Any]) -> "list[Row]":
     found = read_json(partial)
     if other := [name for name, value in settings.items() if found.get(name) != value]:
         raise CrelleError(f"cannot resume: {partial} was made with another {', '.join(other)}; delete it to begin anew")
-    return [Row(**row) for row in found["rows"]]
+    try:
+        return [Row(**row) for row in found["rows"]]
+    except (KeyError, TypeError) as e:
+        raise CrelleError(f"cannot resume: {partial} does not hold the rows of an ablation; delete it") from e

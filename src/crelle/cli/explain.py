@@ -194,11 +194,11 @@ def _absent(device: str) -> str | None:
 
 def _multiplied(weights: "Weights") -> dict[str, str]:
     """Return each layer that multiplies by a matrix, and where that is stored: a tied head is the embedding."""
+    from crelle.formats.open import matrices_of
     from crelle.models.loader import architecture
 
     arch = architecture(weights)
-    matrices = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
-    found = {m: m for m in matrices if m not in (arch.names.embedding, arch.names.positions)}
+    found = {m: m for m in matrices_of(weights) if m not in (arch.names.embedding, arch.names.positions)}
     if arch.spec.tied:
         found[arch.names.head] = arch.names.embedding
     return found

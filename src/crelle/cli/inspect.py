@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.measure import Measurement
 
-from crelle.cli.common.console import Json, Model, Terminal, draw_whole, out, print_json, tracking
+from crelle.cli.common.console import Json, Model, Terminal, draw_whole, out, print_json, tracking, warn
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ NAME = "inspect"
 def run(model: Model, every: All = False, plot: Plot = None, json: Json = False) -> None:
     """Show a model's matrices, their formats and their true size: one row per kind of matrix, or all with `--all`.
 
-    The bits per weight at the end cover the layers' quantized matrices and count every scale and zero point. Embedding
-    and head are listed, but not counted.
+    The bits per weight at the end cover the layers' quantized matrices and count every scale and zero point, and
+    weights of the layers that cannot be quantized. Embedding and head are listed, but not counted.
 
     **Example**: `crelle inspect out/smollm2-3bit`
 
@@ -55,6 +55,7 @@ def run(model: Model, every: All = False, plot: Plot = None, json: Json = False)
         highlight=False,
         soft_wrap=True,
     )
+    warn(facts["warnings"])
     if facts["precisions"]:
         choices = ", ".join(map(str, facts["precisions"]))
         out.print(f"Available precisions: {choices} bits; choose one with --bits.", highlight=False, soft_wrap=True)
@@ -65,12 +66,13 @@ def describe(model: Any) -> dict[str, Any]:
     from crelle.errors import FormatError
     from crelle.formats.base import bits_per_weight, nbytes
     from crelle.formats.storage.checkpoint import Checkpoint
-    from crelle.formats.storage.open import open_weights, scheme_of
+    from crelle.formats.storage.open import matrices_of, open_weights, scheme_of
+    from crelle.models.loader import in_usual_form
     from crelle.models.nested import offered
-    from crelle.quantizers.pipeline import is_layer
+    from crelle.quantizers.unquantized import is_layer, sentences_about, unquantized
 
     weights = open_weights(model, encoded=True)
-    modules = [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
+    modules = matrices_of(weights)
     layers: list[dict[str, Any]] = []
     quantized: list[str] = []
     for name in modules:
@@ -83,8 +85,9 @@ def describe(model: Any) -> dict[str, Any]:
         raise FormatError(f"{model} holds no matrix, so there is nothing to show")
     chosen = [m for m in quantized if is_layer(m)] or quantized or modules
     counted = [x for x in layers if x["name"] in chosen]
-    count = sum(x["shape"][0] * x["shape"][1] for x in counted)
-    size = sum(x["bytes"] for x in counted)
+    left = {n: weights.read(n) for n in unquantized(in_usual_form(weights))}
+    count = sum(x["shape"][0] * x["shape"][1] for x in counted) + sum(t.numel() for t in left.values())
+    size = sum(x["bytes"] for x in counted) + sum(t.nbytes for t in left.values())
     root = weights.path
     files = [root] if root.is_file() else [f for f in root.iterdir() if f.is_file()]
     return {
@@ -97,6 +100,8 @@ def describe(model: Any) -> dict[str, Any]:
         "precisions": list(offered(weights)),  # that --bits can ask for
         "notes": list(getattr(weights, "notes", ())),  # where an importer had to decide what the files mean
         "layers": layers,
+        "unquantized": [{"name": n, "shape": list(t.shape), "bytes": t.nbytes} for n, t in left.items()],
+        "warnings": list(sentences_about(in_usual_form(weights))),
     }
 
 
@@ -128,10 +133,10 @@ def _check_plot(path: Path) -> None:
 
 def _draw(model: Path, path: Path) -> None:
     from crelle.cli.views.inspect_plot import by_layer, group_ranges, heat_map
-    from crelle.formats.storage.open import open_weights
+    from crelle.formats.storage.open import matrices_of, open_weights
 
     weights = open_weights(model, encoded=True)
-    names = by_layer([n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2])
+    names = by_layer(matrices_of(weights))
     rows = []
     with tracking("ranges") as track:
         for i, name in enumerate(names):

@@ -193,7 +193,7 @@ def run(
             cost = measured(source, progress=track, **options)  # type: ignore[arg-type]
         print_json(as_json(cost)) if json else show(cost)
         return
-    show_plan(source, chosen, device=where, head=head, calib=calib, length=_length(opened, length))
+    show_plan(opened, chosen, device=where, head=head, calib=calib, length=_length(opened, length))
     expected = None
     if devices is None:
         with suppress(CrelleError), err.status("measuring this machine"):  # what is wrong, the run says better

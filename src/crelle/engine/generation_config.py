@@ -11,6 +11,7 @@ from crelle.formats.storage.open import Weights
 
 FILE = "generation_config.json"
 _FIELDS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+_LARGEST = 1 << 62
 _CHOOSE = {"temperature", "top_k", "top_p", "min_p"}  # without one of these a file says nothing about sampling
 
 
@@ -36,7 +37,9 @@ def recommended_sampling(weights: Weights) -> dict[str, float]:
 
 def _number(value: Any, name: str, kind: type, file: Path) -> float:
     """Return a value of the file as the type that Sampling has, or refuse it."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value != kind(value):
+    # An integer of hundreds of digits is no float, which `isfinite` would have to make of it.
+    fits = type(value) in (int, float) and abs(value) <= _LARGEST and isfinite(value)
+    if not fits or value != kind(value):
         wanted = "an integer" if kind is int else "a number"
         raise FormatError(f"{file}: '{name}' should be {wanted}, but is {shown(value)}")
     return kind(value)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from crelle.formats.storage.open import Weights, scheme_of
 from crelle.models.loader import Model
 from crelle.models.nested import default, offered
 from crelle.models.settings import token_ids
-from crelle.quantizers.pipeline import is_layer
+from crelle.quantizers.unquantized import is_layer
 
 Prompt = str | list[int]  # text, or token ids that are taken as they are
 

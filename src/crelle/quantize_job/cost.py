@@ -33,6 +33,7 @@ from crelle.quantizers.scheme import parse
 from crelle.quantizers.schemes.auto import Auto
 from crelle.quantizers.schemes.trained import TrainedConfig
 from crelle.quantizers.stage_times import SEARCH, SEARCH_FITS, StageTimes, recording
+from crelle.quantizers.unquantized import is_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class _Shards:
 
     def __call__(self, done: int, total: int, name: str) -> None:
         taken = self._times.take()
-        if pipeline.is_layer(name):
+        if is_layer(name):
             self.layers.append(taken)
         else:
             self.once = {k: self.once.get(k, 0.0) + taken.get(k, 0.0) for k in {**self.once, **taken}}

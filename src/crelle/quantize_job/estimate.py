@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.formats.base import QuantTensor
-from crelle.formats.storage.open import Weights
+from crelle.formats.storage.open import Weights, is_matrix
 from crelle.models.calibration_model import open_model
 from crelle.models.loader import build, in_usual_form, read_spec
 from crelle.quantize_job.data import CalibrationData, next_tokens, rows_of
@@ -312,7 +312,7 @@ def _end_to_end(
 
 def _plain(weights: Weights, config: Quantizer) -> float:
     """Return the seconds of a scheme that looks at no data, from some rows of one matrix of a layer."""
-    names = [n for n in weights.names() if in_layer(n) and len(weights.shape(n)) == 2]
+    names = [n for n in weights.names() if in_layer(n) and is_matrix(weights, n)]
     if not names or isinstance(config, Passthrough):
         return 0.0
     begun = perf_counter()
@@ -329,7 +329,7 @@ def _plain(weights: Weights, config: Quantizer) -> float:
 
 def _tables(weights: Weights, head: str | None) -> float:
     """Return the seconds of reading and encoding what is outside the layers."""
-    tables = [n for n in weights.names() if not in_layer(n) and len(weights.shape(n)) == 2]
+    tables = [n for n in weights.names() if not in_layer(n) and is_matrix(weights, n)]
     total = sum(prod(weights.shape(n)) for n in tables)
     if not total:
         return 0.0

@@ -42,6 +42,7 @@ from crelle.quantizers.schemes.auto import Auto
 from crelle.quantizers.schemes.trained import TrainedConfig
 from crelle.quantizers.training.blockwise import Training
 from crelle.quantizers.training.finetune import TuneReport, What, tune
+from crelle.quantizers.unquantized import sentences_about
 
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 
@@ -286,6 +287,7 @@ def dry_run_on(
             sequences = len(_rows(weights, text.text, min(2 * length, read_spec(weights).context)))
         if text.own:
             left_out.append(f"sampling {text.own} sequences from the model comes on top and is not in these figures")
+    left_out += sentences_about(in_usual_form(weights))
     matching = pipeline.matching(overrides or {}, in_usual_form(first))
     cost = measure(
         first,

@@ -34,7 +34,7 @@ from crelle.formats.storage.checkpoint import FORMAT_VERSION, Checkpoint
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.storage.destination import destination, refuse_overlap
 from crelle.formats.storage.io import read_json, to_json, write_whole
-from crelle.formats.storage.open import Weights, open_weights
+from crelle.formats.storage.open import Weights, is_matrix, matrices_of, open_weights
 from crelle.formats.storage.ownership import STAGE, TRAINING
 from crelle.formats.storage.tokenizer_files import check_copied_files
 from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
@@ -48,9 +48,9 @@ from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.solvers.underflow import underflow
 from crelle.quantizers.stage_times import SOLVE, TRAIN, WRITE, timed
+from crelle.quantizers.unquantized import LAYER, is_layer, sentences_about, unquantized
 from crelle.version import __version__
 
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
 _DENSE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -82,8 +82,10 @@ class Report:
 
     out: Path
     scheme: str
-    bits_per_weight: float  # over the quantized matrices of the layers, every scale counted
-    bytes: int  # of those matrices
+    bits_per_weight: (
+        float  # over the quantized matrices of the layers, every scale counted, and what cannot be quantized
+    )
+    bytes: int  # of those
     seconds: float
     resumed_units: int
     warnings: tuple[str, ...] = ()  # sentences for the user, e.g. about weights too small for their format
@@ -133,7 +135,7 @@ def quantize(
     special = {p: parse(s) for p, s in (overrides or {}).items()}
     _all_patterns_match(special, weights)
     if head is not None:
-        special |= {m: parse(head) for m in _matrices(weights) if not _LAYER.match(f"{m}.") and m not in special}
+        special |= {m: parse(head) for m in matrices_of(weights) if not LAYER.match(f"{m}.") and m not in special}
     shards = plan(weights)
     calibrator = _calibrator(weights, [default, *special.values()], calibration)
     written = {p: str(q) for p, q in special.items()}
@@ -200,6 +202,7 @@ def refuse_quantized(weights: Weights) -> None:
 
 def _report(made: Checkpoint, seconds: float, resumed: int, warnings: tuple[str, ...]) -> Report:
     size, count = measure(made)
+    warnings = (*sentences_about(made), *warnings)
     return Report(made.path, made.scheme, 8 * size / max(1, count), size, seconds, resumed, warnings)
 
 
@@ -219,30 +222,34 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
 
 
 def _stage_report(out: Path) -> Report:
-    report = _report(Checkpoint(out), 0.0, 0, tuple(read_json(out / STAGE).get("warnings", ())))
+    said = read_json(out / STAGE).get("warnings", [])
+    warnings = tuple(w for w in said if isinstance(w, str)) if isinstance(said, list) else ()
+    report = _report(Checkpoint(out), 0.0, 0, warnings)
     return replace(report, block_losses=_block_losses(out))
 
 
 def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     """Return the losses of the layers that have been trained already."""
     path = directory / TRAINING
-    return dict(read_json(path).get("blocks", {})) if path.is_file() else {}
+    found = read_json(path).get("blocks", {}) if path.is_file() else {}
+    if not isinstance(found, dict) or not all(_are_losses(losses) for losses in found.values()):
+        raise FormatError(f"{path} does not hold the losses of a training; delete it")
+    return found
 
 
-def is_layer(name: str) -> bool:
-    """Tell whether a shard or module, by its name, is a decoder layer or in one."""
-    return _LAYER.match(f"{name}.") is not None
+def _are_losses(value: object) -> bool:
+    return isinstance(value, list) and all(x is None or type(x) in (int, float) for x in value)
 
 
 def plan(weights: Weights) -> list[Shard]:
     """Group a model's tensors into shards: what comes before the layers, the layers, then the rest."""
     members: dict[str, list[str]] = {}
     for name in weights.names():
-        layer = _LAYER.match(name)
+        layer = LAYER.match(name)
         matrix = len(weights.shape(name)) == 2
         key = layer[1] if layer else name.rpartition(".")[0] if matrix else "rest"
         members.setdefault(key, []).append(name)
-    if not any(_LAYER.match(f"{key}.") for key in members):
+    if not any(LAYER.match(f"{key}.") for key in members):
         raise FormatError(f"{weights.path} has no numbered layers, so there is nothing to quantize")
     keys = sorted(members, key=_natural)
     return [Shard(k, tuple(sorted(members[k])), sum(prod(weights.shape(n)) for n in members[k])) for k in keys]
@@ -259,15 +266,15 @@ def _quantize_shard(weights: Weights, shard: Shard, default: Quantizer, special:
     others: dict[str, Tensor] = {}
     warnings: list[str] = []
     for name in shard.tensors:
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and len(weights.shape(name)) == 2 and _keeps(module, default, special):
-            matrices[module] = weights.matrix(module)
-            continue
-        if kind != "weight" or len(weights.shape(name)) != 2:
+        module = name.removesuffix(".weight")
+        if not is_matrix(weights, name):
             others[name] = weights.read(name)
             continue
+        if _keeps(module, default, special):
+            matrices[module] = weights.matrix(module)
+            continue
         chosen = next((q for p, q in special.items() if fnmatchcase(module, p)), None)
-        if chosen is None and not _LAYER.match(name):
+        if chosen is None and not LAYER.match(name):
             matrices[module] = _as_stored(weights, module)
             if not _packed(weights, name):  # the same values as in the source: none is too small
                 continue
@@ -396,20 +403,15 @@ def _packed(weights: Weights, name: str) -> bool:
 
 def matching(overrides: Mapping[str, str], weights: Weights) -> dict[str, str]:
     """Return the overrides that match a matrix of the weights."""
-    modules = _matrices(weights)
+    modules = matrices_of(weights)
     return {p: s for p, s in overrides.items() if any(fnmatchcase(m, p) for m in modules)}
 
 
 def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> None:
-    modules = _matrices(weights)
+    modules = matrices_of(weights)
     for pattern in special:
         if not any(fnmatchcase(m, pattern) for m in modules):
             raise SchemeError(f"the override '{pattern}' matches no matrix; names look like '{modules[0]}'")
-
-
-def _matrices(weights: Weights) -> list[str]:
-    """Names of the modules whose weight is a matrix."""
-    return [n.removesuffix(".weight") for n in weights.names() if len(weights.shape(n)) == 2]
 
 
 def fingerprint_of(weights: Weights) -> list[list[str | int]]:
@@ -422,7 +424,12 @@ def fingerprint_of(weights: Weights) -> list[list[str | int]]:
 
 
 def measure(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return (bytes, weights) of the quantized matrices in the layers; of all matrices there if there are none."""
+    """Return (bytes, weights) of the quantized matrices in the layers; of all matrices there if there are none.
+
+    Weights of the layers that no scheme can quantize count too (crelle.quantizers.unquantized).
+    """
     inside = [m for m in checkpoint.specs if is_layer(m)]
     chosen = [m for m in inside if format_of(checkpoint.specs[m]).quantized] or inside
-    return sum(nbytes(checkpoint.matrix(m)) for m in chosen), sum(prod(checkpoint.specs[m]["shape"]) for m in chosen)
+    left = [checkpoint.read(n) for n in unquantized(checkpoint)]
+    size = sum(nbytes(checkpoint.matrix(m)) for m in chosen) + sum(t.nbytes for t in left)
+    return size, sum(prod(checkpoint.specs[m]["shape"]) for m in chosen) + sum(t.numel() for t in left)

@@ -113,15 +113,21 @@ def test_broken_checkpoints_are_refused_in_a_sentence(even: Path, tmp_path: Path
     truncated = Path(shutil.copytree(even, tmp_path / "truncated"))
     shard = sorted(truncated.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-8])
+    flipped = Path(shutil.copytree(even, tmp_path / "flipped"))
+    shard = sorted(flipped.glob("*.safetensors"))[1]
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
     newer = Path(shutil.copytree(even, tmp_path / "newer"))
     config = json.loads((newer / "config.json").read_text())
     config["quantization_config"]["format_version"] = 2
     (newer / "config.json").write_text(json.dumps(config))
     odd = {"additional_config": {"crelle": {"bit": 2}}}
-    found = [a.get("error", "") for a in run_jobs([job(truncated), job(newer), job(even, **odd)])]
+    found = [a.get("error", "") for a in run_jobs([job(truncated), job(newer), job(even, **odd), job(flipped)])]
     assert "the file is truncated, copy it again" in found[0]
     assert "has format version 2; this Crelle reads version 1" in found[1]
     assert "'crelle' in the additional config has " in found[2]
+    assert "was altered: its SHA-256 is not the one in config.json, copy it again" in found[3]
 
 
 def test_without_the_extension_it_is_refused_in_a_sentence(even: Path) -> None:

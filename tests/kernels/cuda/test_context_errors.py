@@ -46,7 +46,7 @@ def test_messages_of_torch(kind: type[RuntimeError]) -> None:
     assert context_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) is None
 
 
-@pytest.mark.parametrize(
+NAMES = pytest.mark.parametrize(
     ("name", "lost"),
     [
         *((name, True) for name in ("ILLEGAL_ADDRESS", "LAUNCH_FAILED", "CONTEXT_IS_DESTROYED", "INVALID_CONTEXT")),
@@ -56,9 +56,27 @@ def test_messages_of_torch(kind: type[RuntimeError]) -> None:
         *((name, False) for name in ("STREAM_CAPTURE_INVALIDATED", "NO_BINARY_FOR_GPU", "INVALID_HANDLE")),
     ],
 )
+
+
+@NAMES
 def test_messages_of_our_launches(name: str, lost: bool) -> None:
     error = CrelleError(f"test::scale<float> of scale.cu: CUDA_ERROR_{name} (in words)")
     assert context_error(error) == (f"CUDA_ERROR_{name}" if lost else None)
+
+
+@NAMES
+def test_messages_of_cuda_core(name: str, lost: bool) -> None:
+    core = pytest.importorskip("cuda.core._utils.cuda_utils")
+    error = core.CUDAError(f"CUDA_ERROR_{name}: In words, which may speak of invalid values.")
+    assert context_error(error) == (f"CUDA_ERROR_{name}" if lost else None)
+
+
+def test_messages_of_the_runtime_in_cuda_core() -> None:
+    core = pytest.importorskip("cuda.core._utils.cuda_utils")
+    for name in ("IllegalAddress", "Assert", "ECCUncorrectable", "LaunchFailure", "DevicesUnavailable", "Unknown"):
+        assert context_error(core.CUDAError(f"cudaError{name}: in words")) == f"cudaError{name}"
+    for name in ("MemoryAllocation", "InvalidValue", "InvalidConfiguration", "StreamCaptureInvalidated", "NotReady"):
+        assert context_error(core.CUDAError(f"cudaError{name}: in words")) is None
 
 
 def test_what_the_error_was_raised_from_counts() -> None:

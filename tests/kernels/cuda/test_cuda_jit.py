@@ -7,8 +7,10 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,36 @@ def test_a_compile_error_names_the_kernel_and_its_log(sources: Path) -> None:
     assert jit.compile("scale.cu", "test::broken<0>", "sm_89").cubin  # the lock was given back
 
 
+def test_a_log_is_never_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a temporary folder others can leave links under names that they guess."""
+    shared, victim = tmp_path / "tmp", tmp_path / "victim"
+    shared.mkdir()
+    victim.write_text("mine")
+    name = jit._path("scale.cu", "sm_80", "0" * 32).with_suffix(".log").name
+    (shared / name).symlink_to(victim)
+    monkeypatch.setattr(jit, "version", lambda: "NVRTC 13.0")
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    for cache in (tmp_path / "victim" / "no folder", tmp_path / "cache"):
+        monkeypatch.setenv("CRELLE_CACHE", str(cache))
+        if cache.name == "cache":
+            (cache / "kernels").mkdir(parents=True)
+            (cache / "kernels" / name).symlink_to(victim)
+        error = jit._error("scale.cu", "scale<float>", "sm_80", "0" * 32, "scale.cu(3): error: expected a ;")
+        assert victim.read_text() == "mine"
+        log = Path(str(error).split("whole log: ")[1].rstrip(")"))
+        assert "expected a ;" in log.read_text()
+        assert not log.is_symlink()
+
+
+def test_a_log_that_cannot_be_written_hides_no_compile_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "version", lambda: "NVRTC 13.0")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "file"))
+    error = jit._error("scale.cu", "scale<float>", "sm_80", "0" * 32, "scale.cu(3): error: expected a ;")
+    assert "expected a ; (its log could not be written)" in str(error)
+
+
 def test_an_unknown_kernel_is_a_build_error(sources: Path) -> None:
     with pytest.raises(BuildError, match=r"test::nothing.*undefined|test::nothing.*no member"):
         jit.compile("scale.cu", "test::nothing", "sm_80")
@@ -205,11 +237,14 @@ def test_without_a_cache_it_still_compiles_and_warns_once(
     if why == "no directory":  # root may write anywhere, so a file stands where the directory should be
         (sources.parent / "cache").write_text("in the way")
     else:
+        make = tempfile.mkstemp
 
-        def full(*_: object, **__: object) -> None:
-            raise OSError(28, "No space left on device")
+        def full(*args: Any, **options: Any) -> tuple[int, str]:
+            if "dir" in options:
+                raise OSError(28, "No space left on device")
+            return make(*args, **options)
 
-        monkeypatch.setattr(jit.tempfile, "mkstemp", full)
+        monkeypatch.setattr(tempfile, "mkstemp", full)
     with caplog.at_level(logging.WARNING):
         assert jit.compile(*KERNEL, "sm_80").cubin
         assert jit.compile(*KERNEL, "sm_89").cubin

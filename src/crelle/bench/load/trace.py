@@ -12,10 +12,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 
 from crelle.errors import FormatError, SchemeError
-from crelle.formats.storage.io import write_whole, writing
+from crelle.formats.storage.io import shown, write_whole, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +59,17 @@ def _rows(path: Path) -> list[TraceRequest]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, UnicodeDecodeError, csv.Error) as e:  # csv.Error: a field of more than 131,072 characters
         raise FormatError(f"{path} cannot be read as a trace: {e}") from e
     found = []
     for number, line in enumerate(lines, 1):
         try:
             found.append(TraceRequest(_seconds(line[0]), int(line[1]), int(line[2])))
-        except (ValueError, IndexError) as e:
+        except (ValueError, IndexError, OverflowError) as e:
             if number > 1 and line:  # the first is the heading
                 raise FormatError(
                     f"{path}, line {number}: expected arrival, tokens of the prompt, tokens of the answer; "
-                    f"got '{','.join(line)}'"
+                    f"got {shown(','.join(line))}"
                 ) from e
     if not found:
         raise FormatError(f"{path} holds no requests: a trace has a heading and then one request a line")
@@ -77,10 +78,13 @@ def _rows(path: Path) -> list[TraceRequest]:
 
 def _seconds(text: str) -> float:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
         day, _, fraction = text.strip().partition(".")  # Azure tells ten millionths, datetime knows millionths
         return datetime.fromisoformat(day).timestamp() + float(f"0.{fraction or 0}")
+    if not isfinite(seconds):
+        raise ValueError("an arrival is a finite number")
+    return seconds
 
 
 def _clamp(r: TraceRequest, context: int) -> TraceRequest:

@@ -7,6 +7,7 @@ A mixture of experts is the Llama decoder with experts in place of the feed-forw
 and reads; whether the engine runs it is for the families (crelle.models.families) to say.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from crelle.bench.kernels.random_matrices import matrix_bytes
 from crelle.bench.model_shapes import SHAPES, llama_config
 from crelle.errors import FormatError, SchemeError
+from crelle.formats.storage.io import shown
 from crelle.formats.storage.open import open_weights
 from crelle.kernels.spec import DecoderSpec, ExpertsSpec
 from crelle.models.families import families
@@ -45,6 +47,7 @@ LARGE: Mapping[str, Config] = {
     },
 }
 NAMES = (*SHAPES, *LARGE)
+MAX_EXPERTS = 1 << 12  # of a layer; Kimi K2 has 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +106,18 @@ def planned_shape(model: str) -> PlannedShape:
 def describe(name: str, config: Config) -> PlannedShape:
     """Describe what a Hugging Face config says."""
     arch = _architecture(name, config)
-    s, shapes = arch.spec, tensor_shapes(arch)
-    before, inside = arch.names.layer.split("{}")[0], dict[tuple[int, int, bool], int]()
+    s, inside = arch.spec, dict[tuple[int, int, bool], int]()
+    before, _, after = arch.names.layer.partition("{}")
+    kinds = Counter(s.layers)  # a layer of each kind is described once, however many there are
     outside = 0
-    for tensor, shape in shapes.items():
-        if len(shape) == 2 and tensor.startswith(before):
+    for tensor, shape in tensor_shapes(replace(arch, spec=replace(s, layers=tuple(kinds)))).items():
+        layer = tensor.removeprefix(before).partition(f"{after}.")[0] if tensor.startswith(before) else None
+        times = 1 if layer is None else kinds[tuple(kinds)[int(layer)]]
+        if len(shape) == 2 and layer is not None:
             kind = (shape[0], shape[1], ".experts." in tensor)
-            inside[kind] = inside.get(kind, 0) + 1
+            inside[kind] = inside.get(kind, 0) + times
         else:
-            outside += shape[0] * (shape[1] if len(shape) == 2 else 1)
+            outside += times * shape[0] * (shape[1] if len(shape) == 2 else 1)
     matrices = tuple(Matrices(*kind[:2], count, kind[2]) for kind, count in inside.items())
     return PlannedShape(name, s, matrices, outside, s.vocabulary * s.embedding_width)
 
@@ -123,7 +129,9 @@ def _architecture(name: str, config: Config) -> Architecture:
         return _experts(name, config, count)
     family = families().get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise FormatError(f"{name}: the planner does not know models of type '{kind}' (known: {', '.join(families())})")
+        raise FormatError(
+            f"{name}: the planner does not know models of type {shown(kind)} (known: {', '.join(families())})"
+        )
     return Architecture(family.spec(config), family.names(()), family.required_biases)
 
 
@@ -133,8 +141,10 @@ def _experts(name: str, config: Config, count: Any) -> Architecture:
     if not all(type(n) is int and n > 0 for n in (count, top, inner)) or top > count:
         raise FormatError(
             f"{name}: a mixture of experts needs whole numbers 'num_local_experts' (or 'num_experts'), "
-            f"'num_experts_per_tok' and 'intermediate_size'; got {count}, {top}, {inner}"
+            f"'num_experts_per_tok' and 'intermediate_size'; got {shown(count)}, {shown(top)}, {shown(inner)}"
         )
+    if count > MAX_EXPERTS:
+        raise FormatError(f"{name}: a layer has at most {MAX_EXPERTS:,} experts, got {shown(count)}")
     spec = LLAMA.spec({**config, "model_type": "llama"})
     layers = tuple(
         replace(each, mlp=replace(each.mlp, inner=inner, experts=ExpertsSpec(count=count, top=top)))

@@ -6,19 +6,25 @@ from typing import TYPE_CHECKING
 from crelle.cli.common.console import err
 
 if TYPE_CHECKING:
+    from crelle.formats.storage.open import Weights
     from crelle.quantize_job.effort import Effort
 
 
 def show_plan(
-    source: Path, effort: "Effort", *, device: str, head: str | None, calib: Path | None, length: int
+    weights: "Weights", effort: "Effort", *, device: str, head: str | None, calib: Path | None, length: int
 ) -> None:
     """Print what will be done, and what quality to expect."""
-    _line(f"{source.name}: effort {effort.name} on {_machine(device)}")
+    from crelle.models.loader import in_usual_form
+    from crelle.quantizers.unquantized import sentences_about
+
+    _line(f"{weights.path.name}: effort {effort.name} on {_machine(device)}")
     _line(f"  scheme       {effort.scheme}: {_steps(effort.scheme)}; head {head or 'as it is'}")
     if effort.rows:
         text = "Python's documentation" if calib is None else calib.name
         own = f", and {effort.own} that the model samples" if effort.own else ""
         _line(f"  calibration  {effort.rows} sequences of {length} tokens of {text}{own}")
+    for sentence in sentences_about(in_usual_form(weights)):
+        _line(f"  left as is   {sentence}")
     _line(f"  quality      {_quality(effort)}")
 
 

@@ -28,6 +28,7 @@ This file reads them; checkpoint_writer.py writes them.
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from crelle.formats.storage.ownership import (
 from crelle.formats.storage.tokenizer_files import copy_tokenizer_files
 
 FORMAT_VERSION = 1
+_HASHING = 4  # threads: more than most disks can feed
 _KEYS = {"quant_method": str, "format_version": int, "scheme": str, "overrides": dict, "tensors": dict, "shards": dict}
 
 
@@ -69,7 +71,7 @@ def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
         if not isinstance(q[key], kind):
             raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {shown(q[key])}")
     for name, spec in q["tensors"].items():
-        if not isinstance(spec, dict) or str(spec.get("format")) not in FORMATS:
+        if not _has_format(spec):
             known = ", ".join(sorted(FORMATS))
             raise FormatError(f"{where}: '{name}' has an unknown format in {shown(spec)} (known: {known})")
         try:
@@ -82,6 +84,18 @@ def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
         if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
             raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}")
     return q
+
+
+def _has_format(spec: Any) -> bool:
+    return isinstance(spec, dict) and isinstance(name := spec.get("format"), str) and name in FORMATS
+
+
+def is_spec(spec: Any) -> bool:
+    """Tell whether a value is a spec of a known format with a shape; what else it needs `from_parts` says."""
+    try:
+        return _has_format(spec) and bool(shape_of(spec))
+    except FormatError:
+        return False
 
 
 class Checkpoint:
@@ -97,20 +111,30 @@ class Checkpoint:
         self.scheme: str = self.quantization["scheme"]
         self._shards: dict[str, ShardReader] = {}
         for name, facts in self.quantization["shards"].items():
-            self._check_shard(path / name, facts, verify)
+            self._check_size(path / name, facts)
+        if verify:
+            self.verify()
+        for name in self.quantization["shards"]:
             self._shards[name] = ShardReader(path / name)
         self._where = {tensor: shard for shard in self._shards.values() for tensor in shard.names()}
 
+    def verify(self) -> None:
+        """Refuse shards whose bytes are not those that were written; hashing is most of the time of opening."""
+        shards = {self.path / name: facts["sha256"] for name, facts in self.quantization["shards"].items()}
+        with ThreadPoolExecutor(_HASHING) as pool:  # hashlib lets other threads run
+            for path, found, wanted in zip(shards, pool.map(sha256, shards), shards.values(), strict=True):
+                if found != wanted:
+                    pool.shutdown(cancel_futures=True)
+                    raise FormatError(f"{path} was altered: its SHA-256 is not the one in config.json, copy it again")
+
     @staticmethod
-    def _check_shard(path: Path, facts: Mapping[str, Any], verify: bool) -> None:
+    def _check_size(path: Path, facts: Mapping[str, Any]) -> None:
         if not path.is_file():
             raise FormatError(f"{path} is missing: the checkpoint is incomplete, copy it again")
         if (size := path.stat().st_size) != facts["bytes"]:
             raise FormatError(
                 f"{path} has {size} bytes, its config says {facts['bytes']}: the file is truncated, copy it again"
             )
-        if verify and sha256(path) != facts["sha256"]:
-            raise FormatError(f"{path} was altered: its SHA-256 is not the one in config.json, copy it again")
 
     def names(self) -> list[str]:
         """Names as an unquantized model would have them: `module.weight` for every matrix, others as stored."""

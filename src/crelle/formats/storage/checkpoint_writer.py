@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crelle.errors import CapacityError, CrelleError, FormatError
 from crelle.formats.base import FORMATS, QuantTensor
-from crelle.formats.storage.checkpoint import FORMAT_VERSION
+from crelle.formats.storage.checkpoint import FORMAT_VERSION, is_spec
 from crelle.formats.storage.destination import (
     destination,
     of_replaced,
@@ -145,6 +145,8 @@ class CheckpointWriter:
             )
         for name, facts in journal["shards"].items():
             path = self.partial / name
+            if not _are_facts(facts):  # not what a run of ours wrote: the shard is made again
+                continue
             if path.is_file() and path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]:
                 self._shards[name] = facts
 
@@ -273,6 +275,16 @@ class CheckpointWriter:
         sync_directory(self.out.parent)
         if old is not None and (why := remove_directory(old)):
             self.warnings.append(f"the replaced checkpoint is still there: {why}")
+
+
+def _are_facts(facts: Any) -> bool:
+    """Tell whether a journal's entry says of a shard what `add` does, in form."""
+    if not isinstance(facts, dict) or type(facts.get("bytes")) is not int or type(facts.get("sha256")) is not str:
+        return False
+    specs, lists = facts.get("specs"), (facts.get("names"), facts.get("warnings", []))
+    if not isinstance(specs, dict) or not all(isinstance(n, list) and all(type(s) is str for s in n) for n in lists):
+        return False
+    return all(is_spec(spec) for spec in specs.values())
 
 
 def _require_finite(matrices: Mapping[str, QuantTensor]) -> None:

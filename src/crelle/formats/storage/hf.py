@@ -51,6 +51,9 @@ class HFDirectory:
     def read(self, name: str) -> Tensor:
         return self._shard(name).read(name)
 
+    def read_slice(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
+        return self._shard(name).read_slice(name, part)
+
     def _shard(self, name: str) -> ShardReader:
         if name not in self._where:
             raise FormatError(f"{self.path} has no tensor '{name}'")

@@ -160,11 +160,24 @@ def shown(value: Any, limit: int = 80) -> str:
         if isinstance(value, str | bytes):
             return f"{value[: limit // 2]!r}... ({len(value):,} characters)"
         return f"a {type(value).__name__} of {len(value):,} entries"
+    if isinstance(value, list | dict) and _has_more_values(value, 4 * limit):  # aliases of YAML: 9^9 in 300 bytes
+        return f"a {type(value).__name__} of {len(value):,} entries"
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
         return f"a {type(value).__name__}"
     return text if len(text) <= 2 * limit else f"{text[: 2 * limit]}..."
+
+
+def _has_more_values(value: Any, count: int) -> bool:
+    """Tell whether a value holds more than `count` others, without looking at many more of them."""
+    waiting, seen = [value], 0
+    while waiting and seen <= count:
+        inner = waiting.pop()
+        seen += 1
+        if isinstance(inner, list | dict):
+            waiting += inner.values() if isinstance(inner, dict) else inner
+    return seen > count
 
 
 def sha256(path: Path) -> str:
@@ -221,6 +234,11 @@ class ShardReader:
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._try(name, lambda: self._file.get_tensor(name))
+        return tensor
+
+    def read_slice(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
+        """Return a part of a tensor; only its bytes are read."""
+        tensor: Tensor = self._try(name, lambda: self._file.get_slice(name)[part])
         return tensor
 
     def _try(self, name: str, get: Callable[[], Any]) -> Any:

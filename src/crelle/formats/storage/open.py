@@ -10,6 +10,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor
+from crelle.formats.fused_experts import split_experts
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.hf import HFDirectory
 from crelle.formats.storage.io import looks_pickled, read_json, refuse_pickle
@@ -74,7 +75,7 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
     if is_checkpoint(config):
         return Checkpoint(path, verify)
     declared = _declared(path, config)
-    return HFDirectory(path, config) if declared is None else open_quantized(path, config, declared)
+    return split_experts(HFDirectory(path, config)) if declared is None else open_quantized(path, config, declared)
 
 
 def _declared(path: Path, config: dict[str, Any]) -> Any:
@@ -101,6 +102,16 @@ def open_quantized(path: Path, config: dict[str, Any], declared: Any) -> Weights
             f"{path} is already quantized by '{method}', which this Crelle cannot read (it reads {known} and GGUF)"
         )
     return readers[method](path, config, declared)
+
+
+def matrices_of(weights: Weights) -> list[str]:
+    """Return the modules whose weight is a matrix."""
+    return [n.removesuffix(".weight") for n in weights.names() if is_matrix(weights, n)]
+
+
+def is_matrix(weights: Weights, name: str) -> bool:
+    """Tell whether a tensor is the weight [outputs, inputs] of a linear layer, or an embedding."""
+    return name.endswith(".weight") and len(weights.shape(name)) == 2
 
 
 def scheme_of(weights: Weights) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from crelle.errors import FormatError, UnsupportedError
@@ -131,8 +131,9 @@ def _linear_for(w: Encoding, bias: nn.Parameter | None, dtype: torch.dtype, how:
 def _place_experts(
     model: nn.Module, at: str, stored: Mapping[tuple[int, str], str], checkpoint: Checkpoint, config: CrelleConfig
 ) -> None:
-    if all(checkpoint.specs[m]["format"] == DenseTensor.format for m in stored.values()):
-        return  # transformers joins plain matrices itself
+    plain = all(checkpoint.specs[m]["format"] == DenseTensor.format for m in stored.values())
+    if plain and _joins_experts(model):
+        return
     origin = model.get_submodule(at)
     dtype = origin.down_proj.dtype
     count = 1 + max(index for index, _ in stored)
@@ -140,6 +141,12 @@ def _place_experts(
     for (index, matrix), module in stored.items():
         made[index][matrix] = _linear_for(_encoding(checkpoint, module), None, dtype, config.choice)  # type: ignore[arg-type]
     model.set_submodule(at, CrelleExperts(origin, [Expert(linears) for linears in made]))
+
+
+def _joins_experts(model: Any) -> bool:
+    """Whether transformers joins plain matrices of experts itself: not those of families that only have fused files."""
+    conversions = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+    return any("*" in c.source_patterns[0] and "experts" in c.target_patterns[0] for c in conversions)
 
 
 Conv1DPart = tuple[str, int, int]  # the Conv1D's name, which of its parts, of how many

@@ -16,12 +16,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import Spec, shape_of
 from crelle.formats.dense import DenseTensor
-from crelle.formats.storage.checkpoint import Checkpoint, check_quantization
+from crelle.formats.storage.checkpoint import check_quantization
 from crelle.integrations.vllm.embedding import CrelleEmbeddingMethod
 from crelle.integrations.vllm.experts import CrelleExpertsMethod
 from crelle.integrations.vllm.linear import CrelleLinearMethod
 from crelle.integrations.vllm.product import Settings
 from crelle.integrations.vllm.stream import CheckpointMapper
+from crelle.integrations.vllm.verification import verify_once
 from crelle.integrations.vllm.versions import wrong_version
 
 _NUMBERED = re.compile(r"\.\d+\.")  # modules of layers
@@ -45,9 +46,12 @@ class CrelleConfig(QuantizationConfig):
         return cls(check_quantization(config, "config.json")["tensors"])
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Say at once what is wrong with a directory, e.g. a shard that is missing or truncated."""
+        """Say at once what is wrong with a directory: a shard that is missing, truncated or altered.
+
+        vLLM asks once, in the process that starts all others: ranks find the files checked, and in the page cache.
+        """
         if Path(model_name).is_dir():
-            Checkpoint(Path(model_name), verify=False)
+            verify_once(Path(model_name))
         if (kind := getattr(hf_config, "model_type", None)) == "gpt2":
             raise UnsupportedError("Crelle stores GPT-2's q, k and v apart, which vLLM's GPT-2 does not load")
         if str(kind).startswith("gemma") and getattr(hf_config, "norm_weight_offset", None) == 0:

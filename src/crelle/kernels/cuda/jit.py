@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -177,14 +177,23 @@ def _error(file: str, expression: str, arch: str, key: str, log: str) -> BuildEr
     lines = log.splitlines()
     first = next((line for line in lines if re.search(r"\berror\b\s*[:#]|\bfatal\b", line)), lines[0])
     text = f"{version()}: {file}, {expression}, {arch}, {_OPTIONS}\n\n{log}\n"
-    path = _path(file, arch, key).with_suffix(".log")
-    try:
+    kept = _keep_log(_path(file, arch, key).with_suffix(".log"), text)
+    where = f"whole log: {kept}" if kept else "its log could not be written"
+    return BuildError(f"kernel {expression} of {file} does not compile for {arch}: {first.strip()} ({where})")
+
+
+def _keep_log(path: Path, text: str) -> Path | None:
+    """Write a log into the cache, else into the temporary folder: never through a link that somebody left there."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError:
-        path = Path(tempfile.gettempdir()) / path.name
-        path.write_text(text)
-    return BuildError(f"kernel {expression} of {file} does not compile for {arch}: {first.strip()} (whole log: {path})")
+        _write_whole(path, text.encode())
+        return path
+    with suppress(OSError):
+        fd, made = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".log")  # a new file, which only this user can read
+        with open(fd, "w") as f:
+            f.write(text)
+        return Path(made)
+    return None
 
 
 @cache
@@ -310,17 +319,21 @@ def _publish(path: Path, built: CompiledKernel) -> None:
     head["sha256"] = _digest(built.name, built.cubin)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with open(fd, "wb") as f:
-                f.write(json.dumps(head).encode() + b"\n" + built.cubin)
-            os.chmod(tmp, 0o644)
-            os.replace(tmp, path)
-        except BaseException:
-            Path(tmp).unlink(missing_ok=True)
-            raise
+        _write_whole(path, json.dumps(head).encode() + b"\n" + built.cubin)
     except OSError as e:
         _warn(e)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with open(fd, "wb") as f:
+            f.write(data)
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, path)
+    except BaseException:
+        Path(tmp).unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

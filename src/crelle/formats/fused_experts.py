@@ -1,0 +1,124 @@
+"""Experts that a directory stores fused, all of a layer in one tensor of three dimensions, read matrix by matrix.
+
+    as stored                               as read here, for each of the E experts
+    X.experts.gate_up_proj  [E, 2 I, H]     X.experts.0.gate_proj.weight [I, H], X.experts.0.up_proj.weight [I, H], …
+    X.experts.down_proj     [E, H, I]       X.experts.0.down_proj.weight [H, I], …
+
+transformers 5 keeps the experts of a model like this, and saves them so with `save_original_format=False`; some
+families have no other files. A matrix is one slice of the tensor: the others are not read. Where a family's own files
+have other names for the matrices of an expert (Mixtral), they have those here.
+
+Other layouts (Llama 4: transposed; gpt-oss: transposed, gate and up interleaved, with biases) stay as they are stored.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from crelle.errors import FormatError
+from crelle.formats.base import QuantTensor
+from crelle.formats.dense import DenseTensor
+from crelle.formats.storage.hf import HFDirectory
+from crelle.formats.storage.io import MAX_TENSORS
+
+_EXPERTS = ".experts."
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MATRICES = dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"), _MIXTRAL)
+_BLOCKS = {  # (as transformers calls it, as the family's own files do), behind the layer
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), ((".mlp.", ".block_sparse_moe."),)),
+    "phimoe": ((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")),
+}
+
+
+class _Slice(NamedTuple):
+    """One expert's rows of a fused tensor."""
+
+    stored: str
+    expert: int
+    rows: slice
+    shape: tuple[int, int]
+
+
+_Found = TypeVar("_Found", str, _Slice)
+
+
+class SplitExperts:
+    """Weights over those of a directory with fused experts."""
+
+    def __init__(self, inner: HFDirectory, fused: Mapping[str, tuple[str, ...]]) -> None:
+        """`fused`: the tensors to take apart, with the matrices that each holds, one behind the other."""
+        self.inner, self.path = inner, inner.path
+        self.config: dict[str, Any] = inner.config
+        kind = str(inner.config.get("model_type"))
+        own, blocks = _MATRICES.get(kind, {}), _BLOCKS.get(kind, ())
+        self._slices: dict[str, _Slice] = {}
+        self._stored: dict[str, str] = {}  # by the name here, the other tensors
+        for name in inner.names():
+            here = name
+            for theirs, ours in blocks:
+                here = here.replace(theirs, ours)
+            if (parts := fused.get(name)) is None:
+                self._put(here, name, self._stored)
+                continue
+            experts, N, K = inner.shape(name)
+            prefix, N = here.rpartition(".")[0], N // len(parts)
+            for e in range(experts):
+                for i, part in enumerate(parts):
+                    module = f"{prefix}.{e}.{own.get(part, part)}"
+                    self._put(f"{module}.weight", _Slice(name, e, slice(i * N, (i + 1) * N), (N, K)), self._slices)
+
+    def _put(self, here: str, found: _Found, where: dict[str, _Found]) -> None:
+        if here in self._stored or here in self._slices:
+            raise FormatError(f"{self.path} has the tensor '{here}' under two names, one of them that of fused experts")
+        where[here] = found
+
+    def names(self) -> list[str]:
+        return [*self._stored, *self._slices]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._slices[name].shape if name in self._slices else self.inner.shape(self._stored.get(name, name))
+
+    def read(self, name: str) -> Tensor:
+        if (part := self._slices.get(name)) is None:
+            return self.inner.read(self._stored.get(name, name))
+        return self.inner.read_slice(part.stored, (part.expert, part.rows))
+
+    def matrix(self, module: str) -> QuantTensor:
+        return DenseTensor(self.read(f"{module}.weight"))
+
+    def transposed(self, name: str) -> bool:
+        return False
+
+    def copy_tokenizer(self, to: Path) -> None:
+        self.inner.copy_tokenizer(to)
+
+
+def split_experts(weights: HFDirectory) -> HFDirectory | SplitExperts:
+    """Return weights in which every expert's matrix has a name of its own; most directories store them so."""
+    blocks: dict[str, set[str]] = {}
+    for name in weights.names():
+        before, found, inside = name.rpartition(_EXPERTS)
+        if found:
+            blocks.setdefault(before, set()).add(inside)
+    fused: dict[str, tuple[str, ...]] = {}
+    matrices = 0
+    for before, tensors_there in blocks.items():
+        if tensors_there != set(_PARTS):
+            continue  # a matrix for each expert already, or biases and scales besides
+        tensors = {f"{before}{_EXPERTS}{name}": parts for name, parts in _PARTS.items()}
+        both, down = map(weights.shape, tensors)
+        if not _fits(both, down):
+            continue
+        fused |= tensors
+        matrices += 3 * both[0]
+        if matrices > MAX_TENSORS:  # the file may promise any number; no list of names is made of it yet
+            raise FormatError(f"{weights.path} has more than {MAX_TENSORS:,} matrices of experts; no model has so many")
+    return SplitExperts(weights, fused) if fused else weights
+
+
+def _fits(both: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Tell whether two shapes are [E, 2 I, H] and [E, H, I]; those of a transposed layout never are."""
+    return len(both) == 3 and 0 not in both and both[1] % 2 == 0 and down == (both[0], both[2], both[1] // 2)
