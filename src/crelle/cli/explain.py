@@ -194,7 +194,7 @@ def _absent(device: str) -> str | None:
 
 def _multiplied(weights: "Weights") -> dict[str, str]:
     """Return each layer that multiplies by a matrix, and where that is stored: a tied head is the embedding."""
-    from crelle.formats.open import matrices_of
+    from crelle.formats.storage.open import matrices_of
     from crelle.models.loader import architecture
 
     arch = architecture(weights)
