@@ -10,10 +10,10 @@ SECTIONS = {  # title: module, and the names in it; without names, its __all__
     "crelle": ("crelle", None),
     "Many requests at once": ("crelle.engine.engine", ["Engine"]),
     "In an event loop": ("crelle.engine.async_engine", ["AsyncEngine"]),
-    "Weights on disk": ("crelle.formats.open", ["open_weights"]),
+    "Weights on disk": ("crelle.formats.storage.open", ["open_weights"]),
     "A quantized matrix": ("crelle.formats.base", ["QuantTensor"]),
     "Schemes": ("crelle.quantizers.scheme", ["parse"]),
-    "Search": ("crelle.quantizers.search", ["choose"]),
+    "Search": ("crelle.quantizers.search.bit_allocation", ["choose"]),
     "transformers": ("crelle.integrations.transformers", ["quantize", "CrelleCache"]),
     "Errors": ("crelle.errors", None),
 }
