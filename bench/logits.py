@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from crelle import LLM, Sampling, Text, quantize
+from crelle import LLM, CalibrationData, Sampling, quantize
 from crelle.eval.smollm2 import smollm2
 from crelle.kernels import cpu
 from crelle.kernels.threads import set_threads
@@ -43,7 +43,7 @@ def main() -> None:
             if label != "fp32":
                 path = args.checkpoints / f"{name}-{label}"
                 if not path.exists():
-                    text = Text(
+                    text = CalibrationData(
                         text=(args.data / "text/tinystories-calibration.txt").read_text()[:60000], rows=8, length=128
                     )
                     quantize(source, path, f"{SCHEMES[label]},group={group}", text=text, device="cpu")

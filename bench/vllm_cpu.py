@@ -184,7 +184,7 @@ def open_engine(path: Path, dtype: str, eager: bool, **crelle: str) -> Any:
     )  # fmt: skip
 
 
-def why_not(path: Path, dtype: str) -> str | None:
+def supports(path: Path, dtype: str) -> str | None:
     """Try a model in a process of its own; return None, or what went wrong."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import vllm_cpu; "
     code += f"vllm_cpu.logprobs(vllm_cpu.open_engine({str(path)!r}, {dtype!r}, True))"
@@ -220,7 +220,7 @@ def main() -> None:
         for name, (path, dtype) in made.items():
             if name in args.skip:
                 continue
-            if name.startswith("vllm") and (reason := why_not(path, dtype)):
+            if name.startswith("vllm") and (reason := supports(path, dtype)):
                 refused[name] = reason
                 print(f"{name}: {reason}", file=sys.stderr)
                 continue

@@ -22,7 +22,6 @@ _HOME = {
     "CrelleError": "crelle.errors",
     "perplexity": "crelle.eval.perplexity",
     "CalibrationData": "crelle.quantize_job.data",
-    "Text": "crelle.quantize_job.data",
     "quantize": "crelle.quantize_job.run",
 }
 
@@ -33,7 +32,6 @@ __all__ = [
     "CrelleConfig",
     "CrelleError",
     "Sampling",
-    "Text",  # CalibrationData under its earlier name
     "__version__",
     "perplexity",
     "quantize",
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity
     from crelle.integrations.transformers.config import CrelleConfig
-    from crelle.quantize_job.data import CalibrationData, Text
+    from crelle.quantize_job.data import CalibrationData
     from crelle.quantize_job.run import quantize
 
 

@@ -93,7 +93,7 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: s
     kv = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv")
     pages, max_batch = data.draw(st.integers(14, 30), label="pages"), data.draw(st.integers(3, 6), label="batch")
     budget, spare = data.draw(st.integers(max_batch, 24), label="budget"), data.draw(st.integers(0, 1))
-    engine = late(nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, spare=spare)
+    engine = late(nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, watermark=spare)
     asked: list[tuple[Any, Handle, list[Any]]] = []
     for _ in range(data.draw(st.integers(1, 25), label="rounds")):
         what = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "cancel", "start", "tokens"]))

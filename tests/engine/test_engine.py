@@ -73,7 +73,9 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LL
     kv = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv")
     pages, max_batch = data.draw(st.integers(14, 30), label="pages"), data.draw(st.integers(3, 6), label="batch")
     budget = data.draw(st.integers(max_batch, 24), label="budget")
-    engine = Engine(nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, spare=data.draw(st.integers(0, 1)))
+    engine = Engine(
+        nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, watermark=data.draw(st.integers(0, 1))
+    )
     compute, failing = engine.runner.run, False
 
     def run(step: Step) -> torch.Tensor:
@@ -101,7 +103,7 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LL
 
 
 def test_preempted_texts_are_the_same(llm: LLM) -> None:
-    engine = Engine(llm, kv="16:page=4", pages=20, max_batch=6, budget=12, spare=0, sharing=False)
+    engine = Engine(llm, kv="16:page=4", pages=20, max_batch=6, budget=12, watermark=0, sharing=False)
     sampling = replace(WARM, max_tokens=30)
     handles = {text: engine.add(text, sampling) for text in TEXTS}
     engine.run()

@@ -29,7 +29,9 @@ def prompts(n: int) -> list[list[int]]:
 
 
 def alone(model: LLM, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    handle = Engine(model, pages=32, exact=True, **options).add(prompt, Sampling(max_tokens=tokens), ignore_end=True)
+    handle = Engine(model, pages=32, batch_invariant=True, **options).add(
+        prompt, Sampling(max_tokens=tokens), ignore_end=True
+    )
     assert sum(event.token is not None for event in handle) == tokens
     return handle.outputs[0].completion.tokens
 
@@ -38,7 +40,9 @@ def alone(model: LLM, prompt: list[int], tokens: int, **options: Any) -> list[in
 @pytest.mark.parametrize("scheme", ["rtn:bits=4,group=64", "fp16"])
 def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str) -> None:
     model = llm(scheme)
-    engine = Engine(model, kv=kv, pages=100, max_batch=20, budget=48, spare=0, exact=True)  # some must make way
+    engine = Engine(
+        model, kv=kv, pages=100, max_batch=20, budget=48, watermark=0, batch_invariant=True
+    )  # some must make way
     started, start = 0, engine.runner.start
 
     def counted(step: Any) -> Any:
@@ -61,7 +65,7 @@ def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str) 
 
 def test_who_samples_is_waited_for_and_changes_nobody_else() -> None:
     model = llm("rtn:bits=4,group=64")
-    engine = Engine(model, kv="4", pages=200, exact=True)
+    engine = Engine(model, kv="4", pages=200, batch_invariant=True)
     asked = prompts(6)
     plain = [engine.add(prompt, Sampling(max_tokens=16), ignore_end=True) for prompt in asked]
     warm = engine.add(asked[0], Sampling(max_tokens=5, temperature=1.0, seed=3), logprobs=2, ignore_end=True)
@@ -98,7 +102,7 @@ def test_threads_on_one_model_get_what_one_alone_gets(kv: str) -> None:
     def ask(i: int) -> list[int]:
         return model.generate(asked[i % 12], sampling).tokens
 
-    with AsyncEngine(Engine(model, kv=kv, pages=200, exact=True)) as service, ThreadPoolExecutor(4) as pool:
+    with AsyncEngine(Engine(model, kv=kv, pages=200, batch_invariant=True)) as service, ThreadPoolExecutor(4) as pool:
         handles = [service.submit(prompt, sampling, ignore_end=True) for prompt in asked[:4] * 3]
         found = list(pool.map(ask, range(48)))
         tokens = [[event.token for event in handle if event.token is not None] for handle in handles]

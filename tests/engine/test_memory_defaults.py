@@ -17,7 +17,7 @@ from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.offline import generate_all
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat
-from crelle.kernels.cuda.step.decode_step import lacks
+from crelle.kernels.cuda.step.decode_step import supports
 from crelle.models.families.llama import FAMILY as LLAMA
 from crelle.models.loader import Model
 
@@ -139,7 +139,7 @@ def test_a_context_of_a_billion_tokens_gets_the_pages_that_fit(plan: Any) -> Non
 
 def test_tables_of_a_billion_positions_are_not_made_on_a_gpu() -> None:
     endless = described("llama2-7b", "cuda", GB, max_position_embeddings=1 << 30).spec
-    assert "tables of the angles of up to 4194304 positions, not 1073741824" in (lacks(endless, torch.float16) or "")
+    assert "tables of the angles of up to 4194304 positions, not 1073741824" in (supports(endless, torch.float16) or "")
 
 
 def test_a_list_of_prompts_gets_the_pages_it_needs() -> None:

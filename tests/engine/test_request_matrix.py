@@ -38,7 +38,7 @@ from crelle.formats.base import FORMATS
 from crelle.formats.kv.format import GROUPS, KVFormat
 from crelle.kernels import cuda
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
-from crelle.kernels.cuda.executor import CudaExecutor, why_not
+from crelle.kernels.cuda.executor import CudaExecutor, supports_model
 from crelle.quantizers.scheme import CONFIGS, parse
 
 GPU_CASES = [case for case in CASES if case.number % 2 == case.number // 4 % 2]  # both budgets, greedy and mixed
@@ -72,7 +72,7 @@ def test_a_batch_on_a_cpu_gets_what_single_requests_get(
 def test_a_batch_on_a_gpu_gets_what_single_requests_get(case: Case, folder: Path) -> None:
     """Bit for bit in batch-invariant mode; else the sums of a row depend on the number of rows, and tokens may too."""
     llm = model(case.scheme, "cuda", folder)
-    eager = why_not(llm.model, KVFormat.parse(case.kv)) is not None
+    eager = supports_model(llm.model, KVFormat.parse(case.kv)) is not None
     assert eager == (case.kv == "k16v8")
     asked = requests(case, eager)
     for invariant in (True, False) if not eager else (False,):

@@ -37,7 +37,7 @@ from cpu_models import (
 )
 
 from crelle.kernels.cpu import _core
-from crelle.kernels.cpu.fused_decoder import FusedDecoder, LinearParts, matrix, unsupported
+from crelle.kernels.cpu.fused_decoder import FusedDecoder, LinearParts, matrix, supports_model
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -278,7 +278,7 @@ def changed(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
 def test_refusals_are_sentences(quantized: Path) -> None:
     model = open_model(quantized)
     parts = take_apart(model)
-    assert unsupported(parts) is None
+    assert supports_model(parts) is None
     spec = parts.spec
     wrong: dict[str, dict[str, Any]] = {
         "f32, f16 or bf16": {"embedding": torch.zeros(259, 72, dtype=torch.float64)},

@@ -9,7 +9,7 @@ from cuda_models import ATOM, CONFIGS, LLAMA, WIDE, make, reference_logits
 from torch import Tensor
 
 from crelle.formats.kv.pages import KVFormat, KVPages
-from crelle.kernels.cuda.executor import CudaExecutor, why_not
+from crelle.kernels.cuda.executor import CudaExecutor, supports_model
 from crelle.kernels.cuda.step import fused_linear
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, bucket_of
 from crelle.kernels.cuda.step.prefill_graph import PrefillBucket
@@ -21,7 +21,7 @@ TOLERANCE = {"kv16": 2e-2, "kv8": 2.5e-2, "kv4": 0.4}  # relative, of logits, to
 
 
 def test_a_model_on_the_cpu_says_why_it_has_no_graphs() -> None:
-    assert why_not(make(LLAMA, "fp16", "cpu"), KVFormat(4)) == "graphs of a whole step run on a GPU, not on cpu"
+    assert supports_model(make(LLAMA, "fp16", "cpu"), KVFormat(4)) == "graphs of a whole step run on a GPU, not on cpu"
 
 
 def test_the_reference_of_quantized_activations_is_the_model_itself_on_a_cpu() -> None:
@@ -88,7 +88,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_and_steps_give_the_models_logits(name: str, scheme: str, kv: str) -> None:
     model = make(CONFIGS[name], scheme, "cuda")
-    assert why_not(model, KVFormat.parse(kv)) is None
+    assert supports_model(model, KVFormat.parse(kv)) is None
     sequences = Sequences(model, kv, 12, 80)
     ids = {b: random_ids(60 + b, seed=b) for b in range(12)}
     with torch.inference_mode():
@@ -115,7 +115,7 @@ def test_quantized_activations_give_the_logits_of_the_integer_reference(name: st
     """One layer: a code of few bits that rounds the other way moves others, and more so in every layer."""
     config = {**CONFIGS[name], "num_hidden_layers": 1}
     model = make(config, scheme, "cuda")
-    assert why_not(model, KVFormat.parse("kv16")) is None
+    assert supports_model(model, KVFormat.parse("kv16")) is None
     assert {linear.kernel for linear in model.linears()} == {"cuda-integer", "dense"}
     ids = {b: random_ids(40, seed=b) for b in range(12)}
     wanted = {b: reference_logits(model, torch.tensor([i]))[0] for b, i in ids.items()}

@@ -14,8 +14,8 @@ from mixtral import MIXTRAL, NAMES, SIZES, attention_of, decoder_of, mixtral_con
 from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
-from crelle.kernels.cpu.fused_decoder import lacks as cpu_lacks
-from crelle.kernels.cuda.step.decode_step import lacks as cuda_lacks
+from crelle.kernels.cpu.fused_decoder import supports as cpu_lacks
+from crelle.kernels.cuda.step.decode_step import supports as cuda_lacks
 from crelle.kernels.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families import families
 from crelle.models.families.base import Config, Family, TensorNames

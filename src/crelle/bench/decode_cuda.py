@@ -30,7 +30,7 @@ from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes
 from crelle.formats.storage.open import Weights
-from crelle.kernels.cuda.executor import why_not
+from crelle.kernels.cuda.executor import supports_model
 from crelle.models.linear import QuantLinear
 from crelle.models.loader import Model, build
 
@@ -124,7 +124,7 @@ def _measure(
         raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.spec.context}")
     llm = LLM(model, cast(Tokenizer, NoTokenizer()), weights)
     decoder = EngineDecoder(llm, batch, context + tokens)
-    size, why = step_bytes(model), why_not(model, llm.kv)
+    size, why = step_bytes(model), supports_model(model, llm.kv)
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(model.spec.vocabulary, (batch, context), generator=random)
     gap = check(model, decoder, ids, tokens)

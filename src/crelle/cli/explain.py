@@ -141,7 +141,7 @@ def executors(
     from crelle.kernels.cuda import executor as cuda_executor
     from crelle.models import fused
 
-    on_cpu, on_gpu = fused.why_not(spec, device, kernels, permuted), _lacks_on_gpu(device, kernels)
+    on_cpu, on_gpu = fused.supports(spec, device, kernels, permuted), _lacks_on_gpu(device, kernels)
     found: dict[str, dict[str, Any]] = {}
     for what in _RUNS:
         others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}

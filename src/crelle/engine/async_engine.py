@@ -79,6 +79,3 @@ class AsyncEngine:
                 return
             if not worked:
                 self._work.wait()
-
-
-Service = AsyncEngine  # its older name

@@ -32,10 +32,8 @@ LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from importlib import import_module
 from threading import Lock, RLock, Thread, current_thread
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor
 
@@ -84,8 +82,6 @@ class Engine:
         sharing: bool = True,
         queue_limit: int | None = None,
         batch_invariant: bool | None = None,
-        spare: int | None = None,
-        exact: bool | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -95,12 +91,10 @@ class Engine:
         max_batch: sequences that run at once.  budget: tokens of a step. Defaults: what fits the memory; with `pages`
             32 and 512.  watermark: see Scheduler.  sharing: see BlockManager.
         queue_limit: sequences that may wait; one more is refused.
-        batch_invariant: see crelle.models.eager_executor.  spare, exact: older names of watermark, batch_invariant.
+        batch_invariant: see crelle.models.eager_executor.
         """
         if memory is not None and pages is not None:
             raise SchemeError("give an engine a memory budget or a number of pages, not both")
-        watermark = watermark if spare is None else spare
-        batch_invariant = exact if batch_invariant is None else batch_invariant
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
         counted = memory is not None or (pages is None and llm.model.device.type == "cuda")
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if counted else [])
@@ -149,7 +143,6 @@ class Engine:
         logprobs: int | None = None,
         priority: int = 0,
         cache_salt: Hashable = None,
-        realm: Hashable = None,
         ignore_end: bool = False,
         on_event: OnEvent | None = None,
     ) -> Handle:
@@ -157,7 +150,7 @@ class Engine:
 
         n: sequences to sample.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens come with
         each one sampled (0: only its own).  priority: smaller goes first.  cache_salt: prefixes are shared only among
-        requests with the same one.  realm: its older name.
+        requests with the same one.
         ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
@@ -177,7 +170,7 @@ class Engine:
             precision=bits,
             end_ids=frozenset() if ignore_end else self.llm.end_ids,
             priority=priority,
-            cache_salt=realm if cache_salt is None else cache_salt,
+            cache_salt=cache_salt,
             prefill_differs=self.runner.prefill_differs(bits),
         )
         handle, sequences = Handle(request, on_event, self), dict[Sequence, tuple[Handle, OutputState]]()
@@ -526,10 +519,3 @@ class Engine:
 
 def _not_looked_at() -> Tensor:
     raise AssertionError("a token that was taken on the GPU needs no logits here")
-
-
-def __getattr__(name: str) -> Any:
-    """Find `Service`, the older name of AsyncEngine, where it stood."""
-    if name != "Service":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("crelle.engine.async_engine").AsyncEngine

@@ -20,7 +20,7 @@ from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory import page_bytes
 from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
-from crelle.engine.output import Completion, Piece, StreamChunk
+from crelle.engine.output import Completion, StreamChunk
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
@@ -30,7 +30,7 @@ from crelle.formats.storage.open import Weights, open_weights
 from crelle.kernels.threads import set_threads
 from crelle.models.loader import Model, build, choose_device
 
-__all__ = ["LLM", "Completion", "Piece", "Prompt", "StreamChunk"]
+__all__ = ["LLM", "Completion", "Prompt", "StreamChunk"]
 
 _BUDGET = 2048  # tokens of a prompt in one step
 _FIRST = 256  # new tokens that a cache has room for before it grows

@@ -22,7 +22,6 @@ def generate_all(
     max_batch: int | None = None,
     budget: int | None = None,
     batch_invariant: bool | None = None,
-    exact: bool | None = None,
 ) -> list[Completion]:
     """Continue many prompts at once, each with the same sampling or its own; the first error is raised.
 
@@ -39,7 +38,7 @@ def generate_all(
     limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "lengths": lengths}
     fits = choose_plan([llm.at(bits)], stored, **limits)  # type: ignore[arg-type]
     limits = {"pages": fits.pages, "max_batch": fits.max_batch, "budget": fits.budget}
-    engine = Engine(llm, kv=stored, batch_invariant=batch_invariant, exact=exact, **limits)  # type: ignore[arg-type]
+    engine = Engine(llm, kv=stored, batch_invariant=batch_invariant, **limits)  # type: ignore[arg-type]
     handles = [engine.add(i, s, bits=bits) for i, s in zip(ids, each, strict=True)]
     engine.run()
     outputs = [handle.outputs[0] for handle in handles]

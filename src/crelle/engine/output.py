@@ -40,9 +40,6 @@ class StreamChunk:
     completion: Completion | None = None
 
 
-Piece = StreamChunk  # its older name
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """How likely the model found a token, before temperature, penalties and truncation."""

@@ -304,7 +304,7 @@ class DecoderModel(nn.Module):
 
     @cached_property
     def cuda_step(self) -> "Step":
-        """The linears joined for a step on a GPU, once for all executors of this model; `executor.why_not` is None."""
+        """The linears joined for a step on a GPU, once for all executors of this model."""
         from crelle.kernels.cuda.step.decode_step import Step
 
         with self.lock:

@@ -31,9 +31,9 @@ def make_executor(model: DecoderModel, layers: Sequence[KVPages], kv: KVFormat, 
     """Return the fastest executor that can run a model over these pages."""
     centers = key_centers_of(model.key_centers if kv.centered else None, layers)
     if model.device.type == "cuda":
-        from crelle.kernels.cuda.executor import CudaExecutor, why_not
+        from crelle.kernels.cuda.executor import CudaExecutor, supports_model
 
-        if why_not(model, kv) is None:
+        if supports_model(model, kv) is None:
             return CudaExecutor(model, layers, centers, batch_invariant=batch_invariant, step=model.cuda_step)
     decoder = model.decoder
     if isinstance(decoder, FusedDecoder) and (batch_invariant or model.coded) and cpu_supports(model.spec, kv) is None:

@@ -18,9 +18,11 @@ from crelle.kernels.cpu.fused_decoder import (
     Matrix,
     ModelParts,
     NormParts,
-    lacks,
     matrix,
-    unsupported,
+    supports_model,
+)
+from crelle.kernels.cpu.fused_decoder import (
+    supports as step_supports,
 )
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.linear import QuantEmbedding, QuantLinear
@@ -31,13 +33,13 @@ if TYPE_CHECKING:
 _FUSABLE = {"cpu", "cpu-int8", "cpu-integer", "dense"}  # kernels whose products the fused step computes the same way
 
 
-def why_not(spec: DecoderSpec, device: str, kernels: Iterable[str], permuted: bool = False) -> str | None:
+def supports(spec: DecoderSpec, device: str, kernels: Iterable[str], permuted: bool = False) -> str | None:
     """Return why a model with these kernels decodes layer by layer, or None when it can be fused."""
     if device != "cpu":
         return f"the fused step runs on the CPU, not on {device}"
     if (reason := cpu.available()) is not None:
         return f"the C++ extension {reason}"
-    if (reason := lacks(spec)) is not None:
+    if (reason := step_supports(spec)) is not None:
         return f"the fused step {reason}"
     if others := sorted(set(kernels) - _FUSABLE):
         return f"kernel '{others[0]}' is not part of the fused step"
@@ -50,7 +52,7 @@ def fuse(model: "DecoderModel") -> FusedDecoder | str:
     """Return the fused decoder of a model, or the sentence that says why it has none."""
     linears = model.linears()
     permuted = any(w.format == PermutedTensor.format for w in (model.embedding.weight, *(x.weight for x in linears)))
-    if reason := why_not(model.spec, model.device.type, (linear.kernel for linear in linears), permuted):
+    if reason := supports(model.spec, model.device.type, (linear.kernel for linear in linears), permuted):
         return reason
     if model.dtype != torch.float32:
         return f"the fused step computes in f32, the model in {str(model.dtype).removeprefix('torch.')}"
@@ -62,7 +64,7 @@ def fuse(model: "DecoderModel") -> FusedDecoder | str:
         head=_linear(model.head),
         positions=_positions(model.input.positions),
     )
-    return unsupported(parts) or FusedDecoder(parts)
+    return supports_model(parts) or FusedDecoder(parts)
 
 
 def _embedding(model: "DecoderModel") -> Matrix:
@@ -81,7 +83,7 @@ def _positions(table: QuantEmbedding | None) -> torch.Tensor | None:
 
 def _matrix(linear: QuantLinear) -> Matrix:
     found = matrix(linear.weight, linear.prepared)
-    assert not isinstance(found, str), found  # why_not has seen to it
+    assert not isinstance(found, str), found  # `supports` has returned None
     return found
 
 

@@ -26,9 +26,6 @@ class CalibrationData:
     seed: int = 0
 
 
-Text = CalibrationData  # the name that it had in the public API
-
-
 def python_documentation() -> str:
     """Return text that every machine has: the language reference that CPython ships for `help()`."""
     try:

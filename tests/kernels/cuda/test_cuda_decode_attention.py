@@ -56,17 +56,17 @@ def test_plan_splits_until_half_of_the_device_is_busy() -> None:
 
 
 def test_attention_says_what_it_does_not_take() -> None:
-    assert decode_attention.supports(128, torch.float16) is None
-    assert "not of 12" in str(decode_attention.supports(12, torch.float16))
-    assert "float32" in str(decode_attention.supports(64, torch.float32))
+    assert decode_attention.supports_pages(128, torch.float16) is None
+    assert "not of 12" in str(decode_attention.supports_pages(12, torch.float16))
+    assert "float32" in str(decode_attention.supports_pages(64, torch.float32))
 
 
 def test_what_takes_two_launches_says_why() -> None:
     pages = KVPages.new(KVFormat.parse("kv16"), 2, 1, 64, torch.float16, "cpu")
-    assert decode_attention.why_not(pages, torch.float16, 4096) is None
-    assert "up to 16384" in str(decode_attention.why_not(pages, torch.float16, 131072))
+    assert decode_attention.supports_pages(pages, torch.float16, 4096) is None
+    assert "up to 16384" in str(decode_attention.supports_pages(pages, torch.float16, 131072))
     coded = KVPages.new(KVFormat.parse("kv4"), 2, 1, 64, torch.float16, "cpu")
-    assert "kv4" in str(decode_attention.why_not(coded, torch.float16, 4096))
+    assert "kv4" in str(decode_attention.supports_pages(coded, torch.float16, 4096))
 
 
 def paged(cache: Tensor, page: int = 16) -> tuple[KVPages, Tensor]:

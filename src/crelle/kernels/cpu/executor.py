@@ -13,7 +13,8 @@ from torch import Tensor
 
 from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cpu import available
-from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder, ModelParts, Paged, lacks
+from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder, ModelParts, Paged
+from crelle.kernels.cpu.fused_decoder import supports as step_supports
 from crelle.kernels.executor import Chunk, block_table
 from crelle.kernels.spec import DecoderSpec
 
@@ -24,7 +25,7 @@ def supports(spec: DecoderSpec, kv: KVFormat) -> str | None:
     """Return None, or the sentence that says what of a decoder or its cache the fused step lacks."""
     if (reason := available()) is not None:
         return f"the C++ extension {reason}"
-    if (reason := lacks(spec)) is not None:
+    if (reason := step_supports(spec)) is not None:
         return f"the fused step {reason}"
     if spec.head_size > _MAX_HEAD_SIZE:
         return f"the fused step stores heads of at most {_MAX_HEAD_SIZE} channels in pages, not of {spec.head_size}"

@@ -7,7 +7,7 @@
 
 It takes prepared weights (crelle.kernels.cpu.kernel.CpuWeight) and plain tensors (f32, f16, bf16: read where they lie,
 widened in registers) as they come, and gives what the same layers give one by one in f32: the products are the same
-C++ kernels, the rest differs by the rounding of sums. `unsupported` says beforehand what cannot be fused.
+C++ kernels, the rest differs by the rounding of sums. `supports_model` says beforehand what cannot be fused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,7 +91,7 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
     return f"kernel '{prepared.kernel.name}' multiplies the format '{w.format}', which the fused step cannot"
 
 
-def lacks(spec: DecoderSpec) -> str | None:
+def supports(spec: DecoderSpec) -> str | None:
     """Return what of a spec the fused decoder does not have, or None when it has all of it."""
     first = spec.layers[0].attention
     if spec.softcap is not None:
@@ -117,11 +117,11 @@ def lacks(spec: DecoderSpec) -> str | None:
     return None
 
 
-def unsupported(parts: ModelParts) -> str | None:
+def supports_model(parts: ModelParts) -> str | None:
     """Return why a model cannot be decoded by the fused step, or None when it can."""
     if (reason := available()) is not None:
         return f"the C++ extension {reason}"
-    if (reason := lacks(parts.spec)) is not None:
+    if (reason := supports(parts.spec)) is not None:
         return reason
     for name, m in _matrices(parts):
         if isinstance(m, CpuWeight):
@@ -160,7 +160,7 @@ class FusedDecoder:
     """
 
     def __init__(self, parts: ModelParts) -> None:
-        if reason := unsupported(parts):
+        if reason := supports_model(parts):
             raise UnsupportedError(f"the fused decode step {reason}")
         precisions: set[Precision] = {m.precision for _, m in _matrices(parts) if isinstance(m, CpuWeight)}
         self.vocabulary = _shape(parts.head.weight)[0]

@@ -31,7 +31,8 @@ from crelle.kernels.cuda.attention.varlen import pack_prefills
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
-from crelle.kernels.cuda.step.decode_step import Step, StepLayer, lacks
+from crelle.kernels.cuda.step.decode_step import Step, StepLayer
+from crelle.kernels.cuda.step.decode_step import supports as step_supports
 from crelle.kernels.cuda.step.fused_linear import STEPPED
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
 from crelle.kernels.cuda.step.graphs import capture
@@ -54,10 +55,10 @@ def supports(spec: DecoderSpec, kv: KVFormat, dtype: torch.dtype) -> str | None:
 
     if reason := paged_attention.supports(kv, spec.head_size, dtype):
         return f"the paged attention {reason}"
-    return lacks(spec, dtype)
+    return step_supports(spec, dtype)
 
 
-def why_not(model: DecoderModules, kv: KVFormat) -> str | None:
+def supports_model(model: DecoderModules, kv: KVFormat) -> str | None:
     """Return why a model with such a cache runs layer by layer on its device, or None where this module runs it."""
     if model.device.type != "cuda":
         return f"graphs of a whole step run on a GPU, not on {model.device.type}"
@@ -69,7 +70,7 @@ def why_not(model: DecoderModules, kv: KVFormat) -> str | None:
 
 
 class CudaExecutor:
-    """A model over batches of sequences whose keys and values lie in pages; `why_not` has been asked first.
+    """A model over batches of sequences whose keys and values lie in pages; `supports_model` has returned None.
 
     Threads take turns. The logits of a call lie in a buffer that the next one overwrites: threads that share a batch
     hold `lock` from a call until they have read, or sampled from, what it returned.
@@ -417,7 +418,7 @@ class _Graph:
 
         batch, pages, a = self._batch, self._batch.pages[i], layer.spec.attention
         encodes = layer.o.takes_bitserial and decode_attention.can_encode(a.head_size, a.heads)
-        if decode_attention.why_not(pages, qkv.dtype, self.where.table.shape[1] * pages.format.page) is None:
+        if decode_attention.supports_pages(pages, qkv.dtype, self.where.table.shape[1] * pages.format.page) is None:
             how = decode_attention.RopeNormArgs(
                 layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps
             )

@@ -43,7 +43,7 @@ def supports(head_size: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def why_not(pages: KVPages, dtype: torch.dtype, longest: int) -> str | None:
+def supports_pages(pages: KVPages, dtype: torch.dtype, longest: int) -> str | None:
     """Return None, or why a step over such pages, for sequences of up to `longest` tokens, takes two launches."""
     if pages.format.coded or pages.codes.dtype != dtype:
         return f"attends over pages of {dtype}, not {pages.format}"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _FORMATS = (BCQTensor.format, UniformTensor.format, AffineTensor.format)
 
 
-def unsupported(problem: Problem) -> str | None:
+def supports(problem: Problem) -> str | None:
     """What no kernel on planes can do here."""
     if problem.format not in _FORMATS:
         return f"takes the formats 'bcq', 'uniform' and 'affine', not '{problem.format}'"
@@ -50,7 +50,7 @@ class Cuda:
     permutes = True  # x is encoded in the order of the columns
 
     def supports(self, problem: Problem) -> str | None:
-        return unsupported(problem)
+        return supports(problem)
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CudaWeight:
         return lay_out(w)
@@ -77,7 +77,7 @@ class CudaLut(FloatInput):
     permutes = True
 
     def supports(self, problem: Problem) -> str | None:
-        return unsupported(problem)
+        return supports(problem)
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> "LutWeight":
         from crelle.kernels.cuda.lut import lut

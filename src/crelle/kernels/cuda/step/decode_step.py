@@ -27,7 +27,7 @@ Attend = Callable[[int, "StepLayer", Tensor], Tensor | BitSerialX]
 _NORMS: dict[str, Prologue] = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 
 
-def lacks(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
+def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
     """Return what of a spec these kernels lack, or None."""
     from crelle.kernels.cuda.attention.decode_attention import supports as attention_supports
 
@@ -122,7 +122,7 @@ class StepLayer:
 
 
 class Step:
-    """A model's layers, for any spec for which `lacks` returns None."""
+    """A model's layers, for any spec for which `supports` returns None."""
 
     def __init__(self, model: DecoderModules) -> None:
         s, dtype = model.spec, model.dtype
