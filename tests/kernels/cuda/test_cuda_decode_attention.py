@@ -56,9 +56,9 @@ def test_plan_splits_until_half_of_the_device_is_busy() -> None:
 
 
 def test_attention_says_what_it_does_not_take() -> None:
-    assert decode_attention.supports_pages(128, torch.float16) is None
-    assert "not of 12" in str(decode_attention.supports_pages(12, torch.float16))
-    assert "float32" in str(decode_attention.supports_pages(64, torch.float32))
+    assert decode_attention.supports(128, torch.float16) is None
+    assert "not of 12" in str(decode_attention.supports(12, torch.float16))
+    assert "float32" in str(decode_attention.supports(64, torch.float32))
 
 
 def test_what_takes_two_launches_says_why() -> None:
