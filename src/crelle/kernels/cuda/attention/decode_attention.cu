@@ -1,5 +1,5 @@
-// Attention of one new token per sequence over 16-bit pages (formats/kv/pages.py), in one launch: q and k are normed (where
-// the model does that) and rotated, k and v stored where the block table says, and the heads attend.
+// Attention of one new token per sequence over 16-bit pages (formats/kv/pages.py), in one launch: q and k are normed
+// (where the model does that) and rotated, k and v stored where the block table says, and the heads attend.
 //
 // A key/value head is read once for up to 8 query heads, on the tensor cores, with positions and dimensions along the
 // instruction's 16 rows and heads along its 8 columns:

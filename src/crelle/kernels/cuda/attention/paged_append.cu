@@ -1,9 +1,10 @@
 // New tokens into pages: q and k are normed (where the model does that) and rotated by position, then q, k, v rotated
 // by H, the keys' centre taken off, and keys and values quantized and stored where the block table says.
 //
-// A warp takes one head of one token, a lane two channels next to each other of each 64. What formats/kv/pages.py computes is
-// computed in the same steps with the same roundings (division, not a product with the inverse; nothing contracted), so
-// codes and packed scales are the same bits. A norm and a rotation round to T where the model's own layers do.
+// A warp takes one head of one token, a lane two channels next to each other of each 64. What formats/kv/pages.py
+// computes is computed in the same steps with the same roundings (division, not a product with the inverse; nothing
+// contracted), so codes and packed scales are the same bits. A norm and a rotation round to T where the model's own
+// layers do.
 #include "attention/append_8lane.cuh"
 
 namespace crelle {

@@ -1,5 +1,5 @@
-// Passes over the columns of a weight that has one code for several precisions (crelle.quantizers.solvers.nested_sweep, which
-// is the reference): precision p of P stands for  low_p + scale_p (code >> (P - 1 - p)),  and the code minimises
+// Passes over the columns of a weight that has one code for several precisions (crelle.quantizers.solvers.nested_sweep,
+// which is the reference): precision p of P stands for  low_p + scale_p (code >> (P - 1 - p)),  and the code minimises
 //   sum_p (root_p (low_p + scale_p (code >> (P - 1 - p)) - want_p))^2      root_p^2 = the weight of precision p
 // A thread has all precisions of a row. It compares all codes: codes that begin alike share the terms of the coarser
 // precisions, so that 4 bits with 2 and 3 in them have 28 terms, and a pass is mostly its matrix products anyway.

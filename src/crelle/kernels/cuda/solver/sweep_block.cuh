@@ -1,7 +1,7 @@
 // Rounds a block of up to 64 columns of a weight in order, each to what its `Levels` have nearest to  want_i + sum_j
 // change_j mix[j][i]  over the columns j of the block before it: the inner loop of GPTQ's error feedback and of
-// coordinate descent (crelle.quantizers.solvers.sweep, which is the reference). What other blocks contribute is in `want`
-// already, by one matrix product.
+// coordinate descent (crelle.quantizers.solvers.sweep, which is the reference). What other blocks contribute is in
+// `want` already, by one matrix product.
 //
 // Rows are independent of one another: a thread has one, a thread block is one warp, and matrices are [columns, rows],
 // so that a warp reads 32 neighbours. A column waits for the one before it, so latency is what counts. Therefore:

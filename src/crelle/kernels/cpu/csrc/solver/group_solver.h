@@ -1,5 +1,5 @@
-// Levels of groups of weights by alternating least squares: the loops of crelle.quantizers.solvers.alternating_ls, bcq and gptq
-// over one group at a time, whose sorted weights and sums stay in the L1 cache.
+// Levels of groups of weights by alternating least squares: the loops of crelle.quantizers.solvers.alternating_ls, bcq
+// and gptq over one group at a time, whose sorted weights and sums stay in the L1 cache.
 //
 // A group's weights are sorted once. The weights of one level are then an interval, so whatever a step needs of them
 // are differences of running sums between two places that a binary search finds: a round costs L searches and a system

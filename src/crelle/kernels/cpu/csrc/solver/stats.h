@@ -1,4 +1,5 @@
-// Sums over tokens for calibration, as products of bf16 tiles: what crelle.quantizers.calibration.stats adds up for one batch.
+// Sums over tokens for calibration, as products of bf16 tiles: what crelle.quantizers.calibration.stats adds up for one
+// batch.
 //
 //   a = bf16(w x),  d = bf16(w (full - x))       w [T], x and full [T, K]
 //   hessian += aᵀ a    its upper triangle, and the lower one where a block of 32 x 32 on the diagonal has it
