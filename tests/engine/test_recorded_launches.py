@@ -17,7 +17,7 @@ from crelle.engine import model_runner
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda import launch
 from crelle.kernels.cuda.executor import CudaExecutor, supports
-from crelle.kernels.cuda.step.fused_linear import STEPPED
+from crelle.kernels.cuda.step.fuse import STEPPED
 from crelle.models.loader import Model
 
 SMALL = [case for case in CASES if case.budget < 512 and case.kv != "k16v8"]  # which attention kernels do not take

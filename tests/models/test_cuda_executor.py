@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor, supports_model
-from crelle.kernels.cuda.step import fused_linear
+from crelle.kernels.cuda.step import fuse, fused_linear
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, bucket_of
 from crelle.kernels.cuda.step.prefill_graph import PrefillBucket
 from crelle.kernels.executor import Chunk
@@ -251,7 +251,7 @@ def test_small_matrices_are_multiplied_dequantized(name: str, scheme: str, monke
     copies = [linear._dense for linear in linears if linear._dense is not None]
     assert len(copies) == len(linears)
     inner = [linear for linear in model.linears() if linear is not model.head]
-    assert sum(c.numel() * c.element_size() for c in copies) == fused_linear.copy_bytes(inner, 2)
+    assert sum(c.numel() * c.element_size() for c in copies) == fuse.copy_bytes(inner, 2)
 
 
 @gpu

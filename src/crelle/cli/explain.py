@@ -159,7 +159,7 @@ def executors(
 
 def _lacks_on_gpu(device: str, kernels: "Collection[str]") -> str | None:
     from crelle.kernels import cuda
-    from crelle.kernels.cuda.step.fused_linear import STEPPED
+    from crelle.kernels.cuda.step.fuse import STEPPED
 
     if device != "cuda":
         return f"graphs of a whole step run on a GPU, not on {device}"

@@ -24,7 +24,7 @@ from torch import Tensor
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv.pages import KVFormat
-from crelle.kernels.cuda.step.fused_linear import copy_bytes
+from crelle.kernels.cuda.step.fuse import copy_bytes
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, MAX_POSITIONS
 from crelle.kernels.cuda.step.prefill_graph import KEYS, ROWS, SEQUENCES
 from crelle.kernels.reference_attention import SLAB

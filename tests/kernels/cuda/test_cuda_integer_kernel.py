@@ -16,8 +16,8 @@ from crelle.formats.base import format_of
 from crelle.kernels import cuda, registry
 from crelle.kernels.base import Prepared, Problem
 from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
-from crelle.kernels.cuda.step.fused_linear import FusedLinear, Norm
-from crelle.kernels.cuda.step.norm_linear import linear, linear_norm, linear_residual, norm_linear
+from crelle.kernels.cuda.step.fuse import fuse
+from crelle.kernels.cuda.step.fused_linear import Norm
 from crelle.kernels.integer_reference import IntegerReference
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -122,7 +122,7 @@ def test_norm_and_matrices_of_one_input(scheme: str, sizes: tuple[int, int, int]
         Linear(weight(scheme, n, K, i, first.perm), b) for i, (n, b) in enumerate(zip(sizes, biases, strict=True))
     ]
     before = [KERNEL.run(torch.ones(1, K, dtype=HALF), layer.prepared.data) for layer in layers]
-    fused = FusedLinear(layers, HALF)  # type: ignore[arg-type]
+    fused = fuse(layers, HALF)  # type: ignore[arg-type]
     assert fused.takes_integers
     assert len(fused.weights) == (1 if sizes[1] % 64 == 0 else 3)
     for layer, y in zip(layers, before, strict=True):  # the layers point into what is joined
@@ -131,7 +131,7 @@ def test_norm_and_matrices_of_one_input(scheme: str, sizes: tuple[int, int, int]
     for M in (1, 5):
         x, addend = torch.randn(2, M, K).half()
         wanted = oracle(normed(x + addend, norm), layers)
-        y, total = norm_linear(fused, x, addend, "RMS_NORM", norm)
+        y, total = fused.norm_linear(x, addend, "RMS_NORM", norm)
         assert torch.equal(total, x + addend)
         assert relative(y, wanted) < 2e-2  # a norm's last bit moves a code now and then
         assert torch.equal(fused(total, "RMS_NORM", norm), y)
@@ -142,10 +142,10 @@ def test_norm_and_matrices_of_one_input(scheme: str, sizes: tuple[int, int, int]
 def test_matrices_with_orders_of_their_own() -> None:
     K = 384
     layers = [Linear(weight("w4a4", n, K, seed)) for seed, n in enumerate((64, 64, 64))]
-    fused = FusedLinear(layers, HALF)  # type: ignore[arg-type]
+    fused = fuse(layers, HALF)  # type: ignore[arg-type]
     assert len(fused.weights) == 3
     x = torch.randn(3, K).half()
-    y, total = norm_linear(fused, x, None, "RMS_NORM", Norm(torch.ones(K).half(), None, 1e-5))
+    y, total = fused.norm_linear(x, None, "RMS_NORM", Norm(torch.ones(K).half(), None, 1e-5))
     assert total is x
     assert relative(y, oracle(normed(x, Norm(torch.ones(K).half(), None, 1e-5)), layers)) < 2e-2
     assert torch.equal(fused(x), torch.cat([KERNEL.run(x, layer.prepared.data) for layer in layers], 1))
@@ -154,43 +154,43 @@ def test_matrices_with_orders_of_their_own() -> None:
 @emulated
 def test_activation_residual_and_sandwich_norm() -> None:
     K, N = 640, 100
-    down = FusedLinear([Linear(weight("w4a8", N, K), torch.randn(N).half())], HALF)  # type: ignore[list-item]
+    down = fuse([Linear(weight("w4a8", N, K), torch.randn(N).half())], HALF)  # type: ignore[list-item]
     layers = [Linear(weight("w4a8", N, K), down.bias)]
     inner, x = torch.randn(4, 2 * K).half(), torch.randn(4, N).half()
     h = (torch.nn.functional.silu(inner[:, :K].float()) * inner[:, K:].float()).half()
     wanted = oracle(h, layers)
-    same, y = linear_residual(down, inner, x, "SILU_MUL")
+    same, y = down.linear_residual(inner, x, "SILU_MUL")
     assert same is x
     assert y is not None
     assert relative(y, wanted) < 1e-2
     assert relative(down(inner, "SILU_MUL", residual=x), wanted + x.float()) < 1e-2
-    assert torch.equal(linear(down, inner, "SILU_MUL", residual=x), down(inner, "SILU_MUL", residual=x))
+    assert torch.equal(down.linear(inner, "SILU_MUL", residual=x), down(inner, "SILU_MUL", residual=x))
     norm = Norm(torch.rand(N).half(), None, 1e-5)
     stored, seen = down.normed(inner, norm, down, "SILU_MUL", residual=x)  # no epilogue encodes for it
     assert stored is seen
     assert torch.equal(stored, down(inner, "SILU_MUL", residual=x))
     assert isinstance(down.activated(inner[:, :K].contiguous(), "SILU_MUL", down), Tensor)
-    sandwich = linear_norm(down, inner, norm, "SILU_MUL")
+    sandwich = down.linear_norm(inner, norm, "SILU_MUL")
     assert relative(sandwich, normed(y, norm)) < 2e-3
 
 
 @emulated
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     K = 256
-    fused = FusedLinear([Linear(weight("w4a4", n, K, order=torch.randperm(K))) for n in (64, 30)], HALF)  # type: ignore[list-item]
+    fused = fuse([Linear(weight("w4a4", n, K, order=torch.randperm(K))) for n in (64, 30)], HALF)  # type: ignore[list-item]
     norm, x, addend = Norm(torch.rand(K).half(), None, 1e-5), torch.randn(70, K).half(), torch.randn(70, K).half()
-    y, total = norm_linear(fused, x, addend, "RMS_NORM", norm, batch_invariant=True)
+    y, total = fused.norm_linear(x, addend, "RMS_NORM", norm, batch_invariant=True)
     assert y.shape == (70, 94)
     assert torch.equal(total, x + addend)
     for rows in (slice(0, 1), slice(63, 70), slice(6, 70)):
-        some, _ = norm_linear(fused, x[rows], addend[rows], "RMS_NORM", norm, batch_invariant=True)
+        some, _ = fused.norm_linear(x[rows], addend[rows], "RMS_NORM", norm, batch_invariant=True)
         assert torch.equal(some, y[rows])
-    empty, none = norm_linear(fused, x[:0], None, "RMS_NORM", norm, batch_invariant=True)
+    empty, none = fused.norm_linear(x[:0], None, "RMS_NORM", norm, batch_invariant=True)
     assert (empty.shape, none.shape) == ((0, 94), (0, K))
-    one = FusedLinear([Linear(weight("w4a4", 40, K))], HALF)  # type: ignore[list-item]
+    one = fuse([Linear(weight("w4a4", 40, K))], HALF)  # type: ignore[list-item]
     residual = torch.randn(70, 40).half()
-    whole = linear(one, x, residual=residual, batch_invariant=True)
-    assert torch.equal(linear(one, x[64:], residual=residual[64:], batch_invariant=True), whole[64:])
+    whole = one.linear(x, residual=residual, batch_invariant=True)
+    assert torch.equal(one.linear(x[64:], residual=residual[64:], batch_invariant=True), whole[64:])
 
 
 @emulated
@@ -207,9 +207,9 @@ def test_beside_a_matrix_of_another_kind(batch_invariant: bool, monkeypatch: pyt
     plain.bias, plain.prepared = None, Prepared(Problem.of(w, HALF), Dense(), w.weight)
     x, norm = torch.randn(9, K).half(), Norm(torch.rand(K).half(), None, 1e-5)
     for layers in ([integer, plain], [plain, integer]):
-        fused = FusedLinear(layers, HALF)
+        fused = fuse(layers, HALF)
         assert not fused.takes_integers
-        y, _ = norm_linear(fused, x, None, "RMS_NORM", norm, batch_invariant)
+        y, _ = fused.norm_linear(x, None, "RMS_NORM", norm, batch_invariant)
         h = normed(x, norm)
         parts = {id(integer): oracle(h, [integer]), id(plain): h.float() @ w.weight.float().T}
         assert relative(y, torch.cat([parts[id(layer)] for layer in layers], 1)) < 2e-2

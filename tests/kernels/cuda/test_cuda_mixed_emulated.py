@@ -19,8 +19,8 @@ from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.mixed.mixed_layout import join, lay_out
 from crelle.kernels.cuda.step import fused_linear
 from crelle.kernels.cuda.step.activations import Prologue
-from crelle.kernels.cuda.step.fused_linear import Activated, FusedLinear, Norm
-from crelle.kernels.cuda.step.norm_linear import linear_residual, norm_linear
+from crelle.kernels.cuda.step.fuse import fuse
+from crelle.kernels.cuda.step.fused_linear import Activated, Norm
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HALF = torch.float16
@@ -197,20 +197,20 @@ def test_fused_linears(seeds: tuple[int, int]) -> None:
     kernel, bias = CudaMixed(), torch.randn(32, dtype=HALF)
     prepared = [Prepared(Problem.of(w, HALF), kernel, lay_out(w)) for w in weights]
     layers = [Layer(prepared[0], bias), Layer(prepared[1], None)]
-    fused = FusedLinear(layers, HALF)
+    fused = fuse(layers, HALF)
     assert len(fused.weights) == 1 + (seeds[0] != seeds[1])
     x, norm = torch.randn(3, 256, dtype=HALF), Norm(torch.randn(256, dtype=HALF), None, 1e-5)
     before = (x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)).half() * norm.weight
     wanted = torch.cat([before.double() @ w.dequantize(torch.float64).T for w in weights], -1)
     wanted[:, :32] += bias.double()
-    y, total = norm_linear(fused, x, None, "RMS_NORM", norm)
+    y, total = fused.norm_linear(x, None, "RMS_NORM", norm)
     assert torch.equal(total, x)
     assert relative(y, wanted) < 1e-3
-    one, _ = norm_linear(fused, x[:1], None, "RMS_NORM", norm)  # in one launch
+    one, _ = fused.norm_linear(x[:1], None, "RMS_NORM", norm)  # in one launch
     assert relative(one, wanted[:1]) < 1e-3
-    alone = FusedLinear([layers[0]], HALF)
+    alone = fuse([layers[0]], HALF)
     residual = torch.randn(3, 32, dtype=HALF)
-    added, rest = linear_residual(alone, x, residual)
+    added, rest = alone.linear_residual(x, residual)
     plain = x.double() @ weights[0].dequantize(torch.float64).T + bias.double() + residual.double()
     assert rest is None
     assert relative(added, plain) < 1e-3
@@ -223,7 +223,7 @@ def test_activated_products_of_one_token() -> None:
     forms = ((96, 256, 1), (96, 256, 2), (32, 96, 3))
     weights = [random_mixed(N, K, 16, 0.25, 0.02, seed=seed) for N, K, seed in forms]
     gate, up, down = (Layer(Prepared(Problem.of(w, HALF), kernel, lay_out(w)), None) for w in weights)
-    pair, after = FusedLinear([gate, up], HALF), FusedLinear([down], HALF)
+    pair, after = fuse([gate, up], HALF), fuse([down], HALF)
     x, norm = torch.randn(2, 256, dtype=HALF), Norm(torch.ones(256, dtype=HALF), None, 1e-5)
     inner = pair.activated(x[:1], "SILU_MUL", after, "RMS_NORM", norm)
     assert isinstance(inner, Activated)

@@ -21,8 +21,8 @@ from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight, join, lay_out
 from crelle.kernels.cuda.planes import gemm
 from crelle.kernels.cuda.planes.gemm import GemmSm80TileConfig, GemmTileConfig, PackedX
 from crelle.kernels.cuda.step import residual_norm_pack
-from crelle.kernels.cuda.step.fused_linear import FusedLinear, Norm
-from crelle.kernels.cuda.step.norm_linear import linear_residual, norm_linear
+from crelle.kernels.cuda.step.fuse import fuse
+from crelle.kernels.cuda.step.fused_linear import Norm
 
 HALF, BF16 = torch.float16, torch.bfloat16
 CONFIGS = [
@@ -166,7 +166,7 @@ def check_fused_linears(
     kernel, bias = CudaMixed(), torch.randn(sizes[0], dtype=HALF, device=device)
     prepared = [Prepared(Problem.of(w, HALF), kernel, lay_out(w)) for w in weights]
     layers = [Layer(prepared[0], bias), Layer(prepared[1], None)]
-    fused = FusedLinear(layers, HALF)
+    fused = fuse(layers, HALF)
     assert len(fused.weights) == 1 + (seeds[0] != seeds[1])
     x, more = (torch.randn(rows, 256, dtype=HALF, device=device) for _ in range(2))
     norm = Norm(torch.randn(256, dtype=HALF, device=device), None, 1e-5)
@@ -174,11 +174,11 @@ def check_fused_linears(
     before = (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5)).half() * norm.weight
     wanted = torch.cat([before.double() @ w.dequantize(torch.float64).T for w in weights], -1)
     wanted[:, : sizes[0]] += bias.double()
-    y, added = norm_linear(fused, x, more, "RMS_NORM", norm, invariant)
+    y, added = fused.norm_linear(x, more, "RMS_NORM", norm, invariant)
     assert torch.equal(added, x + more)
     assert relative(y, wanted) < TOLERANCE[HALF]
-    alone = FusedLinear([layers[0]], HALF)
-    same, addend = linear_residual(alone, x, more[:, : sizes[0]].contiguous(), batch_invariant=invariant)
+    alone = fuse([layers[0]], HALF)
+    same, addend = alone.linear_residual(x, more[:, : sizes[0]].contiguous(), batch_invariant=invariant)
     assert addend is not None
     assert relative(addend, x.double() @ weights[0].dequantize(torch.float64).T + bias.double()) < TOLERANCE[HALF]
     assert torch.equal(same, more[:, : sizes[0]])

@@ -6,7 +6,7 @@
     prefill    all rows of all chunks go through the linears together, and through varlen attention over what their
                pages hold, so that they see what later tokens will see and not values that were never stored
                (batch_invariant: token by token, as decode steps do); as graphs too (prefill_graph.py)
-    linears    norm_linear.py
+    linears    step/fused_linear.py
 
 A row does not depend on the other rows' values, but in its last bits on their number: each bucket has its own order of
 sums. With a cache of 4 bits that shows: a sum that differs in its last bit may round to another code. `batch_invariant`
@@ -33,10 +33,9 @@ from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.step.decode_step import Step, StepLayer
 from crelle.kernels.cuda.step.decode_step import supports as step_supports
-from crelle.kernels.cuda.step.fused_linear import STEPPED
+from crelle.kernels.cuda.step.fuse import STEPPED
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
 from crelle.kernels.cuda.step.graphs import capture
-from crelle.kernels.cuda.step.norm_linear import linear_norm, linear_residual, norm_linear, takes_packed
 from crelle.kernels.cuda.step.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.executor import Chunk, DecoderModules
 from crelle.kernels.spec import DecoderSpec
@@ -165,23 +164,23 @@ class CudaExecutor:
         addend: Tensor | None = None  # of x
         invariant = self.batch_invariant
         for i, layer in enumerate(self.step.layers):
-            y, x = norm_linear(layer.qkv, x, addend, layer.norm, layer.norm_attention, invariant)
+            y, x = layer.qkv.norm_linear(x, addend, layer.norm, layer.norm_attention, invariant)
             attended = attend(i, layer, y)
             if layer.post_attention_norm is None:
-                x, addend = linear_residual(layer.o, attended, x, batch_invariant=invariant)
+                x, addend = layer.o.linear_residual(attended, x, batch_invariant=invariant)
             else:
-                addend = linear_norm(layer.o, attended, layer.post_attention_norm, batch_invariant=invariant)
-            y, x = norm_linear(layer.up, x, addend, layer.norm, layer.norm_mlp, invariant)
+                addend = layer.o.linear_norm(attended, layer.post_attention_norm, batch_invariant=invariant)
+            y, x = layer.up.norm_linear(x, addend, layer.norm, layer.norm_mlp, invariant)
             if layer.post_mlp_norm is None:
-                x, addend = linear_residual(layer.down, y, x, layer.activation, invariant)
+                x, addend = layer.down.linear_residual(y, x, layer.activation, invariant)
             else:
-                addend = linear_norm(layer.down, y, layer.post_mlp_norm, layer.activation, invariant)
+                addend = layer.down.linear_norm(y, layer.post_mlp_norm, layer.activation, invariant)
         return x if addend is None else x + addend
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return f32 [N, V] for x [N, width]."""
         dtype = torch.float32 if x.shape[0] <= 4 else None  # few rows come as f32, others are made so once
-        y, _ = norm_linear(self.step.head, x, None, self.step.norm_op, self.step.norm, self.batch_invariant, dtype)
+        y, _ = self.step.head.norm_linear(x, None, self.step.norm_op, self.step.norm, self.batch_invariant, dtype)
         return y.float() if out is None else out.copy_(y)
 
     def append(self, i: int, layer: StepLayer, qkv: Tensor, where: "_Where") -> Tensor:
@@ -437,7 +436,7 @@ class _Graph:
         q = batch.append(i, layer, qkv, self.where)
         a = layer.spec.attention
         fits = a.head_size == 128
-        packed_for = takes_packed(layer.o, self.bucket, a.heads * a.head_size, batch.batch_invariant) if fits else None
+        packed_for = layer.o.takes_packed(self.bucket, a.heads * a.head_size, batch.batch_invariant) if fits else None
         options = {"semaphores": self._semaphores, "packed_for": packed_for}
         y = batch.attend(i, q, self.where.table, lengths, layer.window, self._configs[i], **options)
         return y.view(self.bucket, -1) if packed_for is None else PackedX(self.bucket, y.dtype, y, self._flags)

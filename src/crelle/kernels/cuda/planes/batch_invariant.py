@@ -7,6 +7,7 @@ planes   gemm.cu with the same split-K for every tile, as many splits as fill th
 dense    torch in chunks of INVARIANT_DENSE_ROWS rows, some of them 0: its choice among its kernels follows the shape
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -80,3 +81,12 @@ def product(x: gemm.PackedX, w: CudaWeight, bias: Tensor | None = None) -> Tenso
 def _dense(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     missing = INVARIANT_DENSE_ROWS - x.shape[0]
     return F.linear(F.pad(x, (0, 0, 0, missing)) if missing else x, w, bias)[: x.shape[0]]
+
+
+def in_chunks(
+    x: Tensor, addend: Tensor | None, run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return both results of run(x, addend) for INVARIANT_ROWS rows at a time."""
+    rows = [slice(at, at + INVARIANT_ROWS) for at in range(0, x.shape[0], INVARIANT_ROWS)]
+    products, sums = zip(*(run(x[s], None if addend is None else addend[s]) for s in rows), strict=True)
+    return torch.cat(products), torch.cat(sums)

@@ -18,6 +18,7 @@ from crelle.formats.dense import DenseTensor
 from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.step import activations
 from crelle.kernels.cuda.step.activations import Prologue
+from crelle.kernels.cuda.step.fuse import fuse
 from crelle.kernels.cuda.step.fused_linear import FusedLinear, Norm
 from crelle.kernels.cuda.step.graph_inputs import MAX_POSITIONS
 from crelle.kernels.executor import DecoderModules
@@ -142,20 +143,20 @@ class Step:
                     norm=_NORMS[spec.norm.kind],
                     activation=activations.activation_op(spec.mlp.activation, spec.mlp.gated),
                     norm_attention=_norm(layer.norm_attention),
-                    qkv=FusedLinear([a.q, a.k, a.v], dtype),
+                    qkv=fuse([a.q, a.k, a.v], dtype),
                     q_norm=None if a.q_norm is None else a.q_norm.weight,
                     k_norm=None if a.k_norm is None else a.k_norm.weight,
                     cos=cos,
                     sin=sin,
-                    o=FusedLinear([a.o], dtype),
+                    o=fuse([a.o], dtype),
                     post_attention_norm=_optional(layer.post_attention_norm),
                     norm_mlp=_norm(layer.norm_mlp),
                     post_mlp_norm=_optional(layer.post_mlp_norm),
-                    up=FusedLinear([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
-                    down=FusedLinear([mlp.down], dtype),
+                    up=fuse([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
+                    down=fuse([mlp.down], dtype),
                 )
             )
-        self.norm, self.head = _norm(model.output.norm), FusedLinear([model.head], dtype)
+        self.norm, self.head = _norm(model.output.norm), fuse([model.head], dtype)
         assert s.norm is not None
         self.norm_op = _NORMS[s.norm.kind]
 

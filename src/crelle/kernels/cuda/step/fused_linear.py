@@ -1,45 +1,41 @@
-"""The linears of a decode step on a GPU: those that read the same input as one launch, with what comes before fused in.
+"""Linear layers of a decoder that read the same input, as one, with what comes before and after them fused in.
 
-    y = FusedLinear([q, k, v])(x, "RMS_NORM", norm)      norm, encode and three matrices: two launches, or one
+    fused = fuse([q, k, v], dtype)                           # fuse.py: the class follows from the kind of the weights
+    y = fused(x, "RMS_NORM", norm)                           # up to GEMV_ROWS rows: norm, encode and three matrices
+    y, x = fused.norm_linear(x, addend, "RMS_NORM", norm)    # any rows: norm(x + addend) @ W.T, and x + addend
+    x, addend = o.linear_residual(a, x)                      # a @ W.T; the next norm_linear adds it to x
 
-The matrices of a product are laid out behind one another and every layer gets its part of that memory back, so
-the layers that run a prompt and the step that runs a token share one copy.
+A kind of weights is a subclass in the folder of its kernels (planes/fused.py, mixed/fused.py, …). What it must answer:
+`join`, `_multiply` (few rows), `_linear` (many rows) and `_gemv_rows`; what it may: `_fused_rows` (one launch that
+prepares x for the GEMM), `normed` and `activated` (epilogues that encode for the next product), `takes_packed`.
 
-Matrices of at most SMALL bytes in 16 bits are also kept dequantized, for steps of few rows: reading them takes less
-time than encoding x does, so that a small model is no slower quantized than not (`copy_bytes`: what that costs).
+The matrices of a product are laid out one after the other and every layer gets its part of that memory back, so the
+layers that run a prompt and the step that runs a token share one copy. Matrices of at most SMALL bytes in 16 bits are
+also kept dequantized (`keeps_copies`), for steps of few rows: reading them takes less time than encoding x does, so
+that a small model is no slower quantized than not.
+
+With `batch_invariant` a row's bits do not depend on the number of rows.
 """
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from crelle.kernels.base import Prepared
 from crelle.kernels.cuda.dense import dense
-from crelle.kernels.cuda.integer import integer_linear
-from crelle.kernels.cuda.integer.integer_encode import EncodePlan
-from crelle.kernels.cuda.integer.integer_linear import CudaIntegerWeight
 from crelle.kernels.cuda.launch import is_recording
-from crelle.kernels.cuda.mixed import mixed_decode, mixed_gemv, mixed_layout
-from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight
-from crelle.kernels.cuda.planes import gemm
-from crelle.kernels.cuda.planes.bmma_gemv import (
-    BitSerialX,
-    encode,
-    encode_product,
-    encodes_itself,
-    epilogue_encodes,
-    parts,
-    product,
-    product_encode,
-)
-from crelle.kernels.cuda.planes.weight_layout import CudaWeight, join
+from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.step.activations import Prologue
 
+if TYPE_CHECKING:
+    from crelle.kernels.cuda.planes.gemm import PackedX
+    from crelle.kernels.cuda.planes.weight_layout import CudaWeight
+
 SMALL = 2 << 20  # bytes of a matrix in 16 bits
-STEPPED = {"cuda", "cuda-mixed", "cuda-integer", "dense"}  # kernels whose weights a step can multiply by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,48 +61,86 @@ class LinearLayer(Protocol):
     bias: Tensor | None
 
 
-class FusedLinear:
-    """Some linear layers of the same input as one."""
+class FusedLinear(ABC):
+    """Linear layers of the same input, all of one kind of weights."""
+
+    kernel: ClassVar[str]  # the Kernel whose weights these are
+    keeps_copies: ClassVar[bool] = False  # of small matrices
+    takes_integers: ClassVar[bool] = False  # x is quantized for the product: no other form of it will do
 
     def __init__(self, linears: Sequence[LinearLayer], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.weights = _joined(linears)
+        self.weights = self._joined(linears)
         sizes = [linear.prepared.problem.N for linear in linears]
         self.bias = _cat_biases(linears, sizes, dtype)
         apart = len(self.weights) > 1 and self.bias is not None
-        self._biases: Sequence[Tensor | None] = torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
-        self._folded: tuple[Norm, Tensor, Tensor] | None = None
-        self._small, self._inputs = all(map(_is_small, linears)), linears[0].prepared.problem.K
+        self._biases: Sequence[Tensor | None] = (
+            torch.split(self.bias, sizes) if apart else [None] * len(sizes)  # type: ignore[arg-type]
+        )
+        if len(self.weights) == 1:
+            self._biases = [self.bias]
+        self._small = self.keeps_copies and all(map(is_small, linears))
+        self._inputs = linears[0].prepared.problem.K
         self._dense: Tensor | None = None  # of small matrices, made when it is first used
-        self._perms = _orders(self.weights)
-        integer = [w for w in self.weights if isinstance(w, CudaIntegerWeight)]
-        self._integer = integer if len(integer) == len(self.weights) else []
-        self._plan = EncodePlan([w.form for w in self._integer])
+
+    # --- what a kind of weights answers -------------------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def join(weights: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
+        """Return weights as one, and parts that point into it; None where their layouts do not fit."""
+
+    @abstractmethod
+    def _multiply(
+        self,
+        x: Tensor | BitSerialX,
+        w: Any,
+        op: Prologue,
+        norm: Norm | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return op(x) @ W.T + bias + residual of one weight for few rows; `out` is where the result may go."""
+
+    @abstractmethod
+    def _linear(self, h: Tensor, w: Any, bias: Tensor | None, residual: Tensor | None, batch_invariant: bool) -> Tensor:
+        """Return h @ W.T + bias + residual of one weight for any number of rows."""
+
+    @abstractmethod
+    def _gemv_rows(self, rows: int) -> int:
+        """Return how many of so many rows one GEMV takes; 0: another kernel takes them all."""
+
+    def _dequantize(self, w: Any, unit: Tensor) -> Tensor:
+        """Return W [N, K] in 16 bits: what it makes of the unit vectors."""
+        raise NotImplementedError  # of kinds that keep no copies
+
+    def _fused_rows(
+        self,
+        x: Tensor,
+        addend: Tensor | None,
+        op: Prologue,
+        norm: Norm | None,
+        batch_invariant: bool,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return op(x + addend) @ W.T + bias, and x + addend, where one launch prepares x for the GEMM."""
+        return None
+
+    def _from_packed(self, xs: "PackedX", batch_invariant: bool) -> Tensor:
+        raise NotImplementedError  # of kinds for which `takes_packed` is None
 
     @property
     def takes_bitserial(self) -> bool:
-        """Whether all is one bit-plane weight, which can take x as another kernel's epilogue encoded it."""
-        w, small = self.weights[0], self._small
-        return len(self.weights) == 1 and isinstance(w, CudaWeight) and w.perm is None and parts(w) == 1 and not small
+        """Whether x can come as another kernel's epilogue encoded it."""
+        return False
 
-    @property
-    def takes_integers(self) -> bool:
-        """Whether all weights want quantized activations: `integer_product` is all there is to do."""
-        return bool(self._integer)
+    def takes_packed(self, rows: int, K: int, batch_invariant: bool) -> "CudaWeight | None":
+        """Return the weight for which `linear_residual` takes [rows, K] packed by the kernel before it, or None."""
+        return None
 
-    def integer_product(
-        self,
-        x: Tensor,
-        op: Prologue = "PLAIN",
-        norm: Norm | None = None,
-        addend: Tensor | None = None,
-        residual: Tensor | None = None,
-        batch_invariant: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Return op(x + addend) @ W.T + bias + residual, and x + addend, for any number of rows."""
-        biases = [self.bias] if len(self._integer) == 1 else self._biases
-        settings = op, norm, addend, biases, residual, batch_invariant
-        return integer_linear.multiply(self._integer, self._plan, x, *settings)
+    # --- few rows -----------------------------------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -118,7 +152,7 @@ class FusedLinear:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return op(x) @ W.T + bias + residual as [tokens, N of all]; all but tensors have been through op already."""
-        y = self._product(*_opened(x, op), norm, residual, dtype or self.dtype, out)
+        y = self._product(*opened(x, op), norm, residual, dtype or self.dtype, out)
         return y if out is None or y is out else out.copy_(y)
 
     def _product(
@@ -131,54 +165,17 @@ class FusedLinear:
         out: Tensor | None,
     ) -> Tensor:
         """The same; `out` is where the result may go."""
-        if self.takes_integers and isinstance(x, Tensor):
-            return self.integer_product(x, op, norm, residual=residual)[0].to(dtype)
         if self._small and isinstance(x, Tensor):
-            return self._multiply(x, self._dequantized(x.device), op, norm, self.bias, residual, dtype, out)
-        if (y := self._decode(x, op, norm, residual, dtype)) is not None:
-            return y
+            weight, bias = self._dequantized(x.device), self.bias
+            return dense.product(x, weight, op, *of_norm(norm), bias, residual, dtype, out)
         if len(self.weights) == 1:
             return self._multiply(x, self.weights[0], op, norm, self.bias, residual, dtype, out)
         assert residual is None, "only single matrices write back to the residual stream"
-        if self._perms is not None:
-            return self._multiply_each(x, op, norm, dtype)
-        pairs = zip(self.weights, self._biases, strict=True)
-        return torch.cat([self._multiply(x, w, op, norm, b, None, dtype) for w, b in pairs], dim=-1)
-
-    def _decode(
-        self,
-        x: Tensor | BitSerialX,
-        op: Prologue,
-        norm: Norm | None,
-        residual: Tensor | None,
-        dtype: torch.dtype,
-        paired: bool = False,
-    ) -> Tensor | None:
-        """The product of one token with mixed weights, where one launch does all of it; paired: silu(gate) * up."""
-        mixed = [w for w in self.weights if isinstance(w, MixedWeight)]
-        if len(mixed) < len(self.weights) or not isinstance(x, Tensor):
-            return None
-        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-        biases = self._biases if len(mixed) > 1 else [self.bias]
-        if not mixed_decode.supports(x, mixed, op, scale, shift, residual, *biases):
-            return None
-        if paired and not mixed_decode.pairs(mixed):
-            return None
-        return mixed_decode.product(x, mixed, dtype, op, scale, shift, eps, biases, residual, paired=paired)
+        return self._multiply_each(x, op, norm, dtype)
 
     def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:
-        """The product of mixed weights whose 4-bit groups differ: x is encoded for all of them in one launch."""
-        first = self.weights[0]
-        assert isinstance(first, MixedWeight)
-        assert isinstance(x, Tensor)
-        assert self._perms is not None
-        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-        encoded = mixed_gemv.encode_each(x, first, self._perms, op, scale, shift, eps)
-        y = []
-        for w, xs, bias in zip(self.weights, encoded, self._biases, strict=True):
-            assert isinstance(w, MixedWeight)
-            y.append(mixed_gemv.product(xs, w, dtype, bias))
-        return torch.cat(y, dim=-1)
+        pairs = zip(self.weights, self._biases, strict=True)
+        return torch.cat([self._multiply(x, w, op, norm, b, None, dtype) for w, b in pairs], dim=-1)
 
     def activated(
         self,
@@ -189,14 +186,7 @@ class FusedLinear:
         norm: Norm | None = None,
     ) -> Tensor | BitSerialX | Activated:
         """Return what `following` takes: then(y), encoded or not, where the epilogue can do that, y otherwise."""
-        pairs = then == "SILU_MUL" and not self._small
-        if pairs and (y := self._decode(x, op, norm, None, self.dtype, paired=True)) is not None:
-            return Activated(y)
-        w = self._encoding_weight(then, following)
-        if w is None:
-            return self(x, op, norm)
-        digits, bias, fold = self._digits(x, w, op, norm, self.bias)
-        return product_encode(digits, w, self.dtype, then, bias=bias, fold=fold)[1]
+        return self(x, op, norm)
 
     def normed(
         self,
@@ -208,132 +198,110 @@ class FusedLinear:
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | BitSerialX]:
         """Return y, and what `following` takes: then(y) encoded where the epilogue can do that, y again otherwise."""
-        x, op = _opened(x, op)
-        kind: Prologue = "RMS_NORM" if then.bias is None else "LAYER_NORM"
-        w = self._encoding_weight(kind, following)
-        if w is None or then.weight is None:
-            y = self(x, op, norm, residual)
-            return y, y
-        digits, bias, fold = self._digits(x, w, op, norm, self.bias)
-        stored, made = product_encode(digits, w, self.dtype, kind, then.weight, then.eps, bias, residual, fold)
-        assert stored is not None
-        return stored, made
+        y = self(x, op, norm, residual)
+        return y, y
 
-    def _encoding_weight(self, then: Prologue, following: "FusedLinear") -> CudaWeight | None:
-        """The weight, where its epilogue can encode then(y)."""
-        w = self.weights[0]
-        one = len(self.weights) == 1 and following.takes_bitserial and not self._small
-        return w if one and isinstance(w, CudaWeight) and epilogue_encodes(w, then, self.dtype) else None
+    # --- any number of rows -------------------------------------------------------------------------------------------
 
-    def _multiply(
+    def norm_linear(
         self,
-        x: Tensor | BitSerialX,
-        w: CudaWeight | MixedWeight | CudaIntegerWeight | Tensor,
+        x: Tensor,
+        addend: Tensor | None,
         op: Prologue,
-        norm: Norm | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-        if isinstance(w, CudaWeight) and isinstance(x, Tensor) and encodes_itself(w):
-            how = op, scale, shift, eps
-            return encode_product(x, w, dtype, *how, bias, residual, out, in_graph=True)
-        if isinstance(w, CudaWeight):
-            digits, bias, fold = self._digits(x, w, op, norm, bias)
-            return product(digits, w, dtype, bias, residual, out, in_graph=True, fold=fold)
-        assert isinstance(x, Tensor), "digits are for planes"
-        if isinstance(w, CudaIntegerWeight):
-            plan = EncodePlan([w.form])
-            return integer_linear.multiply([w], plan, x, op, norm, None, [bias], residual)[0].to(dtype)
-        if isinstance(w, MixedWeight):
-            encoded = mixed_gemv.encode(x, w, op, scale, shift, eps)
-            return mixed_gemv.product(encoded, w, dtype, bias, residual)
-        return dense.product(x, w, op, scale, shift, eps, bias, residual, dtype, out)
+        norm: Norm,
+        batch_invariant: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return norm(x + addend) @ W.T + bias, and x + addend."""
+        if (both := self._fused_rows(x, addend, op, norm, batch_invariant, dtype)) is not None:
+            return both
+        x = x if addend is None else x + addend
+        return self.linear(x, op, norm, batch_invariant=batch_invariant, dtype=dtype), x
 
-    def _digits(
-        self, x: Tensor | BitSerialX, w: CudaWeight, op: Prologue, norm: Norm | None, bias: Tensor | None
-    ) -> tuple[BitSerialX, Tensor | None, Tensor | None]:
-        """Return op(x) encoded, with the bias and the `fold` that the product is to take."""
-        scale, shift, eps = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
-        if not isinstance(x, BitSerialX):
-            return encode(x, w, op, scale, shift, eps), bias, None
-        if x.moments is None or norm is None or scale is None or shift is None:
-            return x, bias, None
-        folded = self._folded
-        if folded is None or folded[0] is not norm:  # a layer norm's part that is the same for all tokens
-            gain, added = (product(encode(v[None], w), w, torch.float32)[0] for v in (scale, shift))
-            folded = norm, (added if bias is None else added + bias).to(self.dtype), gain
-            self._folded = None if is_recording() else folded
-        return x, *folded[1:]
+    def linear_residual(
+        self, h: "Tensor | PackedX", x: Tensor, op: Prologue = "PLAIN", batch_invariant: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return x and what is to be added to it: op(h) @ W.T + bias, or x with it added and None."""
+        if (y := self._apart(h, op, batch_invariant)) is not None:
+            return x, y
+        assert isinstance(h, Tensor)
+        return self.linear(h, op, residual=x, batch_invariant=batch_invariant), None
+
+    def linear_norm(
+        self, h: "Tensor | PackedX", norm: Norm, op: Prologue = "PLAIN", batch_invariant: bool = False
+    ) -> Tensor:
+        """Return norm(op(h) @ W.T + bias), an RMS norm: what a sandwich norm leaves to be added to x."""
+        y = self._apart(h, op, batch_invariant)
+        if y is None:
+            assert isinstance(h, Tensor)
+            y = self.linear(h, op, batch_invariant=batch_invariant)
+        return dense.apply(y, "RMS_NORM", norm.weight, None, norm.eps)
+
+    def linear(
+        self,
+        x: Tensor,
+        op: Prologue = "PLAIN",
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
+    ) -> Tensor:
+        """Return op(x) @ W.T + bias + residual for any number of rows."""
+        rows = x.shape[0]
+        if not batch_invariant and (size := self._gemv_rows(rows)):
+            chunks = [slice(at, at + size) for at in range(0, rows, size)]
+            each = [self(x[s], op, norm, None if residual is None else residual[s], dtype) for s in chunks]
+            return each[0] if len(each) == 1 else torch.cat(each)
+        h = x if op == "PLAIN" else dense.apply(x, op, *of_norm(norm))
+        return self._linear_each(h, residual, batch_invariant).to(dtype or self.dtype)
+
+    def _linear_each(self, h: Tensor, residual: Tensor | None, batch_invariant: bool) -> Tensor:
+        pairs = zip(self.weights, self._biases, strict=True)
+        parts = [self._linear(h, w, bias, residual, batch_invariant) for w, bias in pairs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _apart(self, h: "Tensor | PackedX", op: Prologue, batch_invariant: bool) -> Tensor | None:
+        """Return op(h) @ W.T + bias where the kernels for it add no residual."""
+        if not isinstance(h, Tensor):
+            return self._from_packed(h, batch_invariant)
+        both = self._fused_rows(h, None, op, None, batch_invariant)
+        return None if both is None else both[0]
+
+    # --- matrices as one ----------------------------------------------------------------------------------------------
 
     def _dequantized(self, device: torch.device) -> Tensor:
-        """All matrices as one in 16 bits: what they make of the unit vectors."""
+        """All matrices as one in 16 bits."""
         if self._dense is not None:
             return self._dense
-        unit, parts = torch.eye(self._inputs, dtype=self.dtype, device=device), list[Tensor]()
-        for w in self.weights:
-            if isinstance(w, CudaWeight):
-                parts.append(gemm.matmul(unit, w, None).T)
-            else:
-                assert isinstance(w, MixedWeight)
-                parts.append(mixed_gemv.matmul(unit, w, None, False).T)
-        dense = torch.cat(parts).contiguous()
-        self._dense = None if is_recording() else dense
-        return dense
+        unit = torch.eye(self._inputs, dtype=self.dtype, device=device)
+        whole = torch.cat([self._dequantize(w, unit) for w in self.weights]).contiguous()
+        self._dense = None if is_recording() else whole
+        return whole
+
+    def _joined(self, linears: Sequence[LinearLayer]) -> list[Any]:
+        """Return the matrices as one where their layouts allow it, and let the linears point into it."""
+        data = [linear.prepared.data for linear in linears]
+        if len(data) == 1 or (joined := self.join(data)) is None:
+            return data
+        for linear, part in zip(linears, joined[1], strict=True):
+            linear.prepared = replace(linear.prepared, data=part)
+        return [joined[0]]
 
 
-def copy_bytes(linears: Iterable[LinearLayer], element_size: int) -> int:
-    """Return the bytes of small matrices' dequantized copies."""
-    sizes = (linear.prepared.problem for linear in linears if _is_small(linear))
-    return sum(p.N * p.K * element_size for p in sizes)
-
-
-def _is_small(linear: LinearLayer) -> bool:
-    if not isinstance(linear.prepared.data, CudaWeight | MixedWeight):
-        return False
+def is_small(linear: LinearLayer) -> bool:
+    """Whether a matrix is small enough to be kept dequantized as well."""
     p = linear.prepared.problem
     return 2 * p.N * p.K <= SMALL
 
 
-def _opened(x: Tensor | BitSerialX | Activated, op: Prologue) -> tuple[Tensor | BitSerialX, Prologue]:
+def of_norm(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return scale, shift and epsilon."""
+    return (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
+
+
+def opened(x: Tensor | BitSerialX | Activated, op: Prologue) -> tuple[Tensor | BitSerialX, Prologue]:
+    """Return x as a product takes it, and what it still has to apply to it."""
     return (x.values, "PLAIN") if isinstance(x, Activated) else (x, op)
-
-
-def _orders(weights: Sequence[Any]) -> Tensor | None:
-    """Return the orders of inputs of several mixed weights with as many groups of each kind; None for others."""
-    if len(weights) < 2 or not all(isinstance(w, MixedWeight) for w in weights):
-        return None
-    if len({(w.K, w.U2, w.U4, w.subs) for w in weights}) > 1:
-        return None
-    return torch.stack([w.perm for w in weights])
-
-
-def _joined(linears: Sequence[LinearLayer]) -> list[CudaWeight | MixedWeight | CudaIntegerWeight | Tensor]:
-    """Return the matrices as one where their layouts allow it, and let the linears point into it."""
-    data = [linear.prepared.data for linear in linears]
-    if len(data) == 1:
-        return data
-    joined = _whole(data)
-    if joined is None:
-        return data
-    for linear, part in zip(linears, joined[1], strict=True):
-        linear.prepared = replace(linear.prepared, data=part)
-    return [joined[0]]
-
-
-def _whole(data: list[Any]) -> tuple[Any, Sequence[Any]] | None:
-    if all(isinstance(w, CudaWeight) for w in data):
-        return join(data)
-    if all(isinstance(w, MixedWeight) for w in data):
-        return mixed_layout.join(data)
-    if all(isinstance(w, CudaIntegerWeight) for w in data):
-        return integer_linear.join(data)
-    if all(isinstance(w, Tensor) for w in data):
-        whole = torch.cat(data)
-        return whole, torch.split(whole, [w.shape[0] for w in data])
-    return None
 
 
 def _cat_biases(linears: Sequence[LinearLayer], sizes: list[int], dtype: torch.dtype) -> Tensor | None:

@@ -1,0 +1,86 @@
+"""Which FusedLinear takes which prepared weights: the registry of kinds, and what several kinds of one input take."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crelle.kernels.cuda.dense.fused import DenseLinear
+from crelle.kernels.cuda.integer.fused import IntegerLinear
+from crelle.kernels.cuda.integer.integer_linear import CudaIntegerWeight
+from crelle.kernels.cuda.mixed.fused import MixedLinear
+from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight
+from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
+from crelle.kernels.cuda.planes.fused import PlanesLinear
+from crelle.kernels.cuda.planes.weight_layout import CudaWeight
+from crelle.kernels.cuda.step.activations import Prologue
+from crelle.kernels.cuda.step.fused_linear import FusedLinear, LinearLayer, Norm, is_small
+
+KINDS: dict[type, type[FusedLinear]] = {
+    CudaWeight: PlanesLinear,
+    MixedWeight: MixedLinear,
+    CudaIntegerWeight: IntegerLinear,
+    Tensor: DenseLinear,
+}
+STEPPED = {kind.kernel for kind in KINDS.values()}  # kernels whose weights a step can multiply by
+
+
+def fuse(linears: Sequence[LinearLayer], dtype: torch.dtype) -> FusedLinear:
+    """Return linear layers of the same input as one."""
+    kinds = {_kind(linear) for linear in linears}
+    return kinds.pop()(linears, dtype) if len(kinds) == 1 else SeparateLinear(linears, dtype)
+
+
+def copy_bytes(linears: Iterable[LinearLayer], element_size: int) -> int:
+    """Return the bytes of small matrices' dequantized copies."""
+    sizes = (linear.prepared.problem for linear in linears if is_small(linear) and _kind(linear).keeps_copies)
+    return sum(p.N * p.K * element_size for p in sizes)
+
+
+def _kind(linear: LinearLayer) -> type[FusedLinear]:
+    data = linear.prepared.data
+    return next(kind for weight, kind in KINDS.items() if isinstance(data, weight))
+
+
+class SeparateLinear(FusedLinear):
+    """Linears with weights of several kinds: each takes its own kernels, and x is normed once for all of them."""
+
+    kernel = ""  # several
+    weights: list[FusedLinear]
+
+    def __init__(self, linears: Sequence[LinearLayer], dtype: torch.dtype) -> None:
+        super().__init__(linears, dtype)
+        self._small = all(part._small for part in self.weights)
+
+    def _joined(self, linears: Sequence[LinearLayer]) -> list[Any]:
+        return [fuse([linear], self.dtype) for linear in linears]
+
+    @staticmethod
+    def join(weights: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
+        return None
+
+    def _gemv_rows(self, rows: int) -> int:
+        """Return what all of them can take at a time."""
+        return min(part._gemv_rows(rows) for part in self.weights)
+
+    def _dequantize(self, w: FusedLinear, unit: Tensor) -> Tensor:
+        return w._dequantize(w.weights[0], unit)
+
+    def _multiply(
+        self,
+        x: Tensor | BitSerialX,
+        w: FusedLinear,
+        op: Prologue,
+        norm: Norm | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return w(x, op, norm, residual, dtype, out)  # which has a bias of its own
+
+    def _linear(
+        self, h: Tensor, w: FusedLinear, bias: Tensor | None, residual: Tensor | None, batch_invariant: bool
+    ) -> Tensor:
+        return w._linear_each(h, residual, batch_invariant)
