@@ -1,4 +1,4 @@
-"""Runs CUDA kernels of csrc/ on the CPU: their own source, compiled by the host's C++ compiler with emulator/*.cuh.
+"""Runs CUDA kernels on the CPU: their own source, compiled by the host's C++ compiler with emulator/*.cuh.
 
 A thread block is as many fibers; blocks run one after the other, in shared memory full of NaN. What it checks is the
 arithmetic, the indices and the barriers, by the code path before Hopper; speed and races of the hardware it cannot.
@@ -84,7 +84,7 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
         last_first=last_first,
         cluster=cluster,
     )
-    sources = {p.name: p.read_text() for p in EMULATOR.iterdir()}
+    sources = {str(p.relative_to(EMULATOR)): p.read_text() for p in EMULATOR.rglob("*.cuh")}
     for name in jit._sources(file):
         text = (jit.SOURCES / name).read_text()
         if hopper:
@@ -101,9 +101,19 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
         # A folder of its own: other processes may build the same.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             for name, text in sources.items():
+                (Path(folder) / name).parent.mkdir(exist_ok=True)
                 (Path(folder) / name).write_text(text)
             made = Path(folder) / "kernel.so"
-            options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+            options = [
+                "-std=c++20",
+                "-O1",
+                "-ffp-contract=off",
+                "-fno-strict-aliasing",
+                "-w",
+                "-shared",
+                "-fPIC",
+                f"-I{folder}",
+            ]
             subprocess.run([str(COMPILER), *options, "-o", str(made), str(Path(folder) / "main.cpp")], check=True)
             made.rename(library)
     return ctypes.CDLL(str(library))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from crelle.formats.activations import group_slices, spread
-from crelle.kernels import cuda
+from crelle.kernels.cuda import integer
 from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.integer import integer_encode
 from crelle.kernels.cuda.integer.integer_x import IntegerX
@@ -87,5 +87,5 @@ def run_integer_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, functions in {"integer_layout": {"lay_out": lay_out}, "integer_gemm": {"product": product}}.items():
         module = ModuleType(name)
         vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, f"crelle.kernels.cuda.{name}", module)
-        monkeypatch.delattr(cuda, name, raising=False)
+        monkeypatch.setitem(sys.modules, f"{integer.__name__}.{name}", module)
+        monkeypatch.delattr(integer, name, raising=False)
