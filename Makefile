@@ -112,7 +112,7 @@ tsan: setup
 valgrind: setup
 	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/valgrind.supp $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
 
-# Half an hour of mixed traffic through the server, with faults in the runner; 60 s of it are part of `make test`.
+# Half an hour of mixed traffic through the server, with faults in the runner; 20 s of it are part of `make test`.
 SOAK_MODEL ?= ../shared/data/stories15M
 soak: setup
 	$(BIN)/python bench/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \

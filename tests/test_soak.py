@@ -1,4 +1,4 @@
-"""A minute of the long run (`make soak`) through the real server: mixed traffic, with faults in the runner.
+"""A part of the long run (`make soak`) through the real server: mixed traffic, with faults in the runner.
 
 And a runner that dies for good: everybody is answered, the process ends with an error, a new one serves again.
 """
@@ -13,8 +13,6 @@ from conftest import DATA, ROOT, quantized_copy
 
 from crelle import quantize
 
-SECONDS = 60
-
 
 @pytest.fixture(scope="module")
 def soak() -> Any:
@@ -27,13 +25,14 @@ def soak() -> Any:
     return module
 
 
-def test_a_minute_of_mixed_traffic_with_faults_loses_nothing(soak: Any, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_mixed_traffic_with_faults_loses_nothing(soak: Any, seconds: int, tiny_model: Path, tmp_path: Path) -> None:
     real = DATA / "stories15M"
     source, group = (real, 32) if real.is_dir() else (tiny_model, 24)
     nested, plain = f"bcq-nested:bits=4,group={group},lowest=3,refine=0,data=false", f"rtn:bits=4,group={group}"
     # One nested layer is enough for answers that differ with the precision; six take ten seconds to make.
     quantize(source, tmp_path / "model", nested, overrides={"model.layers.[1-9].*": plain}, head=plain, device="cpu")
-    row = soak.soak(tmp_path / "model", "4", clients=12, seconds=SECONDS, faults=True, folder=tmp_path)
+    row = soak.soak(tmp_path / "model", "4", clients=12, seconds=seconds, faults=True, folder=tmp_path)
     assert not row["wrong"], row
 
 

@@ -66,7 +66,7 @@ def test_greedy_tokens_are_those_of_generate(llm: LLM) -> None:
 
 
 @patch("crelle.engine.engine.FAILED_STEPS", 10**9)  # faults in a row are part of it
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LLM, data: st.DataObject) -> None:
     """Few pages, small budgets, arrivals at any step, cancellations, faults, n texts, three precisions."""

@@ -143,6 +143,7 @@ def test_stories15m_equals_the_plain_formula(data: Path, stories_text: str) -> N
     assert (result.tokens, result.windows, result.bos) == (3 * 255, 3, True)
 
 
+@pytest.mark.slow
 def test_stories15m_on_tinystories(data: Path, stories_text: str) -> None:
     """The figure of shared/data/README.md: f32, windows of BOS + 255."""
     stories = LLM.load(data / "stories15M", device="cpu")

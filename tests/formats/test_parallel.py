@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crelle.errors import UnsupportedError
+from crelle.formats import builtin  # noqa: F401  # registers the formats
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.parallel import columns, stacked

@@ -1,6 +1,7 @@
 """The Arm files compile, wherever a cross-compiler is installed (Debian: g++-aarch64-linux-gnu).
 
-A file that compiled is not compiled again until the compiler or any of the sources changes: $CRELLE_CACHE/compiled.
+Two of them with `make test`, the others, which take minutes, with `make test-slow`. A file that compiled is not compiled
+again until the compiler or any of the sources changes: $CRELLE_CACHE/compiled.
 """
 
 import hashlib
@@ -33,7 +34,9 @@ PORTABLE = (
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER} here: apt-get install g++-aarch64-linux-gnu")
-@pytest.mark.parametrize("name", PORTABLE)
+@pytest.mark.parametrize(
+    "name", [name if name in ("matmul", "pool") else pytest.param(name, marks=pytest.mark.slow) for name in PORTABLE]
+)
 def test_compiles_for_arm(name: str, tmp_path: Path) -> None:
     flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-c", *FLAGS.get(name, [])]
     command = [COMPILER, *flags, f"-I{CSRC}", str(next(CSRC.glob(f"*/{name}.cpp"))), "-o", str(tmp_path / "out.o")]

@@ -52,6 +52,9 @@ class _Grid(Planes):
     def with_scales(self, scales: Mapping[str, Tensor]) -> Self:
         return replace(self, scale=scales.get("scale", self.scale), low=scales.get("low", self.low))
 
+    def _of_groups(self, groups: slice, **changed: Any) -> Self:
+        return replace(self, scale=self.scale[..., groups], low=self.low[..., groups], **changed)
+
 
 @register_format
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ Layout (the only place it is defined; docs/notes/bcq.md draws it). N outputs, K 
 Bits per weight: BCQ  P + 16 (P + 1) / G;  uniform  P + (16 + P) / G.   Source: LUT-GEMM, arXiv 2206.09557.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
+from crelle.formats.parallel import cuts_group, stack_tensors
 from crelle.formats.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
@@ -70,6 +71,23 @@ class Planes:
     def codes(self) -> Tensor:
         """Return the integer codes uint8 [N, K]; plane 0 gives the top bit."""
         return unpack_planes(self.planes, self.K)
+
+    def columns(self, begin: int, end: int) -> "Self | str":
+        """Return the inputs begin … end - 1, or why they cannot be taken out."""
+        if (reason := cuts_group(self.group, self.K, begin, end)) is not None:
+            return reason
+        planes, K = self.planes[..., begin // 8 : -(-end // 8)], end - begin
+        groups = slice(begin // self.group, -(-end // self.group))
+        return self._of_groups(groups, planes=planes, K=K, group=min(self.group, K))
+
+    def _of_groups(self, groups: slice, **changed: Any) -> Self:
+        """Return the matrix with the scales of some groups, and other fields changed."""
+        raise NotImplementedError
+
+    @classmethod
+    def stacked(cls, matrices: Sequence[QuantTensor]) -> QuantTensor | None:
+        """Return one matrix with the rows of all."""
+        return stack_tensors(matrices, lambda t: t.dim() - 2)  # [..., N, groups or bytes]
 
 
 def plane_sizes(spec: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
@@ -158,6 +176,10 @@ class BCQTensor(Planes):
         if self.z is not None:
             w += expand_groups(self.z.to(wide), self.group, K)
         return w.to(dtype)
+
+    def _of_groups(self, groups: slice, **changed: Any) -> Self:
+        z = None if self.z is None else self.z[..., groups]
+        return replace(self, alpha=self.alpha[..., groups], z=z, **changed)
 
     def rows(self, which: slice | Tensor) -> "BCQTensor":
         z = None if self.z is None else self.z[which]
@@ -252,6 +274,10 @@ class UniformTensor(Planes):
         alpha = place[:, None, None] * scale  # [P, N, C]
         z = scale * ((2**self.bits - 1) / 2 - self.zeros().to(torch.float32))
         return BCQTensor(self.planes, self.K, self.group, alpha, z)
+
+    def _of_groups(self, groups: slice, **changed: Any) -> Self:
+        zero = None if self.zero is None else pack_stream(self.zeros()[..., groups], self.bits)
+        return replace(self, scale=self.scale[..., groups], zero=zero, **changed)
 
     def rows(self, which: slice | Tensor) -> "UniformTensor":
         zero = None if self.zero is None else self.zero[which]

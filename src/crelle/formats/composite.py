@@ -8,7 +8,7 @@ formats share scales among neighbours, so the columns are stored in the order of
 Bits per weight: those of inner + 32 / N.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -19,6 +19,7 @@ from crelle.errors import FormatError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.parallel import SCATTERED, stacked
 from crelle.formats.storage.io import shown
 
 INNER: dict[str, type[QuantTensor]] = {c.format: c for c in (UniformTensor, AffineTensor, BCQTensor)}
@@ -68,6 +69,17 @@ class PermutedTensor:
 
     def rows(self, which: slice | Tensor) -> "PermutedTensor":
         return PermutedTensor(self.inner.rows(which), self.order)
+
+    def columns(self, begin: int, end: int) -> str:
+        """Return why no inputs can be taken out."""
+        return SCATTERED
+
+    @classmethod
+    def stacked(cls, matrices: Sequence[Any]) -> QuantTensor | None:
+        """Return one matrix with the rows of all, if all have the same order of inputs."""
+        order = matrices[0].order
+        inner = stacked([m.inner for m in matrices]) if all(torch.equal(m.order, order) for m in matrices) else None
+        return None if inner is None else cls(inner, order)
 
     def to(self, device: torch.device | str) -> "PermutedTensor":
         return PermutedTensor(self.inner.to(device), self.order.to(device))

@@ -4,7 +4,7 @@ The stored tensor tells its own dtype; only the spec of a matrix that does not e
 one: {"format": "dense", "shape": [N, K], "dtype": "bfloat16"}; float16 where it does not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
+from crelle.formats.parallel import stack_tensors
 from crelle.formats.storage.io import shown
 
 DENSE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -60,6 +61,13 @@ class DenseTensor:
 
     def rows(self, which: slice | Tensor) -> "DenseTensor":
         return DenseTensor(self.weight[which])
+
+    def columns(self, begin: int, end: int) -> "DenseTensor":
+        return DenseTensor(self.weight[:, begin:end])
+
+    @classmethod
+    def stacked(cls, matrices: Sequence[QuantTensor]) -> QuantTensor | None:
+        return stack_tensors(matrices)
 
     def to(self, device: torch.device | str) -> "DenseTensor":
         return DenseTensor(self.weight.to(device))

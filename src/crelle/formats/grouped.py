@@ -17,7 +17,7 @@ Bits per weight: (K - n)/K bits + n/K 8 + 16 C/K, and perm 32 / N.
 `activation` says what the input must be before the product (crelle.formats.activations); None: floats.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.activations import BITS, MAX_GROUP, ActivationSpec, group_slices, least_and_top, spread
-from crelle.formats.base import Spec, expect, register_format, shape_of, take
+from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.packing import pack_stream, unpack_stream
+from crelle.formats.parallel import SCATTERED, TOGETHER, stack_tensors
 from crelle.formats.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
@@ -172,6 +173,14 @@ class GroupedTensor:
         packed, outliers = self.packed[which], None if self.outliers is None else self.outliers[which]
         sizes = self.sizes._replace(N=len(packed))
         return replace(self, sizes=sizes, packed=packed, scale=self.scale[which], outliers=outliers)
+
+    def columns(self, begin: int, end: int) -> str:
+        """Return why no inputs can be taken out."""
+        return TOGETHER if self.perm is None else SCATTERED
+
+    @classmethod
+    def stacked(cls, matrices: Sequence[QuantTensor]) -> QuantTensor | None:
+        return stack_tensors(matrices)
 
     def to(self, device: torch.device | str) -> "GroupedTensor":
         moved = {name: t.to(device) for name, t in self.tensors().items()}

@@ -42,6 +42,7 @@ from crelle.formats.mixed_packing import (
     scale_widths,
     unpack,
 )
+from crelle.formats.parallel import cuts_group
 from crelle.formats.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
@@ -186,6 +187,28 @@ class MixedTensor:
             "four": int(self.four.sum()),
             "outliers": self.outliers,
         }
+
+    def columns(self, begin: int, end: int) -> "MixedTensor | str":
+        """Return the inputs begin … end - 1, or why they cannot be taken out."""
+        if (reason := cuts_group(self.G, self.shape[1], begin, end)) is not None:
+            return reason
+        four, codes = self.four.bool(), self.codes()
+        inside = torch.zeros_like(four)
+        inside[begin // self.G : -(-end // self.G)] = True
+        two, wide = inside[~four], inside[four]  # of the groups of 2 and of 4 bits
+        scale_codes, zeros, second_zeros = (t[:, two] for t in (codes.scale_codes, codes.zeros, codes.second_zeros))
+        taken = MixedCodes(codes.codes2[:, two], codes.codes4[:, wide], scale_codes, zeros, second_zeros)
+        row = (
+            None
+            if self.row_scale is None or self.row_zero is None or not wide.any()
+            else (self.row_scale, self.row_zero)
+        )
+        outliers = None
+        if self.outlier_values is not None:
+            dense = self.outlier_values.new_zeros(self.shape)
+            outliers = dense.index_put(self.outlier_places(), self.outlier_values)[:, begin:end]
+        shape, second = (self.N, end - begin), self.second_scale[:, two]
+        return MixedTensor.from_codes(shape, self.four[inside], taken, second, row, outliers, "general", self.block)
 
     def rows(self, which: slice | Tensor) -> "MixedTensor":
         """Return some rows; the scales of blocks that are cut are repeated, one for each row."""

@@ -16,7 +16,7 @@ Stored:
 Bits per weight: (K - n)/K 4 + n/K 8 + 16 C/K + 16/K, and perm 32 / N.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.activations import ActivationSpec
-from crelle.formats.base import Spec, expect, register_format, take
+from crelle.formats.base import QuantTensor, Spec, expect, register_format, take
 from crelle.formats.grouped import (
     GroupedSizes,
     activation_of,
@@ -37,6 +37,7 @@ from crelle.formats.grouped import (
     unrotated,
 )
 from crelle.formats.packing import pack_stream, unpack_stream
+from crelle.formats.parallel import SCATTERED, TOGETHER, stack_tensors
 from crelle.formats.random_parts import RandomParts
 
 LIMIT = 119  # of v before it is rounded to 4 bits
@@ -148,6 +149,14 @@ class TwoLevelTensor:
         found = {name: t if name == "perm" else t[which] for name, t in self.tensors().items()}
         packed = found.pop("codes")
         return replace(self, sizes=self.sizes._replace(N=len(packed)), packed=packed, **found)  # type: ignore[arg-type]
+
+    def columns(self, begin: int, end: int) -> str:
+        """Return why no inputs can be taken out."""
+        return TOGETHER if self.perm is None else SCATTERED
+
+    @classmethod
+    def stacked(cls, matrices: Sequence[QuantTensor]) -> QuantTensor | None:
+        return stack_tensors(matrices)
 
     def to(self, device: torch.device | str) -> "TwoLevelTensor":
         moved = {name: t.to(device) for name, t in self.tensors().items()}
