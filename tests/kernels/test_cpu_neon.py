@@ -1,7 +1,7 @@
 """The Arm files compile, wherever a cross-compiler is installed (Debian: g++-aarch64-linux-gnu).
 
-Two of them with `make test`, the others, which take minutes, with `make test-slow`. A file that compiled is not compiled
-again until the compiler or any of the sources changes: $CRELLE_CACHE/compiled.
+Two of them with `make test`, the others, which take minutes, with `make test-slow`. A file that compiled is compiled
+again only if the compiler or any of the sources changes: $CRELLE_CACHE/compiled.
 """
 
 import hashlib
