@@ -34,7 +34,7 @@ def fuse(linears: Sequence[LinearLayer], dtype: torch.dtype) -> FusedLinear:
 
 def copy_bytes(linears: Iterable[LinearLayer], element_size: int) -> int:
     """Return the bytes of small matrices' dequantized copies."""
-    sizes = (linear.prepared.problem for linear in linears if is_small(linear) and _kind(linear).keeps_copies)
+    sizes = (linear.prepared.problem for linear in linears if _kind(linear).keeps_copies and is_small(linear))
     return sum(p.N * p.K * element_size for p in sizes)
 
 
