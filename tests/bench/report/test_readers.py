@@ -39,6 +39,7 @@ LEFT_OUT = {
     "cpu-rows-neoverse-n1-more.json",
     "cpu-rows-neoverse-n1.json",
     "cpu-serve-soak.json",
+    "cpu-soak-dies.json",
     "cpu-server-requests.json",
     "cpu-soak.json",
     "cpu-startup.json",
