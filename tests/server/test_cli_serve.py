@@ -145,7 +145,7 @@ def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = {
-            ("--port", port): "in use; --port takes another",
+            ("--port", port): "in use; choose another --port",
             ("--host", "no-such-host.invalid"): "cannot listen on no-such-host.invalid",
         }
         for options, says in cases.items():
@@ -160,7 +160,7 @@ def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
     [
         (["--timeout", "0"], "timeout must be above 0"),
         (["--api-key-file", "/no/such/file"], "cannot read API keys"),
-        (["--allow-origin", "example.org"], "an origin looks like"),
+        (["--allow-origin", "example.org"], "an origin must look like"),
         (["--max-body", "lots"], "a size of memory looks like"),
     ],
 )
