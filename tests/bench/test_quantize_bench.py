@@ -127,7 +127,7 @@ def test_the_command_writes_a_result_that_says_what_is_extrapolated(tmp_path: Pa
         (("--shape", "tiny", "--rows", "0"), "--rows"),
         (("--shape", "tiny", "--memory", "much"), "much"),
         (("--shape", "tiny", "--memory", "1kB"), "--memory"),
-        (("--shape", "tiny", "--devices", "cpu,cpu"), "both say where to run"),
+        (("--shape", "tiny", "--devices", "cpu,cpu"), "exclude each other"),
     ],
 )
 def test_mistakes_get_a_sentence(options: tuple[str, ...], words: str) -> None:

@@ -105,7 +105,7 @@ def test_rows_that_are_none_of_an_ablation_are_a_sentence(rows: Any, tmp_path: P
 def test_a_sampling_setting_of_400_digits_is_a_sentence(name: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({name: 10**400}))
     weights: Any = SimpleNamespace(path=tmp_path)
-    with pytest.raises(FormatError, match=f"'{name}' should be a"):
+    with pytest.raises(FormatError, match=f"'{name}' must be a"):
         recommended_sampling(weights)
 
 

@@ -113,7 +113,7 @@ def test_what_was_chosen_for_the_machine_is_said() -> None:
 def test_more_memory_than_the_machine_has_is_a_sentence() -> None:
     done = run("serve", nested_model(), "--port", "0", "--memory", "900TB")
     assert done.code == 2
-    assert "a budget of 900,000 GB is more than the" in done.err
+    assert "a memory limit of 900,000 GB is more than the" in done.err
 
 
 def test_exactness_can_be_given_up() -> None:
@@ -132,7 +132,7 @@ def test_banner_says_what_is_served_and_where() -> None:
         "model    small",
         "bcq-nested:bits=4,group=24",
         "2, 3, 4 bits, chosen per request",
-        "memory   40 MB: as --memory asks\n           weights ",
+        "memory   40 MB: set by --memory\n           weights ",
         "32 concurrent sequences (--max-batch), 512 tokens per step (--budget), 256 waiting requests",
     ):
         assert line in said
@@ -161,7 +161,7 @@ def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
         (["--timeout", "0"], "timeout must be above 0"),
         (["--api-key-file", "/no/such/file"], "cannot read API keys"),
         (["--allow-origin", "example.org"], "an origin must look like"),
-        (["--max-body", "lots"], "a size of memory looks like"),
+        (["--max-body", "lots"], "a memory size must look like"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -> None:
