@@ -166,7 +166,7 @@ def test_bad_scheme(crelle: Run, tiny_model: Path, tmp_path: Path, scheme: str, 
 
 def test_prompt_longer_than_the_context(crelle: Run, good_checkpoint: Path) -> None:
     done = crelle("generate", good_checkpoint, "--prompt", "x" * 200, "--json")
-    sentence = refused(done, "the prompt has 201 tokens", "context holds 96")
+    sentence = refused(done, "the prompt has 201 tokens", "context of 96")
     assert json.loads(done.stdout) == {"error": sentence}
 
 

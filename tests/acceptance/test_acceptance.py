@@ -52,7 +52,7 @@ def test_a_wrong_answer_is_a_failure() -> None:
             assert [o.error is not None for o in crowd.outcomes] == [bool(failed)]
         unknown = Crowd(server.url, "another", [Known("Hello", 5, None, right)], 2048, exact=True)
         asyncio.run(unknown.alone())
-        assert "is not served here" in (unknown.outcomes[0].error or "")
+        assert "does not exist" in (unknown.outcomes[0].error or "")
         server.assert_empty()
 
 

@@ -50,7 +50,7 @@ def test_rows_of_gemm_are_plotted(tmp_path: Path) -> None:
 def test_wrong_rows_get_a_sentence(rows: str) -> None:
     done = run("bench", "gemm", "--rows", rows)
     assert done.code == 2
-    assert "--rows should read like" in done.err
+    assert "--rows must look like" in done.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -117,7 +117,7 @@ def test_kinds_of_weights() -> None:
         ({"gpus": 0}, "at least one GPU"),
         ({"batch": 0}, "at least one sequence"),
         ({"context": 9000}, "1 to 8192 tokens"),
-        ({"memory": "lots"}, "looks like 24GB"),
+        ({"memory": "lots"}, "must look like 24GB"),
         ({"bandwidth": float("inf")}, "positive number"),
         ({"bandwidth": float("nan")}, "positive number"),
     ],

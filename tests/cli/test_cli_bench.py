@@ -118,6 +118,19 @@ def test_decode_measures_both_phases(tiny_model: Path, tmp_path: Path) -> None:
     assert row["prefill_tokens_per_second"] > 0
 
 
+def test_decode_defaults_fit_a_short_context(tiny_model: Path) -> None:
+    done = run("bench", "decode", tiny_model, "--rounds", "1", "--threads", "1", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["decode_tokens"], done.json["prefill_tokens"]) == (64, 95)
+
+
+@pytest.mark.parametrize(("option", "most", "need"), [("--prompt", 95, 97), ("--tokens", 94, 98)])
+def test_decode_sizes_beyond_the_context_name_the_remedy(tiny_model: Path, option: str, most: int, need: int) -> None:
+    done = run("bench", "decode", tiny_model, option, 96, "--rounds", "1", "--threads", "1")
+    assert done.code == 2
+    assert f"{need} tokens do not fit the model's context of 96; {option} must be at most {most}" in done.err
+
+
 def test_decode_peer_model_needs_its_program(tiny_model: Path) -> None:
     done = run("bench", "decode", tiny_model, "--llama-model", "m.gguf")
     assert done.code == 2

@@ -74,12 +74,12 @@ def test_shapes_and_schemes_without_files(monkeypatch: pytest.MonkeyPatch) -> No
     ("options", "said"),
     [
         (("--clients", "2"), "give one of MODEL"),
-        (("--shape", "llama2-7b"), "say what load"),
+        (("--shape", "llama2-7b"), "choose a load"),
         (("--shape", "llama2-8b", "--clients", "2"), "there is no shape"),
         (("--shape", "llama2-7b", "--scheme", "nf4", "--clients", "2"), "nf4"),
         (("--shape", "llama2-7b", "--batch", "1,x"), "should read like"),
         (("--shape", "llama2-7b", "--clients", "0"), "--clients should read like"),
-        (("--url", "http://127.0.0.1:9", "--batch", "1"), "not for --url"),
+        (("--url", "http://127.0.0.1:9", "--batch", "1"), "does not apply to --url"),
     ],
 )
 def test_bad_options_are_sentences(options: tuple[str, ...], said: str) -> None:
@@ -148,7 +148,7 @@ def test_a_server_without_a_chat_template_is_asked_for_completions(tmp_path: Pat
         load = ("--clients", "2", "--seconds", "0.5", "--tokens", "3")
         done = run("bench", "serve", "--url", server.url, *load, "--out", tmp_path / "r")
         assert done.code == 0, done.err
-        assert "completions, not chats" in done.out
+        assert "has no chat template; measured /v1/completions" in done.out
         (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
         assert (row["chat"], row["failures"]) == (False, 0)
         assert server.paths.count("/v1/chat/completions") == 1

@@ -64,7 +64,7 @@ def test_oldest_turns_make_room_when_the_context_is_full(tiny_model: Path) -> No
 def test_message_longer_than_the_context_ends_a_script_in_a_sentence(tiny_model: Path) -> None:
     done = run("chat", tiny_model, stdin="Hi\n" + "x" * 200 + "\n")
     assert done.code == 2
-    assert "tokens, but the model's context holds 96" in done.err
+    assert "tokens, but the model's context is 96" in done.err
 
 
 def test_model_without_a_template_is_referred_to_generate(tiny_model: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_model_without_a_template_is_referred_to_generate(tiny_model: Path, tmp_
     (model / "tokenizer_config.json").write_text("{}")
     done = run("chat", model)  # before anything is asked
     assert done.code == 2
-    assert f"has no chat template, so it cannot chat; use `crelle generate {model} --prompt" in done.err
+    assert f"has no chat template; use `crelle generate {model} --prompt" in done.err
 
 
 def test_template_that_refuses_a_system_message_is_reported_before_the_first_question(
@@ -161,7 +161,7 @@ def test_banner_names_model_device_sampling_and_the_way_out(typed: Any) -> None:
 def test_commands(typed: Any) -> None:
     done = typed("/help", "", "/nonsense", "Hi", "/reset", "Yo", "/quit", "not read", args=("--json",))
     assert "/reset " in done.err
-    assert "There is no command /nonsense; /help lists them." in done.err
+    assert "Unknown command /nonsense; /help lists the commands." in done.err
     assert [m["content"] for m in done.json["messages"] if m["role"] == "user"] == ["Yo"]
 
 

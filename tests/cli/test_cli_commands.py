@@ -225,7 +225,7 @@ def test_generate_shows_prompt_and_text(tiny_model: Path) -> None:
     expected = LLM.load(tiny_model).generate("Hello", Sampling(max_tokens=12)).text
     assert result.out == f"Hello{expected}\n"
     assert "12 tokens, " in result.err
-    assert "ended by length" in result.err
+    assert "finish reason: length" in result.err
 
 
 def test_generate_reads_the_prompt_from_standard_input(tiny_model: Path) -> None:
@@ -265,12 +265,12 @@ def test_explain_for_people_is_short_and_the_reasons_come_on_demand(
     assert shown.startswith("generation and serving: ")  # the executor first
     assert len(shown.splitlines()) < 20
     assert "k_proj" in shown
-    assert "less preferred" not in shown
+    assert "lower priority" not in shown
     assert "--why" in shown
     whole = succeed("explain", quantized, "--why").out
-    assert "not reference: could run it, but is less preferred" in whole
+    assert "not reference: supported, but has lower priority" in whole
     assert "not cuda: runs on a GPU" in whole
-    assert "not torch: could run it, but is slower" in whole or "torch, layer by layer" in whole
+    assert "not torch: supported, but slower" in whole or "torch, layer by layer" in whole
 
 
 def test_explain_says_without_being_asked_why_a_slow_path_runs(
@@ -315,7 +315,7 @@ def test_doctor_says_what_the_server_extra_lacks(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("crelle.cli.doctor.version", version)
     states = {c["what"]: (c["state"], c["detail"]) for c in succeed("doctor", "--json").json["checks"]}
-    assert states["msgspec"] == ("absent", "crelle serve: requests and answers (pip install 'crelle[server]')")
+    assert states["msgspec"] == ("absent", "crelle serve: requests and responses (pip install 'crelle[server]')")
     assert states["aiohttp"][0] == "ok"
 
 
@@ -339,7 +339,7 @@ def test_doctor_compiles_a_cuda_kernel_without_a_device(tmp_path: Path, monkeypa
     monkeypatch.setattr(jit, "_memory", {})
     first, second = check(), check()
     assert first["state"] == second["state"] == "ok"
-    assert re.match(r"NVRTC \d+\.\d+ compiled one for sm_\w+ in \d+\.\d\d s", first["detail"])
+    assert re.match(r"NVRTC \d+\.\d+ compiled a test kernel for sm_\w+ in \d+\.\d\d s", first["detail"])
     assert "in the cache" in second["detail"]
 
     monkeypatch.setattr(jit, "_memory", {})
@@ -360,13 +360,13 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "a window of 97 tokens does not fit the model's context of 96",
     ),
     "tokens below one": ("eval {tiny} --text {text} --context 64 --tokens -1", "tokens must be at least 1"),
-    "tokens in words": ("eval {tiny} --tokens many", "--tokens takes a number of tokens or 'all', not 'many'"),
+    "tokens in words": ("eval {tiny} --tokens many", "--tokens must be a number or 'all', got 'many'"),
     "context too long for the text": ("eval {tiny} --text {text} --context 90 --tokens 9", "lower --context"),
     "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "there is no scheme 'magic'"),
     "unknown setting": ("quantize {tiny} {tmp}/q --scheme rtn:colour=4", "has no setting 'colour'"),
     "group 0": ("quantize {tiny} {tmp}/q --scheme rtn:group=0", "group must be at least 1"),
     "bits 9": ("quantize {tiny} {tmp}/q --scheme bcq:bits=9", "bits must be 1 to 8, got 9"),
-    "override without scheme": ("quantize {tiny} {tmp}/q --scheme fp16 --override x", "should read PATTERN=SCHEME"),
+    "override without scheme": ("quantize {tiny} {tmp}/q --scheme fp16 --override x", "have the form PATTERN=SCHEME"),
     "override of nothing": ("quantize {tiny} {tmp}/q --scheme fp16 --override x=fp16", "'x' matches no matrix"),
     "target exists": (
         "quantize {tiny} {q} --scheme fp16",

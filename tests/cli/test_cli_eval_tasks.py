@@ -70,7 +70,7 @@ def test_text_is_compared_by_divergence(tiny_model: Path, coded: Path, tmp_path:
     assert 0 < found["kl_mean"] < found["kl_p99"] <= found["kl_max"]
     assert found["ratio"] == pytest.approx(seen["perplexity"] / found["perplexity"])
     shown = succeed("eval", coded, *options).out
-    assert f"same likeliest token {found['top1_agreement']:.2%}" in shown
+    assert f"top-1 agreement {found['top1_agreement']:.2%}" in shown
     assert f"KL mean {found['kl_mean']:.4g}" in shown
 
 
@@ -78,15 +78,15 @@ def test_text_is_compared_by_divergence(tiny_model: Path, coded: Path, tmp_path:
     ("options", "sentence"),
     [
         ("--tasks piqa", "--tasks needs --data"),
-        ("--data DATA", "--data belongs to --tasks"),
-        ("--limit 3", "--limit belongs to --tasks"),
-        ("--results here", "--results belongs to --tasks"),
-        ("--tasks piqa --data DATA --text a.txt", "--text is for perplexity over a text and --tasks for accuracy"),
-        ("--tasks piqa --data DATA --kl", "--kl is for perplexity"),
-        ("--tasks piqa --data DATA --kl-limit 0", "--kl is for perplexity"),
-        ("--tasks piqa --data DATA --tokens 5", "--tokens is for perplexity"),
-        ("--tasks piqa --data DATA --no-bos", "--no-bos is for perplexity"),
-        ("--against MODEL --kl", "--against compares models and --kl caches"),
+        ("--data DATA", "--data needs --tasks"),
+        ("--limit 3", "--limit needs --tasks"),
+        ("--results here", "--results needs --tasks"),
+        ("--tasks piqa --data DATA --text a.txt", "--text applies to perplexity and --tasks to accuracy"),
+        ("--tasks piqa --data DATA --kl", "--kl applies to perplexity"),
+        ("--tasks piqa --data DATA --kl-limit 0", "--kl applies to perplexity"),
+        ("--tasks piqa --data DATA --tokens 5", "--tokens applies to perplexity"),
+        ("--tasks piqa --data DATA --no-bos", "--no-bos applies to perplexity"),
+        ("--against MODEL --kl", "--against compares two models and --kl two caches"),
         ("--tasks piqa,hellaswag --data DATA", "there is no task 'hellaswag'; known are arc_easy, boolq, piqa"),
         ("--tasks piqa --data nowhere", "nowhere is not a folder"),
         ("--tasks boolq --data DATA", "boolq.jsonl does not exist"),

@@ -192,9 +192,9 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert in_process.run("export", made, tmp_path / "g").err.count("exists already") == 1
     assert "4 bits, group 32, gptq_v2" in in_process.succeed("export", made, tmp_path / "g", "--overwrite").out
     refused = in_process.run("export", made, tmp_path / "h", "--to", "onnx")
-    assert (refused.code, "there is no export to 'onnx'; choose: gptq, awq, compr" in refused.err) == (2, True)
+    assert (refused.code, "unknown export format 'onnx'; choose one of: gptq, awq, compr" in refused.err) == (2, True)
     refused = in_process.run("export", made, tmp_path / "h", "--to", "awq", "--gptq-version", 1)
-    assert (refused.code, "--gptq-version is for --to gptq, not for awq" in refused.err) == (2, True)
+    assert (refused.code, "--gptq-version applies to --to gptq, not to awq" in refused.err) == (2, True)
     one, two = (
         in_process.succeed("generate", p, "--prompt", "ab", "--max-tokens", 8, "--json").json["text"]
         for p in (made, tmp_path / "g")

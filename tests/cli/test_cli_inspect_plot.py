@@ -46,8 +46,8 @@ def test_the_plot_is_a_picture(crelle: Run, mixed: Path, tmp_path: Path) -> None
 
 def test_what_cannot_be_drawn_is_said(crelle: Run, mixed: Path, tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    assert "should end in .png" in crelle("inspect", mixed, "--plot", tmp_path / "map.pdf").stderr
-    assert "no folder" in crelle("inspect", mixed, "--plot", tmp_path / "nowhere" / "map.png").stderr
+    assert "must name a .png file" in crelle("inspect", mixed, "--plot", tmp_path / "map.pdf").stderr
+    assert "does not exist" in crelle("inspect", mixed, "--plot", tmp_path / "nowhere" / "map.png").stderr
     assert "no quantized matrix" in crelle("inspect", tiny_model, "--plot", tmp_path / "map.png").stderr
     assert not list(tmp_path.iterdir())
 

@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_an_answer() -> None:
     assert not found["fits"]
     assert "not even one fits" in found["why_not"]
     assert found["enough_gpus"] == 2
-    assert "2 such GPUs are enough" in succeed(*ARGS[:2], "--memory", "10GB").out.replace("\n", " ")
+    assert "2 GPUs of this size are enough" in succeed(*ARGS[:2], "--memory", "10GB").out.replace("\n", " ")
 
 
 def test_a_checkpoint_has_its_own_scheme(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
         (("nope",), "shapes are: smollm2-135m"),
         (("llama3-8b", "--gpus", 0), "at least one GPU"),
         (("llama3-8b", "--scheme", "x:bits=3"), "there is no scheme 'x'"),
-        (("llama3-8b", "--scheme", "keep"), "give the scheme that comes nearest"),
+        (("llama3-8b", "--scheme", "keep"), "give the closest one"),
         (("llama3-8b", "--kv", 5), "a KV cache is one of"),
         (("llama3-8b", "--price", 5), "needs both"),
-        (("llama3-8b", "--price", 5, "--watt", -1), "not negative"),
+        (("llama3-8b", "--price", 5, "--watt", -1), "must be at least 0"),
         (("llama3-8b", "--bandwidth", 0), "positive number"),
         (("llama3-405b", "--memory", "100MB"), "one layer of llama3-405b"),
     ],

@@ -22,7 +22,7 @@ def test_page_and_pictures_are_written(tmp_path: Path) -> None:
     result = succeed("report", *files, "-o", page, "--png", pictures, "--cost", "price=30000", "--json")
     assert result.json["page"] == str(page)
     assert [left_out["file"] for left_out in result.json["left_out"]] == ["cpu-startup.json"]
-    assert "left out: cpu-startup.json is of a kind" in result.err
+    assert "skipped: cpu-startup.json is of a kind" in result.err
     assert sorted(p.stem for p in pictures.iterdir()) == sorted(result.json["figures"])
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>")
@@ -39,16 +39,14 @@ def test_many_files_left_out_are_one_warning(tmp_path: Path) -> None:
     count = len(result.json["left_out"])
     assert count > 3
     (line,) = result.err.strip().splitlines()
-    assert line == (
-        f"warning: left out: {count} files or rows; the page lists the reasons under 'Left out', and --json too"
-    )
+    assert line == (f"warning: skipped {count} files or rows; the page ('Left out') and --json list the reasons")
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         (["nowhere"], "nowhere does not exist"),
-        ([RESULTS / "cpu-startup.json"], "none of the 1 files holds anything that the report shows"),
+        ([RESULTS / "cpu-startup.json"], "none of the 1 files contains a result that the report can show"),
         ([RESULTS / "h200-gemv.json", "--cost", "cheap"], "--cost should read"),
         ([RESULTS / "h200-gemv.json", "-o", "/dev/null/x/r.html"], "cannot write /dev/null/x/r.html"),
         ([RESULTS / "h200-gemv.json", "--png", "/dev/null/x"], "cannot write /dev/null/x"),

@@ -92,7 +92,7 @@ def test_max_perplexity_takes_the_smallest_that_meets_it(tmp_path: Path) -> None
     assert found["perplexity"] <= 100000
     none = run("search", model, "--max-perplexity", "2", *SMALL, *text)
     assert none.code == 2
-    assert "no plan has a perplexity of at most 2" in none.err
+    assert "no plan reaches a perplexity of 2" in none.err
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_check_compares_the_front_with_measured_losses(
     assert points[0]["bits_per_weight"] == found["front"][0]["bits_per_weight"]
     assert points[-1]["bits_per_weight"] == found["front"][-1]["bits_per_weight"]
     assert (tmp_path / "found" / "front.html").read_text().count('class="measured"') == 4
-    assert ("do not follow" in done.err) is not confirmed
+    assert ("do not rank like" in done.err) is not confirmed
 
 
 def test_check_measures_what_quantizing_gives(small: tuple[Path, tuple[object, ...]]) -> None:

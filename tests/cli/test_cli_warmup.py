@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from in_process import run, succeed
 
-from crelle.cli.common.console import tell_compilation
+from crelle.cli.common.console import report_compilation
 from crelle.engine import compile_ahead
 from crelle.kernels.cuda import jit
 
@@ -47,11 +47,11 @@ def test_generate_compiles_on_all_cores_once(tiny_model: Path, tmp_path: Path, m
     assert asked == []  # on a CPU
     monkeypatch.setattr(compile_ahead, "on_gpu", lambda model: True)
     jit.kernel_directory().mkdir()
-    assert "compiling CUDA kernels, once" in succeed(*generate).err
+    assert "compiling CUDA kernels (first run only)" in succeed(*generate).err
     assert "compiling" not in succeed(*generate).err
     assert [sequences for sequences, _ in asked] == [[1]]
     monkeypatch.setattr(jit, "toolchain", lambda: "another one")
-    assert "compiling CUDA kernels, once" in succeed(*generate).err
+    assert "compiling CUDA kernels (first run only)" in succeed(*generate).err
     assert asked[0] == asked[1]
     assert len(list(jit.kernel_directory().glob("compiled-*"))) == 2
 
@@ -71,7 +71,7 @@ def test_the_first_compilation_is_said_once(
     monkeypatch.setattr(jit, "_nvrtc", lambda *_: built)
     monkeypatch.setattr(jit, "_key", lambda file, expression, arch: f"{expression}-{tmp_path.name}")
     monkeypatch.setattr(jit, "_publish", lambda *_: None)
-    tell_compilation(Path("out/model"))
+    report_compilation(Path("out/model"))
     for expression in ("f<1>", "f<2>"):
         jit.compile("x.cu", expression, "sm_90a")
     assert capsys.readouterr().err.count("crelle warmup out/model") == 1

@@ -33,3 +33,12 @@ def test_finite_figures_are_printed_as_they_are(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.out == '{"x": [1, 2.5, "é", null, true]}\n'
     assert said.err == ""
+
+
+def test_progress_shows_the_title_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.tracking() as track:
+        track(1, 1, "training, loss 1.5")
+    assert capsys.readouterr().err.startswith("training, loss 1.5 ")
+    with console.tracking("exporting") as track:
+        track(1, 1, "layer 3")
+    assert capsys.readouterr().err.startswith("exporting layer 3 ")

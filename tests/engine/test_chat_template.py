@@ -122,7 +122,7 @@ def test_a_long_conversation_is_within_the_budget() -> None:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),
         ("{{ 'a' * 10**10 }}", "makes more than 256 MB"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
         (
             "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
             "makes more than",

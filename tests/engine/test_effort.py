@@ -75,7 +75,7 @@ def test_what_is_asked_for_stays() -> None:
     assert resolve("fast", "gptq:bits=4,group=64", GPU, SMOLLM2) == Effort("fast", "gptq:bits=4,group=64", 32, 0)
     assert resolve("best", "rtn:bits=4,group=64", GPU, SMOLLM2) == Effort("best", "rtn:bits=4,group=64", 0, 0)
     assert resolve("fast", "rtn:bits=4,group=64", GPU, SMOLLM2, calibrated=True).rows == 32  # for an override
-    with pytest.raises(SchemeError, match="there is no effort 'most'; choose fast, balanced or best"):
+    with pytest.raises(SchemeError, match="unknown effort 'most'; choose fast, balanced or best"):
         resolve("most", SCHEME, GPU, SMOLLM2)
 
 

@@ -216,7 +216,7 @@ def test_events_come_to_the_callback_and_a_callback_that_fails_ends_its_request_
         ({"n": 33}, CapacityError, "n is 33, but at most 32"),
         ({"logprobs": 21}, SchemeError, "logprobs must be between 0 and 20"),
         ({"bits": 2}, UnsupportedError, "has one precision only"),
-        ({"prompt": [1] * 80}, CapacityError, "need 6 pages of 16 tokens, the whole cache has 5"),
+        ({"prompt": [1] * 80}, CapacityError, "need 6 pages of 16 tokens, but the whole cache has 5"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_a_sentence(
@@ -237,7 +237,7 @@ def test_a_full_queue_is_said_at_once(llm: LLM) -> None:
     engine = Engine(llm, pages=64, queue_limit=2)
     for _ in range(2):
         engine.add("Hello")
-    with pytest.raises(QueueFullError, match="2 requests wait already"):
+    with pytest.raises(QueueFullError, match="2 requests are waiting"):
         engine.add("Hello")
     engine.step()
     engine.add("Hello")
@@ -342,9 +342,9 @@ def test_generate_all_takes_a_sampling_for_each_and_says_what_is_wrong(llm: LLM)
     found = generate_all(llm, ["Hello", "a"], [GREEDY, WARM], max_batch=2, budget=8)
     assert [c.tokens for c in found] == [*alone(llm, "Hello"), *alone(llm, "a", WARM)]
     assert generate_all(llm, []) == []
-    with pytest.raises(SchemeError, match="2 prompts, but 1 samplings"):
+    with pytest.raises(SchemeError, match="2 prompts, but 1 Samplings"):
         generate_all(llm, ["Hello", "a"], [GREEDY])
-    with pytest.raises(CapacityError, match="context holds 96"):
+    with pytest.raises(CapacityError, match="context of 96"):
         generate_all(llm, ["Hello", "a" * 96], GREEDY)
 
 

@@ -67,7 +67,7 @@ def test_a_runner_that_fails_every_time_stops_the_engine(llm: LLM, ahead: bool) 
         assert one_token(engine) == "error"
         assert engine.stopped is None
     assert one_token(engine) == "error"
-    assert_stopped(engine, errors[FAILED_STEPS - 1], "3 steps failed without a good one between them")
+    assert_stopped(engine, errors[FAILED_STEPS - 1], "3 consecutive steps failed")
 
 
 def test_tokens_that_never_arrive_count_as_failed_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_tokens_that_never_arrive_count_as_failed_steps(llm: LLM, monkeypatch: p
     for _ in range(FAILED_STEPS):
         assert engine.stopped is None
         assert one_token(engine) == "error"
-    assert_stopped(engine, error, "3 steps failed without a good one between them")
+    assert_stopped(engine, error, "3 consecutive steps failed")
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])

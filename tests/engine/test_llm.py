@@ -55,7 +55,7 @@ def test_full_context_ends_the_text(llm: LLM, prompt: int) -> None:
 
 @pytest.mark.parametrize("n", [CONTEXT, CONTEXT + 1, 1000])
 def test_prompt_that_fills_the_context_is_refused_before_any_work(llm: LLM, n: int) -> None:
-    with pytest.raises(CapacityError, match=f"the prompt has {n} tokens, the model's context holds {CONTEXT}"):
+    with pytest.raises(CapacityError, match=f"the prompt has {n} tokens, but the model's context of {CONTEXT}"):
         llm.stream([65] * n)
 
 
@@ -106,14 +106,14 @@ def test_list_of_prompts_takes_a_sampling_for_each(llm: LLM) -> None:
     one, two = llm.generate(["Hello", "a"], samplings)
     assert (len(one.tokens), len(two.tokens)) == (3, 7)
     assert llm.generate(["a"], samplings[1:])[0].tokens == two.tokens
-    with pytest.raises(SchemeError, match="2 prompts, but 1 samplings"):
+    with pytest.raises(SchemeError, match="2 prompts, but 1 Samplings"):
         llm.generate(["Hello", "a"], samplings[:1])
-    with pytest.raises(SchemeError, match="one prompt takes one sampling"):
+    with pytest.raises(SchemeError, match="one prompt takes one Sampling"):
         llm.generate("Hello", samplings)  # type: ignore[call-overload]
 
 
 def test_one_bad_prompt_of_a_list_is_a_sentence(llm: LLM) -> None:
-    with pytest.raises(CapacityError, match=f"the model's context holds {CONTEXT}"):
+    with pytest.raises(CapacityError, match=f"the model's context of {CONTEXT}"):
         llm.generate(["Hello", "a" * CONTEXT])
     with pytest.raises(SchemeError, match="the prompt is empty"):
         llm.generate([[65], []])

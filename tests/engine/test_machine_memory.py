@@ -57,7 +57,7 @@ def test_without_a_limit_it_is_what_the_machine_has_available(tmp_path: Path) ->
 def test_limits_of_cgroups_count(tmp_path: Path, cgroup: str, files: dict[str, str], gib: int) -> None:
     found = free_on_host(root(tmp_path, {**MACHINE, "proc/self/cgroup": cgroup, **files}))
     assert found.size == gib * GIB
-    assert found.where == ("on this machine" if gib == 20 else "under the memory limit of this cgroup")
+    assert found.where == ("on this machine" if gib == 20 else "within the memory limit of this cgroup")
 
 
 def test_a_system_that_reports_nothing_has_half_of_its_memory(tmp_path: Path) -> None:

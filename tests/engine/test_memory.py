@@ -35,7 +35,7 @@ def test_sizes_are_read(text: str | int, size: int) -> None:
     "text", ["", "much", "24 GigaBytes", "-3GB", "1e9", "GB", "1.GB", "5iB", "24 GB RAM", True, "nan"]
 )
 def test_nonsense_is_refused_with_a_sentence(text: str) -> None:
-    with pytest.raises(SchemeError, match=r"a size of memory looks like 24GB, 512MB"):
+    with pytest.raises(SchemeError, match=r"a memory size must look like 24GB, 512MB"):
         parse_bytes(text)
 
 
@@ -76,7 +76,10 @@ def test_fewer_bits_hold_more_tokens(tiny_model: Path) -> None:
 
 def test_a_budget_below_the_weights_is_a_sentence(tiny_model: Path) -> None:
     model, _ = load(tiny_model, device="cpu")
-    with pytest.raises(CapacityError, match=r"a budget of 200 kB holds no cache: weights take .* give it more memory"):
+    with pytest.raises(
+        CapacityError,
+        match=r"a memory limit of 200 kB leaves no room for the KV cache: the weights take .* allow more memory",
+    ):
         plan([model], KVFormat(), memory="200kB", pages=None, max_batch=4, budget=16)
 
 
@@ -97,6 +100,6 @@ def test_a_plan_says_what_it_is_for() -> None:
     it = MemoryPlan(KVFormat(4), 10**9, 10**8, 20_000, 1000, 2048, 256)
     assert (it.tokens, it.total, it.batch(1024), it.batch(100)) == (16000, 1_120_000_000, 15, 142)
     assert str(it) == (
-        "1.12 GB: weights 1 GB, working space 100 MB, 1000 pages of 16 tokens at kv4 20 MB; room for 16000 tokens, "
-        "15 sequences of 1024 at once"
+        "1.12 GB: weights 1 GB, workspace 100 MB, kv4 cache 20 MB (1000 pages of 16 tokens): room for 16000 tokens, "
+        "15 sequences of 1024"
     )

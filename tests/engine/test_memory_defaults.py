@@ -76,14 +76,16 @@ def test_a_model_of_short_contexts_leaves_the_rest_of_a_gpu_alone() -> None:
     it = on_gpu("smollm2-135m", GB // 10, 136 * GB)
     assert it.max_batch == 256
     assert it.tokens == 256 * (8192 + 16), "256 whole contexts, and the page that each may need next"
-    assert it.reason.startswith("256 whole contexts need no more of the 122 GB that are 90% of the 136 GB free on cuda")
+    assert it.reason.startswith(
+        "enough for 256 whole contexts, less than the limit of 122 GB (90% of the 136 GB free on cuda"
+    )
 
 
 def test_limits_that_are_given_are_kept() -> None:
     it = on_gpu("llama2-7b", 4 * GB, 136 * GB, memory="24GB", max_batch=17, budget=300)
     assert (it.max_batch, it.budget) == (17, 300)
     assert it.total <= 24 * GB < it.total + it.page_bytes
-    assert it.reason == "as --memory asks"
+    assert it.reason == "set by --memory"
     assert on_gpu("llama2-7b", 4 * GB, 136 * GB, budget=64).max_batch == 64, "a token of a step for each sequence"
     assert on_gpu("llama2-7b", 4 * GB, 136 * GB, max_batch=4000).budget == 4000
     assert on_gpu("llama2-7b", 4 * GB, 136 * GB, pages=10).pages == 10
@@ -91,14 +93,12 @@ def test_limits_that_are_given_are_kept() -> None:
 
 def test_more_than_there_is_is_refused() -> None:
     for plan in (on_gpu, on_cpu):
-        with pytest.raises(
-            CapacityError, match=r"a budget of 24 GB is more than the 20 GB that are free on .*`memory`"
-        ):
+        with pytest.raises(CapacityError, match=r"a memory limit of 24 GB is more than the 20 GB free on .*`memory`"):
             plan("llama2-7b", 4 * GB, 16 * GB, memory="24GB")
 
 
 def test_weights_that_fill_a_gpu_are_a_sentence() -> None:
-    with pytest.raises(CapacityError, match=r"holds no cache: weights take 13\.5 GB"):
+    with pytest.raises(CapacityError, match=r"leaves no room for the KV cache: the weights take 13\.5 GB"):
         on_gpu("llama2-7b", 13_500_000_000, GB)
 
 
@@ -118,7 +118,7 @@ def test_the_cache_of_a_cpu_is_no_larger_than_its_batch_needs() -> None:
 
 
 def test_a_cpu_without_room_for_one_step_says_so() -> None:
-    with pytest.raises(CapacityError, match="holds no cache"):
+    with pytest.raises(CapacityError, match="leaves no room for the KV cache"):
         on_cpu("llama3-8b", 5 * GB, 10_000_000)
 
 
@@ -146,7 +146,7 @@ def test_a_list_of_prompts_gets_the_pages_it_needs() -> None:
     it = on_gpu("llama2-7b", 4 * GB, 136 * GB, lengths=[100, 20, 5000])
     assert (it.max_batch, it.budget) == (3, 2048)
     assert it.pages == 7 + 2 + 256 + 3, "no sequence is longer than the context"
-    assert it.reason == "3 sequences need no more"
+    assert it.reason == "enough for 3 sequences"
     many = on_gpu("llama2-7b", 4 * GB, 136 * GB, lengths=[2048] * 1000)
     assert many.max_batch > 200
     assert many.total <= 126 * GB
@@ -183,7 +183,7 @@ def test_requests_longer_than_the_cache_are_refused_and_others_served(
     engine.run()
     assert handle.outputs[0].error is None
     with pytest.raises(
-        CapacityError, match=r"need \d+ pages of 16 tokens, the whole cache has \d+; shorten the prompt"
+        CapacityError, match=r"need \d+ pages of 16 tokens, but the whole cache has \d+; shorten the prompt"
     ):
         engine.add([1] * engine.plan.tokens, Sampling(max_tokens=4))
     with pytest.raises(CapacityError, match="the whole cache has"):

@@ -75,7 +75,7 @@ def test_the_second_stage_goes_on_from_the_same_first_one_only(
         with pytest.raises(StoppedError):
             run(model, tmp_path / "out")
     first = contents(tmp_path / "out.base")
-    with pytest.raises(FormatError, match=r"cannot resume: .* was made from another"):
+    with pytest.raises(FormatError, match=r"cannot resume: .* was written for another"):
         run(model, tmp_path / "out", FULL.replace("4.5", "5.5"), resume=True)
     assert contents(tmp_path / "out.base") == first
     seen: list[Path] = []

@@ -86,7 +86,7 @@ def test_a_run_killed_while_it_searches_begins_anew(model: Path, tmp_path: Path,
 def test_a_plan_from_something_else_is_not_taken(model: Path, tmp_path: Path) -> None:
     killed(model, tmp_path / "out", "model.layers.0")
     before = (tmp_path / "out.plan.json").read_bytes()
-    with pytest.raises(FormatError, match=r"cannot resume: .*plan\.json was made from another"):
+    with pytest.raises(FormatError, match=r"cannot resume: .*plan\.json was written for another"):
         run(model, tmp_path / "out", AUTO.replace("4.5", "5.5"), resume=True)
     assert (tmp_path / "out.plan.json").read_bytes() == before
     run(model, tmp_path / "out", AUTO.replace("4.5", "5.5"), overwrite=True)
@@ -104,7 +104,7 @@ def test_a_file_of_the_users_is_kept(model: Path, tmp_path: Path, what: str, opt
         path.symlink_to("mine")
     else:
         path.write_text("mine" if what == "a text" else "{}")
-    with pytest.raises(FormatError, match="no plan of such a run"):
+    with pytest.raises(FormatError, match="not the plan of an interrupted run"):
         run(model, tmp_path / "out", **options)
     assert path.is_dir() == (what == "a folder")
     assert what == "a folder" or path.read_text() in ("mine", "{}", '{"planned_from": {}}')

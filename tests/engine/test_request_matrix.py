@@ -94,7 +94,7 @@ def refuse_what_has_no_room(llm: LLM) -> None:
     running = engine.add([1, 2, 3], Sampling(max_tokens=4), ignore_end=True)
     engine.step()
     for length in (CONTEXT, CONTEXT + 1, 3 * CONTEXT):
-        sentence = f"the prompt has {length} tokens, the model's context holds {CONTEXT}"
+        sentence = f"the prompt has {length} tokens, but the model's context of {CONTEXT}"
         with pytest.raises(CapacityError, match=sentence):
             engine.add([1] * length)
         with pytest.raises(CapacityError, match=sentence):

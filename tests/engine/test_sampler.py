@@ -190,7 +190,7 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> Non
 
 @pytest.mark.parametrize("stop", ["end", ("",), ("a", "")])
 def test_stop_that_is_no_tuple_of_strings_is_refused(stop: Any) -> None:
-    with pytest.raises(SchemeError, match="stop must be a tuple of strings, none of them empty"):
+    with pytest.raises(SchemeError, match="stop must be a tuple of non-empty strings"):
         Sampling(stop=stop)
 
 

@@ -157,7 +157,7 @@ def test_nobody_is_let_in_who_would_throw_another_out_at_once() -> None:
 
 def test_what_could_never_fit_is_refused_with_a_sentence() -> None:
     s = scheduler(pages=4, page=4)
-    with pytest.raises(CapacityError, match="10 tokens and up to 8 new ones need 5 pages of 4 tokens, the whole cache"):
+    with pytest.raises(CapacityError, match="10 tokens and up to 8 new tokens need 5 pages of 4 tokens, but the whole"):
         s.submit(request(range(10), tokens=8))
     s.submit(request(range(10), tokens=7))  # 16 are stored; the last is only drawn
     assert steps(s)
@@ -165,7 +165,7 @@ def test_what_could_never_fit_is_refused_with_a_sentence() -> None:
 
 def test_prompt_that_fills_the_context_is_refused() -> None:
     s = scheduler(context=8)
-    with pytest.raises(CapacityError, match="the prompt has 8 tokens, the model's context holds 8"):
+    with pytest.raises(CapacityError, match="the prompt has 8 tokens, but the model's context of 8"):
         s.submit(request(range(8)))
     (x,) = s.submit(request(range(6), tokens=100))
     steps(s)
@@ -173,13 +173,13 @@ def test_prompt_that_fills_the_context_is_refused() -> None:
 
 
 def test_more_texts_than_a_batch_are_refused() -> None:
-    with pytest.raises(CapacityError, match="n is 3, but at most 2 sequences run at once"):
+    with pytest.raises(CapacityError, match="n is 3, but at most 2 sequences can run concurrently"):
         scheduler(max_batch=2).submit(request(n=3))
 
 
 @pytest.mark.parametrize(("max_batch", "budget"), [(0, 8), (9, 8)])
 def test_budget_below_a_token_each_is_refused(max_batch: int, budget: int) -> None:
-    with pytest.raises(SchemeError, match="a token for each"):
+    with pytest.raises(SchemeError, match="at most the token budget"):
         scheduler(max_batch=max_batch, budget=budget)
 
 

@@ -181,7 +181,7 @@ def test_code_of_a_directory_is_never_run(where: str, tmp_path: Path, monkeypatc
     (model / where).write_text(json.dumps(said | {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}))
     answers = io.StringIO("y\n" * 10)
     monkeypatch.setattr("sys.stdin", answers)
-    with pytest.raises(UnsupportedError, match=r"never runs code of a model\. Save the tokenizer as tokenizer\.json"):
+    with pytest.raises(UnsupportedError, match=r"never runs a model's code\. Save the tokenizer as tokenizer\.json"):
         Tokenizer(model)
     assert not mark.exists()
     assert answers.tell() == 0
@@ -252,19 +252,19 @@ def test_a_tokenizer_with_such_a_pattern_is_refused(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     both = {"type": "Sequence", "pretokenizers": [split, json.loads(file.read_text())["pre_tokenizer"]]}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": both}))
-    with pytest.raises(UnsupportedError, match=r"pattern '\(a\+\)\+\$' .* can take for ever"):
+    with pytest.raises(UnsupportedError, match=r"pattern '\(a\+\)\+\$' .* can take forever"):
         Tokenizer(tmp_path)
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="holds no tokenizer"):
+    with pytest.raises(FormatError, match="has no tokenizer"):
         Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\xff\xfe", b"not json", b""])
 def test_broken_tokenizer_json_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(FormatError, match=r"tokenizer\.json is not a tokenizer that can be read"):
+    with pytest.raises(FormatError, match=r"tokenizer\.json is not a readable tokenizer"):
         Tokenizer(tmp_path)
 
 
@@ -306,7 +306,7 @@ def test_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
 def test_what_the_template_refuses_is_a_sentence(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     change_config(tmp_path, chat_template="{{ raise_exception('no system role here') }}")
-    with pytest.raises(UnsupportedError, match="template refuses this conversation: no system role here"):
+    with pytest.raises(UnsupportedError, match="template rejects this conversation: no system role here"):
         Tokenizer(tmp_path).encode_chat(TALK)
 
 

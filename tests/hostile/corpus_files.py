@@ -55,7 +55,7 @@ file_case(
 )
 file_case(
     "deep tokenizer.json",
-    "not a tokenizer that can be read",
+    "not a readable tokenizer",
     lambda d: (d / "tokenizer.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000),
 )
 file_case(

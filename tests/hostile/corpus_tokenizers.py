@@ -28,25 +28,31 @@ tokenizer("auto_map as a list", "needs Python code", auto_map=["tokenization_evi
 tokenizer("auto_map of another repository", "needs Python code", auto_map={"AutoTokenizer": ["evil/r--t.Evil", None]})
 tokenizer("a class that unpickles", "tokenizer class 'TransfoXLTokenizer'", tokenizer_class="TransfoXLTokenizer")
 tokenizer("a class that is no name", "tokenizer class", tokenizer_class={"a": 1})
-tokenizer("nothing at all", "holds no tokenizer")
-tokenizer("special token as a number", "'bos_token' should be text", {}, bos_token=7)
-tokenizer("half a surrogate pair", "'bos_token' should be text", {}, bos_token="\ud800", add_bos_token=True)
-tokenizer("add_bos_token as text", "'add_bos_token' should be true or false", {}, add_bos_token="yes")
+tokenizer("nothing at all", "has no tokenizer")
+tokenizer("special token as a number", "'bos_token' must be a valid Unicode string", {}, bos_token=7)
+tokenizer(
+    "half a surrogate pair", "'bos_token' must be a valid Unicode string", {}, bos_token="\ud800", add_bos_token=True
+)
+tokenizer("add_bos_token as text", "'add_bos_token' must be true or false", {}, add_bos_token="yes")
 tokenizer("cut and padded", None, {
     "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
     "padding": {"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
                 "pad_token": "!"}})  # fmt: skip
 BAD_SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-tokenizer("a pattern that backtracks", "can take for ever", {"pre_tokenizer": BAD_SPLIT})
+tokenizer("a pattern that backtracks", "can take forever", {"pre_tokenizer": BAD_SPLIT})
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 DOUBLES = {"type": "Sequence", "normalizers": [DOUBLE] * 29}
-tokenizer("a text that doubles 29 times", "characters of one", {"normalizer": DOUBLES})
+tokenizer("a text that doubles 29 times", "can expand one character", {"normalizer": DOUBLES})
 tokenizer(
     "ids beyond the model",
     "outside the vocabulary",
     {"model": {"type": "WordLevel", "vocab": {"Hi": 4294967295, "u": 4294967294}, "unk_token": "u"}},
 )
-tokenizer("merges of nothing", "not a tokenizer", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}})
+tokenizer(
+    "merges of nothing",
+    "not a readable tokenizer",
+    {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}},
+)
 
 
 def from_vocabulary(to: Path) -> Path:
@@ -92,10 +98,10 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "lists of lists": (GROW + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}", "takes more than"),
     "objects of objects": (GROW + "{% set ns.l = dict(a=ns.l, b=ns.l) %}{% endfor %}{{ ns.l|tojson }}", "takes more than"),
     "namespaces": (GROW + "{% set ns.l = namespace(a=ns.l, b=ns.l) %}{% endfor %}{{ ns.l }}", "takes more than"),
-    "endless macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+    "endless macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
     "branching macro": ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", "takes more"),
-    "endless block": ("{% block a %}{{ self.a() }}{% endblock %}", "calls itself without end"),
-    "endless recursive loop": ("{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}", "calls itself without end"),
+    "endless block": ("{% block a %}{{ self.a() }}{% endblock %}", "recurses without end"),
+    "endless recursive loop": ("{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}", "recurses without end"),
     "wide format": ("{{ '%1000000000d' % 1 }}", "width"),
     "wide format method": ("{{ '{:1000000000d}'.format(1) }}", "width"),
     "computed width": ("{{ '%*d' % (10**9, 1) }}", "width"),
@@ -119,13 +125,13 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "functions' internals": ("{{ raise_exception.__globals__.keys() }}", "unsafe"),
     "bytes": ("{{ (1).to_bytes(10**10, 'big') }}", "unsafe"),
     "another file": ("{% include '/etc/passwd' %}", "no loader"),
-    "deep parentheses": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "calls itself without end"),
+    "deep parentheses": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "recurses without end"),
     "deep blocks": ("{% for i in [1] %}" * 200 + "{% endfor %}" * 200, "nests more than"),
     "a template of 100,000 characters": ("{% if 1 %}{{ 1 }}{% endif %}" * 4000, "65,536 are allowed"),
-    "syntax": ("{{ ", "refuses this conversation"),
+    "syntax": ("{{ ", "rejects this conversation"),
 }  # fmt: skip
 for name, (text, words) in TEMPLATES.items():
     tokenizer(f"template with {name}", words, {}, chat_template=text)
-tokenizer("template as a number", "'chat_template' should be text", {}, chat_template=7)
-tokenizer("a template without a name", "none is called 'default'", {}, chat_template=[{"template": "a"}])
-tokenizer("templates without a default", "none is called 'default'", {}, chat_template=[{"name": "x", "template": "a"}])
+tokenizer("template as a number", "'chat_template' must be a string", {}, chat_template=7)
+tokenizer("a template without a name", "none is named 'default'", {}, chat_template=[{"template": "a"}])
+tokenizer("templates without a default", "none is named 'default'", {}, chat_template=[{"name": "x", "template": "a"}])

@@ -97,7 +97,7 @@ def test_losses_that_are_none_are_a_sentence(blocks: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize("rows", [5, [5], [{"name": "a"}], [{"x": 1}]])
 def test_rows_that_are_none_of_an_ablation_are_a_sentence(rows: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
-    with pytest.raises(CrelleError, match="does not hold the rows of an ablation"):
+    with pytest.raises(CrelleError, match="is not an ablation result"):
         _known(tmp_path / "a.json", {})
 
 
@@ -105,7 +105,7 @@ def test_rows_that_are_none_of_an_ablation_are_a_sentence(rows: Any, tmp_path: P
 def test_a_sampling_setting_of_400_digits_is_a_sentence(name: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({name: 10**400}))
     weights: Any = SimpleNamespace(path=tmp_path)
-    with pytest.raises(FormatError, match=f"'{name}' should be a"):
+    with pytest.raises(FormatError, match=f"'{name}' must be a"):
         recommended_sampling(weights)
 
 

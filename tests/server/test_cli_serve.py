@@ -30,7 +30,7 @@ def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Pope
     with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as found:
         assert found.stdout
         said = ""
-        while not said.endswith(("}\n", "ends it\n")):  # one JSON object, or the banner
+        while not said.endswith(("}\n", "to stop.\n")):  # one JSON object, or the banner
             line = found.stdout.readline()
             assert line, found.stderr and found.stderr.read()
             said += line
@@ -101,8 +101,8 @@ def test_what_was_chosen_for_the_machine_is_said() -> None:
         assert "whole contexts (--memory to change)" in facts["memory"], "a tiny model needs no quarter of a machine"
         assert (facts["max_batch"], facts["budget"], facts["longest"]) == (32, 512, facts["context"])
     with process("--memory", "900kB", "--max-batch", "2", "--budget", "16") as (_, port, said):
-        assert "2 sequences at once, 16 tokens a step" in said
-        holds = re.search(r"the cache holds sequences of (\d+) tokens, fewer than the model's 2048", said)
+        assert "2 concurrent sequences (--max-batch), 16 tokens per step (--budget)" in said
+        holds = re.search(r"The KV cache limits sequences to (\d+) tokens; the model's context is 2048", said)
         assert holds
         code, answer = ask(port, prompt="a" * int(holds[1]), max_tokens=5)
         assert (code, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -113,7 +113,7 @@ def test_what_was_chosen_for_the_machine_is_said() -> None:
 def test_more_memory_than_the_machine_has_is_a_sentence() -> None:
     done = run("serve", nested_model(), "--port", "0", "--memory", "900TB")
     assert done.code == 2
-    assert "a budget of 900,000 GB is more than the" in done.err
+    assert "a memory limit of 900,000 GB is more than the" in done.err
 
 
 def test_exactness_can_be_given_up() -> None:
@@ -131,13 +131,13 @@ def test_banner_says_what_is_served_and_where() -> None:
     for line in (
         "model    small",
         "bcq-nested:bits=4,group=24",
-        "at 2, 3, 4 bits as each request asks",
-        "memory   40 MB: as --memory asks\n           weights ",
-        "32 sequences at once, 512 tokens a step (--max-batch, --budget to change), 256 requests may wait",
+        "2, 3, 4 bits, chosen per request",
+        "memory   40 MB: set by --memory\n           weights ",
+        "32 concurrent sequences (--max-batch), 512 tokens per step (--budget), 256 waiting requests",
     ):
         assert line in said
     assert "kv4" in said
-    assert "keys     1 API key\n" in said
+    assert "API key  required (1 key)\n" in said
     assert "sesame" not in said + out + log
 
 
@@ -145,7 +145,7 @@ def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = {
-            ("--port", port): "in use; --port takes another",
+            ("--port", port): "in use; choose another --port",
             ("--host", "no-such-host.invalid"): "cannot listen on no-such-host.invalid",
         }
         for options, says in cases.items():
@@ -160,8 +160,8 @@ def test_mistakes_are_one_sentence(crelle_process: Run) -> None:
     [
         (["--timeout", "0"], "timeout must be above 0"),
         (["--api-key-file", "/no/such/file"], "cannot read API keys"),
-        (["--allow-origin", "example.org"], "an origin looks like"),
-        (["--max-body", "lots"], "a size of memory looks like"),
+        (["--allow-origin", "example.org"], "an origin must look like"),
+        (["--max-body", "lots"], "a memory size must look like"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: list[str], says: str) -> None:

@@ -226,7 +226,7 @@ def test_keys_come_from_file_environment_and_options(tmp_path: Path, monkeypatch
     assert [keys.find(k) for k in ("", "On", "one ", "# mine", "one\udcff")] == [None] * 5
     assert "one" not in repr(keys)
     (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(FormatError, match="holds no API key"):
+    with pytest.raises(FormatError, match="contains no API key"):
         Keys.read(tmp_path / "empty")
     with pytest.raises(FormatError, match="cannot read API keys"):
         Keys.read(tmp_path / "absent")

@@ -44,12 +44,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (
             {"stream_options": {"usage": True}},
             "stream_options",
-            'stream_options has an unknown parameter "usage"; nothing is ignored silently',
+            'stream_options has an unknown parameter "usage"',
         ),
         (
             {"x` - at `$.foo": 1},
             None,
-            'the body has an unknown parameter "x` - at `$.foo"; nothing is ignored silently',
+            'the body has an unknown parameter "x` - at `$.foo"',
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_null_is_a_parameters_default() -> None:
     ],
 )
 def test_half_of_a_surrogate_pair_is_found_where_it_stands(body: bytes, param: str | None) -> None:
-    with pytest.raises(ApiError, match="half of a surrogate pair") as found:
+    with pytest.raises(ApiError, match="lone surrogate") as found:
         parse(body)
     assert found.value.param == param
     assert parse(rb'["\ud83d\ude42", "\\ud800"]') == ["🙂", "\\ud800"]

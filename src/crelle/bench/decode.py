@@ -9,6 +9,7 @@ from crelle.bench.engine_decode import EngineDecoder
 from crelle.bench.external import llama_bench
 from crelle.bench.planner.cost import Cost
 from crelle.engine.llm import LLM
+from crelle.errors import CapacityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,24 @@ class DecodeSpeed:
     prefill_tokens_per_second: float
     decode_tokens: int
     prefill_tokens: int
-    cost: Cost | None = None  # of a million tokens, where it was asked for
+    cost: Cost | None = None  # per million tokens, if requested
 
 
-def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, rounds: int = 5) -> DecodeSpeed:
+def default_sizes(llm: LLM) -> dict[str, int]:
+    """Return the default numbers of decoded tokens and of prompt tokens, shortened to the model's context."""
+    context = llm.model.spec.context
+    return {"tokens": max(1, min(64, context - 2)), "prompt": max(1, min(512, context - 1))}
+
+
+def measure(llm: LLM, threads: int, *, tokens: int, prompt: int, rounds: int = 5) -> DecodeSpeed:
     """Time greedy decoding of `tokens` after a prompt of one token, and the first token after a prompt of `prompt`."""
+    context = llm.model.spec.context
+    for name, given, more in (("prompt", prompt, 1), ("tokens", tokens, 2)):
+        if given + more > context:
+            raise CapacityError(
+                f"{given + more} tokens do not fit the model's context of {context}; "
+                f"`{name}` must be at most {context - more}"
+            )
     best_decode = best_prefill = float("inf")
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, llm.model.spec.vocabulary, (1, prompt), generator=random)
@@ -36,9 +50,7 @@ def measure(llm: LLM, threads: int, *, tokens: int = 64, prompt: int = 512, roun
     return DecodeSpeed("crelle", threads, tokens / best_decode, prompt / best_prefill, tokens, prompt)
 
 
-def measure_llama_bench(
-    program: Path, model: Path, threads: int, *, tokens: int = 64, prompt: int = 512
-) -> DecodeSpeed:
+def measure_llama_bench(program: Path, model: Path, threads: int, *, tokens: int, prompt: int) -> DecodeSpeed:
     """Let an installed llama-bench time a GGUF file in the same way."""
     decode, prefill = llama_bench(program, model, threads, tokens, prompt)
     return DecodeSpeed(f"{program.name} {model.stem}", threads, decode, prefill, tokens, prompt)

@@ -121,7 +121,10 @@ def _measure(
 ) -> DecodeCuda:
     model = build(weights, device, kernel=kernel)
     if context + tokens > model.spec.context:
-        raise CapacityError(f"{context} + {tokens} tokens do not fit the model's context of {model.spec.context}")
+        raise CapacityError(
+            f"{context} + {tokens} tokens do not fit the model's context of {model.spec.context}; "
+            "reduce `context` or `tokens`"
+        )
     llm = LLM(model, cast(Tokenizer, NoTokenizer()), weights)
     decoder = EngineDecoder(llm, batch, context + tokens)
     size, why = step_bytes(model), supports_model(model, llm.kv)

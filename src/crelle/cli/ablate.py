@@ -1,4 +1,4 @@
-"""crelle ablate: what each part of a method contributes."""
+"""crelle ablate: the contribution of each part of a method."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,36 +26,42 @@ if TYPE_CHECKING:
     from crelle.eval.ablation import Row
 
 NAME = "ablate"
-app = typer.Typer(no_args_is_help=True, help="What each part of a method contributes, as perplexities.")
+app = typer.Typer(no_args_is_help=True, help="Measure the contribution of each part of a method, as perplexity.")
 
 
 @app.command()
 def atom(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory or a .gguf file.")],
-    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Evaluation text (UTF-8); default: Python's documentation.")
+    ] = None,
+    context: Annotated[int, typer.Option("--context", help="Tokens per evaluation window.")] = 1024,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Evaluate only the first N tokens of the text.")
+    ] = None,
     calib: CalibrationText = None,
-    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 64,
-    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
-    w: Annotated[int, typer.Option("--w", help="Bits of weights: 3, 4 or 8.")] = 4,
-    a: Annotated[int, typer.Option("--a", help="Bits of activations: 3, 4 or 8.")] = 4,
-    kv: Annotated[str, typer.Option("--kv", help="The KV cache of the last steps.")] = "4",
-    group: Annotated[int, typer.Option("--group", help="Channels that share a scale.")] = 128,
-    outliers: Annotated[int, typer.Option("--outliers", help="Channels with 8 bits.")] = 128,
-    train: Annotated[int, typer.Option("--train", help="Steps of training per layer in the last row; 0: none.")] = 64,
+    rows: Annotated[int, typer.Option("--rows", help="Number of calibration sequences.")] = 64,
+    length: Annotated[int, typer.Option("--length", help="Tokens per calibration sequence.")] = 512,
+    w: Annotated[int, typer.Option("--w", help="Bits per weight: 3, 4 or 8.")] = 4,
+    a: Annotated[int, typer.Option("--a", help="Bits per activation: 3, 4 or 8.")] = 4,
+    kv: Annotated[str, typer.Option("--kv", help="KV cache format of the last steps.")] = "4",
+    group: Annotated[int, typer.Option("--group", help="Number of channels that share a scale.")] = 128,
+    outliers: Annotated[int, typer.Option("--outliers", help="Number of outlier channels, stored in 8 bits.")] = 128,
+    train: Annotated[
+        int, typer.Option("--train", help="Training steps per layer in the last row; 0: no training.")
+    ] = 64,
     device: Device = "auto",
     threads: Threads = None,
     target: Results = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an unfinished run that had the same --out and settings.")
+        bool, typer.Option("--resume", help="Continue an interrupted run with the same --out and settings.")
     ] = False,
     json: Json = False,
 ) -> None:
     """Add the parts of Atom one by one: outlier channels, groups, clipping, error feedback, KV cache, training.
 
-    Every row is a checkpoint that is quantized, measured by the kernels that serve it, and deleted. With --out, rows
-    are kept in NAME.partial.json as they are done, and --resume goes on from there.
+    Each row quantizes a checkpoint, measures it with the kernels that serve it, and deletes it. With --out, finished
+    rows are saved in NAME.partial.json, and --resume continues from there.
 
     **Example**: `crelle ablate atom ./SmolLM2-135M --text wiki.txt --tokens 10240 --out ablation.json`
     """
@@ -71,7 +77,7 @@ def atom(
     use_threads(threads)
     steps = atom_steps(w, a, kv, group, outliers, train)
     for step in steps:
-        parse(step.scheme or "fp32")  # refuse before the work what cannot be done
+        parse(step.scheme or "fp32")  # report a bad scheme before the work starts
     corpus, calibration = read_text(text), calibration_text(calib, rows=rows, length=length)
     settings = {"model": model.name, "context": context, "tokens": tokens, "calibration": [rows, length]}
     settings["texts"] = [sha256(t.encode()).hexdigest()[:16] for t in (corpus, calibration.text)]
@@ -109,19 +115,21 @@ def atom(
 
 
 def _known(partial: Path | None, settings: Mapping[str, Any]) -> "list[Row]":
-    """Return the rows of an unfinished run; one with other settings is refused."""
+    """Return the rows of an interrupted run; raises if it had other settings."""
     from crelle.errors import CrelleError
     from crelle.eval.ablation import Row
     from crelle.formats.storage.io import read_json
 
     if partial is None:
-        raise CrelleError("--resume needs --out, whose NAME.partial.json has the rows of the unfinished run")
+        raise CrelleError("--resume needs --out: NAME.partial.json has the finished rows of the interrupted run")
     if not partial.exists():
         return []
     found = read_json(partial)
     if other := [name for name, value in settings.items() if found.get(name) != value]:
-        raise CrelleError(f"cannot resume: {partial} was made with another {', '.join(other)}; delete it to begin anew")
+        raise CrelleError(
+            f"cannot resume: {partial} was written with another {', '.join(other)}; delete it to start over"
+        )
     try:
         return [Row(**row) for row in found["rows"]]
     except (KeyError, TypeError) as e:
-        raise CrelleError(f"cannot resume: {partial} does not hold the rows of an ablation; delete it") from e
+        raise CrelleError(f"cannot resume: {partial} is not an ablation result; delete it to start over") from e

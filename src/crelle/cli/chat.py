@@ -27,7 +27,7 @@ _HELP = """\
 /help     show this list
 /reset    start a new conversation (the system message stays)
 /quit     end the chat; Ctrl-D does the same
-Ctrl-C    stop the answer; at an empty prompt, press it twice to quit"""
+Ctrl-C    stop the reply; at an empty prompt, press it twice to quit"""
 
 
 @model_options
@@ -40,7 +40,7 @@ def run(
     options: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Chat with a model. Type /help for the commands and /quit to leave; Ctrl-C stops an answer.
+    """Chat with a model. Type /help for the commands and /quit to leave; Ctrl-C stops a reply.
 
     The model's own chat template formats the conversation. When it no longer fits the context, the oldest turns are
     dropped. Sampling follows the model's generation_config.json, or else temperature 0.7 and top-p 0.95.
@@ -54,9 +54,7 @@ def run(
     use_threads(options.threads)
     llm = options.load(model)
     if not llm.tokenizer.chats:
-        raise UnsupportedError(
-            f'{model} has no chat template, so it cannot chat; use `crelle generate {model} --prompt "…"` instead'
-        )
+        raise UnsupportedError(f'{model} has no chat template; use `crelle generate {model} --prompt "…"` instead')
     chosen, source = sampling.for_model(llm.weights)
     talk = Conversation(llm, chosen, system)
     options.compile(llm, model, prompt_sizes(_PROMPT))
@@ -76,8 +74,8 @@ def _banner(llm: "LLM", model: Path, sampling: "Sampling", source: str) -> None:
     rules += f", top-k {sampling.top_k}" * (sampling.top_k > 0) + f", min-p {sampling.min_p:g}" * (sampling.min_p > 0)
     if sampling.repetition_penalty != 1:
         rules += f", repetition penalty {sampling.repetition_penalty:g}"
-    _say(f"sampling: {rules} ({source}), at most {sampling.max_tokens} tokens per answer")
-    _say("Type /help for the commands, /quit or Ctrl-D to leave. Ctrl-C stops an answer.")
+    _say(f"sampling: {rules} ({source}), at most {sampling.max_tokens} tokens per reply")
+    _say("Type /help for the commands, /quit or Ctrl-D to leave. Ctrl-C stops a reply.")
 
 
 def _interactive(talk: "Conversation", json: bool) -> None:
@@ -118,9 +116,9 @@ def _command(talk: "Conversation", line: str) -> None:
         _say(_HELP)
     elif line == "/reset":
         talk.reset()
-        _say("The conversation starts over.")
+        _say("Started a new conversation.")
     else:
-        _say(f"There is no command {line}; /help lists them.")
+        _say(f"Unknown command {line}; /help lists the commands.")
 
 
 def _send(talk: "Conversation", line: str) -> "Generator[str]":

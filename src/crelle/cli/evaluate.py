@@ -1,4 +1,4 @@
-"""crelle eval: perplexity, accuracy on tasks, and what a quantized model or cache changes."""
+"""crelle eval: perplexity, accuracy on tasks, and the divergence that a quantized model or cache causes."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,9 @@ DEFAULT_TOKENS = 20480  # 10 windows of 2048: minutes on two cores, where a whol
 @task_options
 def run(
     model: Model,
-    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Evaluation text (UTF-8); default: Python's documentation.")
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option("--context", help="Tokens per window; default: 2048, or the model's context if that is shorter."),
@@ -40,11 +42,14 @@ def run(
     chosen: TaskOptions,
     against: Annotated[
         Path | None,
-        typer.Option("--against", help="Compare with another model, such as the unquantized one: MODEL minus this."),
+        typer.Option("--against", help="Compare MODEL with this model, for example the unquantized one."),
     ] = None,
     options: ModelOptions,
     kl: Annotated[
-        bool, typer.Option("--kl", help="KL divergence of the next token's distribution from that of a 16-bit cache.")
+        bool,
+        typer.Option(
+            "--kl", help="Measure the KL divergence of the next-token distribution from that of a 16-bit cache."
+        ),
     ] = False,
     kl_limit: Annotated[
         float | None,
@@ -54,23 +59,23 @@ def run(
 ) -> None:
     """Measure perplexity (lower is better), or with `--tasks` accuracy; `--against` compares with another model.
 
-    The first 20480 tokens of the text are evaluated; `--tokens N` sets another number, and `--tokens all` takes the
-    whole text. Compare perplexities only over the same text, context and number of tokens.
+    By default the first 20480 tokens of the text are evaluated; `--tokens all` evaluates the whole text. Compare
+    perplexities only over the same text, context and number of tokens.
 
-    Windows do not overlap. Each starts with BOS if the tokenizer adds one (BOS + context-1 tokens). The model under
-    test is the object that generates. `--kv 8` or `--kv 4` quantizes the cache as well, for all tokens
-    (`crelle explain MODEL --kv 4` prints which code path that takes).
+    Windows do not overlap. Each starts with BOS if the tokenizer adds one (BOS + context-1 tokens). The same
+    model object runs evaluation and generation. `--kv 8` or `--kv 4` also quantizes the KV cache
+    (`crelle explain MODEL --kv 4` prints the code path).
 
     `--kl` runs every window twice, with a 16-bit cache and with the cache of `--kv`, and reports the mean and the 99th
-    percentile of the divergence in nats. `--kl-limit` turns this into a gate.
+    percentile of the divergence in nats. With `--kl-limit` the command fails if the mean is above the limit.
 
     `--against SRC` runs every window through both models. It reports the ratio of perplexities, the mean and the 99th
     percentile of KL(SRC || MODEL) in nats, and how often both models have the same most likely token. SRC runs with its
     own defaults.
 
-    `--tasks` scores the endings of each item in `--data` (NAME.jsonl; NAME.yaml next to it describes a task of your
-    own) and reports plain and length-normalised accuracy with standard errors. `--against` adds the difference item by
-    item with the p-value of McNemar's exact test. With `--results`, an interrupted run continues where it stopped.
+    `--tasks` scores the endings of each item in `--data` (NAME.jsonl; NAME.yaml next to it describes a custom task)
+    and reports plain and length-normalised accuracy with standard errors. `--against` adds the difference per item
+    with the p-value of McNemar's exact test. With `--results`, an interrupted run continues.
 
     **Example**: `crelle eval out/smollm2-3bit --text wiki.txt --context 1024 --tokens 20480`
 
@@ -82,10 +87,10 @@ def run(
     from crelle.eval.text import read_text
 
     if kl_limit is not None and not kl_limit >= 0:
-        raise SchemeError(f"--kl-limit is a divergence in nats, at least 0, not {kl_limit:g}")
+        raise SchemeError(f"--kl-limit must be a divergence of at least 0 nats, got {kl_limit:g}")
     chosen.check()
     if against is not None and (kl or kl_limit is not None):
-        raise SchemeError("--against compares models and --kl caches of one model; give one of them")
+        raise SchemeError("--against compares two models and --kl two caches of one model; give only one of them")
     of_text = {
         "--text": text is not None,
         "--context": context is not None,
@@ -94,7 +99,7 @@ def run(
         "--kl": kl or kl_limit is not None,
     }
     if chosen.tasks is not None and (given := [name for name, there in of_text.items() if there]):
-        raise SchemeError(f"{given[0]} is for perplexity over a text and --tasks for accuracy; give one of them")
+        raise SchemeError(f"{given[0]} applies to perplexity and --tasks to accuracy; give only one of them")
     wanted = _count(tokens)
     use_threads(options.threads)
     if chosen.tasks is not None:
@@ -118,17 +123,17 @@ def run(
 
 
 def _count(tokens: str | None) -> int | None:
-    """Return the number that --tokens gives; None: all of them."""
+    """Return the value of --tokens; None: all tokens."""
     if tokens is None or tokens == "all":
         return None
     try:
         return int(tokens)
     except ValueError as e:
-        raise SchemeError(f"--tokens takes a number of tokens or 'all', not '{tokens}'") from e
+        raise SchemeError(f"--tokens must be a number or 'all', got '{tokens}'") from e
 
 
 def _of_the_text(tokens: int, text_tokens: int, window: int) -> str:
-    """Return how much of the text was evaluated; a rest that fills no window is not worth a word."""
+    """Return how much of the text was evaluated; a remainder shorter than a window is not mentioned."""
     if text_tokens - tokens < window:
         return f"{tokens:,} tokens"
     return f"the first {tokens:,} of {text_tokens:,} tokens (--tokens all for the whole text)"
@@ -155,10 +160,10 @@ def _against(
         print_json(asdict(result) | {"against": {"model": str(reference.weights.path)} | asdict(found)})
         return
     _print_perplexity(llm, result)
-    nats = f"KL mean {found.kl_mean:.4g}, 99% {found.kl_p99:.4g}, most {found.kl_max:.4g} nats"
+    nats = f"KL mean {found.kl_mean:.4g}, p99 {found.kl_p99:.4g}, max {found.kl_max:.4g} nats"
     other = f"against {reference.weights.path}: perplexity {found.perplexity:.4f}, ratio {found.ratio:.4f}"
     out.print(
-        f"{other}; {nats}; same likeliest token {found.top1_agreement:.2%}",
+        f"{other}; {nats}; top-1 agreement {found.top1_agreement:.2%}",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -168,7 +173,7 @@ def _against(
 def _divergence(
     llm: "LLM", corpus: str, context: int, tokens: int | None, bos: bool, limit: float | None, json: bool
 ) -> None:
-    """Print what the cache changes, then refuse it where that is above the limit."""
+    """Print the divergence that the cache causes; exit with 1 if it is above the limit."""
     from crelle.eval.kv_divergence import above_limit, kv_divergence
 
     with tracking("KL divergence") as track:
@@ -176,7 +181,7 @@ def _divergence(
     if json:
         print_json(asdict(found) | {"kl_limit": limit})
     else:
-        table = Table("cache", "bits per value", "perplexity", "ratio", "KL mean", "KL 99%", "KL most")
+        table = Table("cache", "bits per value", "perplexity", "ratio", "KL mean", "KL p99", "KL max")
         table.add_row("kv16", "16", f"{found.perplexity_16:.4f}", "1", "0", "0", "0")
         shown = f"{found.perplexity:.4f}", f"{found.ratio:.4f}"
         nats = (f"{x:.3g}" for x in (found.kl_mean, found.kl_p99, found.kl_max))

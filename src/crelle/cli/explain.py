@@ -1,4 +1,4 @@
-"""crelle explain: which kernel multiplies by which matrix, which executor runs the layers, and why not the others."""
+"""crelle explain: which kernel runs each matrix, which executor runs the layers, and why not the others."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 
 NAME = "explain"
 _FAST = {"cpu": "cpu-fused", "cuda": "cuda-graphs"}  # the fast executor of each device
-_NO_GPU = "no GPU is visible here: this is what would run on one, as far as it can be known without it"
-_RUNS = {"engine": "generation and serving", "step": "a step of eval"}
+_NO_GPU = "no GPU is visible: this is what would run on one, as far as it can be predicted"
+_RUNS = {"engine": "generation and serving", "step": "evaluation step"}
 _EXECUTORS = {
-    "cpu-fused": "the fused C++ step: one call for up to 16 tokens",
-    "cuda-graphs": "CUDA graphs: one launch for a token of every sequence",
+    "cpu-fused": "fused C++ step: one call for up to 16 tokens",
+    "cuda-graphs": "CUDA graphs: one launch per decoding step",
     "torch": "torch, layer by layer",
 }
 
 
 _SLOW = ("dequantized", "reference", "integer-reference")  # kernels in plain torch
-Why = Annotated[
-    bool, typer.Option("--why", help="Also list why each of the other kernels and executors was not chosen.")
-]
+Why = Annotated[bool, typer.Option("--why", help="Also print why the other kernels and executors were not chosen.")]
 
 
 def run(
@@ -42,11 +40,11 @@ def run(
     why: Why = False,
     json: Json = False,
 ) -> None:
-    """Print which executor runs the layers and which kernel runs each matrix; `--why` adds why not the others.
+    """Print which executor runs the layers and which kernel runs each matrix.
 
-    Nothing falls back silently: if a slow path runs, the reason is printed in any case. Pass a kernel's name as
-    `--kernel` to `generate` or `eval` to insist on it. `--device cuda` works without a GPU too, as far as the answer
-    can be known there.
+    If a slow path runs, the reason is always printed; `--why` also prints why the other kernels and executors were not
+    chosen. To force a kernel, pass its name as `--kernel` to `generate` or `eval`. `--device cuda` also works without a
+    GPU, as far as the result can be predicted.
 
     **Example**: `crelle explain out/smollm2-3bit --device cuda --why`
     """
@@ -81,7 +79,7 @@ def run(
         _print(_NO_GPU)
     _print_kernels(rows, where, why)
     if not why:
-        _print("--why lists why the other kernels and executors were not chosen.")
+        _print("--why prints why the other kernels and executors were not chosen.")
 
 
 def _print_kernels(rows: list[dict[str, Any]], where: str, why: bool) -> None:
@@ -127,7 +125,7 @@ def decisions(model: Any, device: str) -> list[dict[str, Any]]:
         problem = replace(Problem.of(w, dtype), device=where)
         reasons = {k: None if absent and why == absent else why for k, why in explain(problem)}
         chosen = next((k for k, why in reasons.items() if why is None), None) or select(problem).name
-        others = {k: why or "could run it, but is less preferred" for k, why in reasons.items() if k != chosen}
+        others = {k: why or "supported, but has lower priority" for k, why in reasons.items() if k != chosen}
         facts = {"format": w.format, "N": w.shape[0], "K": w.shape[1], "bits": w.bits, "group": w.group}
         facts |= {"permuted": problem.permuted, "device": where, "dtype": str(dtype).removeprefix("torch.")}
         rows.append({"name": name, "problem": facts, "describes": str(problem), "kernel": chosen, "others": others})
@@ -146,14 +144,14 @@ def executors(
     for what in _RUNS:
         others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}
         if device == "cuda" and what == "step":
-            others["cuda-graphs"] = on_gpu or "runs steps of the engine, over pages"
+            others["cuda-graphs"] = on_gpu or "runs engine steps over a paged cache"
         if device == "cuda" and what == "engine":
             others["cuda-graphs"] = on_gpu or cuda_executor.supports(spec, kv, _dtype(device))
         chosen = next((name for name, why in others.items() if why is None), "torch")
         reasons = {name: why for name, why in others.items() if why is not None and name != chosen}
         found[what] = {"executor": chosen, "others": reasons}
         if chosen != "torch":
-            found[what]["others"]["torch"] = "could run it, but is slower"
+            found[what]["others"]["torch"] = "supported, but slower"
     return found
 
 
@@ -162,11 +160,11 @@ def _lacks_on_gpu(device: str, kernels: "Collection[str]") -> str | None:
     from crelle.kernels.cuda.step.fuse import STEPPED
 
     if device != "cuda":
-        return f"graphs of a whole step run on a GPU, not on {device}"
+        return f"CUDA graphs need a GPU, not {device}"
     if (reason := cuda.available()) and reason != _absent(device):
-        return f"a whole step needs the CUDA kernels, and this process {reason}"
+        return f"CUDA graphs need the CUDA kernels, and this process {reason}"
     if others := sorted(set(kernels) - STEPPED):
-        return f"kernel '{others[0]}' is not part of the step"
+        return f"kernel '{others[0]}' is not supported in the fused step"
     return None
 
 

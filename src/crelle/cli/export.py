@@ -14,24 +14,27 @@ FORMATS = ("gptq", "awq", "compressed-tensors", "gguf")
 
 def run(
     model: Model,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create; for gguf, the file.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create; for gguf, the file to create.")],
     to: Annotated[str, typer.Option("--to", help=f"Target format: {', '.join(FORMATS)}.")] = "gptq",
     gptq_version: Annotated[
-        int, typer.Option("--gptq-version", help="1: for older readers, which store zero - 1; 2: any zero point.")
+        int,
+        typer.Option(
+            "--gptq-version", help="GPTQ format version. 1: for older readers, which store zero - 1; 2: any zero point."
+        ),
     ] = 2,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT, but only if Crelle created everything in it.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a quantized model in a format that vLLM, transformers or llama.cpp load.
+    """Convert a quantized model to a format that vLLM, transformers or llama.cpp can load.
 
-    The matrices of the layers keep their values bit for bit. This works for uniform grids: gptq and compressed-tensors
-    of 2, 3, 4 and 8 bits, awq of 4, gguf in groups that are multiples of 32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). Matrices
-    that a format cannot hold exactly are refused, for example binary-coded ones.
+    The matrices of the layers keep their exact values. This works for uniform grids: gptq and compressed-tensors with
+    2, 3, 4 and 8 bits, awq with 4 bits, gguf with groups that are multiples of 32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). The
+    export fails if the format cannot represent a matrix exactly, for example a binary-coded one.
 
     There is one exception: if the format has no 8-bit embedding or head, these are written as fp16, which rounds some
-    values. A warning says how many, and by how much. `crelle quantize --head none` avoids it.
+    values. A warning prints how many, and by how much. `crelle quantize --head none` avoids this.
 
     **Example**: `crelle quantize SRC out/m --scheme rtn:bits=4,group=128`, then `crelle export out/m out/m-gptq`
 
@@ -42,11 +45,11 @@ def run(
     from crelle.formats.storage.open import open_weights
 
     if to not in FORMATS:
-        raise SchemeError(f"there is no export to '{to}'; choose: {', '.join(FORMATS)}")
+        raise SchemeError(f"unknown export format '{to}'; choose one of: {', '.join(FORMATS)}")
     if to != "gptq" and gptq_version != 2:
-        raise SchemeError(f"--gptq-version is for --to gptq, not for {to}")
+        raise SchemeError(f"--gptq-version applies to --to gptq, not to {to}")
     refuse_overlap(destination(target), model)
-    told: list[str] = []
+    warnings: list[str] = []
     with tracking("exporting") as track:
         weights = open_weights(model, encoded=True)
         if to == "gguf":
@@ -57,11 +60,11 @@ def run(
             from crelle.formats.exporters.directory import export_directory
 
             layout = _layout(to, gptq_version)
-            facts = export_directory(weights, target, layout, overwrite=overwrite, progress=track, warn=told.append)
-    warn(told)
+            facts = export_directory(weights, target, layout, overwrite=overwrite, progress=track, warn=warnings.append)
+    warn(warnings)
     if json:
         print_json(
-            {"out": str(target), **(facts if to == "gguf" else {"quantization_config": facts}), "warnings": told}
+            {"out": str(target), **(facts if to == "gguf" else {"quantization_config": facts}), "warnings": warnings}
         )
         return
     out.print(f"{target}: {_in_words(to, facts)}", highlight=False, markup=False, soft_wrap=True)
@@ -77,9 +80,13 @@ def _layout(to: str, gptq_version: int) -> Any:
     return AWQLayout() if to == "awq" else CompressedTensorsLayout()
 
 
+def _tensors(count: int, kind: str) -> str:
+    return f"{count} {kind} tensor{'s' * (count != 1)}"
+
+
 def _in_words(to: str, facts: dict[str, Any]) -> str:
     if to == "gguf":
-        return f"{facts['architecture']}, " + ", ".join(f"{n} tensors {kind}" for kind, n in facts["types"].items())
+        return f"{facts['architecture']}, " + ", ".join(_tensors(n, kind) for kind, n in facts["types"].items())
     if to == "compressed-tensors":
         kinds = [group["weights"] for group in facts["config_groups"].values()]
         return (

@@ -19,12 +19,12 @@ NAME = "generate"
 @sampling_options(max_tokens=128)
 def run(
     model: Model,
-    prompt: Annotated[str, typer.Option("--prompt", help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue; - reads it from standard input.")],
     sampling: "Sampling",
     options: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Continue a prompt and show the text as it comes.
+    """Continue a prompt and print the text as it is generated.
 
     **Examples**
 
@@ -50,6 +50,6 @@ def run(
             print()
             err.print(
                 f"{len(done.tokens)} tokens, {done.tokens_per_second:.1f} per second, "
-                f"first after {done.first_token_seconds:.2f} s, ended by {done.finish_reason}",
+                f"first token after {done.first_token_seconds:.2f} s, finish reason: {done.finish_reason}",
                 style="dim",
             )

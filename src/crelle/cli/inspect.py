@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", help="Plot the range of every group of inputs, and its bits, to this PNG file."),
+    typer.Option("--plot", help="Plot the range and the bits of every group of inputs to this PNG file."),
 ]
 
-All = Annotated[bool, typer.Option("--all", help="Show every matrix, not one row per kind of matrix.")]
+All = Annotated[bool, typer.Option("--all", help="Show one row per matrix instead of one per kind of matrix.")]
 
 NAME = "inspect"
 
 
 def run(model: Model, every: All = False, plot: Plot = None, json: Json = False) -> None:
-    """Show a model's matrices, their formats and their true size: one row per kind of matrix, or all with `--all`.
+    """Show a model's matrices, their formats and their size: one row per kind of matrix, or all with `--all`.
 
-    The bits per weight at the end cover the layers' quantized matrices and count every scale and zero point, and
-    weights of the layers that cannot be quantized. Embedding and head are listed, but not counted.
+    The bits per weight at the end include scales, zero points, and the weights of the layers that cannot be quantized.
+    The embedding and the head are listed, but not counted.
 
     **Example**: `crelle inspect out/smollm2-3bit`
 
@@ -82,7 +82,7 @@ def describe(model: Any) -> dict[str, Any]:
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
         quantized += [name] if w.quantized else []
     if not layers:
-        raise FormatError(f"{model} holds no matrix, so there is nothing to show")
+        raise FormatError(f"{model} contains no matrix")
     chosen = [m for m in quantized if is_layer(m)] or quantized or modules
     counted = [x for x in layers if x["name"] in chosen]
     left = {n: weights.read(n) for n in unquantized(in_usual_form(weights))}
@@ -126,9 +126,9 @@ def _check_plot(path: Path) -> None:
 
     pyplot()
     if path.suffix.lower() != ".png":
-        raise SchemeError(f"--plot writes a PNG file, so its name should end in .png; got '{path}'")
+        raise SchemeError(f"--plot must name a .png file, got '{path}'")
     if not path.parent.is_dir():
-        raise SchemeError(f"--plot: there is no folder {path.parent}")
+        raise SchemeError(f"--plot: directory {path.parent} does not exist")
 
 
 def _draw(model: Path, path: Path) -> None:

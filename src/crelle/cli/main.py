@@ -1,4 +1,4 @@
-"""`crelle`: the entry point, and the one place where an error becomes a sentence and an exit code."""
+"""`crelle`: the entry point. Turns every CrelleError into one sentence and an exit code."""
 
 import atexit
 import gc
@@ -6,10 +6,10 @@ import os
 import sys
 from typing import Annotated
 
-# Torch's OpenMP threads spin while they wait, which starves whoever has the other core. This must be set before torch
+# Torch's OpenMP threads spin while they wait, which starves other processes on the same cores. Set this before torch
 # is loaded; a user's own setting wins.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Where torch allocates by mimalloc (Arm), freed memory goes back to the system after 10 ms and is cleared again for the
+# If torch allocates with mimalloc (Arm), freed memory goes back to the system after 10 ms and is cleared again for the
 # next tensor: a tenth of the time of calibration.
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "500")
 
@@ -46,8 +46,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Make large language models 1 to 4 bits small and run them fast.\n\n"
-    "Start with `crelle demo`, or: `crelle quantize MODEL OUT --scheme auto:bits=4`, then "
+    help="Quantize large language models to 1–4 bits and run them fast.\n\n"
+    "Start with `crelle demo`. For your own model: `crelle quantize MODEL OUT --scheme auto:bits=4`, then "
     "`crelle generate OUT --prompt 'Hello'`.",
 )
 
@@ -80,13 +80,17 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one sentence on standard error and exit code 2."""
-    # Looking for garbage among what was just loaded takes a tenth of the start, and at the end as long again.
+    """Run the command line; a user error prints one sentence on standard error and exits with code 2."""
+    # Collecting garbage among the loaded modules takes a tenth of the start-up time, and the same again at exit.
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTING)
     atexit.register(gc.freeze)
     try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from crelle.bench.planner.plan import Plan
 
 NAME = "plan"
-_ESTIMATE = "an estimate: a model of the time, fitted to measurements on one H200 (docs/guide/plan.md)"
+_ESTIMATE = "an estimate by a time model that was fitted to measurements on one H200 (docs/guide/plan.md)"
 
 
 def run(
@@ -20,48 +20,53 @@ def run(
         str,
         typer.Argument(metavar="MODEL|SHAPE", help="A model's directory or .gguf file, or a shape such as llama3-70b."),
     ],
-    gpus: Annotated[int, typer.Option("--gpus", help="How many GPUs share the model.")] = 1,
-    memory: Annotated[str, typer.Option("--memory", help="What one GPU has for us: 80GB, 24GiB.")] = "80GB",
+    gpus: Annotated[int, typer.Option("--gpus", help="Number of GPUs that share the model.")] = 1,
+    memory: Annotated[str, typer.Option("--memory", help="Available memory per GPU, e.g. 80GB or 24GiB.")] = "80GB",
     scheme: Annotated[
         str | None,
         typer.Option(
-            "--scheme", help="How weights are stored: bcq:bits=3,group=128, …; default: as stored, else fp16."
+            "--scheme",
+            help="Quantization scheme, e.g. bcq:bits=3,group=128; default: that of the checkpoint, else fp16.",
         ),
     ] = None,
     kv: KV = None,
     context: Annotated[
-        int | None, typer.Option("--context", help="Tokens of a sequence; default: 2048, or what the model has.")
+        int | None,
+        typer.Option(
+            "--context", help="Tokens per sequence; default: 2048, or the model's context if that is shorter."
+        ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", help="Sequences at once; default: as many as fit, up to 256.")
+        int | None, typer.Option("--batch", help="Number of concurrent sequences; default: as many as fit, up to 256.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", help="Price of one GPU with its share of the host (USD).")
+        float | None, typer.Option("--price", help="Price per GPU, including its share of the host (USD).")
     ] = None,
     watt: Annotated[
         float | None, typer.Option("--watt", help="Power draw per GPU under load, including its share of the host (W).")
     ] = None,
-    kwh: Annotated[float, typer.Option("--kwh", help="Price of a kilowatt-hour (USD).")] = 0.09,
-    years: Annotated[float, typer.Option("--years", help="Years of service over which the price is spread.")] = 5.0,
+    kwh: Annotated[float, typer.Option("--kwh", help="Price per kilowatt-hour (USD).")] = 0.09,
+    years: Annotated[float, typer.Option("--years", help="Depreciation period of the hardware, in years.")] = 5.0,
     bandwidth: Annotated[
         float | None,
         typer.Option(
             "--bandwidth",
-            help="GB/s that a read reaches on your GPU; all times scale with it. Default: 4430, the H200 that was "
-            "measured; other values were not checked.",
+            help="Read bandwidth of your GPU (GB/s); all times scale with it. Default: 4430, measured on an H200; "
+            "other GPUs were not validated.",
         ),
     ] = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Batch-invariant products, as `crelle serve --exact` has them.")
+        bool, typer.Option("--exact", help="Use batch-invariant kernels, like `crelle serve --exact`.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw memory by part against the number of sequences: OUT.png.")
+        Path | None,
+        typer.Option("--plot", help="Plot memory by part against the number of sequences to this PNG file."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what fits where, how many sequences run at once, how fast and at what cost, and the command for vLLM.
+    """Plan a deployment: memory, number of concurrent sequences, speed, cost, and the command for vLLM.
 
-    Bytes are counted as the formats store them; speed is **an estimate**. Nothing is loaded and no GPU is needed.
+    Memory is exact, as the formats store it; speed is **an estimate**. No weights are loaded and no GPU is needed.
 
     **Example**: `crelle plan llama3-70b --gpus 1 --memory 80GB --scheme bcq:bits=3,group=128 --kv 4`
 
@@ -81,7 +86,7 @@ def run(
     options: dict[str, Any] = {"gpus": gpus, "memory": memory, "context": context}
     options |= {"bandwidth": BANDWIDTH if bandwidth is None else bandwidth, "batch_invariant": exact}
     found = plan(shape, quantizer, cache, batch=batch, cost=cost, **options)
-    # vLLM's own cache has 16 bits, whatever the checkpoint's has
+    # vLLM's own cache has 16 bits, whatever the checkpoint was made for
     served = plan(shape, quantizer, KVFormat(), batch=None, cost=None, **options)
     command = vllm_command(served, "DIR" if stored["shape"] else model)
     if plot is not None:
@@ -89,7 +94,7 @@ def run(
         counts = sorted({1, *(max(1, round(i * most / 32)) for i in range(1, 33))})
         _draw(plot, [plan(shape, quantizer, cache, batch=n, **options) for n in counts])
     if scheme is None and stored["overrides"]:
-        warn([f"{model} has matrices with other schemes than {quantizer}, which are counted as if they had it"])
+        warn([f"some matrices of {model} have other schemes; the plan assumes {quantizer} for all"])
     vllm = {"command": command, "fits": served.fits, "sequences": served.most_sequences, "tokens": served.tokens}
     enough = gpus if found.fits else enough_gpus(shape, quantizer, cache, batch=batch, **options)
     if json:
@@ -105,14 +110,14 @@ def _cost(gpus: int, price: float | None, watt: float | None, kwh: float, years:
     if price is None and watt is None:
         return None
     if price is None or watt is None:
-        raise SchemeError("the cost of tokens needs both: --price and --watt, of one GPU")
+        raise SchemeError("the cost needs both --price and --watt (per GPU)")
     if not (0 <= price < float("inf") and 0 <= watt < float("inf") and 0 <= kwh < float("inf") and years > 0):
-        raise SchemeError("--price, --watt and --kwh are not negative, and --years is more than 0")
+        raise SchemeError("--price, --watt and --kwh must be at least 0, and --years above 0")
     return CostModel(price * gpus, watt * gpus, kwh, years)
 
 
 def _stored(model: str) -> dict[str, Any]:
-    """Return what the files at a path say of scheme and cache, or what shapes have where nothing is said."""
+    """Return the scheme and the cache format of a checkpoint, or the defaults for a shape."""
     from crelle.bench.planner.plan_shapes import NAMES
     from crelle.formats.kv.format import kv_of_checkpoint
     from crelle.formats.storage.checkpoint import Checkpoint
@@ -128,12 +133,12 @@ def _stored(model: str) -> dict[str, Any]:
 
 
 def _usable(scheme: str, model: str) -> str:
-    """Refuse what does not say how weights are stored."""
+    """Reject `keep`, which does not define how weights are stored."""
     from crelle.errors import SchemeError
 
     if scheme.strip() == "keep":
         raise SchemeError(
-            f"how {model} stores its weights was chosen elsewhere: give the scheme that comes nearest, "
+            f"the format of {model} is not a Crelle scheme: give the closest one, for example "
             "--scheme rtn:bits=4,group=128"
         )
     return scheme
@@ -151,39 +156,39 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
     say(
         f"{found.model}: {found.parameters / 1e9:.3g} billion parameters at {found.scheme}, "
         f"{found.bits_per_weight:.3f} bits per weight in the layers; cache {found.kv}, "
-        f"{show_bytes(found.bytes_per_token)} a token"
+        f"{show_bytes(found.bytes_per_token)} per token"
     )
-    table = Table(f"on each of {found.gpus} GPUs" if found.gpus > 1 else "on the GPU", "GB")
+    table = Table(f"memory per GPU ({found.gpus} GPUs)" if found.gpus > 1 else "GPU memory", "GB")
     for part, size in memory_by_part(found).items():
         table.add_row(part, f"{size / 1e9:.2f}")
-    table.add_row("all", f"{found.bytes_per_gpu / 1e9:.2f} of {found.memory_bytes / 1e9:.2f}")
+    table.add_row("total", f"{found.bytes_per_gpu / 1e9:.2f} of {found.memory_bytes / 1e9:.2f}")
     out.print(table)
     if found.gpus > 1:
-        say(f"matrices shared out among {found.tensor_parallel} GPUs, pipeline stages: {found.pipeline_parallel}")
+        say(f"tensor parallel size {found.tensor_parallel}, pipeline parallel size {found.pipeline_parallel}")
     if found.why_not:
-        say(f"does not fit: {found.why_not}" + (f"; {enough} such GPUs are enough" if enough else ""))
+        say(f"does not fit: {found.why_not}" + (f"; {enough} GPUs of this size are enough" if enough else ""))
     else:
         say(
-            f"fits: {sequences(found.batch)} of {found.context} tokens at once (most: {found.most_sequences}); the "
-            f"cache has room for {found.tokens:,} tokens"
+            f"fits: {sequences(found.batch)} of {found.context} tokens (maximum: {found.most_sequences}); "
+            f"the KV cache holds {found.tokens:,} tokens"
         )
     if (e := found.estimate) is not None:
         say(
-            f"decoding: {e.milliseconds_per_step:.2f} ms a step, {e.tokens_per_second:,.0f} tokens/s, "
-            f"{e.tokens_per_second_each:.1f} each, all sequences at their full length"
+            f"decoding: {e.milliseconds_per_step:.2f} ms per step, {e.tokens_per_second:,.0f} tokens/s, "
+            f"{e.tokens_per_second_each:.1f} tokens/s per sequence, with all sequences at full length"
         )
         if e.cost is not None:
             say(
-                f"a million tokens: {e.cost.total:.4g} {e.cost.currency} "
-                f"(buying {e.cost.buying:.4g}, electricity {e.cost.runtime:.4g}), "
-                "GPUs busy all day"
+                f"cost per million tokens: {e.cost.total:.4g} {e.cost.currency} "
+                f"(hardware {e.cost.buying:.4g}, electricity {e.cost.runtime:.4g}), "
+                "if the GPUs are always busy"
             )
-        say(f"    {_ESTIMATE}" + (f"; not measured: {', '.join(e.unchecked)}" if e.unchecked else ""))
+        say(f"    {_ESTIMATE}" + (f"; not validated: {', '.join(e.unchecked)}" if e.unchecked else ""))
     if vllm["fits"]:
-        say(f"vLLM with Crelle's plugin, its cache at 16 bits: {sequences(vllm['sequences'])}")
+        say(f"vLLM with Crelle's plugin, with a 16-bit KV cache: {sequences(vllm['sequences'])}")
         say(f"    {vllm['command']}")
     else:
-        say("vLLM, whose cache has 16 bits: not one sequence fits")
+        say("vLLM with Crelle's plugin, with a 16-bit KV cache: no sequence fits")
 
 
 def _draw(path: Path, plans: "list[Plan]") -> None:

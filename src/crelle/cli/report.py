@@ -22,7 +22,7 @@ def run(
         list[str],
         typer.Argument(metavar="RESULTS", help="Result files, directories of them, or patterns such as 'h200-*.json'."),
     ],
-    to: Annotated[Path, typer.Option("--out", "-o", help="Output page.")] = Path("report.html"),
+    to: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
     png: Annotated[
         Path | None, typer.Option("--png", help="Also write each figure as a PNG into this directory.")
     ] = None,
@@ -30,19 +30,19 @@ def run(
         str | None,
         typer.Option(
             "--cost",
-            help="Prices for the cost of a million decoded tokens: "
-            "price=30000[,watt=700][,kwh=0.09][,years=5][,currency=USD]; default power: as measured.",
+            help="Prices for the cost per million decoded tokens: "
+            "price=30000[,watt=700][,kwh=0.09][,years=5][,currency=USD]; default power: the measured one.",
         ),
     ] = None,
     title: Annotated[str, typer.Option("--title", help="Title of the page.")] = "Crelle: what was measured",
     json: Json = False,
 ) -> None:
-    """Draw benchmark results as one self-contained HTML page: light and dark, for phones and desktops.
+    """Write benchmark results as one self-contained HTML page: light and dark, for phones and desktops.
 
-    The page shows perplexity over bits, latency over bytes, throughput over batch, energy and cost per token, if a
-    file has them. Below each chart are a table of all rows, and command, machine, date and file. The best figure of
-    each kind follows in one table. A file that is broken or of another kind is listed at the end with the reason. The
-    same files give the same bytes.
+    The page shows perplexity over bits, latency over bytes, throughput over batch, and energy and cost per token, if
+    the files have them. Below each chart is a table of all rows with command, machine, date and file. One table lists
+    the best result of each kind. Invalid files and files of another kind are listed at the end with the reason. The
+    same files produce the same bytes.
 
     **Example**: `crelle report bench/results -o report.html --png out/figures`
 
@@ -61,7 +61,7 @@ def run(
     warn(_summary(left_out))
     drawn = figures(parts)
     if not drawn:
-        raise FormatError(f"none of the {len(left_out)} files holds anything that the report shows")
+        raise FormatError(f"none of the {len(left_out)} files contains a result that the report can show")
     with writing(to):
         to.parent.mkdir(parents=True, exist_ok=True)
     if png:
@@ -72,7 +72,7 @@ def run(
         print_json({"page": str(to), "figures": names, "left_out": [asdict(file) for file in left_out]})
         return
     out.print(
-        f"{to}: {len(drawn)} figures, {len(left_out)} files or rows left out",
+        f"{to}: {len(drawn)} figures, {len(left_out)} files or rows skipped",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -82,8 +82,8 @@ def run(
 def _summary(left_out: "list[LeftOut]") -> list[str]:
     """Return the reasons if they are few, or how many there are and where to read them."""
     if len(left_out) <= _FEW:
-        return [f"left out: {file.reason}" for file in left_out]
-    return [f"left out: {len(left_out)} files or rows; the page lists the reasons under 'Left out', and --json too"]
+        return [f"skipped: {file.reason}" for file in left_out]
+    return [f"skipped {len(left_out)} files or rows; the page ('Left out') and --json list the reasons"]
 
 
 def _draw_all(directory: Path, drawn: "list[Figure]") -> None:

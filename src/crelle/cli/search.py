@@ -41,52 +41,69 @@ _POINTS = (
 def run(
     model: Model,
     target_bits: Annotated[
-        float | None, typer.Option("--target-bits", help="At most so many bits per weight, every scale counted.")
+        float | None, typer.Option("--target-bits", help="Maximum average of bits per weight, including scales.")
     ] = None,
     max_perplexity: Annotated[
-        float | None, typer.Option("--max-perplexity", help="Instead: the smallest model that is at least so good.")
+        float | None,
+        typer.Option(
+            "--max-perplexity", help="Instead of --target-bits: choose the smallest model with at most this perplexity."
+        ),
     ] = None,
     calib: Annotated[
-        Path | None, typer.Option("--calib", metavar="FILE", help="UTF-8 text to measure on; default: Python's docs.")
+        Path | None,
+        typer.Option("--calib", metavar="FILE", help="Calibration text (UTF-8); default: Python's documentation."),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 16,
-    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 512,
+    rows: Annotated[int, typer.Option("--rows", help="Number of calibration sequences.")] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens per calibration sequence.")] = 512,
     text: Annotated[
-        Path | None, typer.Option("--text", help="UTF-8 text for --max-perplexity; default: Python's documentation.")
+        Path | None,
+        typer.Option("--text", help="Evaluation text for --max-perplexity (UTF-8); default: Python's documentation."),
     ] = None,
-    context: Annotated[int, typer.Option("--context", help="Tokens in a window of that text.")] = 1024,
-    windows: Annotated[int, typer.Option("--windows", help="Windows of that text, from its beginning.")] = 20,
+    context: Annotated[int, typer.Option("--context", help="Tokens per evaluation window.")] = 1024,
+    windows: Annotated[
+        int, typer.Option("--windows", help="Number of evaluation windows, from the start of the text.")
+    ] = 20,
     bits: Annotated[
-        str | None, typer.Option("--bits", help="Widths to choose from; default: those about the target, or 2,3,4.")
+        str | None,
+        typer.Option("--bits", help="Bit widths to choose from; default: those around --target-bits, else 2,3,4."),
     ] = None,
     groups: Annotated[
         str | None,
-        typer.Option("--groups", help="Groups to choose from, `row` is a whole one; default: 32,64,96,128,192,384."),
+        typer.Option(
+            "--groups", help="Group sizes to choose from (`row`: a whole row); default: 32,64,96,128,192,384."
+        ),
     ] = None,
-    recipe: Annotated[str, typer.Option("--recipe", help="The quantizer whose bits and group are chosen.")] = (
+    recipe: Annotated[str, typer.Option("--recipe", help="Scheme whose bits and group size are chosen.")] = (
         "gptq:free=true"
     ),
     per: Annotated[
-        str, typer.Option("--per", help="One setting for each `matrix`, or for each `kind`: all q alike, all k, …")
+        str,
+        typer.Option(
+            "--per", help="Choose for each `matrix`, or once for each `kind` of matrix (all q_proj, all k_proj, …)."
+        ),
     ] = "matrix",
     check: Annotated[
-        int, typer.Option("--check", metavar="N", help="Quantize N plans of the front and compare their losses.")
+        int,
+        typer.Option(
+            "--check",
+            metavar="N",
+            help="Quantize N plans of the Pareto front and compare predicted with measured losses.",
+        ),
     ] = 0,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Write plan.json, front.html and front.png into this folder.")
+        Path | None, typer.Option("--out", help="Write plan.json, front.html and front.png to this directory.")
     ] = None,
     device: Device = "auto",
     memory: DeviceMemory = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Choose bits and group for every matrix, so that the model is as good as its size allows.
+    """Choose the bits and the group size of every matrix for the best quality at a given size.
 
-    The loss of each setting of each matrix is predicted from one forward and one backward pass through the
-    full-precision model; then the whole Pareto front is solved exactly. `--max-perplexity` quantizes in
-    memory and measures, and takes the smallest plan that meets it. `--check 5` measures five plans of the
-    front in the same way and prints predicted against measured losses; where their ranks disagree, the
-    command ends with exit code 1.
+    One forward and one backward pass through the full-precision model predict the loss of each setting of each
+    matrix. Then the whole Pareto front is solved exactly. `--max-perplexity` quantizes candidate plans in memory,
+    measures them, and chooses the smallest plan that meets the limit. `--check 5` measures five plans of the front in
+    the same way and prints predicted and measured losses. If their ranks disagree, the exit code is 1.
 
     **Examples**
 
@@ -100,11 +117,11 @@ def run(
     from crelle.quantizers.search.plan_file import write_plan
 
     if (target_bits is None) == (max_perplexity is None):
-        raise SchemeError("give either --target-bits, e.g. 3.0, or --max-perplexity")
+        raise SchemeError("give either --target-bits (e.g. 3.0) or --max-perplexity")
     if target_bits is not None and not 1 <= target_bits <= 16:
         raise SchemeError(f"--target-bits must be 1 to 16, got {target_bits:g}")
     if check < 0 or check == 1:
-        raise SchemeError(f"--check compares plans, so it takes at least 2, got {check}")
+        raise SchemeError(f"--check must be at least 2, got {check}")
     if rows < 1 or length < 8 or windows < 1 or context < 8:
         raise SchemeError("--rows and --windows must be at least 1, --length and --context at least 8")
     settings = _settings(target_bits, bits, groups)
@@ -206,7 +223,7 @@ class _Measured:
         self._job = job
         self._windows = rows_of(job.tokenizer, read_text(text), min(context, job.model.spec.context))[:windows]
         self.full = open_perplexity(job.model, self._windows, job.device)
-        err.print(f"perplexity of the model as it is: {self.full:.3f}", highlight=False)
+        err.print(f"unquantized model: perplexity {self.full:.3f}", highlight=False)
 
     def perplexity(self, plan: "Plan") -> float:
         from crelle.eval.plan_eval import plan_perplexity
@@ -228,8 +245,9 @@ class _Measured:
         if plan is None:
             bits, best = next(iter(tried.items()))
             raise UnsupportedError(
-                f"no plan has a perplexity of at most {most:g}: the largest, {bits:.3f} bits per weight, has "
-                f"{best:.3f}, the model as it is {self.full:.3f}; allow more bits with --bits, or a higher perplexity"
+                f"no plan reaches a perplexity of {most:g}: the largest plan, {bits:.3f} bits per weight, has "
+                f"{best:.3f}, the unquantized model {self.full:.3f}; allow more bits with --bits, or a higher "
+                "perplexity"
             )
         return plan, tried
 
@@ -267,8 +285,8 @@ def _exit_unless_agreed(checked: "FrontCheck | None") -> None:
     """End with exit code 1 where the measured losses do not have the order of the predicted ones."""
     if checked is not None and not checked.agrees:
         err.print(
-            "the measured losses do not follow the predicted ones: take more calibration data with --rows, or data "
-            "that is more like the text",
+            "the measured losses do not rank like the predicted ones: use more calibration data (--rows), or data "
+            "that is closer to the evaluation text (--calib)",
             highlight=False,
         )
         raise typer.Exit(1)
@@ -299,7 +317,7 @@ def _write(folder: Path, plot: "ParetoPlot", write_plan: "Callable[[Path, Plan],
     try:
         draw_whole(folder / "front.png", lambda path: plot_pareto(path, plot))
     except UnsupportedError as e:  # without matplotlib the page has the same curve
-        err.print(f"no front.png: {e}", highlight=False, markup=False, soft_wrap=True)
+        err.print(f"front.png was not written: {e}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _summary(plan: "Plan", plans: "list[Plan]", perplexities: dict[float, float]) -> dict[str, Any]:

@@ -20,67 +20,91 @@ NAME = "serve"
 @model_options
 def run(
     model: Model,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0: one that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 listens on all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free port.")] = 8000,
     memory: Annotated[
         str | None,
         typer.Option(
             "--memory",
-            help="For weights, working space and cache together, like 24GB; default: 90% of the free memory of a GPU, "
-            "or a cache of at most a quarter of a CPU's.",
+            help="Memory limit for weights, workspace and KV cache, e.g. 24GB; default on a GPU: 90% of the "
+            "free memory; "
+            "on a CPU: a cache of at most a quarter of the memory.",
         ),
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option("--max-batch", help="Sequences that run at once; default: what the memory holds.")
+        int | None,
+        typer.Option("--max-batch", help="Maximum number of concurrent sequences; default: what fits in memory."),
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option("--budget", help="Tokens of a step, prompts included; default: 512 to 2048, as memory allows."),
+        typer.Option(
+            "--budget",
+            help="Maximum number of tokens per step, including prompts; default: 512 to 2048, depending on memory.",
+        ),
     ] = None,
-    queue_limit: Annotated[int, typer.Option("--queue-limit", help="Prompts that may wait; one more gets 429.")] = 256,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a whole request may take.")] = 600.0,
-    grace: Annotated[float, typer.Option("--grace", help="Seconds to finish what runs after SIGTERM.")] = 30.0,
+    queue_limit: Annotated[
+        int, typer.Option("--queue-limit", help="Maximum number of waiting prompts; further requests get status 429.")
+    ] = 256,
+    timeout: Annotated[float, typer.Option("--timeout", help="Maximum time per request, in seconds.")] = 600.0,
+    grace: Annotated[
+        float, typer.Option("--grace", help="Time to finish running requests after SIGTERM, in seconds.")
+    ] = 30.0,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most; default: what the context holds.")
+        int | None,
+        typer.Option(
+            "--max-tokens", help="Maximum number of tokens per completion; default: what fits in the context."
+        ),
     ] = None,
-    max_body: Annotated[str, typer.Option("--max-body", help="Size of a request at most, like 2MB.")] = "2MiB",
+    max_body: Annotated[str, typer.Option("--max-body", help="Maximum size of a request body, e.g. 2MB.")] = "2MiB",
     max_prompt: Annotated[
-        int | None, typer.Option("--max-prompt", help="Characters of a prompt at most; default: 8 a token of context.")
+        int | None,
+        typer.Option(
+            "--max-prompt", help="Maximum number of characters per prompt; default: 8 per token of the context."
+        ),
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option("--api-key", help="Ask clients for this key; repeatable; others can see it.")
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            help="Require this API key; repeatable. Other users of the machine can see it in the process list.",
+        ),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="Ask for one of the keys in this file, one a line.")
+        Path | None, typer.Option("--api-key-file", help="Require one of the API keys in this file (one per line).")
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option("--allow-origin", help="Let web pages of this origin call (CORS); repeatable.")
+        list[str] | None,
+        typer.Option("--allow-origin", help="Allow requests from web pages of this origin (CORS); repeatable."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", help="A name under which clients call the server, beside localhost; repeatable."),
+        typer.Option("--allow-host", help="Accept this host name in requests, in addition to localhost; repeatable."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="What clients call the model; default: as its directory.")
+        str | None, typer.Option("--name", help="Model name in the API; default: the name of its directory.")
     ] = None,
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts and answers into the log; they are left out otherwise.")
+        bool, typer.Option("--log-prompts", help="Log prompts and completions; by default they are not logged.")
     ] = False,
     exact: Annotated[
         bool | None,
         typer.Option(
-            "--exact/--no-exact", help="Batch-invariant (same bits in any batch), or faster; default: exact on a CPU."
+            "--exact/--no-exact",
+            help="Batch-invariant results (the same bits in any batch), or faster; default: exact on a CPU only.",
         ),
     ] = None,
     *,
     options: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does, until SIGTERM or Ctrl-C. Exit code 1: the engine stopped after a fault.
+    """Serve a model over an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C.
 
-    Clients may stream, ask for logprobs, several completions, seeds and, of a nested checkpoint, `precision`. The
-    playground is at `/`, metrics for Prometheus at `/metrics`, what is understood at `/openapi.json`. Logs go to
-    stderr, one JSON object a line. Keys may also stand in the environment: CRELLE_API_KEYS, with commas between.
+    The API supports streaming, logprobs, several completions per request, seeds and, for a nested checkpoint,
+    `precision`. `/` is a playground, `/metrics` has Prometheus metrics, and `/openapi.json` describes the API. Logs go
+    to stderr, one JSON object per line. API keys can also be set in the environment: CRELLE_API_KEYS, separated by
+    commas. The exit code is 1 if the engine stopped after a fault.
 
     **Examples**
 
@@ -117,8 +141,8 @@ def run(
         log_prompts=log_prompts,
     )
     use_threads(options.threads)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: its pool of threads would be idle
-    sock = reserve(settings)  # a port that is taken is said before the model is loaded
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one sequence at a time: a thread pool would be idle
+    sock = reserve(settings)  # report a port in use before loading the model
     try:
         with err.status(f"loading {model}"):
             llm = options.load(model)
@@ -140,7 +164,7 @@ def run(
     if serve(AsyncEngine(engine), settings, name=name, sock=sock, on_start=on_start) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # at once: without a CUDA context torch's own clean-up could wait for ever
+        os._exit(1)  # without a CUDA context torch's own clean-up could hang
 
 
 def _facts(server: "Server") -> dict[str, Any]:
@@ -175,25 +199,25 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
 
     state = server.state
     settings, bits, plan = state.settings, facts["precisions"], state.engine.plan
-    choice = f", at {', '.join(map(str, bits))} bits as each request asks" if bits else ""
+    choice = f", {', '.join(map(str, bits))} bits, chosen per request" if bits else ""
     keys = (
-        f"{facts['keys']} API key{'s' * (facts['keys'] > 1)}"
+        f"required ({facts['keys']} key{'s' * (facts['keys'] > 1)})"
         if facts["keys"]
-        else "none: whoever reaches it may use it"
+        else "none (anyone who can connect can use this server)"
     )
     rows = {
         "model": facts["model"],
         "weights": facts["scheme"] + choice,
         "memory": f"{show_bytes(plan.total)}: {plan.reason}",
         "": plan.parts,
-        "limits": f"{plan.max_batch} sequences at once, {plan.budget} tokens a step (--max-batch, --budget to change), "
-        f"{facts['queue_limit']} requests may wait, {settings.timeout:g} s each",
-        "keys": keys,
-        "address": f"{server.address}/v1 for clients, {server.address} to play",
+        "limits": f"{plan.max_batch} concurrent sequences (--max-batch), {plan.budget} tokens per step (--budget), "
+        f"{facts['queue_limit']} waiting requests (--queue-limit), {settings.timeout:g} s per request (--timeout)",
+        "API key": keys,
+        "address": f"{server.address}/v1 (API), {server.address} (playground)",
     }
-    lines = [f"crelle {__version__} serves", *(f"  {name:<8} {said}" for name, said in rows.items())]
+    lines = [f"crelle {__version__} server", *(f"  {name:<8} {said}" for name, said in rows.items())]
     if state.room < plan.context:
-        lines.append(f"  the cache holds sequences of {state.room} tokens, fewer than the model's {plan.context}")
+        lines.append(f"  The KV cache limits sequences to {state.room} tokens; the model's context is {plan.context}.")
     if not settings.loopback and not settings.keys:
-        lines.append("  other machines can reach this address, and no key is asked for: see --api-key-file")
-    return [*lines, "  Ctrl-C or SIGTERM ends it"]
+        lines.append("  Other machines can reach this address, and no API key is required: see --api-key-file.")
+    return [*lines, "  Press Ctrl-C or send SIGTERM to stop."]

@@ -15,16 +15,18 @@ _PAGES = 4  # of the cache: nothing is generated
 @model_options
 def run(
     model: Model,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences that will be decoded at a time, at most.")] = 1,
-    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of the longest prompt.")] = 512,
+    batch: Annotated[
+        int, typer.Option("--batch", help="Maximum number of sequences that will be decoded together.")
+    ] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", help="Length of the longest prompt, in tokens.")] = 512,
     *,
     options: ModelOptions,
     json: Json = False,
 ) -> None:
-    """Compile the CUDA kernels that a model launches, all cores at once, and keep them in the cache.
+    """Compile the CUDA kernels of a model on all cores and store them in the cache.
 
-    The first run of a model on a GPU otherwise compiles them one after the other, when it meets them. On a CPU there is
-    nothing to do: its kernels were built when Crelle was installed.
+    Without it, the first run of a model on a GPU compiles each kernel when it is first launched. On a CPU there is
+    nothing to compile: the CPU kernels are built when Crelle is installed.
 
     **Example**: `crelle warmup out/smollm2-4bit --batch 16`
     """
@@ -45,5 +47,5 @@ def run(
     if json:
         print_json({"kernels": count, "seconds": seconds, "device": str(llm.model.device), "cache": str(place)})
         return
-    said = f"{count} kernels in {seconds:.1f} s, kept in {place}" if count else "nothing to compile on a CPU"
+    said = f"compiled {count} kernels in {seconds:.1f} s, stored in {place}" if count else "nothing to compile on a CPU"
     out.print(said, highlight=False, markup=False, soft_wrap=True)

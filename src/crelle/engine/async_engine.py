@@ -42,7 +42,7 @@ class AsyncEngine:
         """Queue a request (options: those of Engine.add); iterate over what is returned, or give `on_event`."""
         with self._gate:
             if self._closing:
-                raise CapacityError("the engine is shutting down and takes no more requests")
+                raise CapacityError("the engine is shutting down and accepts no more requests")
             return self.engine.add(prompt, sampling, **options)
 
     def close(self, *, finish: bool = True, timeout: float | None = None) -> None:

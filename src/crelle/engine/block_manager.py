@@ -63,7 +63,7 @@ class BlockManager:
     def __init__(self, pages: int, page: int, *, sharing: bool = True, max_pages: int | None = None) -> None:
         """Begin with all pages free; max_pages: to which `grow_pool` may lead, default: no more than there are."""
         if pages < 1 or page < 1:
-            raise SchemeError(f"a cache needs at least one page of one token, got {pages} pages of {page}")
+            raise SchemeError(f"a KV cache needs at least one page of one token, got {pages} pages of {page}")
         self.pages, self.page, self.sharing = pages, page, sharing
         self.max_pages = max(pages, max_pages or 0)
         self.reset()

@@ -94,7 +94,7 @@ class Engine:
         batch_invariant: see crelle.models.eager_executor.
         """
         if memory is not None and pages is not None:
-            raise SchemeError("give an engine a memory budget or a number of pages, not both")
+            raise SchemeError("give either a memory limit or a number of pages, not both")
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
         counted = memory is not None or (pages is None and llm.model.device.type == "cuda")
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if counted else [])
@@ -207,7 +207,9 @@ class Engine:
             raise CapacityError(f"the engine has stopped: {self.stopped}")
         waiting = len(self.scheduler.waiting)
         if self.queue_limit is not None and waiting >= self.queue_limit:
-            raise QueueFullError(f"{waiting} requests wait already, no more than {self.queue_limit} may; try later")
+            raise QueueFullError(
+                f"the queue is full: {waiting} requests are waiting (limit {self.queue_limit}); try again later"
+            )
 
     def reserve(self, pages: int) -> None:
         """Let the cache grow to so many pages, within `max_pages`, unless it has them."""
@@ -407,7 +409,7 @@ class Engine:
         """Count a run of the model that failed; a device that fails every time is gone."""
         self._failed_steps += not self._note(error)
         if self._failed_steps >= FAILED_STEPS and self._fatal is None:
-            self._fatal = error, f"{FAILED_STEPS} steps failed without a good one between them"
+            self._fatal = error, f"{FAILED_STEPS} consecutive steps failed"
 
     def _doom(self, s: Sequence, reason: Reason, error: BaseException | None = None) -> None:
         """Note that a sequence ends here, for a reason that its ids do not show."""
@@ -447,7 +449,7 @@ class Engine:
         if state.verdict is None and reason in ("stop", "length") and len(state.tokens) != len(s.new):
             reason = "error"  # a fault came between its last token and the text
         if reason == "error" and error is None:
-            error = RuntimeError("a fault elsewhere in the engine took the sequence with it")
+            error = RuntimeError("a fault elsewhere in the engine ended this sequence")
         try:
             event = state.finish(reason, error, reused=s.reused, preemptions=s.preemptions)
         except BaseException as e:  # in the detokenizer, say: its text is not whole, but what there is comes

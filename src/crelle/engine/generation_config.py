@@ -41,5 +41,5 @@ def _number(value: Any, name: str, kind: type, file: Path) -> float:
     fits = type(value) in (int, float) and abs(value) <= _LARGEST and isfinite(value)
     if not fits or value != kind(value):
         wanted = "an integer" if kind is int else "a number"
-        raise FormatError(f"{file}: '{name}' should be {wanted}, but is {shown(value)}")
+        raise FormatError(f"{file}: '{name}' must be {wanted}, got {shown(value)}")
     return kind(value)  # type: ignore[no-any-return]

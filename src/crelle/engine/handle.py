@@ -62,9 +62,7 @@ class Handle:
                 return None
             if not driven and not self._engine.step() and self._events.empty() and not self.finished:
                 why = self._engine.stopped
-                raise CapacityError(
-                    "the engine has stopped before the request was finished" + (f": {why}" if why else "")
-                )
+                raise CapacityError("the engine stopped before the request was finished" + (f": {why}" if why else ""))
 
     def put(self, event: Event) -> BaseException | None:
         """Take note of an event, the engine's part; return what the callback raised.

@@ -106,7 +106,7 @@ class LLM(LoadedModel):
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             return generate_all(self, prompt, sampling, bits=bits)
         if isinstance(sampling, Sequence):
-            raise SchemeError("one prompt takes one sampling, not a list of them")
+            raise SchemeError("one prompt takes one Sampling, not a list")
         for chunk in self.stream(prompt, sampling, bits=bits):  # type: ignore[arg-type]
             if chunk.completion:
                 return chunk.completion

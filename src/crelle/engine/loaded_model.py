@@ -66,7 +66,8 @@ class LoadedModel:
             raise SchemeError("the prompt is empty: it needs at least one token")
         if len(ids) >= c.context:
             raise CapacityError(
-                f"the prompt has {len(ids)} tokens, the model's context holds {c.context} with at least one to come; "
+                f"the prompt has {len(ids)} tokens, but the model's context of {c.context} must also hold one "
+                "new token; "
                 "shorten the prompt"
             )
         if bad := [i for i in ids if not 0 <= i < c.vocabulary]:

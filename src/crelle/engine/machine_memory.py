@@ -52,7 +52,7 @@ def free_on_host(root: Path = Path("/")) -> FreeMemory:
     machine = _available(root / "proc/meminfo")
     group = min(_cgroup_rooms(root), default=machine)
     if group < machine:
-        return FreeMemory(group, "under the memory limit of this cgroup")
+        return FreeMemory(group, "within the memory limit of this cgroup")
     return FreeMemory(machine, "on this machine")
 
 

@@ -47,11 +47,11 @@ def parse_bytes(text: str | int) -> int:
     else:
         found = _SIZE.fullmatch(str(text).strip())
         if not found or (found[3] and not found[2]):
-            raise SchemeError(f"a size of memory looks like 24GB, 512MB, 1.5GiB or 800000, not '{text}'")
+            raise SchemeError(f"a memory size must look like 24GB, 512MB, 1.5GiB or 800000, got '{text}'")
         number, unit, binary, _ = found.groups()
         size = int(float(number) * (_BINARY if binary else _UNITS)[unit.lower()])
     if size < 1:
-        raise SchemeError(f"a size of memory is at least one byte, got '{text}'")
+        raise SchemeError(f"a memory size must be at least one byte, got '{text}'")
     return size
 
 
@@ -104,9 +104,9 @@ class MemoryPlan:
     @property
     def parts(self) -> str:
         return (
-            f"weights {show_bytes(self.weights)}, working space {show_bytes(self.working)}, "
-            f"{self.pages} pages of {self.kv.page} tokens at {self.kv} {show_bytes(self.cache)}; room for {self.tokens}"
-            f" tokens, {self.batch(self.typical)} sequences of {self.typical} at once"
+            f"weights {show_bytes(self.weights)}, workspace {show_bytes(self.working)}, "
+            f"{self.kv} cache {show_bytes(self.cache)} ({self.pages} pages of {self.kv.page} tokens): room for "
+            f"{self.tokens} tokens, {self.batch(self.typical)} sequences of {self.typical}"
         )
 
     def __str__(self) -> str:
@@ -130,9 +130,10 @@ def plan(
         over = range(1, most + 1)  # the working space grows with the pages, up to the context
         if (pages := bisect_left(over, True, key=lambda n: weights + working(n) + n * each > size)) < 1:
             raise CapacityError(
-                f"a budget of {show_bytes(size)} holds no cache: weights take {show_bytes(weights)}, working space "
-                f"{show_bytes(working(1))}, one page of {kv.page} tokens {show_bytes(each)}; give it more memory, or "
-                "choose fewer bits, a smaller batch or a smaller token budget"
+                f"a memory limit of {show_bytes(size)} leaves no room for the KV cache: the weights take "
+                f"{show_bytes(weights)}, the workspace {show_bytes(working(1))}, one page of {kv.page} tokens "
+                f"{show_bytes(each)}; allow more memory, or choose fewer bits, a smaller batch or a smaller token "
+                "budget"
             )
     return MemoryPlan(kv, weights, working(pages), each, pages, model.spec.context, max_batch, budget)
 

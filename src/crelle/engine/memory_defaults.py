@@ -51,17 +51,17 @@ def choose_plan(
     if pages is not None:
         batch = max_batch or MAX_BATCH
         found = plan(models, kv, memory=None, pages=pages, max_batch=batch, budget=budget or max(BUDGET, batch))
-        return replace(found, reason=f"a cache of {pages} pages, as was asked for")
+        return replace(found, reason=f"a cache of {pages} pages, as requested")
     free = free or free_memory(model.device)
     weights = weight_bytes(models)
     there = free.size + weights
     if memory is not None:
         if (size := parse_bytes(memory)) > there:
             raise CapacityError(
-                f"a budget of {show_bytes(size)} is more than the {show_bytes(there)} that are free {free.where}, "
-                "weights included; lower `memory`"
+                f"a memory limit of {show_bytes(size)} is more than the {show_bytes(there)} free {free.where}, "
+                "including the weights; lower `memory`"
             )
-        reason = "as --memory asks"
+        reason = "set by --memory"
     elif model.device.type == "cuda":
         size = int(_GPU_SHARE * there)
         reason = f"{_GPU_SHARE:.0%} of the {show_bytes(there)} free {free.where} (--memory to change)"
@@ -70,7 +70,7 @@ def choose_plan(
     found = _limited(models, kv, size, max_batch, budget, None if lengths is None else len(lengths))
     need = [] if lengths is None else _pages_of_longest(model, kv, lengths, found.max_batch)
     if need and (wanted := sum(need) + len(need)) < found.pages:  # the watermark of Scheduler
-        found, reason = _with_pages(models, found, wanted), f"{len(need)} sequences need no more"
+        found, reason = _with_pages(models, found, wanted), f"enough for {len(need)} sequences"
     if memory is None:
         most, why = _most_pages(model, kv, free, found.max_batch)
         if (most := max(most, *need[:1], 1)) < found.pages:
@@ -128,7 +128,7 @@ def _most_pages(model: Model, kv: KVFormat, free: FreeMemory, max_batch: int) ->
     whole, each = _context_pages(model, kv), page_bytes(model, kv)
     if model.device.type == "cuda":
         batch = max(max_batch, BUCKETS[-1])
-        return batch * (whole + 1), f"{batch} whole contexts need no more of the {{size}} that are {{reason}}"
+        return batch * (whole + 1), f"enough for {batch} whole contexts, less than the limit of {{size}} ({{reason}})"
     change = "(--memory to change)"
     return min(
         (max_batch * (whole + 1), f"a cache for {max_batch} whole contexts {change}"),

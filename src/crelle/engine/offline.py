@@ -29,7 +29,7 @@ def generate_all(
     """
     each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
     if len(each) != len(prompts):
-        raise SchemeError(f"there are {len(prompts)} prompts, but {len(each)} samplings")
+        raise SchemeError(f"got {len(prompts)} prompts, but {len(each)} Samplings")
     if not prompts:
         return []
     ids = [llm.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]

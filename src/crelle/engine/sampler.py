@@ -33,8 +33,8 @@ class Sampling:
     def __post_init__(self) -> None:
         bounds = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
-            "top_k": (self.top_k >= 0, "0 (all) or more"),
+            "temperature": (self.temperature >= 0, "at least 0 (greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (all)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
@@ -44,7 +44,7 @@ class Sampling:
             if not fine:
                 raise SchemeError(f"{name} must be {wanted}, got {getattr(self, name)}")
         if isinstance(self.stop, str) or not all(self.stop):
-            raise SchemeError("stop must be a tuple of strings, none of them empty")
+            raise SchemeError("stop must be a tuple of non-empty strings")
 
 
 class Sampler:
@@ -90,9 +90,9 @@ def require_finite(largest: float, position: int) -> None:
 def not_finite(position: int, detail: str = "NaN or infinite") -> NumericsError:
     """Return the error of a sequence whose logits at a position are not finite."""
     return NumericsError(
-        f"the model's logits are not finite ({detail}) at token {position}: the checkpoint or a kernel is broken; "
-        "try another kernel (`crelle explain MODEL` lists them), and quantize or download the checkpoint again if "
-        "that does not help"
+        f"the model's logits are not finite ({detail}) at token {position}: the checkpoint or a kernel is faulty; "
+        "try another kernel (`crelle explain MODEL --why` lists the kernels), or quantize or download the checkpoint "
+        "again"
     )
 
 

@@ -110,7 +110,9 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, *, context: int, max_batch: int, budget: int, watermark: int = 1) -> None:
         """Store the limits: tokens of a sequence, sequences at once, tokens of a step; `watermark`: see above."""
         if max_batch < 1 or budget < max_batch:
-            raise SchemeError(f"a step must have a token for each of its {max_batch} sequences, its budget is {budget}")
+            raise SchemeError(
+                f"max_batch must be at least 1 and at most the token budget, got {max_batch} and {budget}"
+            )
         self.blocks, self.context, self.watermark = blocks, context, watermark
         self.max_batch, self.budget = max_batch, budget
         self._waiting: list[Sequence] = []  # both in order
@@ -144,17 +146,20 @@ class Scheduler:
         prompt = len(request.prompt)
         if prompt >= self.context:
             raise CapacityError(
-                f"the prompt has {prompt} tokens, the model's context holds {self.context} with at least one to come; "
+                f"the prompt has {prompt} tokens, but the model's context of {self.context} must also hold one "
+                "new token; "
                 "shorten the prompt"
             )
         if request.n > self.max_batch:
-            raise CapacityError(f"n is {request.n}, but at most {self.max_batch} sequences run at once; lower n")
+            raise CapacityError(
+                f"n is {request.n}, but at most {self.max_batch} sequences can run concurrently; lower n"
+            )
         limit = min(prompt + request.sampling.max_tokens, self.context)
         need = self.blocks.pages_for(limit - 1)  # the last token is sampled, not stored
         if need > self.blocks.max_pages:
             raise CapacityError(
-                f"a prompt of {prompt} tokens and up to {limit - prompt} new ones need {need} pages of "
-                f"{self.blocks.page} tokens, the whole cache has {self.blocks.max_pages}; shorten the prompt, "
+                f"a prompt of {prompt} tokens and up to {limit - prompt} new tokens need {need} pages of "
+                f"{self.blocks.page} tokens, but the whole cache has {self.blocks.max_pages}; shorten the prompt, "
                 "lower max_tokens or give the cache more memory"
             )
         root = (request.precision, request.cache_salt), prompt if request.prefill_differs else None

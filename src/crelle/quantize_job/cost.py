@@ -138,7 +138,8 @@ def measure(
                 )
             else:
                 left_out.append(
-                    "end-to-end training (tune=full) comes on top: a model of one layer tells nothing of it"
+                    "this does not include end-to-end training (tune=full), which cannot be measured on a model "
+                    "with one layer"
                 )
     once = dict(seen.once)
     if SEARCH in once:  # its cost is of each layer; the output head is a stage of its own
@@ -146,7 +147,7 @@ def measure(
             once[stage] = once.get(stage, 0.0) * layers / measured
         if measured < layers:
             left_out.append(
-                f"the search for bits is taken to cost {layers / measured:g} times that of {measured} layers"
+                f"the time of the search for bits is scaled by {layers / measured:g} from {measured} layers"
             )
     return QuantizeCost(
         model=weights.path.name,

@@ -31,7 +31,7 @@ def python_documentation() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as e:
-        raise FormatError("this Python has no pydoc_data.topics; give a text file") from e
+        raise FormatError("this Python has no pydoc_data.topics, the default text; give a text file") from e
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
@@ -42,7 +42,9 @@ def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = No
     ids = tokenizer.encode(text, bos=False)
     count = len(ids) // body
     if count == 0:
-        raise SchemeError(f"the calibration text has {len(ids)} tokens, too few for one sequence of {body}")
+        raise SchemeError(
+            f"the calibration text has {len(ids)} tokens, but one sequence needs {body}; use a longer text"
+        )
     rows = torch.tensor([start + ids[i * body : (i + 1) * body] for i in range(count)])
     if limit is None or count <= limit:
         return rows
@@ -104,6 +106,6 @@ def sample(chances: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(chances, 1, generator=generator)
     sums = chances.cumsum(-1, dtype=torch.float64)
     if not sums[:, -1].isfinite().all():
-        raise NumericsError("the model's logits are not finite, so no token can be sampled; download the model again")
+        raise NumericsError("cannot sample: the model's logits are not finite; download the model again")
     at = torch.rand(len(sums), 1, dtype=torch.float64, generator=generator) * sums[:, -1:]
     return torch.searchsorted(sums, at, right=True).clamp_(max=chances.shape[1] - 1)

@@ -98,7 +98,7 @@ def check_effort(name: str) -> Word:
     for word in WORDS:
         if word == name:
             return word
-    raise SchemeError(f"there is no effort '{name}'; choose {', '.join(WORDS[:-1])} or {WORDS[-1]}")
+    raise SchemeError(f"unknown effort '{name}'; choose {', '.join(WORDS[:-1])} or {WORDS[-1]}")
 
 
 def resolve(

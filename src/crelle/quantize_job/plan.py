@@ -33,8 +33,8 @@ def refuse_other_file(out: Path) -> None:
     path = plan_file(out)
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or _MARK not in _read(path)):
         raise FormatError(
-            f"{path} exists and is no plan of such a run, which is written there and deleted at the end; "
-            "move it away or choose another OUT"
+            f"{path} exists and is not the plan of an interrupted run, which would be written there; "
+            "move it or choose another OUT"
         )
 
 
@@ -58,8 +58,8 @@ def planned(
             return {str(module): str(scheme) for module, scheme in found.items()}
         if not overwrite:
             raise FormatError(
-                f"cannot resume: {path} was made from another model, text or scheme; use the same again, or "
-                "`overwrite=True` to start anew"
+                f"cannot resume: {path} was written for another model, text or scheme; use the same ones, or "
+                "`overwrite=True` to start over"
             )
     model = calibration.open(open_weights(source), calibration.device)
     with device_limit(calibration.device, calibration.memory):

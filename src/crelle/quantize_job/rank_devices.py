@@ -10,7 +10,7 @@ import torch
 from crelle.errors import SchemeError, UnsupportedError
 
 MOST = 64  # processes
-_READS = "`devices` takes GPUs by number, like 0,1, or all of them, all; or cpu once for each process, like cpu,cpu"
+_READS = "`devices` must be GPU indices (0,1), all, or cpu once per process (cpu,cpu)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ def parse_devices(text: str) -> tuple[RankDevice, ...]:
         raise SchemeError(f"{_READS}; got '{text}'")
     on_cpu = items.count("cpu")
     if 0 < on_cpu < len(items):
-        raise SchemeError(f"{_READS}, but not both together; got '{text}'")
+        raise SchemeError(f"{_READS}, not both GPUs and cpu; got '{text}'")
     if len(items) > MOST:
-        raise SchemeError(f"`devices` takes at most {MOST}, got {len(items)}")
+        raise SchemeError(f"`devices` must name at most {MOST} devices, got {len(items)}")
     if on_cpu:
         return (RankDevice(),) * on_cpu
     numbers = [int(item.removeprefix("cuda:")) for item in items]
     if (count := _visible()) == 0:
-        raise UnsupportedError("no CUDA device is visible to torch; on a CPU use `devices='cpu,cpu'` or leave it out")
+        raise UnsupportedError("torch sees no CUDA device; on a CPU use `devices='cpu,cpu'` or omit `devices`")
     if missing := [n for n in numbers if n >= count]:
         seen = "GPU 0 only" if count == 1 else f"GPUs 0 to {count - 1}"
-        raise UnsupportedError(f"there is no GPU {missing[0]}: torch sees {seen}")
+        raise UnsupportedError(f"GPU {missing[0]} does not exist: torch sees {seen}")
     if twice := [n for n in numbers if numbers.count(n) > 1]:
-        raise SchemeError(f"GPU {twice[0]} is named twice in `devices`; every process needs one of its own")
+        raise SchemeError(f"GPU {twice[0]} occurs twice in `devices`; every process needs its own GPU")
     return tuple(RankDevice(n) for n in numbers)
 
 
@@ -81,5 +81,5 @@ def devices_of(devices: str | None, device: str) -> tuple[RankDevice, ...]:
     if devices is None:
         return ()
     if device != "auto":
-        raise SchemeError(f"`devices='{devices}'` and `device='{device}'` both say where to run; give one of them")
+        raise SchemeError(f"`devices='{devices}'` and `device='{device}'` exclude each other; give only one")
     return parse_devices(devices)

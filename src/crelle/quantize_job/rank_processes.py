@@ -95,10 +95,10 @@ class _Rank:
         """Return what is known of a process that ended without a word."""
         status = self.process.wait()
         if status == -signal.SIGKILL:
-            return "was killed (SIGKILL: by hand, or by Linux because memory ran out)"
+            return "was killed (SIGKILL: by a user, or by Linux because memory ran out)"
         self.stderr.seek(0)
         last = self.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        how = f"was terminated by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         return f"{how} ({last})" if last else how
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ def _watch(ranks: Sequence[_Rank], progress: Progress | None) -> None:
         raise error
     if silent:
         raise ProcessError(
-            f"{silent[0].name} {silent[0].how_it_ended()}, so the others were ended too; what is finished is kept, run "
+            f"{silent[0].name} {silent[0].how_it_ended()}, so the others were stopped; finished shards are kept, run "
             "again with `resume=True`"
         )
     if failed:

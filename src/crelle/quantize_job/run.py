@@ -46,13 +46,13 @@ from crelle.quantizers.unquantized import sentences_about
 
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
 
-_BY_TRANSFORMERS = """{reason}, so that '{scheme}' cannot calibrate on it here. Schemes that look at no data (rtn, \
-bcq) can be used all the same; gptq, hbcq, mixed and atom (without tune) calibrate inside transformers:
+_BY_TRANSFORMERS = """{reason}, so '{scheme}' cannot calibrate it. Schemes without calibration (rtn, bcq) work; \
+gptq, hbcq, mixed and atom (without tune) can calibrate with transformers:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from crelle.integrations.transformers import quantize
     model = AutoModelForCausalLM.from_pretrained({source!r})
     tokenizer = AutoTokenizer.from_pretrained({source!r})
-    batches = [tokenizer(text, return_tensors="pt") for text in ["…"]]  # texts like those that the model will see
+    batches = [tokenizer(text, return_tensors="pt") for text in ["…"]]  # text similar to what the model will read
     quantize(model, {scheme!r}, batches)
     model.save_pretrained({out!r})
     tokenizer.save_pretrained({out!r})"""
@@ -176,11 +176,13 @@ def check_spread(count: int, scheme: str, configs: Sequence[Quantizer]) -> None:
     """Say why a scheme does not use so many devices."""
     if count > 1 and not any(q.calibrated for q in configs):
         raise UnsupportedError(
-            f"scheme '{scheme}' looks at no data and works on a CPU, so `devices` has nothing to spread"
+            f"scheme '{scheme}' needs no calibration and runs on the CPU, so `devices` does not apply"
         )
     for q in configs[:1]:
         if isinstance(q, TrainedConfig) and q.tune != "none" and count > (batch := q.block_training().batch):
-            raise UnsupportedError(f"scheme '{scheme}' trains on {batch} sequences a step, so at most {batch} devices")
+            raise UnsupportedError(
+                f"scheme '{scheme}' trains on {batch} sequences per step, so use at most {batch} devices"
+            )
 
 
 def quantize_on(
@@ -286,7 +288,7 @@ def dry_run_on(
         if trains_fully(parse(scheme)):
             sequences = len(_rows(weights, text.text, min(2 * length, read_spec(weights).context)))
         if text.own:
-            left_out.append(f"sampling {text.own} sequences from the model comes on top and is not in these figures")
+            left_out.append(f"this does not include sampling {text.own} sequences from the model")
     left_out += sentences_about(in_usual_form(weights))
     matching = pipeline.matching(overrides or {}, in_usual_form(first))
     cost = measure(
@@ -398,7 +400,7 @@ def _in_two_stages(
         return first
     left = remove_directory(base)
     size, count = pipeline.measure(Checkpoint(out, verify=False))
-    warnings = (*first.warnings, *report.warnings, *((f"the first stage is still there: {left}",) if left else ()))
+    warnings = (*first.warnings, *report.warnings, *((f"the first stage was not deleted: {left}",) if left else ()))
     bits = 8 * size / max(1, count)
     return Report(out, str(trained), bits, size, report.seconds, 0, warnings, tuple(report.losses), first.block_losses)
 
@@ -411,8 +413,8 @@ def _refuse_stage(base: Path, resume: bool, overwrite: bool) -> None:
     """Refuse what stands where the first stage is to be written, unless it is one."""
     if os.path.lexists(base) and (base.is_symlink() or not (base / STAGE).is_file()):
         raise FormatError(
-            f"{base} exists and is not the first stage of such a run, which is written there and deleted at the end; "
-            "move it away or choose another OUT"
+            f"{base} exists and is not the first stage of an interrupted run, which would be written there; "
+            "move it or choose another OUT"
         )
     if not (base.exists() and resume):
         refuse_existing(base, resume=resume, overwrite=overwrite)
@@ -444,12 +446,10 @@ def tune_checkpoint(
     if not isinstance(checkpoint, Checkpoint):
         raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")
     if own and teacher is None:
-        raise SchemeError(
-            "without a teacher there is no model to sample sequences from; leave `own` out or give a `teacher`"
-        )
+        raise SchemeError("`own` needs a `teacher` to generate the sequences")
     spread = devices_of(devices, device)
     if len(spread) > training.batch:
-        raise SchemeError(f"{training.batch} sequences a step (`batch`) cannot be spread over {len(spread)} devices")
+        raise SchemeError(f"{training.batch} sequences per step (`batch`) are too few for {len(spread)} devices")
     arguments = {
         "source": source,
         "teacher": teacher,

@@ -144,7 +144,7 @@ def reserve(settings: Settings) -> socket.socket:
             sock.close()
             raise
     except OSError as e:
-        remedy = "; --port takes another, 0 one that is free" if "in use" in str(e) else ""
+        remedy = "; choose another --port, or 0 for a free one" if "in use" in str(e) else ""
         raise CapacityError(f"cannot listen on {where}: {e.strerror or e}{remedy}") from e
     sock.setblocking(False)
     return sock

@@ -47,7 +47,8 @@ class Bodies:
             async with asyncio.timeout(limit):
                 await self._room.acquire()
         except TimeoutError:
-            why = f"{_AT_ONCE} bodies of more than {LARGE} bytes are being read, and none ended within {limit:g} s"
+            why = f"the server is already reading {_AT_ONCE} bodies of more than {LARGE} bytes, and none "
+            f"finished in {limit:g} s"
             raise ApiError(429, why, code="too_many_bodies", headers={"Retry-After": "5"}, close=True) from None
 
     async def _bytes(self, request: web.Request) -> bytes:

@@ -55,7 +55,7 @@ def unavailable(why: str) -> ApiError:
 
 def failed(request_id: str) -> ApiError:
     """Answer where something of ours broke. What it was stands in the log, not here."""
-    why = f"the server failed while it worked on this request ({request_id}); other requests are not touched"
+    why = f"internal error in this request ({request_id}); other requests are not affected"
     return ApiError(500, why, code="internal_error")
 
 
@@ -64,13 +64,13 @@ def of_engine(error: BaseException, request_id: str) -> ApiError:
     if not isinstance(error, NumericsError):
         return failed(request_id)
     why = (
-        f"the model computed values that are not finite (NaN or infinity) for this request ({request_id}): the "
-        "checkpoint or a kernel of the server is broken, as its operator can see in the log"
+        f"the model produced NaN or infinity for this request ({request_id}): the "
+        "checkpoint or a kernel is faulty; see the log of the server"
     )
     return ApiError(500, why, code="non_finite_logits", headers={"x-should-retry": "false"})
 
 
 def timed_out(seconds: float, tokens: int) -> ApiError:
     """Answer where a request took too long; trying the same again would take as long."""
-    why = f"the request was ended after {seconds:g} s with {tokens} tokens sampled; ask for fewer tokens, or stream"
+    why = f"the request timed out after {seconds:g} s and {tokens} sampled tokens; request fewer tokens, or stream"
     return ApiError(504, why, code="timeout", headers={"x-should-retry": "false"})

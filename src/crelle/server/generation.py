@@ -103,7 +103,7 @@ class Generation:
                         self.state.require_ready()
                     raise of_engine(event.output.error, self.context.id)
         if found and self.finished and not any(o.completion.tokens for o in self.outputs) and self._were_cut():
-            raise unavailable("the server is shutting down and had not begun with this request")
+            raise unavailable("the server is shutting down and did not start this request")
         return found
 
     def _require_life(self) -> None:

@@ -59,7 +59,7 @@ def add_routes(app: web.Application) -> None:
 
 async def playground(request: web.Request) -> web.StreamResponse:
     if not PLAYGROUND.is_file():
-        raise ApiError(404, "this installation has no playground page; /openapi.json describes the others")
+        raise ApiError(404, "this installation has no playground page; /openapi.json lists the available paths")
     html = PLAYGROUND.read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": _policy(html), "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
     return web.Response(text=html, content_type="text/html", charset="utf-8", headers=headers)
@@ -237,7 +237,7 @@ async def _stream(g: Generation) -> web.StreamResponse:
     g.context.log_fields |= {"code": fault.code, "failed_status": fault.status}
     try:
         if writing:
-            raise TimeoutError("the reader takes nothing, not even the reason")
+            raise TimeoutError("the client does not read the response")
         async with asyncio.timeout(_LAST_WORDS):
             await response.write(sse(fault.body))
             await response.write_eof()

@@ -120,10 +120,10 @@ def _followed_link(request: web.Request) -> bool:
 
 def _not_ours(name: str) -> ApiError:
     shown = name if len(name) <= 100 else name[:100] + "…"
-    why = f"this server listens on a loopback address and is not called '{shown}'; --allow-host adds a name"
+    why = f"this server listens on a loopback address and does not accept the host name '{shown}'; see --allow-host"
     return ApiError(403, why, code="host_not_allowed", close=True)
 
 
 def _foreign() -> ApiError:
-    why = "web pages of this origin may not call this server; --allow-origin lists those that may"
+    why = "web pages of this origin may not call this server; see --allow-origin"
     return ApiError(403, why, code="origin_not_allowed", close=True)

@@ -43,9 +43,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
-        self.first = histogram("crelle_time_to_first_token_seconds", "from arrival to the first token", _FIRST)
+        self.first = histogram(
+            "crelle_time_to_first_token_seconds", "time from the arrival of a request to its first token", _FIRST
+        )
         self.recent_first: deque[float] = deque(maxlen=_RECENT)
-        self.each = histogram("crelle_time_per_token_seconds", "mean of a sequence's tokens after the first", _EACH)
+        self.each = histogram(
+            "crelle_time_per_token_seconds", "mean time per token of a sequence, after the first token", _EACH
+        )
         self.speed, self.finishing = Rate(), Rate()
         self.running = self.waiting = 0  # HTTP requests for completions with, and still without, a first token
         self.prompt_tokens = 0
@@ -75,43 +79,55 @@ class Metrics:
     def page(self, stats: Stats, queue_limit: int | None, ready: bool) -> bytes:
         """Return the page that Prometheus reads."""
         now: list[tuple[str, str, float]] = [
-            ("crelle_ready", "1 while requests are taken", int(ready)),
-            ("crelle_queue_length", "prompts that wait for the engine", stats.waiting),
-            ("crelle_queue_limit", "prompts that may wait; -1: no limit", -1 if queue_limit is None else queue_limit),
-            ("crelle_texts_running", "sequences that the engine works on", stats.running),
-            ("crelle_requests_running", "HTTP requests that have had a first token", self.running),
-            ("crelle_requests_waiting", "HTTP requests that have not", self.waiting),
-            ("crelle_kv_pages", "pages of the cache", stats.pages),
-            ("crelle_kv_pages_used", "pages of running sequences", stats.pages_used),
-            ("crelle_kv_pages_cached", "pages kept for prompts with the same prefix", stats.pages_cached),
+            ("crelle_ready", "1 while the server accepts requests", int(ready)),
+            ("crelle_queue_length", "waiting prompts", stats.waiting),
+            (
+                "crelle_queue_limit",
+                "maximum number of waiting prompts; -1: no limit",
+                -1 if queue_limit is None else queue_limit,
+            ),
+            ("crelle_texts_running", "running sequences", stats.running),
+            ("crelle_requests_running", "HTTP requests after their first token", self.running),
+            ("crelle_requests_waiting", "HTTP requests before their first token", self.waiting),
+            ("crelle_kv_pages", "pages in the KV cache", stats.pages),
+            ("crelle_kv_pages_used", "pages used by running sequences", stats.pages_used),
+            ("crelle_kv_pages_cached", "pages kept for prefix sharing", stats.pages_cached),
             (
                 "crelle_tokens_per_second",
-                "tokens sampled, over the last 5 s",
+                "sampled tokens per second, over the last 5 s",
                 self.speed.per_second(stats.tokens_sampled),
             ),
         ]
         ever: list[tuple[str, str, float]] = [
-            ("crelle_steps_total", "steps of the engine", stats.steps),
-            ("crelle_tokens_run_total", "tokens the model ran over", stats.tokens_run),
-            ("crelle_tokens_drawn_total", "tokens sampled", stats.tokens_sampled),
-            ("crelle_tokens_reused_total", "tokens of prompts found in the cache", stats.tokens_reused),
-            ("crelle_prompt_tokens_total", "tokens of prompts let in", self.prompt_tokens),
-            ("crelle_preemptions_total", "sequences preempted (their pages given back for a while)", stats.preemptions),
-            ("crelle_texts_finished_total", "sequences ended, for any reason", stats.finished),
-            ("crelle_texts_failed_total", "sequences ended by a fault of the server", stats.failed),
-            ("crelle_disconnects_total", "clients that left before their answer", self.disconnects),
-            ("crelle_slow_readers_total", "streams ended because the client did not read them", self.slow_readers),
-            ("crelle_timeouts_total", "requests that took too long", self.timeouts),
-            ("crelle_prefill_seconds_total", "time of steps with tokens of prompts", stats.prefill_seconds),
-            ("crelle_decode_seconds_total", "time of steps of decoding alone", stats.decode_seconds),
+            ("crelle_steps_total", "engine steps", stats.steps),
+            ("crelle_tokens_run_total", "tokens that the model processed", stats.tokens_run),
+            ("crelle_tokens_drawn_total", "sampled tokens", stats.tokens_sampled),
+            ("crelle_tokens_reused_total", "prompt tokens found in the prefix cache", stats.tokens_reused),
+            ("crelle_prompt_tokens_total", "tokens of accepted prompts", self.prompt_tokens),
+            ("crelle_preemptions_total", "preemptions of sequences", stats.preemptions),
+            ("crelle_texts_finished_total", "finished sequences, for any reason", stats.finished),
+            ("crelle_texts_failed_total", "sequences that failed because of a server fault", stats.failed),
+            (
+                "crelle_disconnects_total",
+                "clients that disconnected before the end of their response",
+                self.disconnects,
+            ),
+            ("crelle_slow_readers_total", "streams closed because the client did not read them", self.slow_readers),
+            ("crelle_timeouts_total", "requests that timed out", self.timeouts),
+            ("crelle_prefill_seconds_total", "time in steps with prompt tokens", stats.prefill_seconds),
+            ("crelle_decode_seconds_total", "time in decode-only steps", stats.decode_seconds),
         ]
         requests = CounterMetricFamily(
-            "crelle_requests_total", "HTTP requests by path and status; 499: the client left", labels=["path", "status"]
+            "crelle_requests_total",
+            "HTTP requests by path and status; 499: the client disconnected",
+            labels=["path", "status"],
         )
         for (path, status), count in sorted(self.requests.items()):
             requests.add_metric([path, str(status)], count)
         first = GaugeMetricFamily(
-            "crelle_recent_time_to_first_token_seconds", f"of the last {_RECENT} sequences", labels=["quantile"]
+            "crelle_recent_time_to_first_token_seconds",
+            f"time to the first token of the last {_RECENT} sequences",
+            labels=["quantile"],
         )
         for share, seconds in quantiles(self.recent_first, (0.5, 0.99)):
             first.add_metric([str(share)], seconds)

@@ -100,10 +100,10 @@ def _check_key(state: State, request: web.Request) -> int | None:
 
 def _translated(request: web.Request, e: web.HTTPException) -> ApiError:
     if e.status == 404:
-        return ApiError(404, "there is no such page; /openapi.json lists those there are", code="not_found")
+        return ApiError(404, "unknown path; /openapi.json lists the available paths", code="not_found")
     if isinstance(e, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(e.allowed_methods))
-        why = f"{request.method} is not for this page; {allowed} is"
+        why = f"{request.method} is not allowed for this path; use {allowed}"
         return ApiError(405, why, code="method_not_allowed", headers={"Allow": allowed})
     return ApiError(e.status, e.reason, code=None)
 

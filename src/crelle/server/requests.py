@@ -95,7 +95,7 @@ class RequestParser:
             if isinstance(name, str) and name != self.info.name:
                 raise not_served(name, self.info)
             if body.get("precision") is not None and not self.info.precisions:
-                why = "this model has one precision only; checkpoints of the scheme bcq-nested have several"
+                why = "this model has only one precision; checkpoints of the scheme bcq-nested have several"
                 raise ApiError(400, why, param="precision", code="invalid_value")
         return schema.check(body)
 
@@ -106,7 +106,7 @@ class RequestParser:
             text = m.content if isinstance(m.content, str) else "".join(part.text for part in m.content)
             found.append({"role": "system" if m.role == "developer" else m.role, "content": text})
         if (n := sum(len(m["content"]) for m in found)) > self.info.max_prompt:
-            why = f"messages have {n} characters together, but at most {self.info.max_prompt} are allowed"
+            why = f"the messages have {n} characters in total, but at most {self.info.max_prompt} are allowed"
             raise ApiError(400, why, param="messages", code="context_length_exceeded")
         return found
 
@@ -138,7 +138,7 @@ class RequestParser:
 
 def not_served(name: str, info: ModelInfo) -> ApiError:
     shown = name if len(name) <= 100 else name[:100] + "…"
-    why = f"the model '{shown}' is not served here; '{info.name}' is"
+    why = f"the model '{shown}' does not exist; this server has '{info.name}'"
     return ApiError(404, why, param="model", code="model_not_found")
 
 

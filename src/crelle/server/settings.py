@@ -25,7 +25,7 @@ class Keys:
     def of(cls, *keys: str) -> "Keys":
         for key in keys:
             if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-                raise SchemeError(f"an API key is 1 to {_LONGEST_KEY} visible ASCII characters without spaces")
+                raise SchemeError(f"an API key must have 1 to {_LONGEST_KEY} visible ASCII characters without spaces")
         return cls(tuple(dict.fromkeys(map(_digest, keys))))
 
     @classmethod
@@ -39,7 +39,7 @@ class Keys:
                 raise FormatError(f"cannot read API keys from {file}: {getattr(e, 'strerror', None) or e}") from e
             of_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
             if not of_file:
-                raise FormatError(f"{file} holds no API key; an empty file must not open the server to everybody")
+                raise FormatError(f"{file} contains no API key; add one, or leave out --api-key-file to allow everyone")
             found += of_file
         found += [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
         return cls.of(*found)
@@ -87,7 +87,7 @@ class Settings:
             "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             "timeout": (self.timeout > 0, "above 0 seconds"),
             "body_timeout": (self.body_timeout > 0, "above 0 seconds"),
-            "grace": (self.grace >= 0, "0 seconds or more"),
+            "grace": (self.grace >= 0, "at least 0 seconds"),
             "backlog": (self.backlog >= 1, "at least 1 event"),
             "patience": (self.patience > 0, "above 0 seconds"),
         }
@@ -96,10 +96,10 @@ class Settings:
                 raise SchemeError(f"{name} must be {wanted}, got {getattr(self, name)}")
         for origin in self.origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
-                raise SchemeError(f"an origin looks like https://example.org, not '{origin}'")
+                raise SchemeError(f"an origin must look like https://example.org, got '{origin}'")
         for host in self.hosts:
             if not _HOST.fullmatch(host):
-                raise SchemeError(f"a host to allow looks like llm.example.org, without a port, not '{host}'")
+                raise SchemeError(f"an allowed host must look like llm.example.org, without a port, got '{host}'")
         object.__setattr__(self, "hosts", tuple(host.lower().removesuffix(".") for host in self.hosts))
 
     @property

@@ -80,7 +80,7 @@ class State:
     @property
     def why_not_ready(self) -> str | None:
         if self.service.error is not None:
-            return f"the engine has stopped: {self.service.stop_reason}; the server ends and must be started again"
+            return f"the engine has stopped: {self.service.stop_reason}; the server exits and must be restarted"
         return "the server is shutting down" if self.closing else None
 
     def require_ready(self) -> None:

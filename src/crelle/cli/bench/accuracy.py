@@ -1,4 +1,4 @@
-"""crelle bench accuracy: what the kernels' rounding costs."""
+"""crelle bench accuracy: the error of the kernels."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,23 +17,28 @@ NAME = "accuracy"
 
 def run(
     model: Model,
-    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; default: Python's documentation.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Use only the first N tokens of the text.")] = None,
-    context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Evaluation text (UTF-8); default: Python's documentation.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Evaluate only the first N tokens of the text.")
+    ] = None,
+    context: Annotated[int, typer.Option("--context", help="Tokens per evaluation window.")] = 1024,
     step_tokens: Annotated[
-        int, typer.Option("--step-tokens", help="Tokens to read one by one, as decoding does; slower.")
+        int, typer.Option("--step-tokens", help="Number of tokens to evaluate one by one, as in decoding (slow).")
     ] = 512,
     kernel: Annotated[
-        list[str] | None, typer.Option("--kernel", help="Kernels to compare; repeatable. Default: all that can run it.")
+        list[str] | None,
+        typer.Option("--kernel", help="Kernel to compare; repeatable. Default: all kernels that support the model."),
     ] = None,
     threads: Threads = None,
     results: Results = None,
     json: Json = False,
 ) -> None:
-    """Measure what a kernel's rounding costs: perplexity through each kernel, and each product against f64.
+    """Measure the rounding error of the kernels: perplexity with each kernel, and matrix products against f64.
 
-    Perplexity is measured as a prompt and token by token, which run through different code. The products are random
-    ones, on every instruction set of this machine, 1 to 8 bits; their error is relative to the largest output.
+    Perplexity is measured over whole prompts and token by token, which run different code. The products use random
+    matrices with 1 to 8 bits, on every instruction set of this machine; errors are relative to the largest output.
 
     **Example**: `crelle bench accuracy out/smollm2-4bit --text wiki.txt --tokens 10240`
     """
@@ -68,13 +73,13 @@ def run(
         return
     out.print(_perplexities(quality))
     for name, why in left_out.items():
-        out.print(f"without {name}: {why}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"skipped {name}: {why}", highlight=False, markup=False, soft_wrap=True)
     if errors:
         out.print(_errors(errors))
 
 
 def _perplexities(quality: "list[Quality]") -> Table:
-    table = Table(Column("kernel", no_wrap=True), "read as", "perplexity", "above the first", "tokens", "window")
+    table = Table(Column("kernel", no_wrap=True), "mode", "perplexity", "vs. first row", "tokens", "window")
     for q in quality:
         table.add_row(
             q.kernel, q.read_as, f"{q.perplexity:.5f}", f"{q.above_first:+.4%}", str(q.tokens), str(q.context)
@@ -83,7 +88,7 @@ def _perplexities(quality: "list[Quality]") -> Table:
 
 
 def _errors(errors: "list[ProductError]") -> Table:
-    """One line an instruction set and format: the largest error of all bits."""
+    """One row per instruction set and format: the largest error over all bits."""
     table = Table(Column("largest error", no_wrap=True), "format", "exact", "with outliers", "int8", "with outliers")
     for isa, form in dict.fromkeys((e.isa, e.format) for e in errors):
         alike = [e for e in errors if (e.isa, e.format) == (isa, form)]

@@ -1,4 +1,4 @@
-"""crelle bench: how fast, checked first, beside a baseline of the same run."""
+"""crelle bench: check results, then measure speed against a baseline in the same run."""
 
 import typer
 
@@ -6,7 +6,8 @@ from crelle.cli.bench import accuracy, attention, decode, gemm, gemv, plot, quan
 
 NAME = "bench"
 app = typer.Typer(
-    no_args_is_help=True, help="Measure speed: check first, then time, beside a baseline of the same run."
+    no_args_is_help=True,
+    help="Measure speed. Every benchmark checks its results first and times a baseline in the same run.",
 )
 
 COMMANDS = (

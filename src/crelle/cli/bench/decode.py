@@ -1,4 +1,4 @@
-"""crelle bench decode: a whole model token by token, on the CPU or on a GPU."""
+"""crelle bench decode: decoding speed of a whole model, on a CPU or a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,47 +29,59 @@ def run(
     model: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]", help="A checkpoint, a Hugging Face directory or a .gguf file; or use --shape."
+            metavar="[MODEL]", help="Crelle checkpoint, Hugging Face directory, or .gguf file; or use --shape."
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="Instead of MODEL: a real shape with random weights, e.g. llama2-7b; repeatable."),
+        typer.Option(
+            "--shape", help="Instead of MODEL: a model shape with random weights, e.g. llama2-7b; repeatable."
+        ),
     ] = None,
     scheme: Annotated[
         list[str] | None,
-        typer.Option("--scheme", help="With --shape: how its matrices are stored; repeatable. Default: 3 bits."),
+        typer.Option("--scheme", help="With --shape: quantization scheme; repeatable. Default: bcq:bits=3,group=128."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Where to run: cpu, cuda or auto. Default: cpu; with --shape, auto."),
+        typer.Option("--device", help="Device: cpu, cuda or auto. Default: cpu; with --shape, auto."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens to decode. Default: 64; with --shape or on a GPU 128.")
+        int | None,
+        typer.Option("--tokens", help="Number of tokens to decode. Default: 64; with --shape or on a GPU 128."),
     ] = None,
-    prompt: Annotated[int | None, typer.Option("--prompt", help="MODEL on CPU: tokens of the prefill; 512.")] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt",
+            help="MODEL on a CPU: prompt length in tokens. Default: 512, or what fits in the model's context.",
+        ),
+    ] = None,
     context: Annotated[
         int | None,
-        typer.Option("--context", help="With --shape or on a GPU: tokens before the first decoded one; 128."),
+        typer.Option(
+            "--context", help="With --shape or on a GPU: context length before the first decoded token. Default: 128."
+        ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", help="With --shape or on a GPU: sequences that are decoded together; 1.")
+        int | None, typer.Option("--batch", help="With --shape or on a GPU: batch size. Default: 1.")
     ] = None,
-    layers: Annotated[
-        int | None, typer.Option("--layers", help="With --shape: only the first so many layers, for a quick look.")
-    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="With --shape: run only the first N layers.")] = None,
     baseline: Annotated[
-        bool, typer.Option("--baseline/--no-baseline", help="Time the same shape in f16 too, where it fits.")
+        bool, typer.Option("--baseline/--no-baseline", help="Also time the same shape in f16, if it fits.")
     ] = True,
     threads: ThreadCounts = "",
     llama_bench: Annotated[
-        Path | None, typer.Option("--llama-bench", help="CPU: an existing llama-bench to time in the same run.")
+        Path | None, typer.Option("--llama-bench", help="CPU: path of a llama-bench program to time in the same run.")
     ] = None,
     llama_model: Annotated[
-        list[Path] | None, typer.Option("--llama-model", help="CPU: GGUF files for it; repeatable.")
+        list[Path] | None, typer.Option("--llama-model", help="CPU: GGUF file for llama-bench; repeatable.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Rounds; CPU: the best counts, GPU: the median of all tokens.")
+        int,
+        typer.Option(
+            "--rounds", help="Number of rounds. A CPU reports the best round, a GPU the median over all tokens."
+        ),
     ] = 5,
     kernel: KernelName = None,
     energy: Energy = True,
@@ -78,18 +90,19 @@ def run(
         typer.Option(
             "--cost",
             metavar="price=…[,watt=…]",
-            help="Prices for the cost of a million tokens: price= of the hardware over years= (5), kwh= (0.09) per "
-            "kWh, watt= if the power is not measured, currency= (USD).",
+            help="Prices for the cost per million tokens: price= of the hardware, years= of depreciation (5), "
+            "kwh= price "
+            "per kWh (0.09), watt= if the power is not measured, currency= (USD).",
         ),
     ] = None,
     results: ResultFile = None,
     json: Json = False,
 ) -> None:
-    """Time whole-model decoding, of a model's files or of a real shape with random weights.
+    """Time decoding with a whole model: a stored model, or a model shape with random weights.
 
-    MODEL on a CPU: tokens per second of decoding (after an empty context) and of prefill. Otherwise: ms per token
-    behind a context, by graph replays, with its share of the memory's own speed, peak memory and joules per token,
-    beside the same shape in f16. A shape is built straight in its quantized form, layer by layer.
+    MODEL on a CPU: tokens per second of decoding (with an empty context) and of prefill. Otherwise: ms per token after
+    a context, measured by graph replays, with the share of the memory bandwidth, peak memory, joules per token, and the
+    same shape in f16 as baseline. A shape is built directly in its quantized form, layer by layer.
 
     **Example**: `crelle bench decode out/m --threads 1,2 --llama-bench ./llama-bench --llama-model q4_0.gguf`
 
@@ -102,18 +115,17 @@ def run(
 
     costs = None if cost is None else CostModel.parse(cost)
     if (model is None) == (not shape):
-        raise SchemeError("give either MODEL, a path, or --shape, a name such as llama2-7b")
+        raise SchemeError("give either MODEL (a path) or --shape (a name such as llama2-7b)")
     chosen = choose_device(device or ("auto" if shape else "cpu"))
     if model is not None and chosen.type == "cpu":
         refuse("cpu", context=context, batch=batch, shape=shape, scheme=scheme, layers=layers)
-        tokens, prompt = _or(tokens, 64), _or(prompt, 512)
         _on_cpu(model, tokens, prompt, threads, llama_bench, llama_model or [], rounds, kernel, costs, results, json)
         return
     if model is not None and (scheme or layers):
-        raise SchemeError("--scheme and --layers go with --shape; a MODEL is as it was stored")
+        raise SchemeError("--scheme and --layers apply to --shape only; MODEL runs as it is stored")
     refuse(chosen.type, prompt=prompt, llama_bench=llama_bench, llama_model=llama_model)
     if costs is not None and costs.watt is None and not (energy and chosen.type == "cuda"):
-        raise SchemeError("the power is not measured here: say it, --cost price=…,watt=…")
+        raise SchemeError("the power is not measured here; give it: --cost price=…,watt=…")
     if threads:
         from crelle.cli.common.console import use_threads
 
@@ -142,7 +154,7 @@ def _named(name: str, schemes: list[str] | None, layers: int | None) -> _Source:
     from crelle.quantizers.scheme import parse
 
     schemes = schemes or ["bcq:bits=3,group=128"]
-    config_of(name)  # a wrong name or scheme is better told now than after an hour
+    config_of(name)  # report a wrong name or scheme before the measurement starts
     for scheme in schemes:
         parse(scheme)
 
@@ -179,7 +191,7 @@ def _whole_steps(
     ceiling: Ceiling | None = None
     facts: dict[str, object] = {}
     if device.type == "cuda":
-        with err.status("the memory's own speed"):
+        with err.status("measuring the memory bandwidth"):
             ceiling = read_ceiling()
         free_memory()
         facts = {"gpu": gpu(), "read_ceiling_gb_per_s": ceiling.gb_per_s, "read_ceiling": ceiling.how}
@@ -197,7 +209,7 @@ def _whole_steps(
         wanted = [s for s in source.schemes if s != "fp16"]
         if baseline or len(wanted) < len(source.schemes):
             if reason := _no_plain(source, device):
-                err.print(f"no f16 beside it: {reason}", highlight=False, markup=False, soft_wrap=True)
+                err.print(f"no f16 baseline: {reason}", highlight=False, markup=False, soft_wrap=True)
                 rows.facts = {**rows.facts, f"no f16 of {source.name}": reason}
             else:
                 plain = rows.add(f"{source.name} fp16", lambda source=source: timed(source, "fp16", None))  # type: ignore[misc]
@@ -209,7 +221,7 @@ def _whole_steps(
 
 
 def _no_plain(source: _Source, device: "torch.device") -> str | None:
-    """Return why the shape cannot be timed in f16, if so."""
+    """Return why the shape cannot be timed in f16, or None."""
     from crelle.bench.decode_cuda import does_not_fit
 
     try:
@@ -223,7 +235,7 @@ def _table(rows: "list[DecodeCuda]") -> None:
     table = Table(
         Column("model", no_wrap=True),
         Column("scheme", no_wrap=True),
-        *("ms/token", "tokens/s", "weights GB", "GB/s", "of ceiling", "faster", "peak GB", "J/token", "graph"),
+        *("ms/token", "tokens/s", "weights GB", "GB/s", "of ceiling", "speedup", "peak GB", "J/token", "graph"),
     )
     for r in rows:
         table.add_row(
@@ -250,8 +262,8 @@ def _table(rows: "list[DecodeCuda]") -> None:
 
 def _on_cpu(
     model: Path,
-    tokens: int,
-    prompt: int,
+    tokens: int | None,
+    prompt: int | None,
     threads: str,
     llama_bench: Path | None,
     llama_model: list[Path],
@@ -261,13 +273,13 @@ def _on_cpu(
     results: Path | None,
     json: bool,
 ) -> None:
-    from crelle.bench.decode import measure, measure_llama_bench
+    from crelle.bench.decode import default_sizes, measure, measure_llama_bench
     from crelle.engine.llm import LLM
 
     if llama_model and not llama_bench:
-        raise SchemeError("--llama-model needs --llama-bench, the program to run it with")
+        raise SchemeError("--llama-model needs --llama-bench, the path of the program")
     if costs is not None and costs.watt is None:
-        raise SchemeError("the power of a CPU is not measured: say it, --cost price=…,watt=…")
+        raise SchemeError("the power of a CPU is not measured; give it: --cost price=…,watt=…")
 
     def priced(row: "DecodeSpeed") -> "DecodeSpeed":
         return _priced(row, costs, row.decode_tokens_per_second, None)
@@ -275,21 +287,27 @@ def _on_cpu(
     rows = Rows(results)
     for n in parse_threads(threads):
         llm = LLM.load(model, device="cpu", threads=n, kernel=kernel)
+        sizes = {"tokens": tokens, "prompt": prompt}
+        sizes = {name: _or(given, default_sizes(llm)[name]) for name, given in sizes.items()}
         rows.add(
             f"{n} threads",
-            lambda llm=llm, n=n: priced(measure(llm, n, tokens=tokens, prompt=prompt, rounds=rounds)),  # type: ignore[misc]
+            lambda llm=llm, n=n, sizes=sizes: priced(measure(llm, n, rounds=rounds, **sizes)),  # type: ignore[misc]
         )
         for gguf in llama_model:
             assert llama_bench is not None
             rows.add(
                 f"{llama_bench.name} {gguf.name}, {n} threads",
-                lambda gguf=gguf, n=n: priced(  # type: ignore[misc]
-                    measure_llama_bench(llama_bench, gguf, n, tokens=tokens, prompt=prompt)
+                lambda gguf=gguf, n=n, sizes=sizes: priced(  # type: ignore[misc]
+                    measure_llama_bench(llama_bench, gguf, n, **sizes)
                 ),
             )
     if rows.finish(json):
+        first: DecodeSpeed = rows.rows[0]
         table = Table(
-            Column("who", no_wrap=True), "threads", f"decode {tokens}, tokens/s", f"prefill {prompt}, tokens/s"
+            Column("program", no_wrap=True),
+            "threads",
+            f"decode {first.decode_tokens}, tokens/s",
+            f"prefill {first.prefill_tokens}, tokens/s",
         )
         row: DecodeSpeed
         for row in rows.rows:
@@ -305,13 +323,19 @@ def _priced(row: Row, costs: "CostModel | None", tokens_per_second: float, watt:
 
 
 def _cost_table(rows: "list[tuple[str, Cost | None]]") -> None:
-    """Print what a million tokens cost, where that was asked for; relative to the first row."""
+    """Print the cost per million tokens, if requested, and the ratio to the first row."""
     known = [(name, cost) for name, cost in rows if cost is not None]
     if not known:
         return
     first = known[0][1]
     table = Table(
-        f"{first.currency} per million tokens", "watt", "buying", "runtime", "total", "runtime, of the first", "total"
+        f"{first.currency} per million tokens",
+        "watt",
+        "hardware",
+        "electricity",
+        "total",
+        "electricity vs. first",
+        "total vs. first",
     )
     for name, c in known:
         runtime = "–" if not first.runtime or not c.runtime else f"{first.runtime / c.runtime:.2f}x less"

@@ -18,47 +18,53 @@ SHAPES = ["4096x4096", "11008x4096", "8192x8192"]
 def run(
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", help=f"Outputs x inputs; repeatable, or with commas. Default: {','.join(SHAPES)}."),
+        typer.Option(
+            "--shape", help=f"OUTPUTSxINPUTS; repeatable or separated by commas. Default: {','.join(SHAPES)}."
+        ),
     ] = None,
     scheme: Annotated[
         list[str] | None,
-        typer.Option("--scheme", help="Schemes to time; repeatable. Default: atom in four variants, and rtn:bits=4."),
+        typer.Option("--scheme", help="Scheme to time; repeatable. Default: four variants of atom, and rtn:bits=4."),
     ] = None,
-    rows: Annotated[str, typer.Option("--rows", help="Rows of x, with commas.")] = "16,64,128,256,512",
-    device: Annotated[str, typer.Option("--device", help="Where to run: cuda or auto.")] = "auto",
+    rows: Annotated[
+        str, typer.Option("--rows", help="Numbers of rows of x, separated by commas.")
+    ] = "16,64,128,256,512",
+    device: Annotated[str, typer.Option("--device", help="Device: cuda or auto.")] = "auto",
     kernel: KernelName = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Type of x and y, float16 or bfloat16.")] = "float16",
+    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of x and y: float16 or bfloat16.")] = "float16",
     peers: Annotated[
         bool,
-        typer.Option("--peers/--no-peers", help="Also time torch's int8 and fp8 products, and gemlite if it is here."),
+        typer.Option(
+            "--peers/--no-peers", help="Also time torch's int8 and fp8 products, and gemlite if it is installed."
+        ),
     ] = True,
     results: ResultFile = None,
     json: Json = False,
 ) -> None:
-    """Time products of many rows on a GPU, beside cuBLAS and products of 8 bits, in the same run.
+    """Time matrix products with many rows on a GPU, with cuBLAS and 8-bit products in the same run.
 
-    Every kernel is first compared with f64 of the dequantized weight and of x as the scheme rounds it; a second run
-    must be bitwise equal. Times are of graph replays over more weights than the cache holds. On a CPU, `crelle bench
-    gemv --batch` times the same.
+    Every kernel is first compared with an f64 product of the dequantized weight and the quantized x; a second run must
+    be bitwise equal. Times are from graph replays over more weights than the cache holds. On a CPU, use `crelle bench
+    gemv --batch`.
 
     **Example**: `crelle bench gemm --shape 4096x4096 --scheme atom:w=4,a=4 --rows 16,64,256 --out gemm`
 
-    With one measurement `--json` prints that; otherwise {"rows": […]}.
+    `--json` prints one object for one measurement, and {"rows": […]} for several.
     """
     from crelle.models.loader import choose_device
 
     shapes, counts = parse_shapes(shape or SHAPES), parse_rows(rows)
     if choose_device(device).type != "cuda":
-        raise UnsupportedError("bench gemm needs a CUDA device; on a CPU: crelle bench gemv --batch ROWS")
+        raise UnsupportedError("bench gemm needs a CUDA device; on a CPU use crelle bench gemv --batch ROWS")
     from crelle.bench.kernels.cuda_timer import gpu
     from crelle.bench.kernels.gemm_cuda import GemmCuda, Peers, measure_rows, time_peers
     from crelle.bench.kernels.gemv_cuda import DTYPES, baseline
 
     if dtype not in DTYPES:
-        raise SchemeError(f"--dtype is {' or '.join(DTYPES)}, not '{dtype}'")
+        raise SchemeError(f"--dtype must be {' or '.join(DTYPES)}, got '{dtype}'")
     measured = Rows(results, {"gpu": gpu()})
     for (N, K), M in ((s, m) for s in shapes for m in counts):
-        with err.status(f"{N}x{K}, {M} rows: cuBLAS and others"):
+        with err.status(f"{N}x{K}, {M} rows: baselines"):
             against = baseline(N, K, M, DTYPES[dtype], energy=False)
             others = time_peers(N, K, M) if peers else Peers({}, {})
         for s in scheme or SCHEMES:
@@ -72,7 +78,7 @@ def run(
         names = list(dict.fromkeys(name for r in measured.rows for name in r.peers))
         table = Table(
             *("shape", "rows", Column("scheme", no_wrap=True), "kernel", "us", "product", "encode", "TFLOPS"),
-            *("cuBLAS us", "faster", "product", *names, "error"),
+            *("cuBLAS us", "speedup", "product", *names, "error"),
         )
         r: GemmCuda
         for r in measured.rows:
@@ -83,7 +89,7 @@ def run(
                 *(_or_dash(r.product_speedup, "{:.2f}x"), *(_or_dash(r.peers.get(n), "{:.1f}") for n in names)),
                 f"{r.rel_err:.1e}",
             )
-        out.print(f"{gpu()['name']}, {dtype}; others without quantizing x", highlight=False)
+        out.print(f"{gpu()['name']}, {dtype}; baselines do not quantize x", highlight=False)
         show(table)
         for name, why in measured.rows[0].refused.items():
             out.print(f"{name}: {why}", highlight=False, markup=False, soft_wrap=True)
@@ -94,7 +100,7 @@ def parse_rows(text: str) -> list[int]:
     """Read row counts like 16,64."""
     parts = [p.strip() for p in text.split(",")]
     if not all(p.isascii() and p.isdigit() and len(p) < 10 and int(p) for p in parts):
-        raise SchemeError(f"--rows should read like 16,64,256; got '{text}'")
+        raise SchemeError(f"--rows must look like 16,64,256, got '{text}'")
     return [int(p) for p in parts]
 
 

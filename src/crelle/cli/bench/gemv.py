@@ -17,53 +17,59 @@ SCHEMES = [f"{s}:bits={b},group=128" for b in (2, 3, 4) for s in ("bcq", "rtn")]
 def run(
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="Outputs x inputs; repeatable, or with commas. Default: 4096x4096."),
+        typer.Option("--shape", help="OUTPUTSxINPUTS; repeatable or separated by commas. Default: 4096x4096."),
     ] = None,
     scheme: Annotated[
-        list[str] | None, typer.Option("--scheme", help="Schemes to time; repeatable. Default: 2, 3 and 4 bits.")
+        list[str] | None, typer.Option("--scheme", help="Scheme to time; repeatable. Default: 2, 3 and 4 bits.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Rows of x: 1 is decoding, hundreds are prefill.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda or auto.")] = "cpu",
+    batch: Annotated[
+        int, typer.Option("--batch", help="Number of rows of x: 1 for decoding, hundreds for prefill.")
+    ] = 1,
+    device: Annotated[str, typer.Option("--device", help="Device: cpu, cuda or auto.")] = "cpu",
     working_set: Annotated[
-        str | None, typer.Option("--working-set", help="CPU: hot (default), cold or both. A GPU is always timed cold.")
+        str | None,
+        typer.Option(
+            "--working-set",
+            help="CPU: weights in cache (hot, default), in memory (cold), or both. A GPU always runs cold.",
+        ),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="CPU: what x is rounded to, exact (16 bits, default) or int8.")
+        str | None, typer.Option("--precision", help="CPU: activation precision, exact (16 bits, default) or int8.")
     ] = None,
     isa: Annotated[
         str | None,
-        typer.Option("--isa", help="CPU: insist on an instruction set; `crelle doctor` lists those of this machine."),
+        typer.Option("--isa", help="CPU: force this instruction set; `crelle doctor` lists those of this machine."),
     ] = None,
     peer: Annotated[
         str | None,
-        typer.Option("--peer", help="CPU: a command that times the same product (docs/notes/cpu-kernels.md)."),
+        typer.Option("--peer", help="CPU: command that times the same product (docs/notes/cpu-kernels.md)."),
     ] = None,
     threads: ThreadCounts = "",
     kernel: KernelName = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="GPU: type of x and y, float16 (default) or bfloat16.")
+        str | None, typer.Option("--dtype", help="GPU: dtype of x and y, float16 (default) or bfloat16.")
     ] = None,
     energy: Energy = True,
     results: ResultFile = None,
     json: Json = False,
 ) -> None:
-    """Time one matrix product, beside torch and the memory's own speed, in the same run.
+    """Time one matrix product, with torch and the memory bandwidth in the same run.
 
-    Every kernel is first compared with f64 of the dequantized weight. CPU: `hot` weights come from the caches, `cold`
-    ones from memory; the roofline is a plain read of the same bytes by the same threads. GPU: graph replays over more
-    weights than the cache holds, against cuBLAS; a second run must be bitwise equal.
+    Every kernel is first compared with an f64 product of the dequantized weight. CPU: `hot` weights are in the caches,
+    `cold` weights in memory; the roofline is a plain read of the same bytes by the same threads. GPU: graph replays
+    over more weights than the cache holds, compared with cuBLAS; a second run must be bitwise equal.
 
     **Example**: `crelle bench gemv --shape 11008x4096 --scheme bcq:bits=2,group=128 --working-set both --threads 1,2`
 
     **Example**: `crelle bench gemv --device cuda --shape 4096x4096,12288x12288 --out bench/results/h200-gemv`
 
-    With one measurement `--json` prints that; otherwise {"rows": […]}.
+    `--json` prints one object for one measurement, and {"rows": […]} for several.
     """
     from crelle.models.loader import choose_device
 
     shapes, schemes = parse_shapes(shape or ["4096x4096"]), scheme or SCHEMES
     if batch < 1:
-        raise SchemeError(f"--batch should be 1 or more, got {batch}")
+        raise SchemeError(f"--batch must be at least 1, got {batch}")
     if choose_device(device).type == "cuda":
         refuse("cuda", working_set=working_set, precision=precision, isa=isa, peer=peer, threads=threads)
         _on_gpu(shapes, schemes, batch, kernel, dtype or "float16", energy, results, json)
@@ -100,7 +106,7 @@ def _on_cpu(
         table = Table(
             "shape",
             Column("scheme", no_wrap=True),
-            *("set", "threads", "us", "GB/s", "of roofline", "torch us", "faster", "error"),
+            *("set", "threads", "us", "GB/s", "of roofline", "torch us", "speedup", "error"),
         )
         r: Gemv
         for r in rows.rows:
@@ -138,8 +144,8 @@ def _on_gpu(
     from crelle.bench.kernels.gemv_cuda import DTYPES, GemvCuda, baseline, measure
 
     if dtype not in DTYPES:
-        raise SchemeError(f"--dtype is {' or '.join(DTYPES)}, not '{dtype}'")
-    with err.status("the memory's own speed"):
+        raise SchemeError(f"--dtype must be {' or '.join(DTYPES)}, got '{dtype}'")
+    with err.status("measuring the memory bandwidth"):
         ceiling = read_ceiling()
     rows = Rows(results, {"gpu": gpu(), "read_ceiling_gb_per_s": ceiling.gb_per_s, "read_ceiling": ceiling.how})
     for N, K in shapes:
@@ -191,7 +197,7 @@ def _on_gpu(
         out.print(f"ceiling {ceiling.gb_per_s:.0f} GB/s ({ceiling.how})", highlight=False)
         show(table)
         if note := rows.rows[0].energy_note:
-            out.print(f"no energy: {note}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"energy was not measured: {note}", highlight=False, markup=False, soft_wrap=True)
     rows.end(json)
 
 

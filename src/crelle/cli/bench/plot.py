@@ -13,26 +13,28 @@ Row = dict[str, Any]
 
 
 def run(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A result file that a benchmark wrote.")],
-    to: Annotated[Path | None, typer.Option("--out", help="The plot to write; default: FILE with .png.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Result file of a benchmark.")],
+    to: Annotated[
+        Path | None, typer.Option("--out", help="PNG file to write; default: FILE with the suffix .png.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Plot a result file that gemv, gemm, decode, serve or attention wrote, on any machine.
+    """Plot a result file of bench gemv, gemm, decode, serve or attention; no GPU is needed.
 
     **Example**: `crelle bench plot bench/results/h200-gemv.json`
     """
     from crelle.formats.storage.io import read_json
 
     if not file.is_file():
-        raise FormatError(f"{file} does not exist; give a .json file that `crelle bench … --out NAME` wrote")
+        raise FormatError(f"{file} does not exist; give a .json file of `crelle bench … --out NAME`")
     rows = read_json(file).get("rows")
     if not (isinstance(rows, list) and rows and all(isinstance(r, dict) for r in rows)):
-        raise FormatError(f"{file} has no rows, so it is no result file of `crelle bench gemv` or `bench decode`")
+        raise FormatError(f"{file} has no rows, so it is not a result file of `crelle bench`")
     path = to or file.with_suffix(".png")
     try:
         draw(path, rows)
     except (KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{file} has rows of a kind that cannot be plotted ({e})") from e
+        raise FormatError(f"{file} contains rows of a kind that cannot be plotted ({e})") from e
     if json:
         print_json({"picture": path.name})
     else:
@@ -40,12 +42,12 @@ def run(
 
 
 def picture(results: Path, rows: list[Row]) -> None:
-    """Draw beside a result file; where matplotlib is absent, say how to have the picture later."""
+    """Plot next to a result file; without matplotlib, print how to plot it later."""
     try:
         draw(results.with_suffix(".png"), rows)
     except UnsupportedError as e:
         later = f"crelle bench plot {results.with_suffix('.json').name}"
-        err.print(f"no picture: {e}; then: {later}", highlight=False, markup=False, soft_wrap=True)
+        err.print(f"the plot was not written: {e}; then run: {later}", highlight=False, markup=False, soft_wrap=True)
 
 
 def draw(path: Path, rows: list[Row]) -> None:
@@ -72,16 +74,14 @@ def draw(path: Path, rows: list[Row]) -> None:
         plot_gemm(path, rows)
     elif "baseline_microseconds" in first:  # gemv on a GPU
         labels = [f"{_size(r)}{r['scheme']}" for r in rows]
-        bars = {"from x to y": _column(rows, "speedup"), "digits of x given": _column(rows, "product_speedup")}
+        bars = {"x to y": _column(rows, "speedup"), "x already encoded": _column(rows, "product_speedup")}
         bars = {name: values for name, values in bars.items() if any(values)}
-        plot_bars(
-            path, labels, bars, f"{first['device']}, batch {first['batch']}", f"times as fast as {first['baseline']}"
-        )
+        plot_bars(path, labels, bars, f"{first['device']}, batch {first['batch']}", f"speedup over {first['baseline']}")
     elif "milliseconds_per_token" in first:  # decode on a GPU
         labels = [f"{r['model']} {r['scheme']}" for r in rows]
         bars = {"ms per token": _column(rows, "milliseconds_per_token")}
         if all(r.get("read_ceiling_gb_per_s") for r in rows):
-            bars["its weights read once"] = [r["weight_bytes"] / r["read_ceiling_gb_per_s"] / 1e6 for r in rows]
+            bars["reading the weights once"] = [r["weight_bytes"] / r["read_ceiling_gb_per_s"] / 1e6 for r in rows]
         title = (
             f"decoding, {first['device']}, batch {first['batch']}, {first['tokens']} tokens after {first['context']}"
         )

@@ -22,11 +22,11 @@ NAME = "quantize"
 
 def run(
     context: typer.Context,
-    shape: Annotated[str, typer.Option("--shape", help="A real shape, e.g. llama3-8b; its weights are synthetic.")],
-    scheme: Annotated[str, typer.Option("--scheme", help="The recipe.")] = "gptq:bits=3,group=128",
-    layers: Annotated[int, typer.Option("--layers", help="The first so many layers are quantized and timed.")] = 1,
-    rows: Annotated[int, typer.Option("--rows", help="Calibration sequences.")] = 128,
-    length: Annotated[int, typer.Option("--length", help="Tokens per sequence.")] = 2048,
+    shape: Annotated[str, typer.Option("--shape", help="Model shape, e.g. llama3-8b; the weights are synthetic.")],
+    scheme: Annotated[str, typer.Option("--scheme", help="Quantization scheme.")] = "gptq:bits=3,group=128",
+    layers: Annotated[int, typer.Option("--layers", help="Number of layers to quantize and time.")] = 1,
+    rows: Annotated[int, typer.Option("--rows", help="Number of calibration sequences.")] = 128,
+    length: Annotated[int, typer.Option("--length", help="Tokens per calibration sequence.")] = 2048,
     device: Device = "auto",
     devices: Devices = None,
     memory: DeviceMemory = None,
@@ -34,11 +34,11 @@ def run(
     results: Results = None,
     json: Json = False,
 ) -> None:
-    """Quantize the first layers of a model with synthetic weights and say what all of it would take.
+    """Quantize the first layers of a model with synthetic weights and estimate the time and memory of all layers.
 
-    The layers go through what `crelle quantize` runs, with all of the calibration data, in the real shape; nothing is
-    downloaded. The last measured layer, times the number of layers, and what is done once make the whole model's time:
-    that figure is extrapolated, and the output says so. No disk is read: weights are sampled on the device.
+    The layers have their real shape and run the code of `crelle quantize` with all calibration data; nothing is
+    downloaded. The time of the whole model is extrapolated: the time of the last measured layer times the number of
+    layers, plus the work that is done once. No disk is read: the weights are sampled on the device.
 
     **Example**: `crelle bench quantize --shape llama3-8b --scheme gptq:bits=3,group=128 --layers 2 --device cuda`
     """

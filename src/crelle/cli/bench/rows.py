@@ -12,15 +12,22 @@ from crelle.cli.bench.plot import picture
 from crelle.cli.common.console import Terminal, err, out, print_json
 from crelle.errors import BuildError, CapacityError, CrelleError, SchemeError, UnsupportedError
 
-ThreadCounts = Annotated[str, typer.Option("--threads", help="CPU thread counts, e.g. 1,2; default: all cores.")]
+ThreadCounts = Annotated[
+    str, typer.Option("--threads", help="Numbers of CPU threads, e.g. 1,2; default: all available cores.")
+]
 ResultFile = Annotated[
     Path | None,
     typer.Option(
-        "--out", "--results", help="Write NAME.json: machine, versions, command, figures; and NAME.png if it can."
+        "--out",
+        "--results",
+        help="Write NAME.json (results, machine, versions, command) and, if matplotlib is installed, NAME.png.",
     ),
 ]
 Energy = Annotated[
-    bool, typer.Option("--energy/--no-energy", help="Measure joules on a GPU, by NVML: a second or two for each row.")
+    bool,
+    typer.Option(
+        "--energy/--no-energy", help="Measure the energy on a GPU with NVML; takes one or two seconds per row."
+    ),
 ]
 
 
@@ -93,7 +100,7 @@ def parse_shapes(given: list[str]) -> list[tuple[int, int]]:
     for text in (part.strip() for option in given for part in option.split(",")):
         N, _, K = text.partition("x")
         if not (N.isdigit() and K.isdigit() and int(N) and int(K)):
-            raise SchemeError(f"--shape should read OUTPUTSxINPUTS, e.g. 4096x4096; got '{text}'")
+            raise SchemeError(f"--shape must look like OUTPUTSxINPUTS, e.g. 4096x4096, got '{text}'")
         shapes.append((int(N), int(K)))
     return shapes
 
@@ -105,7 +112,7 @@ def parse_threads(text: str) -> list[int]:
         return [available_cores()]
     parts = [p.strip() for p in text.split(",")]
     if not all(p.isascii() and p.isdigit() and len(p) < 10 and int(p) for p in parts):
-        raise SchemeError(f"--threads should read like 1,2; got '{text}'")
+        raise SchemeError(f"--threads must look like 1,2, got '{text}'")
     return [check_threads(int(p)) for p in parts]
 
 
@@ -113,4 +120,4 @@ def refuse(device: str, **given: object) -> None:
     """Say that options make no sense on a device; those with a value of None or False were not given."""
     for name, value in given.items():
         if value is not None and value is not False and value != "" and value != []:
-            raise SchemeError(f"--{name.replace('_', '-')} means nothing with --device {device}")
+            raise SchemeError(f"--{name.replace('_', '-')} does not apply to --device {device}")

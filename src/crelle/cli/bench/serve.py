@@ -24,87 +24,108 @@ def run(
     model: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]", help="A checkpoint, a Hugging Face directory or a .gguf file; or use --shape or --url."
+            metavar="[MODEL]", help="Crelle checkpoint, Hugging Face directory, or .gguf file; or use --shape or --url."
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="CSV of arrival, prompt tokens, answer tokens: replay it.")
+        Path | None,
+        typer.Option("--trace", help="Trace to replay: a CSV of arrival time, prompt tokens and completion tokens."),
     ] = None,
     clients: Annotated[
-        str | None, typer.Option("--clients", help="So many clients, each asking again when it is answered, e.g. 1,16.")
+        str | None,
+        typer.Option(
+            "--clients",
+            help="Numbers of concurrent clients, e.g. 1,16; each sends its next request when the last one completes.",
+        ),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", help="Decoding alone, so many sequences at once, e.g. 1,4,16; or none.")
+        str | None, typer.Option("--batch", help="Batch sizes for decoding only, e.g. 1,4,16; or none.")
     ] = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="Instead of MODEL: a server that speaks OpenAI's way.")
+        str | None, typer.Option("--url", help="Instead of MODEL: the URL of an OpenAI-compatible server.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="For --url.", envvar="CRELLE_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="With --url: API key.", envvar="CRELLE_API_KEY")
+    ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="For --url: ask for answers of full length; not every server can.")
+        bool,
+        typer.Option(
+            "--ignore-eos", help="With --url: request completions of full length; not every server supports this."
+        ),
     ] = False,
     shape: Annotated[
-        str | None, typer.Option("--shape", help="Instead of MODEL: a real shape with random weights, e.g. llama2-7b.")
+        str | None, typer.Option("--shape", help="Instead of MODEL: a model shape with random weights, e.g. llama2-7b.")
     ] = None,
     scheme: Annotated[
-        list[str] | None, typer.Option("--scheme", help="With --shape: how its matrices are stored; repeatable.")
+        list[str] | None, typer.Option("--scheme", help="With --shape: quantization scheme; repeatable.")
     ] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="With --shape: only the first so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="With --shape: run only the first N layers.")] = None,
     kv: Annotated[
-        list[str] | None, typer.Option("--kv", help="Bits of the cache, e.g. 16, 4 or k4v2; repeatable.")
+        list[str] | None, typer.Option("--kv", help="KV cache format, e.g. 16, 4 or k4v2; repeatable.")
     ] = None,
     memory: Annotated[
         list[str] | None,
         typer.Option(
             "--memory",
-            help="A budget like 24GB; repeatable: a row each. With --batch: the largest batch that it holds, besides.",
+            help="Memory limit, e.g. 24GB; repeatable, one row each. With --batch: also run the largest batch "
+            "that fits.",
         ),
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option("--max-batch", help="Sequences that run at once; default: what the memory holds.")
+        int | None,
+        typer.Option("--max-batch", help="Maximum number of concurrent sequences; default: what fits in memory."),
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option("--budget", help="Tokens of a step, prompts included; default: 512 to 2048, as memory allows."),
+        typer.Option(
+            "--budget",
+            help="Maximum number of tokens per step, including prompts; default: 512 to 2048, depending on memory.",
+        ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="How long clients ask; 20. Of a trace: what is due before.")
+        float | None,
+        typer.Option(
+            "--seconds",
+            help="Clients: duration in seconds (default: 20). Trace: replay only the requests due before this time.",
+        ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Trace: requests per second on average; 0: all at once.")
+        float | None,
+        typer.Option("--rate", help="Trace: average requests per second; 0: all at once. Default: as recorded."),
     ] = None,
     stop: Annotated[
-        float | None, typer.Option("--stop", help="Trace: end after so many seconds, whatever is under way.")
+        float | None,
+        typer.Option("--stop", help="Trace: stop after this time in seconds, even if requests are running."),
     ] = None,
-    requests: Annotated[int | None, typer.Option("--requests", help="Trace: only the first so many.")] = None,
-    prompt: Annotated[int, typer.Option("--prompt", help="Clients: tokens of a prompt.")] = 128,
-    tokens: Annotated[int, typer.Option("--tokens", help="Clients and --batch: tokens of an answer.")] = 64,
+    requests: Annotated[int | None, typer.Option("--requests", help="Trace: replay only the first N requests.")] = None,
+    prompt: Annotated[int, typer.Option("--prompt", help="Clients: tokens per prompt.")] = 128,
+    tokens: Annotated[int, typer.Option("--tokens", help="Clients and --batch: tokens per completion.")] = 64,
     context: Annotated[
-        int, typer.Option("--context", help="With --batch: tokens before the first decoded one.")
+        int, typer.Option("--context", help="With --batch: context length before the first decoded token.")
     ] = 1024,
     breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="With --batch on a GPU: the time of a step by kernel, profiled.")
+        bool, typer.Option("--breakdown", help="With --batch on a GPU: profile the time of a step by kernel.")
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed for the prompts.")] = 0,
     exact: Annotated[
         bool | None,
         typer.Option(
             "--exact/--fast",
-            help="Batch-invariant: the same bits in any batch; default: on a CPU exact, on a GPU fast.",
+            help="Batch-invariant results (the same bits in any batch), or faster; default: exact on a CPU only.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda or auto.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Device: cpu, cuda or auto.")] = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
     results: ResultFile = None,
     json: Json = False,
 ) -> None:
-    """Put an engine under load: throughput, waits and the cache's use, as clients would see them.
+    """Measure an engine under load: throughput, latency and cache usage.
 
-    `--clients` is a closed loop, `--trace` a recorded one (the CSV files that Azure published, say), `--batch` decoding
-    alone behind a context. Each is checked first against one pass of the model. Times to the first token count from
-    when a request was due. Steps with tokens of prompts count as time in prompts, all others as decoding. With `--url`
-    the same load goes over HTTP to a running server; prompts are then words.
+    `--clients` is a closed loop, `--trace` replays a recorded load (for example the Azure LLM inference traces), and
+    `--batch` measures decoding only, after a context. The output is first checked against one forward pass. The time to
+    the first token counts from when the request was due. Steps with prompt tokens count as prefill time, all others as
+    decoding time. With `--url` the same load goes over HTTP to a running server, and prompts consist of words.
 
     **Example**: `crelle bench serve out/m --clients 16 --kv 4 --seconds 30`
 
@@ -119,15 +140,15 @@ def run(
 
     use_threads(threads)
     if sum(x is not None for x in (model, shape, url)) != 1:
-        raise SchemeError("give one of MODEL, a path, --shape, a name such as llama2-7b, or --url, a server")
+        raise SchemeError("give one of MODEL (a path), --shape (a name such as llama2-7b) or --url (a server)")
     sizes = [] if batch in (None, "none") else parse_batches(batch or "")
     if trace is None and clients is None and not sizes and not (batch and memory):
-        raise SchemeError("say what load: --clients N, --trace FILE or --batch 1,4,16")
+        raise SchemeError("choose a load: --clients N, --trace FILE or --batch 1,4,16")
     crowds = [] if clients is None else parse_batches(clients, "--clients")
     recorded = _Trace(trace, rate, seconds, requests)
     if url is not None:
         if sizes:
-            raise SchemeError("--batch is for an engine in this process, not for --url")
+            raise SchemeError("--batch measures an engine in this process and does not apply to --url")
         due = None if trace is None else recorded.requests(1 << 20)
         over_http(url, api_key, due, crowds, seconds or 20.0, prompt, tokens, seed, ignore_eos, results, json)
         return
@@ -194,7 +215,7 @@ def _sources(
 
     if model is not None:
         if schemes or layers:
-            raise SchemeError("--scheme and --layers go with --shape; a MODEL is as it was stored")
+            raise SchemeError("--scheme and --layers apply to --shape only; MODEL runs as it is stored")
         return [_Source(model.name, lambda: stored_llm(model, device, kernel))]
     assert shape is not None
     config_of(shape)  # a wrong name or scheme is better told now than after an hour
@@ -255,7 +276,7 @@ def _guarded(rows: Rows, what: str, measure: "Callable[[], Any]") -> None:
         try:
             return measure()
         except torch.cuda.OutOfMemoryError as e:
-            raise CapacityError(f"does not fit this GPU: {str(e).split('. ')[0]}") from None
+            raise CapacityError(f"does not fit in the memory of this GPU: {str(e).split('. ')[0]}") from None
 
     rows.add(what, guarded)
     free_memory()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from crelle.bench.load.trace import TraceRequest
 
 _GIVE_UP = 8  # requests that may fail before any was answered
-_WAITS = ("first token ms, p50/p99", "ms a token, p50/p90/p99")
-_SHARES = "time in prompts / decoding"
+_WAITS = ("first token ms, p50/p99", "ms/token, p50/p90/p99")
+_SHARES = "time in prefill / decoding"
 
 
 def over_http(
@@ -68,7 +68,9 @@ def over_http(
         )
     show(table)
     if not reports[0].chat:
-        out.print(f"completions, not chats: {reports[0].model} at {url} does not chat", highlight=False, markup=False)
+        out.print(
+            f"{reports[0].model} at {url} has no chat template; measured /v1/completions", highlight=False, markup=False
+        )
     for sentence, times in ((sentence, n) for r in reports for sentence, n in r.errors.items()):
         out.print(f"{times} times: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
@@ -89,8 +91,11 @@ def show_rows(rows: list[Any]) -> None:
     served: list[EngineLoadResult] = [r for r in rows if not isinstance(r, DecodeThroughput)]
     scheme = Column("scheme", no_wrap=True)
     if decoded:
-        out.print(f"{decoded[0].model}, {decoded[0].device}, decoding behind {decoded[0].context}", highlight=False)
-        table = Table(scheme, "cache", "batch", "ms/step", "tokens/s", "weights GB", "cache GB", "within")
+        out.print(
+            f"{decoded[0].model}, {decoded[0].device}, decoding after a context of {decoded[0].context}",
+            highlight=False,
+        )
+        table = Table(scheme, "cache", "batch", "ms/step", "tokens/s", "weights GB", "cache GB", "memory")
         for r in decoded:
             sizes = (f"{r.weight_bytes / 1e9:.2f}", f"{r.cache_bytes / 1e9:.2f}")
             speed = (f"{r.milliseconds_per_step:.2f}", f"{r.tokens_per_second:.0f}")
@@ -100,7 +105,9 @@ def show_rows(rows: list[Any]) -> None:
             if r.breakdown:
                 _show_breakdown(f"{r.scheme}, {r.kv}, batch {r.batch}", r.breakdown)
             if r.no_breakdown:
-                out.print(f"no breakdown: {r.no_breakdown}", highlight=False, markup=False, soft_wrap=True)
+                out.print(
+                    f"the breakdown was not measured: {r.no_breakdown}", highlight=False, markup=False, soft_wrap=True
+                )
     if served:
         out.print(f"{served[0].model}, {served[0].device}", highlight=False)
         table = Table(
@@ -113,7 +120,7 @@ def show_rows(rows: list[Any]) -> None:
                 _first_token(s.first_token),
                 _waits(s.per_token, 1e3, "{:.1f}"),
                 f"{s.prefill_share:.0%} / {1 - s.prefill_share:.0%}",
-                f"{s.mean_pages / s.pages:.0%}, at most {s.most_pages / s.pages:.0%}",
+                f"{s.mean_pages / s.pages:.0%}, peak {s.most_pages / s.pages:.0%}",
                 str(s.preemptions),
             )
         show(table)
@@ -129,7 +136,7 @@ def _show_breakdown(what: str, found: "StepBreakdown") -> None:
         f"{what}: {found.launches} launches in a graph of {found.graph_ms:.2f} ms, {found.profiled_ms:.2f} profiled",
         highlight=False,
     )
-    table = Table("kind", "ms", "share", "what it is")
+    table = Table("kind", "ms", "share", "description")
     for kind, ms in found.milliseconds.items():
         table.add_row(kind, f"{ms:.3f}", f"{found.share(kind):.1%}", MEANING[kind])
     show(table)

@@ -14,15 +14,17 @@ PROMPT = "The capital of France is"
 
 def run(
     model: Model,
-    repeat: Annotated[int, typer.Option("--repeat", help="Fresh processes to start; the quickest counts.")] = 5,
-    prompt: Annotated[str, typer.Option("--prompt", help="The text to continue by one token.")] = PROMPT,
+    repeat: Annotated[
+        int, typer.Option("--repeat", help="Number of processes to start; the fastest one is reported.")
+    ] = 5,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue by one token.")] = PROMPT,
     results: Results = None,
     json: Json = False,
 ) -> None:
-    """Time `crelle generate` in fresh processes, from the shell to the first token, and show its parts.
+    """Time `crelle generate` in new processes, from the start of the process to the first token, and show the parts.
 
-    Plain runs give the times, further ones under a watch the parts. The tokenizer is read beside the weights, so parts
-    may add up to more than the whole. With an empty CRELLE_CACHE the first start on a GPU compiles its kernels.
+    Separate instrumented runs measure the parts. The tokenizer and the weights load concurrently, so the parts can add
+    up to more than the total. If CRELLE_CACHE is empty, the first start on a GPU compiles its kernels.
 
     **Example**: `crelle bench startup out/smollm2-4bit --repeat 10`
     """
@@ -36,13 +38,15 @@ def run(
     if json:
         print_json(measured)
         return
-    table = Table("from the start to", "quickest", "median")
+    table = Table("time to", "fastest", "median")
     m = measured
-    table.add_row("the first token", f"{m.first_token_seconds:.2f} s", f"{m.first_token_seconds_median:.2f} s")
-    table.add_row("the end of the process", f"{m.process_seconds:.2f} s", f"{m.process_seconds_median:.2f} s")
+    table.add_row("first token", f"{m.first_token_seconds:.2f} s", f"{m.first_token_seconds_median:.2f} s")
+    table.add_row("process exit", f"{m.process_seconds:.2f} s", f"{m.process_seconds_median:.2f} s")
     out.print(table)
-    out.print("starts in order, to the first token: " + ", ".join(f"{s:.2f}" for s in m.starts) + " s", highlight=False)
-    parts = Table("part of the quickest watched run", "ms")
+    out.print(
+        "time to the first token of each start: " + ", ".join(f"{s:.2f}" for s in m.starts) + " s", highlight=False
+    )
+    parts = Table("part of the fastest instrumented run", "ms")
     for name, seconds in m.parts.items():
         parts.add_row(name, f"{1e3 * seconds:.0f}")
     out.print(parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 CONFIG = "config.json"  # of a model directory, Hugging Face's or ours
 DEVICES = ("auto", "cpu", "cuda")
 SCHEMES = {
-    "auto:bits=4": "the recommended recipe, at most that many bits per weight",
+    "auto:bits=4": "the recommended scheme; bits is the maximum average",
     "rtn:bits=4,group=128": "round to nearest, in seconds",
     "bcq:bits=3,group=128": "binary coding by alternating least squares",
     "gptq:bits=3,group=128": "error feedback on calibration data",
@@ -18,7 +18,7 @@ SCHEMES = {
     "bcq-nested:bits=4,group=128": "2, 3 and 4 bits in one checkpoint",
     "mixed:four=0.25,outliers=0.002,group=16": "2, 4 and 16 bits in one matrix",
     "atom:w=4,a=4,kv=4,group=128,outliers=128": "integer weights and activations",
-    "keep": "every matrix as the source has it",
+    "keep": "every matrix as the source stores it",
     "fp16": "not quantized, 16 bits",
     "bf16": "not quantized, bfloat16",
     "fp32": "not quantized, 32 bits",

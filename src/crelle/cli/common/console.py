@@ -31,44 +31,46 @@ class Terminal(Console):
 out = Terminal()
 err = Terminal(stderr=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Device = Annotated[
     str,
-    typer.Option("--device", help="Where to run: cpu, cuda or auto (cuda if there is one).", autocompletion=devices),
+    typer.Option("--device", help="Device: cpu, cuda or auto (cuda if available).", autocompletion=devices),
 ]
 Devices = Annotated[
     str | None,
     typer.Option(
         "--devices",
         metavar="0,1,…|all|cpu,cpu",
-        help="Several GPUs, by number, or all; a process for each. Or several processes on the CPU.",
+        help="Run on several GPUs, one process each: their indices, or all. cpu,cpu runs two processes on the CPU.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: all cores given to us.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Number of CPU threads; default: all available cores.")]
 KernelName = Annotated[
-    str | None, typer.Option("--kernel", help="Insist on one kernel; `crelle explain MODEL` lists them.")
+    str | None, typer.Option("--kernel", help="Force this kernel; `crelle explain MODEL --why` lists the kernels.")
 ]
 KV = Annotated[
     str | None,
     typer.Option(
         "--kv",
-        help="KV cache: 16, 8, 4, 3, 2, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md); "
-        "default: what the checkpoint was made for (scheme atom:kv=4), else 16.",
+        help="KV cache format: 16, 8, 4, 3, 2, k4v2, kv4:group=64 or 4,layers.0=8 (docs/notes/kv.md); "
+        "default: that of the checkpoint's scheme (atom:kv=4), else 16.",
     ),
 ]
 Bits = Annotated[
     int | None,
-    typer.Option("--bits", help="Precision of a nested checkpoint (scheme bcq-nested); default: the finest."),
+    typer.Option("--bits", help="Bits to run a nested checkpoint at (scheme bcq-nested); default: the highest."),
 ]
 Results = Annotated[
     Path | None,
-    typer.Option("--out", help="Write NAME.json: machine, versions, command, figures; and NAME.png if any."),
+    typer.Option(
+        "--out", help="Write NAME.json (results, machine, versions, command) and, if there is a plot, NAME.png."
+    ),
 ]
 Model = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
-        help="A Crelle checkpoint, a Hugging Face directory, or a .gguf file.",
+        help="Crelle checkpoint, Hugging Face directory, or .gguf file.",
         autocompletion=models,
     ),
 ]
@@ -83,9 +85,9 @@ def print_json(value: Any) -> None:
     lost: list[str] = []
     value = _finite(value, "", lost)
     if lost:
-        err.print(f"not a finite number, null in the JSON: {', '.join(lost)}", highlight=False, soft_wrap=True)
+        err.print(f"not finite, written as null in the JSON: {', '.join(lost)}", highlight=False, soft_wrap=True)
     text = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
-    # Names in a file may hold characters that a terminal obeys, or halves of surrogate pairs, which it does not take.
+    # Names in a file may contain control characters or lone surrogates, which a terminal must not receive.
     print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
@@ -107,14 +109,14 @@ def _finite(value: Any, at: str, lost: list[str]) -> Any:
 
 
 class Track(Protocol):
-    """Moves a progress bar: how much is done, of how much, and a word about what is under way."""
+    """Updates a progress bar: steps done, total steps, and a note about the current step."""
 
     def __call__(self, done: int, total: int, note: str) -> None: ...
 
 
 @contextmanager
-def tracking(what: str) -> Iterator[Track]:
-    """Show a progress bar with time left on standard error while the block runs."""
+def tracking(what: str = "") -> Iterator[Track]:
+    """Show a progress bar with the time left on standard error while the block runs; `what` precedes the notes."""
     from rich.progress import (
         BarColumn,
         Progress,
@@ -133,15 +135,15 @@ def tracking(what: str) -> Iterator[Track]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=err) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(what or "starting", total=None)
 
         def track(done: int, total: int, note: str) -> None:
-            bar.update(task, description=f"{what} {note}", completed=done, total=total)
+            bar.update(task, description=f"{what} {note}".strip(), completed=done, total=total)
 
         try:
             yield track
         except BaseException:
-            bar.live.transient = True  # a bar that stopped half way tells nothing: the error's sentence stands alone
+            bar.live.transient = True  # hide the unfinished bar and print only the error
             raise
 
 
@@ -151,16 +153,16 @@ def warn(sentences: Iterable[str]) -> None:
         err.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
-def tell_compilation(model: Path) -> None:
-    """Say on standard error when the first kernel is compiled: seconds in which nothing else is seen."""
+def report_compilation(model: Path) -> None:
+    """Report on standard error when the first kernel is compiled, which takes seconds without other output."""
     from crelle.kernels.cuda import jit
 
-    def tell(file: str, expression: str) -> None:
+    def report(file: str, expression: str) -> None:
         jit.on_compile = None
-        said = f"compiling CUDA kernels, once; `crelle warmup {model}` does it ahead, on all cores"
-        err.print(said, highlight=False, markup=False, soft_wrap=True)
+        sentence = f"compiling CUDA kernels (first run only); `crelle warmup {model}` compiles them on all cores"
+        err.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
-    jit.on_compile = tell
+    jit.on_compile = report
 
 
 def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
@@ -177,7 +179,7 @@ def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
 
 @contextmanager
 def reading_input() -> Iterator[None]:
-    """Turn bytes on standard input that are not text into a sentence."""
+    """Turn invalid UTF-8 on standard input into a SchemeError."""
     from crelle.errors import SchemeError
 
     try:
@@ -187,14 +189,14 @@ def reading_input() -> Iterator[None]:
 
 
 def device_or_devices(context: typer.Context, device: str, devices: str | None) -> str:
-    """Return --device, or, where --devices is there and --device was not given, that it does not count."""
+    """Return --device; auto if --devices is given and --device is not."""
     source = context.get_parameter_source("device")
     by_default = source is not None and source.name == "DEFAULT"
     return "auto" if devices is not None and by_default else device
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the thread count of torch and of our kernels; by default what the affinity mask allows."""
+    """Set the thread count of torch and of our kernels; by default the cores in the affinity mask."""
     from crelle.kernels.threads import set_threads
 
     set_threads(threads)

@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.cli.common.console import KV, Bits, Device, KernelName, Threads, tell_compilation, tracking
+from crelle.cli.common.console import KV, Bits, Device, KernelName, Threads, report_compilation, tracking
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
@@ -53,13 +53,13 @@ class ModelOptions:
 
         llm = LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
         if llm.model.device.type == "cuda":
-            tell_compilation(model)
+            report_compilation(model)
         return llm
 
     def compile(self, llm: "LLM", model: Path, prompts: Sequence[int]) -> None:
-        """Compile what a sequence with such a prompt launches, on all cores with a progress bar, if this is the first.
+        """On the first run, compile the kernels for these prompts on all cores, with a progress bar.
 
-        prompts: numbers of tokens.
+        prompts: their lengths in tokens.
         """
         from contextlib import suppress
 
@@ -69,19 +69,19 @@ class ModelOptions:
         mark = mark_of(llm, model.resolve(), self.bits, self.kernel, *prompts)
         if mark is None or mark.exists():
             return
-        with tracking("compiling CUDA kernels, once") as track:
+        with tracking("compiling CUDA kernels (first run only)") as track:
             engine = Engine(llm, pages=_PAGES, max_batch=1)
             compile_kernels(engine, [1], prompts, progress=lambda done, of: track(done, of, ""))
-        with suppress(OSError):  # a cache that cannot be written to has been complained about
+        with suppress(OSError):  # an unwritable cache: already warned
             mark.touch()
 
     def plain(self) -> "ModelOptions":
-        """The same device and threads, and all else as the model has it: for one to compare with."""
+        """Return the same device and threads with all other defaults, for a reference model."""
         return ModelOptions(bits=None, device=self.device, threads=self.threads, kernel=None)
 
 
 def _model_options(**given: Any) -> ModelOptions:
-    """Return the options; where they may mean a GPU, it wakes up while the command imports torch."""
+    """Return the options; if they allow a GPU, its context is created while the command imports torch."""
     from crelle.kernels.cuda import early_context
 
     if given["device"] != "cpu":

@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 
 _OPTIONS: dict[str, tuple[str, Any, Any, str]] = {  # field of Sampling: option, type, default, help
     "max_tokens": ("--max-tokens", int, 128, "Maximum number of tokens to generate."),
-    "temperature": ("--temperature", float, 0.0, "Sampling temperature; 0 always takes the most likely token."),
-    "top_k": ("--top-k", int, 0, "Sample from the k most likely tokens; 0 = all."),
-    "top_p": ("--top-p", float, 1.0, "Sample from the most likely tokens whose probabilities add up to this."),
-    "min_p": ("--min-p", float, 0.0, "Drop tokens whose probability is below this fraction of the largest."),
+    "temperature": ("--temperature", float, 0.0, "Sampling temperature; 0 always picks the most likely token."),
+    "top_k": ("--top-k", int, 0, "Sample from the k most likely tokens; 0: all tokens."),
+    "top_p": ("--top-p", float, 1.0, "Sample from the most likely tokens whose probabilities add up to this value."),
+    "min_p": (
+        "--min-p",
+        float,
+        0.0,
+        "Drop tokens whose probability is below this fraction of the largest probability.",
+    ),
     "repetition_penalty": ("--repetition-penalty", float, 1.0, "Values above 1 discourage repetition."),
     "seed": ("--seed", int | None, None, "Random seed; the same seed gives the same text."),
     "stop": ("--stop", list[str] | None, None, "Stop at this string; can be repeated."),
@@ -67,7 +72,7 @@ class ChatSampling:
         recommended = recommended_sampling(weights)
         source = f"from {FILE}" if recommended else "Crelle's defaults"
         if set(recommended or CHAT_DEFAULTS) <= self.given.keys():
-            source = "as given"
+            source = "from the command line"
         return _sampling(**{"stop": None} | (recommended or CHAT_DEFAULTS) | self.given), source
 
 

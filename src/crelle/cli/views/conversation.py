@@ -67,8 +67,8 @@ class Conversation:
             first += 2  # a question and its answer
         if len(ids) >= context:
             raise CapacityError(
-                f"this message takes {len(ids):,} tokens, but the model's context holds {context:,}; "
-                "it was not sent, please shorten it"
+                f"this message has {len(ids):,} tokens, but the model's context is {context:,}; "
+                "it was not sent; shorten it"
             )
         self.dropped = first
         return ids

@@ -37,7 +37,7 @@ def decode_rows(
     from crelle.errors import CapacityError
 
     rows = []
-    with tracking(f"{shape}'s shape, random weights: decoding") as track:
+    with tracking(f"decoding in the shape of {shape}, random weights") as track:
         for i, scheme in enumerate(schemes):
             weights = RandomWeights(shape, scheme, device, layers=layers)
             try:
@@ -51,7 +51,7 @@ def decode_rows(
 
 def shape_table(rows: Sequence[ShapeRow], labels: dict[str, str], shape: str = SHAPE) -> Table:
     """Return sizes and speeds, each beside the first row's where that was timed."""
-    table = Table("model", "GB", "ms per token", "tokens/s", "x fp16", title=f"{shape}'s shape, random weights")
+    table = Table("model", "GB", "ms per token", "tokens/s", "x fp16", title=f"shape of {shape}, random weights")
     plain = rows[0].milliseconds_per_token if rows else None
     for r in rows:
         name, ms = labels.get(r.scheme, r.scheme), r.milliseconds_per_token

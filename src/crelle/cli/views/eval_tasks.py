@@ -33,9 +33,9 @@ class TaskOptions:
         """Refuse options that mean nothing without others."""
         given = {"--data": self.data, "--limit": self.limit, "--results": self.results}
         if self.tasks is None and (alone := [name for name, value in given.items() if value is not None]):
-            raise SchemeError(f"{alone[0]} belongs to --tasks; name the tasks, for instance --tasks piqa,arc_easy")
+            raise SchemeError(f"{alone[0]} needs --tasks, for example --tasks piqa,arc_easy")
         if self.tasks is not None and self.data is None:
-            raise SchemeError("--tasks needs --data, the folder with the tasks' files (piqa.jsonl, …)")
+            raise SchemeError("--tasks needs --data, the directory with the tasks' files (piqa.jsonl, …)")
 
     def specs(self) -> "list[TaskSpec]":
         from crelle.eval.tasks.spec import find_task
@@ -50,21 +50,30 @@ task_options = option_group(
     "chosen",
     {
         "tasks": (
-            Annotated[str | None, typer.Option("--tasks", help="Accuracy on tasks: piqa,arc_easy,winogrande,boolq …")],
+            Annotated[
+                str | None,
+                typer.Option("--tasks", help="Measure accuracy on these tasks, e.g. piqa,arc_easy,winogrande,boolq."),
+            ],
             None,
         ),
         "data": (
-            Annotated[Path | None, typer.Option("--data", help="With --tasks: the folder with NAME.jsonl of each.")],
+            Annotated[
+                Path | None, typer.Option("--data", help="With --tasks: directory with NAME.jsonl of each task.")
+            ],
             None,
         ),
         "limit": (
-            Annotated[int | None, typer.Option("--limit", help="With --tasks: only the first N items of each.")],
+            Annotated[
+                int | None, typer.Option("--limit", help="With --tasks: evaluate only the first N items of each task.")
+            ],
             None,
         ),
         "results": (
             Annotated[
                 Path | None,
-                typer.Option("--results", help="With --tasks: keep each item's result here; a rerun goes on from it."),
+                typer.Option(
+                    "--results", help="With --tasks: directory for the result of each item; a rerun continues from it."
+                ),
             ],
             None,
         ),

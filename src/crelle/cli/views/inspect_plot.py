@@ -38,7 +38,7 @@ def group_ranges(name: str, w: QuantTensor) -> GroupRanges:
 def heat_map(path: Path, rows: Sequence[GroupRanges]) -> None:
     """Draw one panel for each kind of matrix (q_proj, down_proj, …): layers down, groups of inputs across."""
     if not rows:
-        raise UnsupportedError("there is no quantized matrix to draw")
+        raise UnsupportedError("the model has no quantized matrix to plot")
     plt = pyplot()
     kinds: dict[str, list[GroupRanges]] = {}
     for row in rows:

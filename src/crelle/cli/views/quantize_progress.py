@@ -1,7 +1,7 @@
 """Progress of `crelle quantize`: the stage by name, elapsed time, and an estimate of what is left.
 
-What is left of the stage under way follows from how fast it has been so far; that of later stages from the estimate
-before the start, corrected by how far off that was for what is done. Until there is either, nothing is shown.
+The time left in the current stage follows from its speed so far. The time of later stages follows from the estimate
+before the start, corrected by its error for the finished stages. Without either, no time is shown.
 """
 
 import re
@@ -38,7 +38,7 @@ class StageClock:
         self.stage, self.note, self._fraction = "", "starting", 0.0
 
     def update(self, done: int, total: int, note: str) -> bool:
-        """Take what a run tells; return whether another stage began."""
+        """Take a progress report of the run; return whether a new stage began."""
         stage = next((s for begin, s in _NOTES.items() if note.startswith(begin)), "")
         if not stage:  # a shard that is finished
             layer = _LAYER.search(note)
@@ -59,7 +59,7 @@ class StageClock:
         return self._clock() - self._begun
 
     def left(self) -> float | None:
-        """Return the seconds that are left, or None where nothing is known yet."""
+        """Return the seconds left, or None if there is no estimate yet."""
         here = self._last - self._stage_begun  # at the latest news
         since = self._clock() - self._last
         planned = self._parts.get(self.stage, 0.0)
@@ -86,7 +86,7 @@ class StageClock:
 
 @contextmanager
 def stages(parts: Mapping[str, float] | None, layers: int) -> Iterator[Track]:
-    """Show the stages on standard error while the block runs: a bar on a terminal, a line a stage elsewhere."""
+    """Show the stages on standard error while the block runs: a bar on a terminal, one line per stage otherwise."""
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
 

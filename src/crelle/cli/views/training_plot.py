@@ -1,4 +1,4 @@
-"""OUT/training.json and OUT/training.png: the losses of the training that a checkpoint has been through."""
+"""OUT/training.json and OUT/training.png: the training losses of a checkpoint."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ def draw_training(
     blocks: Mapping[str, Sequence[float | None]],
     seconds: float | None = None,
 ) -> None:
-    """Write the losses of end-to-end and block-wise steps beside a checkpoint, and plot them if matplotlib is there."""
+    """Write the losses of end-to-end and block-wise steps to a checkpoint; plot them if matplotlib is installed."""
     from crelle.errors import UnsupportedError
     from crelle.formats.storage.io import to_json, write_whole
     from crelle.formats.storage.ownership import TRAINING
@@ -30,7 +30,7 @@ def draw_training(
     try:
         draw_whole(directory / "training.png", lambda path: plot_training(path, losses, blocks))
     except UnsupportedError as e:
-        out.print(f"no plot: {e}", highlight=False)
+        out.print(f"training.png was not written: {e}", highlight=False)
 
 
 def _finite(losses: Sequence[float | None]) -> list[float | None]:

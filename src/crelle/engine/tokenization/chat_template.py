@@ -213,7 +213,7 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE:
             raise UnsupportedError(
-                f"the model's chat template has {len(source):,} characters; {MAX_SOURCE:,} are allowed"
+                f"the model's chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are allowed"
             )
         self.source = source
 
@@ -241,7 +241,7 @@ def _up_to(limit: int, chunks: Iterable[str]) -> Iterator[str]:
     for chunk in chunks:
         limit -= len(chunk)
         if limit < 0:
-            raise TemplateLimitError("writes far more text than the conversation has")
+            raise TemplateLimitError("writes far more text than the conversation contains")
         yield chunk
 
 
@@ -255,8 +255,8 @@ class _Speaking:
         if isinstance(e, TemplateLimitError):
             raise UnsupportedError(f"the model's chat template {e}, so it was stopped") from e
         if isinstance(e, TemplateError):
-            raise UnsupportedError(f"the model's chat template refuses this conversation: {e}") from e
+            raise UnsupportedError(f"the model's chat template rejects this conversation: {e}") from e
         if isinstance(e, RecursionError):
-            raise UnsupportedError("the model's chat template calls itself without end") from e
+            raise UnsupportedError("the model's chat template recurses without end") from e
         if isinstance(e, Exception):
             raise UnsupportedError(f"the model's chat template fails on this conversation: {e}") from e

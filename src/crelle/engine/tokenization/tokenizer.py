@@ -60,7 +60,7 @@ class Tokenizer:
         wanted = self.config.get("add_bos_token")
         if wanted is not None and not isinstance(wanted, bool):
             file = self.path / "tokenizer_config.json"
-            raise FormatError(f"{file}: 'add_bos_token' should be true or false, but is {shown(wanted)}")
+            raise FormatError(f"{file}: 'add_bos_token' must be true or false, got {shown(wanted)}")
         if wanted is False or (wanted is None and not added):
             return None
         if added:
@@ -102,7 +102,7 @@ class Tokenizer:
         from crelle.engine.tokenization.chat_template import ChatTemplate
 
         if self._template_source is None:
-            raise UnsupportedError("this model has no chat template, so it cannot chat; use generate instead")
+            raise UnsupportedError("this model has no chat template; use generate instead")
         return ChatTemplate(self._template_source)
 
     @property

@@ -44,12 +44,12 @@ def load_fast(file: Path) -> Any:
 
     try:
         data = read_bounded(file, MAX_TOKENIZER_BYTES)
-        with panics_are(f"{file} is not a tokenizer that can be read"):
+        with panics_are(f"{file} is not a readable tokenizer"):
             return plain(Fast.from_buffer(data), file)
     except CrelleError:
         raise
     except Exception as e:  # the library raises bare Exception
-        raise FormatError(f"{file} is not a tokenizer that can be read: {shown(str(e), 300)}") from e
+        raise FormatError(f"{file} is not a readable tokenizer: {shown(str(e), 300)}") from e
 
 
 def plain(fast: Any, file: Path) -> Any:
@@ -60,12 +60,12 @@ def plain(fast: Any, file: Path) -> Any:
     before, split, after, around = (None if part is None else json.loads(part.__getstate__()) for part in said)
     if pattern := next(_patterns([before, split, after]), None):
         raise UnsupportedError(
-            f"{file}: the pattern {shown(pattern)} repeats what has repeats in it, or more than {_MAX_REPEATS} "
-            "times in a row, which can take for ever on some texts"
+            f"{file}: the pattern {shown(pattern)} has nested repeats, or more than {_MAX_REPEATS} repeats in a row, "
+            "which can take forever on some text"
         )
     if (factor := max(growth(before, split), growth(after))) > MAX_GROWTH:
         raise UnsupportedError(
-            f"{file}: its replacements may make {factor:.3g} characters of one; at most {MAX_GROWTH} are allowed"
+            f"{file}: its replacements can expand one character to {factor:.3g}; at most {MAX_GROWTH} are allowed"
         )
     if (tokens := template_tokens(around)) > MAX_TEMPLATE_TOKENS:
         raise UnsupportedError(
@@ -162,39 +162,39 @@ def load_from_vocabulary(path: Path, config: dict[str, Any]) -> Any:
         mapped = said.get("auto_map")
         if isinstance(mapped, list) or (isinstance(mapped, dict) and "AutoTokenizer" in mapped):
             raise UnsupportedError(
-                f"{path / file} says that the tokenizer needs Python code from that directory (auto_map), and there is "
-                "no tokenizer.json; Crelle never runs code of a model. Save the tokenizer as tokenizer.json"
+                f"{path / file}: the tokenizer needs Python code from that directory (auto_map), and there is no "
+                "tokenizer.json; Crelle never runs a model's code. Save the tokenizer as tokenizer.json"
             )
     kind = config.get("tokenizer_class")
     if kind is not None and (not isinstance(kind, str) or kind.removesuffix("Fast") not in _CLASSES):
         known = ", ".join(sorted(_CLASSES))
         raise UnsupportedError(
-            f"{path} has no tokenizer.json and names the tokenizer class {shown(kind)}; without one these can be "
-            f"built: {known}"
+            f"{path} has no tokenizer.json and names the tokenizer class {shown(kind)}; without tokenizer.json Crelle "
+            f"supports: {known}"
         )
     present = [path / f for f in _VOCABULARIES if (path / f).exists()]
     if not any(f.name in ("tokenizer.model", "vocab.json") for f in present):
-        raise FormatError(f"{path} holds no tokenizer: neither tokenizer.json nor tokenizer.model nor vocab.json")
+        raise FormatError(f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model nor vocab.json")
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(prefix="crelle-vocabulary-") as d:
         for f in present:
             if require_regular(f) > MAX_TOKENIZER_BYTES:
-                raise FormatError(f"{f} has {f.stat().st_size:,} bytes; {MAX_TOKENIZER_BYTES:,} are allowed")
+                raise FormatError(f"{f} has {f.stat().st_size:,} bytes; at most {MAX_TOKENIZER_BYTES:,} are allowed")
             shutil.copyfile(f, Path(d) / f.name)
         settings = {k: config[k] for k in _SETTINGS if k in config} | ({"tokenizer_class": kind} if kind else {})
         family = model.get("model_type") if isinstance(model.get("model_type"), str) else None
         for name, value in (("tokenizer_config.json", settings), ("config.json", {"model_type": family})):
             (Path(d) / name).write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
         try:
-            with panics_are(f"{path} holds no tokenizer that transformers can load"):
+            with panics_are(f"{path} has no tokenizer that transformers can load"):
                 tokenizer = AutoTokenizer.from_pretrained(d, local_files_only=True, trust_remote_code=False)
                 plain(tokenizer.backend_tokenizer, path)
         except CrelleError:
             raise
         except Exception as e:  # whatever transformers and the vocabulary's parsers trip over
             why = shown(str(e).replace(d, str(path)), 300)
-            raise FormatError(f"{path} holds no tokenizer that transformers can load: {why}") from e
+            raise FormatError(f"{path} has no tokenizer that transformers can load: {why}") from e
     return tokenizer
 
 
@@ -209,7 +209,9 @@ def special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
         token = config[name] if name in config else older.get(name, defaults.get(name))
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and (not isinstance(token, str) or not _is_unicode(token)):
-            raise FormatError(f"{path / 'tokenizer_config.json'}: '{name}' should be text, but is {shown(token)}")
+            raise FormatError(
+                f"{path / 'tokenizer_config.json'}: '{name}' must be a valid Unicode string, got {shown(token)}"
+            )
         if token is not None:
             found[name] = token
     return found
@@ -235,9 +237,9 @@ def template_source(path: Path, config: dict[str, Any]) -> str | None:
         said = named.get("default")
         if said is None:
             raise UnsupportedError(
-                f"{path / 'tokenizer_config.json'} has chat templates, but none is called 'default': "
+                f"{path / 'tokenizer_config.json'} has chat templates, but none is named 'default': "
                 f"{shown(list(named))}"
             )
     if said is not None and not isinstance(said, str):
-        raise FormatError(f"{path / 'tokenizer_config.json'}: 'chat_template' should be text, but is {shown(said)}")
+        raise FormatError(f"{path / 'tokenizer_config.json'}: 'chat_template' must be a string, got {shown(said)}")
     return said or None

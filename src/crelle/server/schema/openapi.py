@@ -9,17 +9,17 @@ from crelle.server.schema.schemas import ModelInfo, RequestSchemas
 from crelle.version import __version__
 
 _ERRORS = {
-    400: "the request makes no sense, or can never be served: the message says why",
+    400: "the request is invalid or can never be served; the message contains the reason",
     401: "the API key is missing or wrong",
-    403: "a web page of this origin may not call, or the server is not called by this name",
-    404: "there is no such model or page",
+    403: "web pages of this origin are not allowed, or the host name is not accepted",
+    404: "unknown model or path",
     408: "the body did not arrive in time",
     413: "the body is too large",
     415: "the body is not plain application/json",
-    429: "too many requests or large bodies wait already; Retry-After says when to come again",
-    500: "the server failed on this request, or the model computed values that are not finite",
+    429: "too many requests or large bodies are waiting; retry after the time in Retry-After",
+    500: "internal error in this request, or the model produced NaN or infinity",
     503: "the server is shutting down, or its engine has stopped",
-    504: "the request took too long",
+    504: "the request timed out",
 }
 _POST = tuple(_ERRORS)
 _REF = "#/components/schemas/"
@@ -38,15 +38,15 @@ def document(info: ModelInfo, schemas: RequestSchemas, *, keys: bool) -> dict[st
     completion, chat, tokenize = (_ref(*kinds) for kinds in bodies)
     alive = _ref(answers.Alive)
     paths = {
-        "/v1/models": {"get": _get("the model that is served", _ref(answers.Models))},
+        "/v1/models": {"get": _get("the served model", _ref(answers.Models))},
         "/v1/models/{model}": {"get": {**_get("one model", _ref(answers.Model), 404), "parameters": [model]}},
         "/v1/completions": {"post": _post("complete prompts", completion, _ref(answers.TextCompletion), stream)},
         "/v1/chat/completions": {"post": _post("answer", chat, _ref(answers.ChatCompletion), stream)},
-        "/v1/status": {"get": _get("what the engine is doing", _ref(answers.Status))},
+        "/v1/status": {"get": _get("status of the engine", _ref(answers.Status))},
         "/tokenize": {"post": _post("the token ids of a text", tokenize, _ref(answers.TokenIds), {})},
-        "/health": {"get": _get("whether the process lives", alive, 503, open_to_all=True)},
-        "/ready": {"get": _get("whether it takes requests", alive, 503, open_to_all=True)},
-        "/metrics": {"get": _get("for Prometheus", None)},
+        "/health": {"get": _get("liveness of the process", alive, 503, open_to_all=True)},
+        "/ready": {"get": _get("whether the server accepts requests", alive, 503, open_to_all=True)},
+        "/metrics": {"get": _get("Prometheus metrics", None)},
         "/openapi.json": {"get": _get("this document", {"type": "object"}, open_to_all=True)},
     }
     found: dict[str, Any] = {
@@ -54,7 +54,8 @@ def document(info: ModelInfo, schemas: RequestSchemas, *, keys: bool) -> dict[st
         "info": {
             "title": f"Crelle: {info.name}",
             "version": __version__,
-            "description": "OpenAI's completions and chat, from one model at few bits. Unknown parameters are refused.",
+            "description": "OpenAI-compatible completions and chat for one quantized model. Unknown parameters "
+            "are rejected.",
         },
         "paths": paths,
         "components": {"schemas": components},

@@ -11,7 +11,9 @@ Count = Annotated[int, Meta(ge=0)]
 Byte = Annotated[int, Meta(ge=0, le=255)]
 Log = Annotated[float, Meta(le=0.001)]
 Finish = Literal["stop", "length"]
-Cut = Annotated[Literal["shutdown"], Meta(description="only where the server shut down before the text was complete")]
+Cut = Annotated[
+    Literal["shutdown"], Meta(description="only if the server shut down before the completion was finished")
+]
 
 
 class Closed(Struct, forbid_unknown_fields=True):

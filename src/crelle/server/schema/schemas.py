@@ -18,7 +18,9 @@ _STOPS, _STOP_LENGTH = 16, 256
 _MESSAGES = 4096
 
 Stop = Annotated[str, Meta(min_length=1, max_length=_STOP_LENGTH)]
-Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description="tell as many of the likeliest tokens")]
+Logprobs = Annotated[
+    int, Meta(ge=0, le=MAX_LOGPROBS, description="number of most likely tokens to return with log-probabilities")
+]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 
 
@@ -37,8 +39,8 @@ class ModelInfo:
 
 
 def not_done(*neutral: Any, says: str) -> Meta:
-    """Something of OpenAI's that is not done here: its neutral values are let through."""
-    return checked_by(Only(neutral), f"not done here: {says}")
+    """A parameter of OpenAI's API that is not supported: only its neutral values are accepted."""
+    return checked_by(Only(neutral), f"not supported: {says}")
 
 
 class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -46,29 +48,41 @@ class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(Strict):
-    include_usage: Annotated[bool, Meta(description="end the stream with a chunk of counts")] | None = False
-    include_obfuscation: Annotated[bool, Meta(description="nothing is padded here")] | None = False
+    include_usage: Annotated[bool, Meta(description="end the stream with a chunk of token counts")] | None = False
+    include_obfuscation: Annotated[bool, Meta(description="no effect: chunks are not padded")] | None = False
 
 
 class Generate(Strict):
     """What completions and chats have in common. Fields of type Any are given their checkers by `_bounded`."""
 
     model: Any = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0: always the most likely token")] | None = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="keep the likeliest tokens of this total")] | None = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1, description="keep the k likeliest tokens; 0: all")] | None = 0
-    min_p: Annotated[float, Meta(ge=0, le=1, description="drop tokens below this share of the best")] | None = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="above 1: repeat less")] | None = 1.0
-    seed: Annotated[int, Meta(ge=0, le=_SEED, description="same seed, same text")] | None = None
+    temperature: (
+        Annotated[float, Meta(ge=0, le=2, description="sampling temperature; 0: always the most likely token")] | None
+    ) = 1.0
+    top_p: (
+        Annotated[float, Meta(gt=0, le=1, description="keep the most likely tokens whose probabilities add up to this")]
+        | None
+    ) = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1, description="keep the k most likely tokens; 0: all")] | None = 0
+    min_p: (
+        Annotated[float, Meta(ge=0, le=1, description="drop tokens below this fraction of the largest probability")]
+        | None
+    ) = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="above 1: discourage repetition")] | None = (
+        1.0
+    )
+    seed: Annotated[int, Meta(ge=0, le=_SEED, description="random seed; the same seed gives the same text")] | None = (
+        None
+    )
     n: int | None = 1
     precision: Any = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=_STOPS)] | None = None
-    ignore_eos: Annotated[bool, Meta(description="go on behind end tokens; for measurements")] | None = False
-    stream: Annotated[bool, Meta(description="send server-sent events while the text is sampled")] | None = False
+    ignore_eos: Annotated[bool, Meta(description="continue after end tokens; for benchmarks")] | None = False
+    stream: Annotated[bool, Meta(description="stream the completion as server-sent events")] | None = False
     stream_options: StreamOptions | None = None
-    frequency_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
-    presence_penalty: Annotated[Any, not_done(0, says="repetition_penalty is")] = None
-    logit_bias: Annotated[dict[str, Any], Meta(max_length=0, description="not done here: must be empty")] | None = None
+    frequency_penalty: Annotated[Any, not_done(0, says="use repetition_penalty")] = None
+    presence_penalty: Annotated[Any, not_done(0, says="use repetition_penalty")] = None
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=0, description="not supported: must be empty")] | None = None
     user: Annotated[str, Meta(max_length=512, description="not used and not logged")] | None = None
 
 
@@ -78,9 +92,9 @@ class Completion(Generate, kw_only=True):
     prompt: Any
     max_tokens: int | None = 16
     logprobs: Logprobs | None = None
-    best_of: Annotated[Any, not_done(1, says="n samples several")] = None
+    best_of: Annotated[Any, not_done(1, says="use n for several completions")] = None
     echo: Annotated[Any, not_done(False, says="the prompt is not repeated")] = None
-    suffix: Annotated[Any, not_done("", says="text is only continued")] = None
+    suffix: Annotated[Any, not_done("", says="prompts are only continued")] = None
 
 
 class TextPart(Strict):
@@ -112,11 +126,11 @@ class Chat(Generate, kw_only=True):
     messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: Annotated[bool, Meta(description="tell how likely each token was")] | None = False
+    logprobs: Annotated[bool, Meta(description="return the log-probability of each token")] | None = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Any], Meta(max_length=0, description="not done here: must be empty")] | None = None
+    tools: Annotated[list[Any], Meta(max_length=0, description="not supported: must be empty")] | None = None
     tool_choice: Annotated[Any, not_done("none", "auto", says="there are no tools")] = None
-    parallel_tool_calls: Annotated[bool, Meta(description="there are no tools")] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="not supported: there are no tools")] | None = None
     response_format: TextFormat | None = None
     store: Annotated[Any, not_done(False, says="nothing is stored")] = None
 
@@ -151,7 +165,7 @@ class Prompt:
             "a string": text,
             "an array of token ids": ids,
             "an array of strings": Annotated[list[text], many],
-            "an array of such arrays": Annotated[list[ids], many],
+            "an array of arrays of token ids": Annotated[list[ids], many],
         }
         self.json_schema = {"anyOf": [{**msgspec.json.schema(kind), "title": title} for title, kind in kinds.items()]}
         self._names, self._most = " or ".join(kinds), info.context - 1
@@ -180,12 +194,15 @@ class Prompt:
 
 def _bounded(base: type[Any], info: ModelInfo, **fields: tuple[Any, Any]) -> Any:
     """Return a struct with some fields declared anew: name = (type, default); a default of ... is none."""
-    model = Annotated[Any, checked_by(Only((info.name,)), "the model that is served")]
+    model = Annotated[Any, checked_by(Only((info.name,)), "the served model")]
     every = {"model": (model, None), **fields}
     if issubclass(base, Generate):
         bits = Only(info.precisions)
-        every["precision"] = (Annotated[Any, checked_by(bits, "bits of a nested checkpoint to answer with")], None)
-        every["n"] = (Annotated[int, Meta(ge=1, le=info.max_n, description="completions of each prompt")] | None, 1)
+        every["precision"] = (Annotated[Any, checked_by(bits, "bits to run a nested checkpoint at")], None)
+        every["n"] = (
+            Annotated[int, Meta(ge=1, le=info.max_n, description="number of completions per prompt")] | None,
+            1,
+        )
     told = [(name, kind) if default is ... else (name, kind, default) for name, (kind, default) in every.items()]
     return defstruct(f"{base.__name__}Request", told, bases=(base,), kw_only=True, forbid_unknown_fields=True)
 
@@ -219,8 +236,10 @@ class RequestSchemas:
     """What a model's server takes, with the model's bounds."""
 
     def __init__(self, info: ModelInfo) -> None:
-        most = Annotated[int, Meta(ge=1, le=info.max_tokens, description="of the answer at most")] | None
-        prompt = Annotated[Any, checked_by(Prompt(info), "the text to continue, or several")]
+        most = (
+            Annotated[int, Meta(ge=1, le=info.max_tokens, description="maximum number of tokens per completion")] | None
+        )
+        prompt = Annotated[Any, checked_by(Prompt(info), "the prompt to continue, or several")]
         messages = _messages(info)
         limit, no_limit = (most, min(16, info.max_tokens)), (most, None)
         limits = {"max_tokens": no_limit, "max_completion_tokens": no_limit}  # two names; the smaller one holds

@@ -57,7 +57,7 @@ def parse(body: bytes) -> Any:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
@@ -77,7 +77,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _said_twice(name: str) -> str:
-    return f"{json.dumps(_shortened(name))} stands twice in one object"
+    return f"{json.dumps(_shortened(name))} occurs twice in one object"
 
 
 def _shortened(text: str) -> str:
@@ -90,7 +90,7 @@ def _check_unicode(value: Any, at: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            why = f"{at or 'the body'} is not valid Unicode: it has half of a surrogate pair"
+            why = f"{at or 'the body'} is not valid Unicode: it contains a lone surrogate"
             raise ApiError(400, why, param=at or None, code="invalid_value") from None
     elif isinstance(value, dict):
         for name, item in value.items():

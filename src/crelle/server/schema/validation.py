@@ -168,7 +168,7 @@ def _raise(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> No
 
 def _words(said: str, value: Any, kind: Any, name: str) -> str:
     if found := _UNKNOWN.fullmatch(said):
-        return f"has an unknown parameter {show(found[1])}; nothing is ignored silently"
+        return f"has an unknown parameter {show(found[1])}"
     if found := _KIND.fullmatch(said):
         return f"must be {' or '.join(_NAMES[n] for n in found[1].split(' | '))}, not {show(value)}"
     if found := _BOUND.fullmatch(said):
@@ -178,7 +178,7 @@ def _words(said: str, value: Any, kind: Any, name: str) -> str:
         return f"has {len(value)} {_UNITS[found[1]]}, but {'must be empty' if found[3] == '0' else bound}"
     if said.startswith("Invalid enum value"):
         return f"must be one of {', '.join(_literals(kind, name))}, not {show(value)}"
-    return f"is not what it should be: {said[:200]}"
+    return f"is invalid: {said[:200]}"
 
 
 def _literals(kind: Any, name: str) -> list[str]:
