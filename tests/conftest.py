@@ -22,6 +22,7 @@ import in_process
 import pytest
 import safetensors.torch
 import torch
+from alarm import at_most
 
 from crelle.kernels import cpu
 
@@ -73,6 +74,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(TORCH_THREADS)
     if cpu.available() is None:
         cpu.core().set_threads(1 if in_process.WORKER and item.path.name not in THREADED else 0)
+
+
+LIMIT = 600  # seconds; a test that waits for something that never comes must not take the whole run with it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes longer than LIMIT; those marked slow or gpu have the limits of who runs them."""
+    if item.get_closest_marker("slow") or item.get_closest_marker("gpu") or item.get_closest_marker("vllm"):
+        return (yield)
+    with at_most(LIMIT, TimeoutError(f"{item.nodeid} took longer than {LIMIT} s")):
+        return (yield)
 
 
 CHAT_TEMPLATE = (

@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,12 +68,16 @@ class Server:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         banner: list[str] = []
-        while not (banner and banner[-1].endswith("ends it")):
-            line = process.stdout.readline()
-            if not line or time.monotonic() - begun > START:
-                process.kill()
-                raise SystemExit(f"crelle serve did not start:\n{''.join(banner)}\n{log.read_text()[-2000:]}")
-            banner.append(line.rstrip())
+        too_long = Timer(START, process.kill)  # its output ends then, and so does the loop
+        too_long.start()
+        try:
+            while not (banner and "Ctrl-C" in banner[-1]):  # the last line
+                if not (line := process.stdout.readline()):
+                    process.kill()
+                    raise SystemExit(f"crelle serve did not start:\n{''.join(banner)}\n{log.read_text()[-2000:]}")
+                banner.append(line.rstrip())
+        finally:
+            too_long.cancel()
         return cls(process, banner, time.monotonic() - begun)
 
     def stop(self) -> None:

@@ -236,7 +236,7 @@ def test_rows_of_a_text(tiny_model: Path) -> None:
     some = rows_of(tokenizer, TEXT, 40, limit=5, seed=3)
     assert some.shape == (5, 40)
     assert torch.equal(some, rows_of(tokenizer, TEXT, 40, limit=5, seed=3))
-    with pytest.raises(SchemeError, match="too few"):
+    with pytest.raises(SchemeError, match="one sequence needs 39; use a longer text"):
         rows_of(tokenizer, "short", 40)
 
 

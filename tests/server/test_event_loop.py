@@ -248,7 +248,8 @@ def test_health_answers_within_50_ms_under_large_bodies(model: Path, tmp_path: P
         try:
             said = ""
             while not said.endswith("}\n"):
-                said += process.stdout.readline()
+                said += (line := process.stdout.readline())
+                assert line, "the server ended"
             port = int(re.search(r"http://[\d.]+:(\d+)", said)[1])  # type: ignore[index]
             idle, tries = int(nothing.stdout.readline()), []
             for _ in range(8):

@@ -204,7 +204,7 @@ def test_only_a_file_of_ours_is_replaced(source: Path, tmp_path: Path) -> None:
     assert said["types"]["Q4_0"] == 14
     first = out.read_bytes()
     assert "exists already" in in_process.run("export", made, out, "--to", "gguf").err
-    assert "14 tensors Q4_0" in in_process.succeed("export", made, out, "--to", "gguf", "--overwrite").out
+    assert "14 Q4_0 tensors" in in_process.succeed("export", made, out, "--to", "gguf", "--overwrite").out
     assert out.read_bytes() == first
     foreign = tmp_path / "foreign.gguf"
     foreign.write_bytes(source.read_bytes())
