@@ -144,7 +144,7 @@ def test_largest_batch_fits_and_one_more_does_not(llm: LLM) -> None:
 
 
 def test_too_little_memory_is_a_sentence(llm: LLM) -> None:
-    with pytest.raises(CapacityError, match="holds no cache"):
+    with pytest.raises(CapacityError, match="leaves no room for the KV cache"):
         largest_batch(llm, 4, "100kB", 60, 8)
     with pytest.raises(CapacityError, match="context of 96"):
         decode(llm, "4 bits", batch=1, context=95, tokens=8)

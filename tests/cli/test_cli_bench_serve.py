@@ -95,7 +95,7 @@ def test_a_row_that_does_not_fit_is_a_sentence_and_the_others_stand(tiny_model: 
     )
     assert done.code != 0
     assert len(done.json["rows"]) == 1
-    assert "holds no cache" in next(iter(done.json["refused"].values()))
+    assert "leaves no room for the KV cache" in next(iter(done.json["refused"].values()))
 
 
 def test_a_load_that_no_engine_can_answer_is_a_sentence(tiny_model: Path) -> None:

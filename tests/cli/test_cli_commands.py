@@ -370,7 +370,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "override of nothing": ("quantize {tiny} {tmp}/q --scheme fp16 --override x=fp16", "'x' matches no matrix"),
     "target exists": (
         "quantize {tiny} {q} --scheme fp16",
-        "exists already; choose another name, or replace it with --overwrite",
+        "already exists; choose another name, or replace it with --overwrite",
     ),
     "quantized twice": ("quantize {q} {tmp}/q --scheme fp16", "is already quantized"),
     "prompt too long": ("generate {tiny} --prompt " + "x" * 96, "the prompt has 97 tokens"),
