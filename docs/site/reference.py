@@ -17,7 +17,7 @@ FORMATS = {
     "mixed": "format-mixed.svg",
     "grouped": "format-atom.svg",
     "activations": None,
-    "kv": "format-kv.svg",
+    "kv.pages": "format-kv.svg",
     "composite": None,
     "dense": None,
 }

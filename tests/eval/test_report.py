@@ -3,6 +3,8 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from PIL import Image
 
 from crelle import LLM, Sampling
 from crelle.errors import UnsupportedError
-from crelle.eval.report import Row, plot_perplexity
+from crelle.eval.report import Row, alternating_speeds, plot_perplexity
 
 ROWS = [
     Row("fp16", 16.0, 270.0, 11.0, 20.0, 3.0, "a"),
@@ -65,3 +67,19 @@ def test_row_takes_sample_size_and_speed_of_the_model_itself(tiny_model: Path) -
     assert row.megabytes == pytest.approx(sum(f.stat().st_size for f in tiny_model.iterdir()) / 1e6)
     assert row.tokens_per_second > 1
     assert (row.scheme, row.bits_per_weight, row.perplexity, row.quantize_seconds) == ("fp32", 32.0, 250.0, 1.5)
+
+
+def test_speeds_alternate_after_a_warm_up_and_are_medians() -> None:
+    calls = []
+
+    class Model:
+        def __init__(self, name: str, speeds: list[float]) -> None:
+            self.name, self.speeds = name, iter(speeds)
+
+        def generate(self, prompt: str, sampling: Sampling) -> SimpleNamespace:
+            calls.append((self.name, sampling.max_tokens))
+            return SimpleNamespace(tokens_per_second=next(self.speeds))
+
+    models: list[Any] = [Model("a", [1, 10, 30, 20]), Model("b", [1, 5, 5, 90])]
+    assert alternating_speeds(models, "Hello", tokens=7) == [20, 5]
+    assert calls == [("a", 4), ("b", 4), *[("a", 7), ("b", 7)] * 3]

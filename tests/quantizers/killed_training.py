@@ -22,8 +22,9 @@ from crash_points import contents, in_a_child
 
 from crelle.quantize_job.data import CalibrationData
 from crelle.quantize_job.run import quantize
+from crelle.quantizers.training import finetune
 from crelle.quantizers.training.adam8 import LowMemoryStep
-from crelle.quantizers.training.blockwise import TrainStep, finetune
+from crelle.quantizers.training.blockwise import TrainStep
 from crelle.quantizers.training.end_to_end import EndToEnd
 
 TEXT = "It was a small text to calibrate on, and to train on as well. " * 100

@@ -12,8 +12,9 @@ from crelle.errors import FormatError
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.quantize_job.data import CalibrationData
 from crelle.quantize_job.run import quantize, tune_checkpoint
+from crelle.quantizers.training import finetune
 from crelle.quantizers.training.adam8 import LowMemoryStep, Moments
-from crelle.quantizers.training.blockwise import Training, finetune
+from crelle.quantizers.training.blockwise import Training
 from crelle.quantizers.training.finetune import fast_bytes, too_large_for
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from crelle.errors import CapacityError
 from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import open_model
 from crelle.quantizers.calibration.layer_api import half_products
-from crelle.quantizers.training.blockwise import Training, teacher
+from crelle.quantizers.training import teacher
+from crelle.quantizers.training.blockwise import Training
 from crelle.quantizers.training.end_to_end import Network, drawn, picked
 from crelle.quantizers.training.teacher import Teacher
 

@@ -25,7 +25,7 @@ SCHEMES = (
 )
 _LABELS = dict(zip(SCHEMES, ("4 bits", "3 bits", "2 bits"), strict=True))
 # What the picture compares them with: schemes that look at no data.
-PLAIN = ("rtn:bits=4,group=64", "rtn:bits=3,group=64", "rtn:bits=2,group=64", "bcq:bits=3,group=64")
+PLAIN = ("rtn:bits=3,group=64", "rtn:bits=2,group=64")
 PROMPT = "Python is a programming language that"
 _LENGTH = 512  # tokens of a calibration sequence
 _ROWS = {"cpu": 2, "cuda": 64}  # calibration sequences: seconds matter here
@@ -53,6 +53,7 @@ def run(
     """
     from crelle.bench.environment import environment
     from crelle.cli.views.demo_shape import SHAPE, decode_rows, shape_table
+    from crelle.eval.report import alternating_speeds
     from crelle.eval.smollm2 import smollm2
     from crelle.eval.text import read_text
     from crelle.formats.storage.destination import destination, refuse_existing, refuse_other_files
@@ -73,9 +74,13 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / "demo.json", to_json({"rows": []}))  # from here on the folder is the demo's
     bench = _Bench(source, corpus, tokens, context, device)
-    rows = [bench.row("fp16", directory / targets["fp16"])]
+    made = [bench.row("fp16", directory / targets["fp16"])]
     bench = replace(bench, source=directory / targets["fp16"])  # what the others are compared with, and read faster
-    rows += [bench.row(scheme, directory / targets[scheme]) for scheme in SCHEMES]
+    made += [bench.row(scheme, directory / targets[scheme]) for scheme in SCHEMES]
+    with err.status("timing all models, alternating"):
+        speeds = alternating_speeds([llm for _, llm in made], PROMPT)
+    rows = [replace(row, tokens_per_second=speed) for (row, _), speed in zip(made, speeds, strict=True)]
+    del made
     plain = [bench.point(scheme, directory / compared) for scheme in PLAIN]
     picture = directory / "perplexity.png"
     _draw(rows, plain, picture)
@@ -144,13 +149,14 @@ class _Bench:
         with tracking(f"{scheme}: perplexity") as track:
             return perplexity(llm, half, context=self.context, tokens=self.tokens, progress=track).perplexity
 
-    def row(self, scheme: str, target: Path) -> "Row":
+    def row(self, scheme: str, target: Path) -> "tuple[Row, LLM]":
         from crelle.engine.llm import LLM
         from crelle.eval.report import Row
 
         made = self.quantized(scheme, target)
         llm = LLM.load(target, device=self.device)
-        return Row.of(llm, scheme, made.bits_per_weight, self.perplexity(scheme, llm), made.seconds, PROMPT)
+        row = Row.of(llm, scheme, made.bits_per_weight, self.perplexity(scheme, llm), made.seconds, PROMPT)
+        return row, llm
 
     def point(self, scheme: str, target: Path) -> "Point":
         """Return bits and perplexity of a model that is not kept."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from crelle.engine.llm import LLM
@@ -35,6 +36,16 @@ class Row:
         files = [path] if path.is_file() else list(path.iterdir())
         megabytes = sum(f.stat().st_size for f in files) / 1e6
         return cls(scheme, bits_per_weight, megabytes, perplexity, said.tokens_per_second, quantize_seconds, said.text)
+
+
+def alternating_speeds(models: Sequence[LLM], prompt: str, tokens: int = 32, rounds: int = 3) -> list[float]:
+    """Return the tokens per second of each model: the median of some rounds, alternating, after a warm-up."""
+    seen: list[list[float]] = [[] for _ in models]
+    for warm_up in (True, *[False] * rounds):
+        for llm, values in zip(models, seen, strict=True):
+            said = llm.generate(prompt, Sampling(max_tokens=4 if warm_up else tokens))
+            values.extend([] if warm_up else [said.tokens_per_second])
+    return [median(values) for values in seen]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import BCQTensor
 from crelle.formats.composite import PermutedTensor
 from crelle.kernels.cuda import jit
-from crelle.kernels.cuda.lut.lut import LutTileConfig, LutWeight, Variant, lut
+from crelle.kernels.cuda.lut import lut
+from crelle.kernels.cuda.lut.lut import LutTileConfig, LutWeight, Variant
 from crelle.kernels.cuda.planes.weight_layout import ScaleKind
 
 ROW = 10**6

@@ -29,18 +29,20 @@ STEPPED = {kind.kernel for kind in KINDS.values()}  # kernels whose weights a st
 def fuse(linears: Sequence[LinearLayer], dtype: torch.dtype) -> FusedLinear:
     """Return linear layers of the same input as one."""
     kinds = {_kind(linear) for linear in linears}
-    return kinds.pop()(linears, dtype) if len(kinds) == 1 else SeparateLinear(linears, dtype)
+    kind = kinds.pop() if len(kinds) == 1 else SeparateLinear
+    assert kind is not None, "supports_model has let a kernel through that is not part of the step"
+    return kind(linears, dtype)
 
 
 def copy_bytes(linears: Iterable[LinearLayer], element_size: int) -> int:
     """Return the bytes of small matrices' dequantized copies."""
-    sizes = (linear.prepared.problem for linear in linears if is_small(linear) and _kind(linear).keeps_copies)
-    return sum(p.N * p.K * element_size for p in sizes)
+    copied = [x for x in linears if (kind := _kind(x)) is not None and kind.keeps_copies and is_small(x)]
+    return sum(x.prepared.problem.N * x.prepared.problem.K * element_size for x in copied)
 
 
-def _kind(linear: LinearLayer) -> type[FusedLinear]:
+def _kind(linear: LinearLayer) -> type[FusedLinear] | None:
     data = linear.prepared.data
-    return next(kind for weight, kind in KINDS.items() if isinstance(data, weight))
+    return next((kind for weight, kind in KINDS.items() if isinstance(data, weight)), None)
 
 
 class SeparateLinear(FusedLinear):
