@@ -207,7 +207,7 @@ def test_a_disk_that_says_it_is_full(crelle: Run, tiny_model: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as m:
         m.setattr(os, "fsync", full)
         done = crelle("quantize", tiny_model, out, "--scheme", SCHEME, "--head", "none")
-    refused(done, "no space left while writing", tmp_path / "out.partial", "make room", "--resume")
+    refused(done, "no space left while writing", tmp_path / "out.partial", "free some space", "--resume")
     assert not out.exists()
     quantize(tiny_model, out, SCHEME, resume=True)
     quantize(tiny_model, tmp_path / "undisturbed", SCHEME)
@@ -231,7 +231,7 @@ def test_a_full_disk_loses_nothing_and_resumes_to_the_same_bytes(
 ) -> None:
     out = small_disk / "out"
     command = ("quantize", tiny_model, out, "--scheme", SCHEME, "--head", "none")
-    refused(crelle(*command), "no space left while writing", small_disk / "out.partial", "make room", "--resume")
+    refused(crelle(*command), "no space left while writing", small_disk / "out.partial", "free some space", "--resume")
     assert not out.exists()
     assert list(small_disk.glob("out.partial/*.safetensors")), "what was finished before must be kept"
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)

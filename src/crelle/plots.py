@@ -14,7 +14,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as e:
-        raise UnsupportedError("drawing needs matplotlib: pip install 'crelle[plots]'") from e
+        raise UnsupportedError("plots need matplotlib: pip install 'crelle[plots]'") from e
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -116,14 +116,14 @@ def plot_training(path: Path, losses: Sequence[float], blocks: Mapping[str, Sequ
         first, last = [block[0] for block in known], [sum(block[-few:]) / len(block[-few:]) for block in known]
         here.plot(first, color=COLOURS[1], marker="o", markersize=3, label="first step")
         here.plot(last, color=COLOURS[0], marker="o", markersize=3, label=f"mean of the last {few} steps")
-        here.set(title="Loss of each layer, trained block by block", xlabel="layer", ylabel="relative squared error")
+        here.set(title="Loss of each layer in block-wise training", xlabel="layer", ylabel="relative squared error")
         here.legend()
     if losses:
         here, window = axes.pop(0), max(1, len(losses) // 50)
         runs = [losses[max(0, i - window) : i + 1] for i in range(len(losses))]
         here.plot(losses, color=COLOURS[1], linewidth=0.8)
         here.plot([sum(run) / len(run) for run in runs], color=COLOURS[0], label=f"mean of {window + 1}")
-        here.set(title="Loss of the training", xlabel="step", ylabel="loss")
+        here.set(title="Training loss", xlabel="step", ylabel="loss")
         here.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -136,8 +136,8 @@ def plot_memory(
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     axes.stackplot(along, *parts.values(), labels=list(parts), colors=COLOURS)
-    axes.axhline(limit, color="black", linewidth=1, linestyle="--", label="memory of a GPU")
-    axes.set(title=title, xlabel="sequences at once", ylabel="GB on a GPU", xlim=(along[0], along[-1]))
+    axes.axhline(limit, color="black", linewidth=1, linestyle="--", label="GPU memory")
+    axes.set(title=title, xlabel="concurrent sequences", ylabel="GB per GPU", xlim=(along[0], along[-1]))
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left")
     figure.savefig(path, dpi=130)

@@ -26,7 +26,7 @@ def test_a_row_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
     _resumes_from_the_rows_of_an_unfinished_run(tiny_model, tmp_path, measured, sizes)
     refused = run("ablate", "atom", tiny_model, "--w", "5", *measured)
     assert refused.code == 2
-    assert "weights of 3, 4 or 8 bits" in refused.err
+    assert "w must be 3, 4 or 8" in refused.err
 
 
 def _resumes_from_the_rows_of_an_unfinished_run(

@@ -362,7 +362,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "tokens below one": ("eval {tiny} --text {text} --context 64 --tokens -1", "tokens must be at least 1"),
     "tokens in words": ("eval {tiny} --tokens many", "--tokens must be a number or 'all', got 'many'"),
     "context too long for the text": ("eval {tiny} --text {text} --context 90 --tokens 9", "lower --context"),
-    "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "there is no scheme 'magic'"),
+    "unknown scheme": ("quantize {tiny} {tmp}/q --scheme magic", "unknown scheme 'magic'"),
     "unknown setting": ("quantize {tiny} {tmp}/q --scheme rtn:colour=4", "has no setting 'colour'"),
     "group 0": ("quantize {tiny} {tmp}/q --scheme rtn:group=0", "group must be at least 1"),
     "bits 9": ("quantize {tiny} {tmp}/q --scheme bcq:bits=9", "bits must be 1 to 8, got 9"),
@@ -370,7 +370,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "override of nothing": ("quantize {tiny} {tmp}/q --scheme fp16 --override x=fp16", "'x' matches no matrix"),
     "target exists": (
         "quantize {tiny} {q} --scheme fp16",
-        "exists already; choose another name, or replace it with --overwrite",
+        "already exists; choose another name, or replace it with --overwrite",
     ),
     "quantized twice": ("quantize {q} {tmp}/q --scheme fp16", "is already quantized"),
     "prompt too long": ("generate {tiny} --prompt " + "x" * 96, "the prompt has 97 tokens"),

@@ -51,7 +51,7 @@ def test_quantize(model: Path, tmp_path: Path) -> None:
         refused(tmp_path, "quantize", model, out, *SCHEME, "--overwrite")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("mine")
-    words = ("is not a checkpoint of Crelle's", "--overwrite deletes only what Crelle wrote")
+    words = ("is not a Crelle checkpoint", "--overwrite deletes only what Crelle wrote")
     refused(tmp_path, "quantize", model, tmp_path / "thesis", *SCHEME, "--overwrite", words=words)
 
 
@@ -104,7 +104,7 @@ def test_export(made: Path, tmp_path: Path) -> None:
         refused(tmp_path, "export", made, out, "--overwrite")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("mine")
-    refused(tmp_path, "export", made, tmp_path / "thesis", "--overwrite", words=("is not a checkpoint of Crelle's",))
+    refused(tmp_path, "export", made, tmp_path / "thesis", "--overwrite", words=("is not a Crelle checkpoint",))
 
 
 def test_search(model: Path, tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_matrices_that_differ_are_named_in_the_config(source: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("scheme", "options", "sentence"),
     [
-        ("bcq:bits=2,group=32", {}, "GPTQ stores uniform grids .*, and this is 'bcq'"),
-        ("rtn:bits=5,group=32", {}, "GPTQ has 2, 3, 4 and 8 bits, and this has 5"),
+        ("bcq:bits=2,group=32", {}, "GPTQ stores uniform grids .*, but this is 'bcq'"),
+        ("rtn:bits=5,group=32", {}, "GPTQ has 2, 3, 4 and 8 bits, but this has 5"),
         ("fp16", {}, "has no quantized matrix to export"),
         (
             "rtn:bits=4,group=32",
@@ -176,7 +176,7 @@ def test_a_killed_export_is_begun_anew_and_a_killed_quantizing_is_not_touched(so
     (partial / "model-00001-of-00005.safetensors").write_bytes(b"half")
     shards = {"model-00001-of-00005.safetensors": {}}
     (partial / JOURNAL).write_text(json.dumps({"crelle_journal": 2, "recipe": {"scheme": "rtn"}, "shards": shards}))
-    with pytest.raises(CrelleError, match="holds an unfinished run"):
+    with pytest.raises(CrelleError, match="contains an unfinished run"):
         export_directory(made, tmp_path / "g", GPTQLayout())
     assert (partial / "model-00001-of-00005.safetensors").read_bytes() == b"half"
     (partial / JOURNAL).write_text(json.dumps({"crelle_journal": 2, "recipe": {"export": "gptq"}, "shards": shards}))
@@ -189,7 +189,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     made = quantize(source, tmp_path / "q", "rtn:bits=4,group=32,symmetric=true").out
     said = in_process.succeed("export", made, tmp_path / "g", "--gptq-version", 1, "--json").json
     assert said["quantization_config"]["checkpoint_format"] == "gptq"
-    assert in_process.run("export", made, tmp_path / "g").err.count("exists already") == 1
+    assert in_process.run("export", made, tmp_path / "g").err.count("already exists") == 1
     assert "4 bits, group 32, gptq_v2" in in_process.succeed("export", made, tmp_path / "g", "--overwrite").out
     refused = in_process.run("export", made, tmp_path / "h", "--to", "onnx")
     assert (refused.code, "unknown export format 'onnx'; choose one of: gptq, awq, compr" in refused.err) == (2, True)
@@ -206,6 +206,6 @@ def test_rounded_embedding_is_reported_for_people_and_in_json(source: Path, tmp_
     in_process.succeed("quantize", source, tmp_path / "q", "--scheme", "rtn:bits=4,group=32")  # a head of 8 bits
     done = in_process.succeed("export", tmp_path / "q", tmp_path / "g", "--json")
     (sentence,) = (line for line in done.json["warnings"] if line.startswith("model.embed_tokens"))
-    assert "GPTQ cannot hold: written as fp16" in sentence
-    assert "of its values are rounded, by at most" in sentence
+    assert "GPTQ cannot store; it is written as fp16" in sentence
+    assert "of its values by at most" in sentence
     assert f"warning: {sentence}" in done.err

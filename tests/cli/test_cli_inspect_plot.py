@@ -38,14 +38,14 @@ def test_shares_of_the_groups(crelle: Run, mixed: Path) -> None:
 
 
 def test_the_plot_is_a_picture(crelle: Run, mixed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
     done = crelle("inspect", mixed, "--plot", tmp_path / "map.png")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_drawn_is_said(crelle: Run, mixed: Path, tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert "must name a .png file" in crelle("inspect", mixed, "--plot", tmp_path / "map.pdf").stderr
     assert "does not exist" in crelle("inspect", mixed, "--plot", tmp_path / "nowhere" / "map.png").stderr
     assert "no quantized matrix" in crelle("inspect", tiny_model, "--plot", tmp_path / "map.png").stderr

@@ -57,9 +57,9 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
     [
         (("nope",), "shapes are: smollm2-135m"),
         (("llama3-8b", "--gpus", 0), "at least one GPU"),
-        (("llama3-8b", "--scheme", "x:bits=3"), "there is no scheme 'x'"),
+        (("llama3-8b", "--scheme", "x:bits=3"), "unknown scheme 'x'"),
         (("llama3-8b", "--scheme", "keep"), "give the closest one"),
-        (("llama3-8b", "--kv", 5), "a KV cache is one of"),
+        (("llama3-8b", "--kv", 5), "a KV cache must be one of"),
         (("llama3-8b", "--price", 5), "needs both"),
         (("llama3-8b", "--price", 5, "--watt", -1), "must be at least 0"),
         (("llama3-8b", "--bandwidth", 0), "positive number"),

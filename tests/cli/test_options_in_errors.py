@@ -21,7 +21,7 @@ LIBRARY = ("engine", "eval", "formats", "kernels", "models", "quantizers")
     ("sentence", "printed"),
     [
         ("lower `context`", "lower --context"),
-        ("`overwrite=True` starts anew", "--overwrite starts anew"),
+        ("`overwrite=True` starts over", "--overwrite starts over"),
         ("use `device='cpu'` or `rows=4`", "use --device cpu or --rows 4"),
         ("run `crelle explain MODEL`; `unknown`", "run `crelle explain MODEL`; `unknown`"),
     ],

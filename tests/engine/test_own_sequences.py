@@ -137,5 +137,5 @@ def test_training_is_as_long_as_a_model_of_that_size_needs() -> None:
     given = Mixed(tune="full", end=7, own=0)
     assert (given.end_to_end(large, 4096).steps, given.own_sequences(large)) == (7, 0)
     assert str(given) == "mixed:group=16,tune=full,end=7,own=0"
-    with pytest.raises(SchemeError, match="own must be 0 or more"):
+    with pytest.raises(SchemeError, match="own must be at least 0"):
         Auto(bits=3, own=-2)

@@ -85,7 +85,7 @@ def test_each_precision_of_a_nested_tensor_is_its_leading_planes(d: dict[str, An
 
 def test_a_precision_that_is_not_there_is_refused() -> None:
     w, _ = nested(3, 21, (2, 3, 4), 8)
-    with pytest.raises(UnsupportedError, match="serves 2, 3, 4 bits, not 5"):
+    with pytest.raises(UnsupportedError, match="supports 2, 3, 4 bits, not 5"):
         w.at(5)
 
 

@@ -162,7 +162,7 @@ def test_unknown_keys_are_refused(made: Path) -> None:
 @pytest.mark.parametrize("key", ["scheme", "overrides", "tensors", "shards"])
 def test_missing_keys_are_refused(made: Path, key: str) -> None:
     change_config(made, lambda q: q.pop(key))
-    with pytest.raises(FormatError, match=f"lacks the key '{key}'"):
+    with pytest.raises(FormatError, match=f"has no key '{key}'"):
         Checkpoint(made)
 
 
@@ -250,7 +250,7 @@ def test_what_is_unfinished_never_looks_finished(tmp_path: Path) -> None:
 
 def test_an_existing_checkpoint_is_not_replaced_unasked(made: Path) -> None:
     before = contents(made)
-    with pytest.raises(FormatError, match="exists already") as refused:
+    with pytest.raises(FormatError, match="already exists") as refused:
         CheckpointWriter(made, RECIPE)
     assert str(made) in str(refused.value)
     assert contents(made) == before
@@ -344,7 +344,7 @@ def test_resumed_and_undisturbed_runs_give_the_same_bytes(tmp_path: Path) -> Non
 def test_resume_with_another_recipe_is_refused(tmp_path: Path, key: str) -> None:
     partial = interrupted(tmp_path / "out")
     before = contents(partial)
-    with pytest.raises(FormatError, match=f"was begun with {key} = '{RECIPE[key]}', now it is 'other'"):
+    with pytest.raises(FormatError, match=f"was started with {key} = '{RECIPE[key]}', now it is 'other'"):
         CheckpointWriter(tmp_path / "out", {**RECIPE, key: "other"}, resume=True)
     assert contents(partial) == before
 
@@ -378,7 +378,7 @@ def test_a_full_disk_tells_to_make_room_and_resume(tmp_path: Path, monkeypatch: 
     ):
         writer.add(SECOND, {}, {"norm": NORM})
     assert not writer.has(SECOND)
-    for word in (str(partial / SECOND), "make room", "`resume=True`"):
+    for word in (str(partial / SECOND), "free some space", "`resume=True`"):
         assert word in str(refused.value)
     assert contents(partial) == before
 

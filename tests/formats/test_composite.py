@@ -63,8 +63,8 @@ def test_what_is_inside_must_be_known(inner: object) -> None:
     [
         ({"order": torch.arange(21)}, "'order' should be int32"),
         ({"order": torch.arange(20, dtype=torch.int32)}, "'order' should be int32"),
-        ({"order": torch.zeros(21, dtype=torch.int32)}, "should name each of the 21 inputs once"),
-        ({"order": torch.arange(1, 22, dtype=torch.int32)}, "should name each of the 21 inputs once"),
+        ({"order": torch.zeros(21, dtype=torch.int32)}, "must name each of the 21 inputs once"),
+        ({"order": torch.arange(1, 22, dtype=torch.int32)}, "must name each of the 21 inputs once"),
         ({"planes": torch.zeros(1)}, "'planes' should be"),
     ],
 )
@@ -78,7 +78,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], sentence: s
 
 def test_a_shape_that_differs_from_what_is_inside_is_refused() -> None:
     w = permuted()
-    with pytest.raises(FormatError, match=r"the matrix is 5 x 20, but what is inside is \[5, 21\]"):
+    with pytest.raises(FormatError, match=r"the matrix is 5 x 20, but the inner matrix is \[5, 21\]"):
         PermutedTensor.from_parts({**w.spec(), "shape": [5, 20]}, w.tensors())
     with pytest.raises(FormatError, match="does not know the key 'sparsity'"):
         PermutedTensor.from_parts({**w.spec(), "sparsity": 2}, w.tensors())

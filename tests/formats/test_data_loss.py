@@ -76,7 +76,7 @@ def test_a_partial_directory_of_somebody_else_is_refused(tmp_path: Path, options
     file = tmp_path / "out.partial" / name
     file.parent.mkdir(parents=True)
     file.write_text('{"steps": 3}')
-    refuses(tmp_path, lambda: write(tmp_path / "out", **options), tmp_path / "out.partial", "nothing in it is touched")
+    refuses(tmp_path, lambda: write(tmp_path / "out", **options), tmp_path / "out.partial", "so it is not changed")
 
 
 @pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
@@ -139,7 +139,7 @@ def test_an_unfinished_run_of_an_earlier_version_is_begun_anew(tmp_path: Path) -
     (partial / "config.json").unlink()
     journal = {"recipe": {"crelle": "0.1.0", "format_version": 1}, "shards": shards}
     (partial / "progress.json").write_text(json.dumps(journal))
-    refuses(tmp_path, lambda: write(tmp_path / "out", resume=True), "earlier Crelle", "`overwrite=True`")
+    refuses(tmp_path, lambda: write(tmp_path / "out", resume=True), "earlier version of Crelle", "`overwrite=True`")
     write(tmp_path / "out", overwrite=True)
     assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "crelle.safetensors.index.json", FIRST}
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_with_other_files_in_it_is_not_replaced(tmp_path: Path, nam
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
     act = lambda: write(tmp_path / "out", overwrite=True)  # noqa: E731
-    refuses(tmp_path, act, tmp_path / "out", f"'{Path(name).parts[0]}'", "Move it away")
+    refuses(tmp_path, act, tmp_path / "out", f"'{Path(name).parts[0]}'", "Move it")
 
 
 def test_a_file_that_appears_while_a_run_writes_is_kept(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_file_that_appears_while_a_run_writes_is_kept(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out", RECIPE, overwrite=True) as writer:
         writer.add(FIRST, {}, {"norm": torch.ones(3)})
         (tmp_path / "out" / "thesis.txt").write_text("mine")
-        with pytest.raises(FormatError, match=r"holds the file 'thesis\.txt'"):
+        with pytest.raises(FormatError, match=r"contains the file 'thesis\.txt'"):
             writer.finish({}, "new", {})
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
     (tmp_path / "out" / "thesis.txt").unlink()

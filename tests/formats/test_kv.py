@@ -64,14 +64,14 @@ def test_ways_of_writing_a_format(text: str | int, fmt: KVFormat) -> None:
         ("4,layers.0=5", "one of 16, 8, 4, 3, 2, k4v2"),
         ("4,layers.x=8", "'layers.x=8' should be one of"),
         ("4,layers.3-1=8", "layers.3-1 names no layer"),
-        ("4,layers.0=8,layers.0-2=2", "layers.0-2 names a layer again"),
+        ("4,layers.0=8,layers.0-2=2", "layers.0-2 names a layer twice"),
         ("kv4:groups=32", "'groups=32' should be one of group=…, rotate=…, center=…, page=…, layers.N=…"),
         ("kv4:bits=8", "'bits=8' should be one of"),
-        ("kv4:group=x", "group must be a whole number"),
+        ("kv4:group=x", "group must be an integer"),
         ("kv4:rotate=1", "rotate must be true or false"),
         ("kv4:group=32,group=64", "given twice"),
         ("kv4:group=4", "at least 8 channels"),
-        ("kv4:page=0", "at least one token"),
+        ("kv4:page=0", "1 to 4096 tokens"),
         ("kv16:group=32", "only page can be set"),
         ("kv16:center=true", "only page can be set"),
     ],
@@ -82,7 +82,7 @@ def test_what_is_no_format_is_refused(text: str, said: str) -> None:
 
 
 def test_odd_heads_are_refused() -> None:
-    with pytest.raises(SchemeError, match="a head of 63 has an odd one"):
+    with pytest.raises(SchemeError, match="a head has 63 channels"):
         KVPages.new(KVFormat(4), 1, 1, 63, torch.float16, "cpu")
 
 

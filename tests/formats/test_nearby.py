@@ -35,7 +35,7 @@ def test_a_name_unlike_any(models: Path) -> None:
 
 
 def test_a_directory_of_models(models: Path) -> None:
-    assert f"there are models in it: {models / 'gemma.gguf'}, {models / 'llama-4bit'}" in refusal(models)
+    assert f"it contains these models: {models / 'gemma.gguf'}, {models / 'llama-4bit'}" in refusal(models)
 
 
 def test_a_run_that_was_not_finished(models: Path) -> None:

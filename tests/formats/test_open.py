@@ -92,7 +92,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_without_weights_is_refused(single: Path) -> None:
     (single / "model.safetensors").unlink()
-    assert refusal(single) == f"{single} holds no *.safetensors file"
+    assert refusal(single) == f"{single} contains no *.safetensors file"
 
 
 def test_a_missing_shard_is_refused(sharded: Path) -> None:
@@ -146,13 +146,13 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> N
 @pytest.mark.parametrize(("method", "shown"), [({"quant_method": "quip", "bits": 2}, "quip"), ("odd", "odd")])
 def test_models_quantized_in_an_unknown_way_are_refused(single: Path, method: object, shown: str) -> None:
     (single / "config.json").write_text(json.dumps({**TINY, "quantization_config": method}))
-    assert refusal(single).startswith(f"{single} is already quantized by '{shown}', which this Crelle cannot read")
+    assert refusal(single).startswith(f"{single} is quantized by '{shown}', which Crelle cannot read")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_plain_model_that_says_it_is_quantized_is_refused(single: Path, method: str) -> None:
     (single / "config.json").write_text(json.dumps({**TINY, "quantization_config": {"quant_method": method}}))
-    assert refusal(single) == f"{single} says that {method} quantized it, but no tensor there ends in '.qweight'"
+    assert refusal(single) == f"{single} declares {method} quantization, but no tensor name ends in '.qweight'"
 
 
 def test_a_config_that_is_no_json_is_refused(single: Path) -> None:

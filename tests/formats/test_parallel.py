@@ -52,13 +52,13 @@ def test_columns_of_a_row_wide_group() -> None:
 
 
 def test_a_cut_group_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"inputs 0 to 47 of 128 .* would cut a group, which has 32"):
+    with pytest.raises(UnsupportedError, match=r"inputs 0 to 47 of 128 .* would split a group of 32"):
         columns(random("bcq"), 0, 48)
 
 
 @pytest.mark.parametrize("case", ["grouped", "two-level"])
 def test_permuted_inputs_are_not_cut(case: str) -> None:
-    with pytest.raises(UnsupportedError, match="groups hold inputs from all over the matrix"):
+    with pytest.raises(UnsupportedError, match="groups contain inputs from the whole matrix"):
         columns(random(case), 0, 64)
 
 

@@ -30,7 +30,7 @@ def test_an_index_that_leads_elsewhere_is_refused(model: Path, tmp_path: Path, n
     for place in (tmp_path, model.parent, model / "sub"):
         shutil.copyfile(model / SHARD, place / "x.safetensors")
     name_in_index(model, name)
-    with pytest.raises(FormatError, match="should be a plain name") as refused:
+    with pytest.raises(FormatError, match="should be a plain file name") as refused:
         open_weights(model)
     assert str(model / INDEX) in str(refused.value)
 
@@ -38,7 +38,7 @@ def test_an_index_that_leads_elsewhere_is_refused(model: Path, tmp_path: Path, n
 def test_an_absolute_name_is_refused(model: Path, tmp_path: Path) -> None:
     shutil.copyfile(model / SHARD, tmp_path / "x.safetensors")
     name_in_index(model, str(tmp_path / "x.safetensors"))
-    with pytest.raises(FormatError, match="should be a plain name"):
+    with pytest.raises(FormatError, match="should be a plain file name"):
         open_weights(model)
 
 

@@ -49,7 +49,7 @@ def test_a_link_is_not_copied_and_is_refused_before_any_work(
     seen: list[str] = []
     with pytest.raises(FormatError, match=f"{name} is a link to .*secret") as refused:
         quantize(model, tmp_path / "out", SCHEME, progress=lambda *now: seen.append(now[2]))
-    assert "put the file itself there" in str(refused.value)
+    assert "replace the link with the file" in str(refused.value)
     assert not seen
     assert not list(tmp_path.glob("out*"))
 

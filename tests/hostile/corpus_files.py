@@ -60,7 +60,7 @@ file_case(
 )
 file_case(
     "JSON of 50 MiB",
-    "such a file may have",
+    "are allowed",
     lambda d: (d / "config.json").write_text('{"a":"' + "x" * (50 << 20) + '"}'),
 )
 file_case(

@@ -48,7 +48,7 @@ gguf("10^15 tensors", "claims 1000000000000000 tensors", gguf_bytes([], counts=(
 gguf("10^15 metadata", "claims 1000000000000000 metadata", gguf_bytes([], counts=(0, 10**15)))
 gguf("2^64 - 1 of both", "claims", gguf_bytes([], counts=(2**64 - 1, 2**64 - 1)))
 gguf("key of 2^63 bytes", "a metadata key should have", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63))
-gguf("string of 2^63 bytes", "runs over the end", gguf_bytes([("a", 8, struct.pack("<Q", 2**63))]))
+gguf("string of 2^63 bytes", "ends after the file", gguf_bytes([("a", 8, struct.pack("<Q", 2**63))]))
 gguf("arrays in arrays", "array of arrays", gguf_bytes([("a", 9, struct.pack("<IQ", 9, 1) * 50_000)]))
 gguf("unknown type", "unknown type 77", gguf_bytes([("a", 77, b"")]))
 gguf("the same key twice", "twice", gguf_bytes([("a", 4, b"0000"), ("a", 4, b"0000")]))
@@ -73,7 +73,7 @@ for name, words, second in (
 gguf("not UTF-8", "not UTF-8", gguf_bytes([("general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe")]))
 gguf(
     "10 MB of small integers",
-    "lacks the metadata",
+    "has no metadata",
     gguf_bytes([("a", 9, struct.pack("<IQ", 0, 10 << 20) + bytes(10 << 20))]),
 )
 
@@ -100,7 +100,7 @@ changed_gguf(
 changed_gguf("2^32 - 1 layers", "num_hidden_layers", counted("block_count", 1), counted("block_count", 2**32 - 1))
 changed_gguf("width 0", "hidden_size|head_dim", counted("embedding_length", 32), counted("embedding_length", 0))
 changed_gguf("context 0", "max_position_embeddings", counted("context_length", 16), counted("context_length", 0))
-changed_gguf("unknown architecture", "from GGUF Crelle reads", string("llama"), string("mamba"))
+changed_gguf("unknown architecture", "from GGUF", string("llama"), string("mamba"))
 
 
 def pipe_gguf(to: Path) -> Path:

@@ -90,7 +90,7 @@ def test_a_shard_that_the_journal_describes_is_taken_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocks", ["mixed", 5, {"0": 1}, {"0": ["x"]}])
 def test_losses_that_are_none_are_a_sentence(blocks: Any, tmp_path: Path) -> None:
     (tmp_path / "training.json").write_text(json.dumps({"blocks": blocks}))
-    with pytest.raises(FormatError, match="does not hold the losses of a training"):
+    with pytest.raises(FormatError, match="does not contain training losses"):
         _block_losses(tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_what_cannot_be_quantized_is_said_and_counted(tmp_path: Path) -> None:
     (warning,) = (w for w in report.warnings if "cannot be quantized" in w)
     inside = [t for n, t in tensors.items() if ".layers." in n and t.dim() >= 2]
     share = sum(t.numel() for t in left.values()) / sum(t.numel() for t in inside)
-    assert warning.startswith(f"4 tensors of the layers, with {share:.1%} of their weights, cannot be quantized")
+    assert warning.startswith(f"4 tensors of the layers ({share:.1%} of their weights) cannot be quantized")
     assert "'model.layers.*.feed_forward.experts.gate_up_proj'" in warning
     assert "8 x 32 x 64" in warning
     plain = 32 * sum(t.numel() for t in left.values())

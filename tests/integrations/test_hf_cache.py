@@ -73,5 +73,5 @@ def test_crop_and_reset(model: torch.nn.Module) -> None:
 def test_an_unknown_format() -> None:
     from transformers import LlamaConfig
 
-    with pytest.raises(SchemeError, match="a KV cache is one of"):
+    with pytest.raises(SchemeError, match="a KV cache must be one of"):
         CrelleCache(LlamaConfig(), "5")

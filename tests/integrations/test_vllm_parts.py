@@ -63,13 +63,13 @@ def test_nested_planes_come_at_the_chosen_precision() -> None:
     w = random(NESTED)
     found = handed_over(arrival("m", w.spec(), 64, 128, 0, 1, 2), w).require()[0]
     assert found.bits == 2
-    with pytest.raises(UnsupportedError, match="'m': this checkpoint serves 2, 4 bits, not 3"):
+    with pytest.raises(UnsupportedError, match="'m': this checkpoint supports 2, 4 bits, not 3"):
         handed_over(arrival("m", w.spec(), 64, 128, 0, 1, 3), w)
 
 
 def test_refusals_name_the_matrix() -> None:
     w = random(UNIFORM)
-    with pytest.raises(UnsupportedError, match=r"'layers.0.o_proj': inputs 0 to 15 of 128 .* cut a group"):
+    with pytest.raises(UnsupportedError, match=r"'layers.0.o_proj': inputs 0 to 15 of 128 .* split a group"):
         handed_over(arrival("layers.0.o_proj", w.spec(), 64, 16, 0, 8, None), w)
     with pytest.raises(
         UnsupportedError, match="'o_proj': a matrix of 64 x 128 cannot be shared by 2 ranks of 48 x 128"

@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_refused(made: Path, tmp_path: Path) -> None:
     done = python(_STAND_IN + _CHECK, str(made), str(broken))
     served, refused = done.stdout.splitlines() or [done.stderr, ""]
     assert served == "served"
-    assert "was altered: its SHA-256 is not the one in config.json, copy it again" in refused
+    assert "was altered: its SHA-256 is not the one in config.json; copy it again" in refused
 
 
 def test_files_are_read_once_and_again_when_they_change(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

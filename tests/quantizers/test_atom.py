@@ -160,10 +160,10 @@ def test_weights_of_zero_and_inputs_that_are_never_seen() -> None:
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        ("atom:w=5", "weights of 3, 4 or 8 bits"),
-        ("atom:a=2", "activations of 3, 4, 8 or 16"),
-        ("atom:kv=5", "a KV cache is one of"),
-        ("atom:outliers=-1", "0 or more channels"),
+        ("atom:w=5", "w must be 3, 4 or 8"),
+        ("atom:a=2", "a must be 3, 4, 8 or 16"),
+        ("atom:kv=5", "a KV cache must be one of"),
+        ("atom:outliers=-1", "outliers must be at least 0"),
         ("atom:levels=2,w=8", "2 with w=4"),
         ("atom:bits=3", "has no setting 'bits'"),
         ("atom:group=0", "group must be at least 1"),

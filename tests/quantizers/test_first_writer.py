@@ -106,7 +106,7 @@ def test_an_error_of_writing_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
                 writer.add(SHARDS[min(i, 7)], lambda i=i: encoded(i))
             writer.finish(lambda to: to.finish({}, "fp16", {}))
 
-    with pytest.raises(CapacityError, match=r"No room\. What is finished stays in .*`resume=True`"):
+    with pytest.raises(CapacityError, match=r"No room\. Finished shards are kept in .*`resume=True`"):
         run()
     assert not (tmp_path / "out").exists()
     assert [p.name for p in (tmp_path / "out.partial").glob("*.safetensors")] == SHARDS[:1]
@@ -118,6 +118,6 @@ def test_values_that_cannot_be_stored_are_refused(tmp_path: Path) -> None:
             writer.add(SHARDS[0], lambda: ({"m": DenseTensor(torch.tensor([[float("nan")]]))}, {}, []))
             writer.finish(lambda to: to.finish({}, "fp16", {}))
 
-    with pytest.raises(FormatError, match="would hold NaN"):
+    with pytest.raises(FormatError, match="would contain NaN"):
         run()
     assert not (tmp_path / "out").exists()

@@ -287,7 +287,7 @@ def test_a_hessian_that_is_not_definite_is_damped_until_it_is(hessian: Tensor) -
 
 @pytest.mark.parametrize("bad", [torch.full((3, 3), float("nan")), torch.eye(3) * float("inf")])
 def test_statistics_that_are_no_numbers_are_refused(bad: Tensor) -> None:
-    with pytest.raises(SchemeError, match="statistics of a layer's inputs hold NaN or infinity"):
+    with pytest.raises(SchemeError, match="statistics of a layer's inputs contain NaN or infinity"):
         factor(bad, 0.01, act_order=True)
 
 

@@ -99,5 +99,5 @@ def test_equal_weights_have_a_grid() -> None:
 
 
 def test_a_scale_beyond_f16_is_refused() -> None:
-    with pytest.raises(SchemeError, match="beyond the range of f16"):
+    with pytest.raises(SchemeError, match="outside the range of f16"):
         GPTQ(bits=2).grids(torch.tensor([[-4e5, 4e5]]), torch.ones(1, 2))

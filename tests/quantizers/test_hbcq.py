@@ -131,7 +131,7 @@ def test_the_same_bits_each_time() -> None:
 def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(SchemeError, match="'hbcq' needs the statistics of the layer's inputs"):
         HBCQ().fit(weight(2, 4))
-    with pytest.raises(SchemeError, match="beyond the range of f16"):
+    with pytest.raises(SchemeError, match="outside the range of f16"):
         HBCQ(2).fit(torch.tensor([[1e6, -1e6, 3e5]]), stats_of(torch.eye(3)))
     with pytest.raises(FormatError, match="NaN or infinity"):
         HBCQ().fit(torch.full((1, 3), float("nan")), stats_of(torch.eye(3)))

@@ -179,7 +179,7 @@ def test_the_scheme_is_written_back_as_it_was_read() -> None:
         ("bcq-nested:lowest=0", "lowest must be 1 to bits = 4, got 0"),
         ("bcq-nested:bits=3,lowest=4", "lowest must be 1 to bits = 3, got 4"),
         ("bcq-nested:balance=0", "balance must be 0.01 to 100, got 0"),
-        ("bcq-nested:refine=-1", "refine must be 0 or more"),
+        ("bcq-nested:refine=-1", "refine must be at least 0"),
     ],
 )
 def test_bad_settings_get_a_sentence(scheme: str, sentence: str) -> None:
@@ -191,9 +191,9 @@ def test_what_cannot_be_fitted_or_served_gets_a_sentence() -> None:
     w = weight(2, 4)
     with pytest.raises(SchemeError, match="'bcq-nested' needs the statistics of the layer's inputs"):
         Nested().fit(w)
-    with pytest.raises(SchemeError, match="statistics are of 5 inputs, but the weight has 4"):
+    with pytest.raises(SchemeError, match="statistics have 5 inputs, but the weight has 4"):
         Nested().fit(w, correlated(5))
-    with pytest.raises(UnsupportedError, match="serves 2, 3, 4 bits, not 5"):
+    with pytest.raises(UnsupportedError, match="supports 2, 3, 4 bits, not 5"):
         Nested(data=False).fit(w).at(5)
     w[0, 0] = float("nan")
     for config in (Nested(), Nested(data=False)):

@@ -152,7 +152,7 @@ def test_head_quantizes_what_is_outside_the_layers(tiny_model: Path, tmp_path: P
 
 
 def test_an_override_that_matches_nothing_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemeError, match=r"the override '\*\.dwon_proj' matches no matrix; names look like '"):
+    with pytest.raises(SchemeError, match=r"the override '\*\.dwon_proj' matches no matrix; an example of a name is '"):
         quantize(tiny_model, tmp_path / "out", SCHEME, overrides={"*.dwon_proj": "fp16"})
     assert not list(tmp_path.glob("out*"))
 
@@ -193,7 +193,7 @@ def test_a_broken_weight_is_named(model: Path, tmp_path: Path) -> None:
     tensors = tensors_of(model)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     safetensors.torch.save_file(tensors, model / "model.safetensors")
-    with pytest.raises(FormatError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight': the weight holds NaN"):
+    with pytest.raises(FormatError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight': the weight contains NaN"):
         quantize(model, tmp_path / "out", SCHEME)
     assert not (tmp_path / "out").exists()
 
@@ -260,7 +260,7 @@ def test_resume_without_anything_to_resume_just_runs(model: Path, tmp_path: Path
 def test_an_unfinished_run_is_neither_taken_over_nor_lost_unasked(model: Path, tmp_path: Path) -> None:
     stop_after(2, model, tmp_path / "a")
     before = contents(tmp_path / "a.partial")
-    with pytest.raises(FormatError, match=r"holds an unfinished run: `resume=True` .* `overwrite=True`"):
+    with pytest.raises(FormatError, match=r"contains an unfinished run: `resume=True` .* `overwrite=True`"):
         quantize(model, tmp_path / "a", SCHEME)
     assert contents(tmp_path / "a.partial") == before
     assert quantize(model, tmp_path / "a", "fp16", overwrite=True).resumed_units == 0
@@ -284,21 +284,21 @@ def test_resume_with_another_recipe_is_refused(
     model: Path, tmp_path: Path, changed: str, options: dict[str, Any]
 ) -> None:
     stop_after(3, model, tmp_path / "a", overrides=TWO)
-    with pytest.raises(FormatError, match=f"cannot resume: .* was begun with {changed} = "):
+    with pytest.raises(FormatError, match=f"cannot resume: .* was started with {changed} = "):
         quantize(model, tmp_path / "a", **{"scheme": SCHEME, "overrides": TWO, **options}, resume=True)
 
 
 def test_resume_with_another_source_is_refused(model: Path, tmp_path: Path) -> None:
     stop_after(3, model, tmp_path / "a")
     write_tiny_model(model, seed=1)
-    with pytest.raises(FormatError, match=r"cannot resume: .* was begun with source = "):
+    with pytest.raises(FormatError, match=r"cannot resume: .* was started with source = "):
         quantize(model, tmp_path / "a", SCHEME, resume=True)
 
 
 def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(3, model, tmp_path / "a")
     monkeypatch.setattr(pipeline, "__version__", "99.0")
-    with pytest.raises(FormatError, match=r"was begun with crelle = .*, now it is '99\.0'"):
+    with pytest.raises(FormatError, match=r"was started with crelle = .*, now it is '99\.0'"):
         quantize(model, tmp_path / "a", SCHEME, resume=True)
 
 

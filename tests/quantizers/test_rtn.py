@@ -183,5 +183,5 @@ def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
 
 
 def test_a_scale_beyond_f16_is_refused() -> None:
-    with pytest.raises(SchemeError, match="beyond the range of f16"):
+    with pytest.raises(SchemeError, match="outside the range of f16"):
         RTN(bits=2).fit(torch.tensor([[1e6, -1e6]]))

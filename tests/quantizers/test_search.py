@@ -122,7 +122,7 @@ def test_one_setting_per_kind() -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_sentence() -> None:
-    with pytest.raises(SchemeError, match="not all finite"):
+    with pytest.raises(SchemeError, match="are not finite"):
         choose([Sensitivity("a", (1, 8), {BitConfig(2, 8): math.nan})], None, 9.0)
     with pytest.raises(SchemeError, match="no matrix"):
         choose([], None, 3.0)
@@ -292,16 +292,16 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path, measured: list[Sensitiv
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"recipe": "gptq:bits=3,group=1" + "0" * 400}, "group must be a whole number"),
-        ({"overrides": {"m": "gptq:bits=3,group=1" + "0" * 400}}, "group must be a whole number"),
-        ({"bits_per_weight": 10**400}, "not a whole plan"),
+        ({"recipe": "gptq:bits=3,group=1" + "0" * 400}, "group must be an integer"),
+        ({"overrides": {"m": "gptq:bits=3,group=1" + "0" * 400}}, "group must be an integer"),
+        ({"bits_per_weight": 10**400}, "not a complete plan"),
         ({"plan_version": 99}, "not a plan of version"),
         ({"overrides": {}}, "names no matrix"),
-        ({"overrides": {"a": "nonsense"}}, "not a whole plan"),
+        ({"overrides": {"a": "nonsense"}}, "not a complete plan"),
         ({"overrides": {"a": "fp16"}}, "bits and group"),
         ({"overrides": {"a": "rtn:bits=2,group=32"}}, "other bits and group"),
-        ({"overrides": 3}, "not a whole plan"),
-        ({"bits_per_weight": "many"}, "not a whole plan"),
+        ({"overrides": 3}, "not a complete plan"),
+        ({"bits_per_weight": "many"}, "not a complete plan"),
     ],
 )
 def test_broken_plans_are_sentences(

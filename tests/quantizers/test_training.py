@@ -167,7 +167,7 @@ def test_a_training_that_died_goes_on_from_its_state(checkpoint: Path, tiny_mode
     for a, b in zip(whole.coders, resumed.coders, strict=True):
         torch.testing.assert_close(a(), b(), rtol=1e-4, atol=1e-5)
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(FormatError, match="delete it to start anew"):
+    with pytest.raises(FormatError, match="delete it to start over"):
         fresh_run(checkpoint, tiny_model, training).run(state)
 
 

@@ -92,11 +92,13 @@ class ActivationSpec:
         spec = cls(**found)
         wholes = (spec.bits, spec.group, spec.outliers, spec.outlier_bits)
         if any(type(n) is not int for n in wholes) or spec.bits not in BITS or spec.outlier_bits not in (8, 16):
-            raise FormatError(f"{where}: activations have 3, 4 or 8 bits, outliers 8 or 16, got {shown(found)}")
+            raise FormatError(
+                f"{where}: activations must have 3, 4 or 8 bits, and outliers 8 or 16, got {shown(found)}"
+            )
         if not isinstance(spec.hadamard, bool):
             raise FormatError(f"{where}: 'hadamard' should be true or false, got {shown(spec.hadamard)}")
         if spec.group < 1 or spec.outliers < 0:
-            raise FormatError(f"{where}: groups of activations hold at least one channel, got {shown(found)}")
+            raise FormatError(f"{where}: groups of activations must have at least one channel, got {shown(found)}")
         if not isinstance(spec.clip, int | float) or not 0 < spec.clip <= 1:
             raise FormatError(f"{where}: 'clip' should be above 0 and at most 1, got {shown(spec.clip)}")
         return spec

@@ -168,7 +168,7 @@ class NestedTensor(_Grid):
         """Return the model of the first `bits` planes: a view, nothing is copied."""
         if bits not in self.precisions:
             offered = ", ".join(map(str, self.precisions))
-            raise UnsupportedError(f"this checkpoint serves {offered} bits, not {bits}")
+            raise UnsupportedError(f"this checkpoint supports {offered} bits, not {bits}")
         i = self.precisions.index(bits)
         return AffineTensor(self.planes[:bits], self.K, self.group, self.scale[i], self.low[i])
 

@@ -128,7 +128,7 @@ def format_of(spec: Mapping[str, Any]) -> type[QuantTensor]:
     """Return the class of the format that a spec names."""
     name = spec.get("format")
     if not isinstance(name, str) or name not in FORMATS:
-        raise FormatError(f"there is no format {name!r} (known: {', '.join(sorted(FORMATS))})")
+        raise FormatError(f"unknown format {name!r} (known: {', '.join(sorted(FORMATS))})")
     return FORMATS[name]
 
 
@@ -166,7 +166,7 @@ def take(spec: Mapping[str, Any], cls: type, keys: set[str]) -> None:
             f"this file may come from a newer Crelle (known: {', '.join(sorted(keys))})"
         )
     if missing := sorted(keys - given):
-        raise FormatError(f"format '{cls.__name__}' needs the key '{missing[0]}', which the checkpoint does not give")
+        raise FormatError(f"format '{cls.__name__}' needs the key '{missing[0]}', which the checkpoint does not have")
 
 
 def shape_of(spec: Mapping[str, Any]) -> tuple[int, int]:

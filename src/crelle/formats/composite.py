@@ -95,10 +95,10 @@ class PermutedTensor:
         N, K = shape_of(spec)
         inner = _class_of(spec["inner"]).from_parts(spec["inner"], tensors)
         if inner.shape != (N, K):
-            raise FormatError(f"{cls.format}: the matrix is {N} x {K}, but what is inside is {list(inner.shape)}")
+            raise FormatError(f"{cls.format}: the matrix is {N} x {K}, but the inner matrix is {list(inner.shape)}")
         order = expect(tensors, "order", (K,), (torch.int32,), cls.format)
         if not torch.equal(order.sort().values, torch.arange(K, dtype=torch.int32, device=order.device)):
-            raise FormatError(f"{cls.format}: 'order' should name each of the {K} inputs once, and does not")
+            raise FormatError(f"{cls.format}: 'order' must name each of the {K} inputs once")
         return cls(inner, order)
 
     @classmethod

@@ -72,7 +72,7 @@ class SplitExperts:
 
     def _put(self, here: str, found: _Found, where: dict[str, _Found]) -> None:
         if here in self._stored or here in self._slices:
-            raise FormatError(f"{self.path} has the tensor '{here}' under two names, one of them that of fused experts")
+            raise FormatError(f"{self.path} has the tensor '{here}' twice, once as fused experts")
         where[here] = found
 
     def names(self) -> list[str]:
@@ -115,7 +115,7 @@ def split_experts(weights: HFDirectory) -> HFDirectory | SplitExperts:
         fused |= tensors
         matrices += 3 * both[0]
         if matrices > MAX_TENSORS:  # the file may promise any number; no list of names is made of it yet
-            raise FormatError(f"{weights.path} has more than {MAX_TENSORS:,} matrices of experts; no model has so many")
+            raise FormatError(f"{weights.path} has more than {MAX_TENSORS:,} expert matrices, which is the limit")
     return SplitExperts(weights, fused) if fused else weights
 
 

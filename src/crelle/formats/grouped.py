@@ -199,7 +199,7 @@ class GroupedTensor:
         scale = expect(tensors, "scale", (s.N, sum(s.groups)), _SCALES, where)
         outliers = read_outliers(s, tensors, where)
         if s.bits == 8 and (packed == 0x80).any():
-            raise FormatError(f"{where}: codes of 8 bits lie in -127 … 127, and one is -128")
+            raise FormatError(f"{where}: 8-bit codes must be -127 to 127, but one is -128")
         perm = read_perm(tensors, s.K, where) if spec["permuted"] else None
         return cls(s, packed, scale, outliers, perm, activation_of(spec, s, where))
 
@@ -250,7 +250,7 @@ def sizes_of(spec: Mapping[str, Any], where: str) -> GroupedSizes:
     """Return the sizes that a spec means, or refuse it."""
     (N, K), bits, group, n = shape_of(spec), spec.get("bits"), spec.get("group"), spec.get("outliers")
     if type(bits) is not int or bits not in BITS:
-        raise FormatError(f"{where}: weights have {', '.join(map(str, BITS))} bits, got {shown(bits)}")
+        raise FormatError(f"{where}: weights must have {', '.join(map(str, BITS))} bits, got {shown(bits)}")
     if type(group) is not int or group < 1:
         raise FormatError(f"{where}: the group size should be a positive number of inputs, got {shown(group)}")
     if group > max(K, MAX_GROUP):
@@ -259,7 +259,7 @@ def sizes_of(spec: Mapping[str, Any], where: str) -> GroupedSizes:
         raise FormatError(f"{where}: 'outliers' should be a number of inputs from 0 to {K}, got {shown(n)}")
     wide = spec.get("outlier_bits", 8)
     if type(wide) is not int or wide not in (8, 16):
-        raise FormatError(f"{where}: outliers have 8 or 16 bits, got {shown(wide)}")
+        raise FormatError(f"{where}: outliers must have 8 or 16 bits, got {shown(wide)}")
     if not isinstance(spec.get("permuted"), bool):
         raise FormatError(f"{where}: 'permuted' should be true or false, got {shown(spec.get('permuted'))}")
     return GroupedSizes(N, K, bits, group, n, wide)
@@ -274,9 +274,11 @@ def activation_of(spec: Mapping[str, Any], s: GroupedSizes, where: str) -> Activ
         raise FormatError(f"{where}: a group of {shown(act.group)} activations is too large for rows of {s.K}")
     one_kind = act.outliers == 0 and act.bits == 8 and s.outlier_bits == 8
     if act.outliers != s.outliers and not one_kind:
-        raise FormatError(f"{where}: the weight has {s.outliers} outlier channels, its activations {act.outliers}")
+        raise FormatError(
+            f"{where}: the weight has {s.outliers} outlier channels, but its activations have {act.outliers}"
+        )
     if act.outliers and act.outlier_bits != s.outlier_bits:
-        raise FormatError(f"{where}: outliers have {s.outlier_bits} bits in the weight, {act.outlier_bits} in x")
+        raise FormatError(f"{where}: outliers have {s.outlier_bits} bits in the weight, but {act.outlier_bits} in x")
     if act.group < s.K and (act.group != s.group or act.outliers != s.outliers):
         raise FormatError(f"{where}: activations in groups of {act.group} do not fit weights in groups of {s.group}")
     return act
@@ -289,7 +291,7 @@ def read_outliers(s: GroupedSizes, tensors: Mapping[str, Tensor], where: str) ->
     kinds = (torch.int8,) if s.outlier_bits == 8 else _SCALES
     outliers = expect(tensors, "outliers", (s.N, s.outliers), kinds, where)
     if s.outlier_bits == 8 and (outliers == -128).any():
-        raise FormatError(f"{where}: codes of 8 bits lie in -127 … 127, and an outlier is -128")
+        raise FormatError(f"{where}: 8-bit codes must be -127 to 127, but an outlier is -128")
     return outliers
 
 
@@ -297,5 +299,5 @@ def read_perm(tensors: Mapping[str, Tensor], K: int, where: str) -> Tensor:
     """Return the order of the columns, checked."""
     perm = expect(tensors, "perm", (K,), (torch.int32,), where)
     if not torch.equal(perm.sort().values, torch.arange(K, dtype=torch.int32, device=perm.device)):
-        raise FormatError(f"{where}: 'perm' should name each of the {K} inputs once, and does not")
+        raise FormatError(f"{where}: 'perm' must name each of the {K} inputs once")
     return perm

@@ -249,18 +249,18 @@ class MixedTensor:
         s, (N, K), where = _sizes(spec), shape_of(spec), cls.format
         four = expect(tensors, "four", (s.C2 + s.C4,), (torch.uint8,), where)
         if four.amax() > 1 or int(four.sum()) != s.C4:
-            raise FormatError(f"{where}: 'four' should mark {s.C4} groups with 1 and the others with 0, and does not")
+            raise FormatError(f"{where}: 'four' must mark {s.C4} groups with 1 and the others with 0")
         shapes = packed_shapes(spec["packing"], s)
         packed = {name: expect(tensors, name, shape, (dtype,), where) for name, (shape, dtype) in shapes.items()}
         if spec["packing"] == "aligned" and packed["second_zeros"].amax() > 15:
-            raise FormatError(f"{where}: 'second_zeros' holds a value above 15")
+            raise FormatError(f"{where}: 'second_zeros' contains a value above 15")
         second = expect(tensors, "second_scale", (s.B, s.C2), (torch.float16, torch.float32), where)
         row: tuple[Tensor | None, Tensor | None] = (None, None)
         if s.C4:
             row_scale = expect(tensors, "row_scale", (N,), (torch.float16, torch.float32), where)
             row_zero = expect(tensors, "row_zero", (N,), (torch.uint8,), where)
             if row_zero.amax() > 15:
-                raise FormatError(f"{where}: 'row_zero' holds a value above 15")
+                raise FormatError(f"{where}: 'row_zero' contains a value above 15")
             row = row_scale, row_zero
         found = cls(N, K, s.G, spec["block"], spec["packing"], four, packed, second, *row)
         if not spec["outliers"]:
@@ -278,12 +278,12 @@ class MixedTensor:
         assert self.outlier_rows is not None
         pointers, where = self.outlier_rows, self.format
         if pointers[0] != 0 or pointers[-1] != self.outliers or (pointers.diff() < 0).any():
-            raise FormatError(f"{where}: 'outlier_rows' should ascend from 0 to {self.outliers}, and does not")
+            raise FormatError(f"{where}: 'outlier_rows' must ascend from 0 to {self.outliers}")
         rows, columns = self.outlier_places()
         if columns.amax() >= self.K:
-            raise FormatError(f"{where}: an outlier lies in column {int(columns.amax())} of {self.K}")
+            raise FormatError(f"{where}: an outlier is in column {int(columns.amax())} of {self.K}")
         if ((rows.diff() == 0) & (columns.diff() <= 0)).any():
-            raise FormatError(f"{where}: the columns of a row's outliers should ascend, and do not")
+            raise FormatError(f"{where}: the columns of a row's outliers must ascend")
 
     @classmethod
     def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
@@ -339,12 +339,14 @@ def _sizes(spec: Mapping[str, Any]) -> Sizes:
     if type(outliers) is not int or not 0 <= outliers <= N * K:
         raise FormatError(f"mixed: 'outliers' should be a number from 0 to {N * K}, got {shown(outliers)}")
     if outliers and K > 1 << 16:
-        raise FormatError(f"mixed: columns of outliers have 16 bits, so {K} inputs are too many")
+        raise FormatError(f"mixed: outlier columns are stored in 16 bits, so {K} inputs are too many")
     if packing not in PACKINGS:
         raise FormatError(f"mixed: the packing should be one of {', '.join(PACKINGS)}, got {shown(packing)}")
     if packing == "aligned" and not can_be_aligned(G, C - four, four):
         found = f"{four} of {C} groups of {G}"
-        raise FormatError(f"mixed: aligned packing needs groups of 16, a quarter of them 4-bit; got {found}")
+        raise FormatError(
+            f"mixed: aligned packing needs groups of 16, and a quarter of the groups in 4 bits; got {found}"
+        )
     return Sizes(N, -(-N // block), C - four, four, G)
 
 

@@ -23,9 +23,9 @@ def columns(w: QuantTensor, begin: int, end: int) -> QuantTensor:
     if (begin, end) == (0, K):
         return w
     take = getattr(w, "columns", None)
-    found = f"the format '{w.format}' does not say how" if take is None else take(begin, end)
+    found = f"the format '{w.format}' does not support it" if take is None else take(begin, end)
     if isinstance(found, str):
-        raise UnsupportedError(f"inputs {begin} to {end - 1} of {K} cannot be taken out: {found}")
+        raise UnsupportedError(f"inputs {begin} to {end - 1} of {K} cannot be extracted: {found}")
     taken: QuantTensor = found
     return taken
 
@@ -50,7 +50,7 @@ def _but_rows(w: QuantTensor) -> object:
     return spec, w.shape[1], None if inner is None else _but_rows(inner), dtypes, w.device
 
 
-SCATTERED = "its groups hold inputs from all over the matrix (act-order or outlier channels)"
+SCATTERED = "its groups contain inputs from the whole matrix (act-order or outlier channels)"
 TOGETHER = "its activations are quantized over all inputs together"
 
 # --- for formats that answer ------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def cuts_group(group: int, K: int, begin: int, end: int) -> str | None:
     """Return why inputs begin … end - 1 of K cannot be taken out of groups that are stored in bytes; None: they can."""
     for at in (begin, end):
         if at % group and at != K and group < K:
-            return f"that would cut a group, which has {group} of them"
+            return f"that would split a group of {group} inputs"
         if at % 8 and at != K:
             return "codes are stored in bytes of 8 inputs"
     return None

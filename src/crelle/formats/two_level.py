@@ -177,7 +177,7 @@ class TwoLevelTensor:
         a = expect(tensors, "group_scale", levels, (torch.uint8,), where)
         z = expect(tensors, "group_zero", levels, (torch.uint8,), where)
         if a.numel() and (a.amin() < 1 or a.amax() > 16 or z.amax() > 127):
-            raise FormatError(f"{where}: 'group_scale' should lie in 1 … 16 and 'group_zero' in 0 … 127, and do not")
+            raise FormatError(f"{where}: 'group_scale' must be 1 to 16 and 'group_zero' 0 to 127")
         scale = expect(tensors, "scale", (s.N,), (torch.float16, torch.float32), where)
         perm = read_perm(tensors, s.K, where) if spec["permuted"] else None
         outliers = read_outliers(s, tensors, where)
@@ -217,5 +217,5 @@ class TwoLevelTensor:
 def _sizes(spec: Mapping[str, Any]) -> GroupedSizes:
     s = sizes_of(spec, TwoLevelTensor.format)
     if s.bits != 4:
-        raise FormatError(f"{TwoLevelTensor.format}: weights have 4 bits, got {s.bits}")
+        raise FormatError(f"{TwoLevelTensor.format}: weights must have 4 bits, got {s.bits}")
     return s

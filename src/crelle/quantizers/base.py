@@ -98,7 +98,7 @@ class Cast:
     def fit(self, weight: Tensor, stats: Stats | None = None) -> DenseTensor:
         stored = weight.to(self.DTYPES[self.name])
         if not torch.isfinite(stored).all():
-            raise SchemeError(f"a weight does not fit the range of {self.name}; use bf16 or fp32")
+            raise SchemeError(f"a weight is outside the range of {self.name}; use bf16 or fp32")
         return DenseTensor(stored)
 
     def storage(self, shape: tuple[int, int]) -> Spec:
@@ -119,7 +119,7 @@ class Passthrough:
         return DenseTensor(weight)
 
     def storage(self, shape: tuple[int, int]) -> Spec:
-        raise SchemeError(f"random weights cannot follow the scheme '{self}'; it takes them from a source")
+        raise SchemeError(f"the scheme '{self}' needs a source model and cannot be used with random weights")
 
     def __str__(self) -> str:
         return "keep"
@@ -139,7 +139,7 @@ class GroupedConfig:
         if not 1 <= self.bits <= MAX_BITS:
             raise SchemeError(f"bits must be 1 to {MAX_BITS}, got {self.bits}")
         if self.group != "row" and self.group < 1:
-            raise SchemeError(f"group must be at least 1, or 'row' for a whole row; got {self.group}")
+            raise SchemeError(f"group must be at least 1, or 'row' for a whole row, got {self.group}")
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
         raise NotImplementedError
@@ -202,5 +202,5 @@ def _read(scheme: str, key: str, kind: Any, text: str) -> Any:
         except ValueError:
             pass
     quoted = names if bool in kinds else [f"'{name}'" for name in names]
-    choices = [*({int: ["a whole number"], float: ["a number"]}[number] if number else []), *quoted]
+    choices = [*({int: ["an integer"], float: ["a number"]}[number] if number else []), *quoted]
     raise SchemeError(f"in scheme '{scheme}', {key} must be {' or '.join(choices)}, got {shown(text)}")

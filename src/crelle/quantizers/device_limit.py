@@ -24,7 +24,7 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         raise CapacityError(
-            f"the GPU's memory does not suffice ({str(e).splitlines()[0]}); allow more with `memory`, or use fewer "
+            f"out of GPU memory ({str(e).splitlines()[0]}); allow more with `memory`, or use fewer "
             "or shorter sequences (`rows`, `length`)"
         ) from e
     finally:

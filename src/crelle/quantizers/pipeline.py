@@ -217,8 +217,10 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
         return False
     if isinstance(old, dict) and old.get("devices") != new["devices"]:
         began, now = old.get("devices"), new["devices"]
-        raise FormatError(f"cannot resume: {out} was made on {began} devices, now there are {now}; take as many again")
-    raise FormatError(f"cannot resume: {out} was made from another model, text or scheme; `overwrite=True` starts anew")
+        raise FormatError(
+            f"cannot resume: {out} was started on {began} devices, but there are {now} now; use the same number"
+        )
+    raise FormatError(f"cannot resume: {out} has another model, text or scheme; `overwrite=True` starts over")
 
 
 def _stage_report(out: Path) -> Report:
@@ -233,7 +235,7 @@ def _block_losses(directory: Path) -> dict[str, list[float | None]]:
     path = directory / TRAINING
     found = read_json(path).get("blocks", {}) if path.is_file() else {}
     if not isinstance(found, dict) or not all(_are_losses(losses) for losses in found.values()):
-        raise FormatError(f"{path} does not hold the losses of a training; delete it")
+        raise FormatError(f"{path} does not contain training losses; delete it")
     return found
 
 
@@ -301,7 +303,7 @@ def _calibrator(weights: Weights, quantizers: list[Quantizer], calibration: Cali
     if not needing:
         return None
     if calibration is None:
-        raise SchemeError(f"scheme '{needing[0]}' looks at data: it needs a calibration text")
+        raise SchemeError(f"scheme '{needing[0]}' needs a calibration text")
     model = calibration.open(weights, calibration.device)
     kv = KVFormat.parse(quantizers[0].kv) if isinstance(quantizers[0], CacheConfig) else None
     tokens, memory = own_part(calibration, model)
@@ -312,7 +314,7 @@ def own_part(calibration: Calibration, model: CalibrationModel) -> tuple[Tensor,
     """Return the sequences that are this rank's, and how it calibrates on them. On a CPU ranks share the memory."""
     rows, ranks = len(calibration.tokens), world().size
     if rows < ranks:
-        raise SchemeError(f"{rows} calibration sequences cannot be spread over {ranks} devices; use more (`rows`)")
+        raise SchemeError(f"{rows} calibration sequences are too few for {ranks} devices; use more (`rows`)")
     budget = calibration.memory
     if budget is not None and calibration.device.type == "cpu":
         budget //= ranks
@@ -346,7 +348,7 @@ def _quantize_layer(
         changed = default.before_layer(layer) if isinstance(default, LayerQuantizer) else {}
     kept = [m for m in layer.block.linears() if _keeps(m, default, special)]
     if layer.changed and kept:
-        raise SchemeError(f"'{kept[0]}' cannot be kept as it is: scheme '{default}' rescales the inputs of its layer")
+        raise SchemeError(f"'{kept[0]}' cannot be left unchanged: scheme '{default}' rescales the inputs of its layer")
     quantizes_inputs = any(isinstance(chosen(m), ActivationQuantizer) for m in layer.block.linears())
     fitted = layer.fit(fit, rounding if quantizes_inputs else None)
     if isinstance(default, LayerQuantizer):
@@ -411,7 +413,7 @@ def _all_patterns_match(special: Mapping[str, Quantizer], weights: Weights) -> N
     modules = matrices_of(weights)
     for pattern in special:
         if not any(fnmatchcase(m, pattern) for m in modules):
-            raise SchemeError(f"the override '{pattern}' matches no matrix; names look like '{modules[0]}'")
+            raise SchemeError(f"the override '{pattern}' matches no matrix; an example of a name is '{modules[0]}'")
 
 
 def fingerprint_of(weights: Weights) -> list[list[str | int]]:

@@ -226,7 +226,7 @@ def _require_equal_devices(place: World) -> None:
     name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "cpu"
     names = [place.value(name, source) for source in range(place.size)]
     if other := next((n for n in names if n != names[0]), None):
-        raise UnsupportedError(f"the devices of a run must be of one kind, these are {names[0]} and {other}")
+        raise UnsupportedError(f"all devices of a run must be of the same kind, got {names[0]} and {other}")
 
 
 def deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

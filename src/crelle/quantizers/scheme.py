@@ -40,7 +40,7 @@ def parse(scheme: str) -> Quantizer:
             raise SchemeError(f"scheme '{name}' takes no settings, got '{rest}'")
         return Passthrough() if name == "keep" else Cast(name)
     if name not in CONFIGS:
-        raise SchemeError(f"there is no scheme '{name}'; known are: {', '.join([*Cast.DTYPES, *CONFIGS, 'keep'])}")
+        raise SchemeError(f"unknown scheme '{name}'; known schemes: {', '.join([*Cast.DTYPES, *CONFIGS, 'keep'])}")
     return CONFIGS[name].from_settings(settings_of(scheme))
 
 
@@ -51,7 +51,7 @@ def settings_of(scheme: str) -> dict[str, str]:
     for item in filter(None, rest.split(",")):
         key, eq, value = (part.strip() for part in item.partition("="))
         if not eq or not value:
-            raise SchemeError(f"in scheme '{scheme}', '{item}' should read key=value")
+            raise SchemeError(f"in scheme '{scheme}', '{item}' must have the form key=value")
         if key in settings:
             raise SchemeError(f"in scheme '{scheme}', {key} is given twice")
         settings[key] = value

@@ -40,7 +40,6 @@ def sentences_about(weights: Weights) -> tuple[str, ...]:
     names = ", ".join(f"'{kind}'" for kind in list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
     count = "1 tensor" if len(left) == 1 else f"{len(left)} tensors"
     return (
-        f"{count} of the layers, with {share:.1%} of their weights, cannot be quantized and stay as they are, because "
-        f"they are not stored as matrices of linear layers ({names}; the first is {example}); the bits per weight "
-        "count them",
+        f"{count} of the layers ({share:.1%} of their weights) cannot be quantized because they are not stored as "
+        f"matrices of linear layers ({names}; the first is {example}); the bits per weight include them",
     )

@@ -174,7 +174,7 @@ GEMV = {"scheme": "bcq", "shape": [8, 8], "batch": 1, "device": "G", "kernel": "
     ("content", "reason"),
     [
         ("{", "is not valid JSON"),
-        ("[1]", "should hold a JSON object"),
+        ("[1]", "should contain a JSON object"),
         ("{}", "of a kind that the report does not show (its keys: none)"),
         ('{"rows": []}', "of a kind that the report does not show (its keys: rows)"),
         ('{"rows": [], "refused": {"a": "it is not built here"}}', "all was refused ('it is not built here')"),

@@ -56,7 +56,7 @@ def test_an_embedding_of_8_bits_is_exported_in_16(source: Path, tmp_path: Path, 
     share = error.count_nonzero().item() / error.numel()
     assert share > 0.5
     (line,) = (line for line in told if line.startswith(name))
-    assert line.endswith(f"written as fp16, {share:.0%} of its values are rounded, by at most {error.max().item():.1g}")
+    assert line.endswith(f"written as fp16, which rounds {share:.0%} of its values by at most {error.max().item():.1g}")
     assert torch.equal(
         again.matrix("lm_head").dequantize(torch.float16), made.matrix("lm_head").dequantize(torch.float16)
     )
@@ -116,20 +116,20 @@ def test_matrices_that_differ_are_declared_by_name(source: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("to", "scheme", "options", "sentence"),
     [
-        ("awq", "bcq:bits=2,group=32", {}, "'model.*proj': AWQ stores uniform grids .*, and this is 'bcq'"),
-        ("awq", "rtn:bits=3,group=32", {}, "'model.*proj': AWQ has 4 bits, and this has 3"),
-        ("awq", "rtn:bits=4,group=24", {}, "its group of 24 does not divide the 64 inputs, which AWQ asks for"),
+        ("awq", "bcq:bits=2,group=32", {}, "'model.*proj': AWQ stores uniform grids .*, but this is 'bcq'"),
+        ("awq", "rtn:bits=3,group=32", {}, "'model.*proj': AWQ has 4 bits, but this has 3"),
+        ("awq", "rtn:bits=4,group=24", {}, "its group size 24 does not divide the 64 inputs, which AWQ requires"),
         (
             "awq",
             "rtn:bits=4,group=32",
             {"overrides": {"*.1.mlp.up_proj": "rtn:bits=4,group=16"}},
-            "'model.layers.1.mlp.up_proj': its group is 16, others have 32, and AWQ has one",
+            "'model.layers.1.mlp.up_proj': its group size is 16, but others have 32; AWQ has one",
         ),
         (
             "awq",
             "rtn:bits=4,group=32",
             {"overrides": {"*.1.mlp.up_proj": "rtn:bits=4,group=row"}},
-            "groups of 32 and of a whole row .'model.layers.1.mlp.up_proj': 64. are in this model",
+            "this model has groups of 32 and of a whole row .'model.layers.1.mlp.up_proj': 64",
         ),
         ("awq", "rtn:bits=4,group=32", {"overrides": {"lm_head": "rtn:bits=4,group=32"}}, "AWQ has no quantized head"),
         (
@@ -139,9 +139,9 @@ def test_matrices_that_differ_are_declared_by_name(source: Path, tmp_path: Path)
             "'model.embed_tokens': compressed-tensors has no quantized embedding",
         ),
         ("awq", "fp16", {}, "has no quantized matrix to export"),
-        ("compressed-tensors", "bcq:bits=2,group=32", {}, "and this is 'bcq'"),
-        ("compressed-tensors", "rtn:bits=5,group=32", {}, "compressed-tensors has 2, 3, 4 and 8 bits, and this has 5"),
-        ("compressed-tensors", "rtn:bits=4,group=24", {}, "its group of 24 does not divide the 64 inputs"),
+        ("compressed-tensors", "bcq:bits=2,group=32", {}, "but this is 'bcq'"),
+        ("compressed-tensors", "rtn:bits=5,group=32", {}, "compressed-tensors has 2, 3, 4 and 8 bits, but this has 5"),
+        ("compressed-tensors", "rtn:bits=4,group=24", {}, "its group size 24 does not divide the 64 inputs"),
     ],
 )
 def test_what_has_no_place_is_refused(
@@ -157,14 +157,14 @@ def test_what_has_no_place_is_refused(
 def test_shapes_scales_and_orders_without_a_place_are_refused() -> None:
     codes, half = torch.zeros(8, 32, dtype=torch.uint8), torch.full((8, 1), 0.5)
     exact = UniformTensor.from_codes(codes, 4, half, None, 32)
-    with pytest.raises(CrelleError, match=r"its input channels are permuted \(act-order\), which AWQ has no place for"):
+    with pytest.raises(CrelleError, match=r"its input channels are permuted \(act-order\), which AWQ cannot represent"):
         AWQLayout().pack(PermutedTensor(exact, torch.arange(31, -1, -1, dtype=torch.int32)), UP)
     with pytest.raises(CrelleError, match="its 6 outputs do not fill whole 32-bit words"):
         AWQLayout().pack(exact.rows(slice(6)), UP)
-    with pytest.raises(CrelleError, match="a scale is not representable in f16, and AWQ stores f16"):
+    with pytest.raises(CrelleError, match="a scale is not representable in f16, which AWQ stores"):
         AWQLayout().pack(UniformTensor.from_codes(codes, 4, torch.full((8, 1), 0.1), None, 32), UP)
     alike = UniformTensor.from_codes(torch.tensor([[1] * 10 + [4] * 10], dtype=torch.uint8), 3, half[:1], None, 20)
-    with pytest.raises(CrelleError, match="rows of 20 codes of 3 bits cannot be told from the older packing"):
+    with pytest.raises(CrelleError, match="rows of 20 codes of 3 bits cannot be distinguished from the older packing"):
         CompressedTensorsLayout().pack(alike, UP)
 
 
@@ -173,7 +173,7 @@ def test_the_command(source: Path, tmp_path: Path, to: str) -> None:
     made = quantize(source, tmp_path / "q", "rtn:bits=4,group=32").out
     said = in_process.succeed("export", made, tmp_path / "e", "--to", to, "--json").json
     assert said["quantization_config"]["quant_method"] == to
-    assert in_process.run("export", made, tmp_path / "e", "--to", to).err.count("exists already") == 1
+    assert in_process.run("export", made, tmp_path / "e", "--to", to).err.count("already exists") == 1
     assert "4 bits, group 32" in in_process.succeed("export", made, tmp_path / "e", "--to", to, "--overwrite").out
     one, two = (
         in_process.succeed("generate", p, "--prompt", "ab", "--max-tokens", 8, "--json").json["text"]
@@ -189,6 +189,6 @@ def test_only_an_export_of_ours_is_replaced(source: Path, tmp_path: Path) -> Non
     found = json.loads(index.read_text())
     assert found["metadata"].pop("exporter").startswith("crelle:")
     index.write_text(json.dumps(found))
-    with pytest.raises(CrelleError, match="is not a checkpoint of Crelle's, so it is not replaced"):
+    with pytest.raises(CrelleError, match="is not a Crelle checkpoint, so it is not replaced"):
         export_directory(made, tmp_path / "e", AWQLayout(), overwrite=True)
     assert index.exists()

@@ -131,13 +131,13 @@ def affine(bits: int, low: float) -> AffineTensor:
 @pytest.mark.parametrize(
     ("w", "sentence"),
     [
-        (uniform(4, 24, None), "its groups of 24 in rows of 64 are not whole blocks of 32, which GGUF asks for"),
+        (uniform(4, 24, None), "its groups of 24 in rows of 64 are not whole blocks of 32, which GGUF requires"),
         (uniform(4, 32, None, K=72), "its groups of 32 in rows of 72 are not whole blocks"),
-        (uniform(4, 32, None, 0.1), "a scale is not representable in f16, and GGUF stores f16"),
-        (uniform(8, 32, 100), "its zero points put codes of 8 bits at levels -100 ... 155, and Q8_0 has -128"),
-        (uniform(4, 32, None).to_bcq(), "GGUF stores uniform grids .*, and this is 'bcq'"),
+        (uniform(4, 32, None, 0.1), "a scale is not representable in f16, which GGUF stores"),
+        (uniform(8, 32, 100), "its zero points put 8-bit codes at levels -100 to 155, but Q8_0 has -128"),
+        (uniform(4, 32, None).to_bcq(), "GGUF stores uniform grids .*, but this is 'bcq'"),
         (affine(4, 0.1), "a scale is not representable in f16"),
-        (affine(6, 0.5), "GGUF has affine grids of up to 5 bits, and this has 6"),
+        (affine(6, 0.5), "GGUF has affine grids of up to 5 bits, but this has 6"),
         (
             PermutedTensor(uniform(4, 32, None), torch.arange(63, -1, -1, dtype=torch.int32)),
             "its input channels are permuted",
@@ -161,11 +161,11 @@ def test_a_refusal_names_the_matrix_and_leaves_nothing(source: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "opt"}, "GGUF is written for llama, mistral, qwen2, qwen3, and this is a 'opt' model"),
-        ({"hidden_act": "gelu"}, "llama.cpp runs this family with silu, and this has 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not written to GGUF"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "its config makes no sense"),
-        ({"rms_norm_eps": None}, "its config should have the number 'rms_norm_eps'"),
+        ({"model_type": "opt"}, "GGUF export supports llama, mistral, qwen2, qwen3, but this is a 'opt' model"),
+        ({"hidden_act": "gelu"}, "llama.cpp runs this family with silu, but the model has 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling, not 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "its config is invalid"),
+        ({"rms_norm_eps": None}, "its config needs the number 'rms_norm_eps'"),
     ],
 )
 def test_configs_that_gguf_cannot_say_are_refused(
@@ -203,7 +203,7 @@ def test_only_a_file_of_ours_is_replaced(source: Path, tmp_path: Path) -> None:
     said = in_process.succeed("export", made, out, "--to", "gguf", "--json").json
     assert said["types"]["Q4_0"] == 14
     first = out.read_bytes()
-    assert "exists already" in in_process.run("export", made, out, "--to", "gguf").err
+    assert "already exists" in in_process.run("export", made, out, "--to", "gguf").err
     assert "14 Q4_0 tensors" in in_process.succeed("export", made, out, "--to", "gguf", "--overwrite").out
     assert out.read_bytes() == first
     foreign = tmp_path / "foreign.gguf"
@@ -219,7 +219,7 @@ def test_only_a_file_of_ours_is_replaced(source: Path, tmp_path: Path) -> None:
 def test_no_gguf_package_is_a_sentence(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = open_weights(source)
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(CrelleError, match="writing GGUF needs the package gguf: pip install gguf"):
+    with pytest.raises(CrelleError, match="GGUF export needs the package gguf: pip install gguf"):
         export_gguf(made, tmp_path / "e.gguf")
 
 
@@ -231,13 +231,13 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     with pytest.raises(CrelleError, match="its tokenizer has no merges"):
         export_gguf(open_weights(made), tmp_path / "e.gguf")
     merge(made, 264)
-    with pytest.raises(CrelleError, match="its tokenizer has 265 tokens, its embedding 264 rows"):
+    with pytest.raises(CrelleError, match="its tokenizer has 265 tokens, but its embedding has 264 rows"):
         export_gguf(open_weights(made), tmp_path / "e.gguf")
     merge(made, 258)
-    with pytest.raises(CrelleError, match="its tokenizer has two tokens with one id: 258"):
+    with pytest.raises(CrelleError, match="its tokenizer has two tokens with the same id: 258"):
         export_gguf(open_weights(made), tmp_path / "e.gguf")
     merge(made, 259)
-    with pytest.raises(CrelleError, match="splits text by a rule that has no name in GGUF; known are: gpt-2, smollm"):
+    with pytest.raises(CrelleError, match="splits text by a rule that GGUF does not have; known rules: gpt-2, smollm"):
         export_gguf(open_weights(made), tmp_path / "e.gguf")
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -213,7 +213,7 @@ def test_every_name_is_one_that_gguf_knows() -> None:
 
 
 def test_scales_beside_a_matrix_are_not_left_out_quietly() -> None:
-    with pytest.raises(UnsupportedError, match=r"'blk\.0\.attn_q\.scale' has no place in a 'llama' model"):
+    with pytest.raises(UnsupportedError, match=r"'blk\.0\.attn_q\.scale' does not belong to a 'llama' model"):
         ARCHITECTURES["llama"].hf_name("blk.0.attn_q.scale")
 
 

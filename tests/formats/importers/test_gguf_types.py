@@ -127,6 +127,6 @@ def test_tensors_of_more_axes_are_dequantized_row_by_row(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["F64", "I32", "Q8_1", "Q8_K"])
 def test_types_that_the_package_cannot_decode_are_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"is {kind}, which nothing here can decode"):
+    with pytest.raises(UnsupportedError, match=f"is {kind}, which Crelle cannot decode"):
         dequantize(kind, np.zeros((1, 64), np.uint8), (1, 256))
     assert decode(kind, np.zeros((1, 64), np.uint8), (1, 256)) is None

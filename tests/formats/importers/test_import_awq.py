@@ -77,7 +77,7 @@ def test_settings_that_are_not_read_are_refused(tmp_path: Path, more: dict[str, 
         ("gemm", {"scales": torch.ones(3, 16).half()}, r"'scales' should be .*\[2, 16\], but is float16 \[3, 16\]"),
         ("gemm", {"qzeros": torch.ones(2, 2)}, r"'qzeros' should be int32 \[2, 2\], but is float32"),
         ("gemm", {"qweight": torch.ones(64, dtype=torch.int32)}, "'qweight' should be a matrix"),
-        ("gemv", {"scales": torch.ones(16, 1).half()}, "should have at least 2 groups a row"),
+        ("gemv", {"scales": torch.ones(16, 1).half()}, "must have at least 2 groups per row"),
         ("gemv", {"qzeros": None}, "the tensor 'qzeros' is missing"),
     ],
 )

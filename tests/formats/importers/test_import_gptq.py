@@ -97,7 +97,7 @@ def test_symmetric_files_that_say_the_wrong_version_are_found_out(
     assert torch.equal(weights.matrix(UP).dequantize(), g.numbers())
     assert len(weights.notes) == len(caplog.messages) == (says != is_)
     for note in weights.notes:
-        assert f"says that it has the zero points of GPTQ v{says}" in note
+        assert f"declares zero points of GPTQ v{says}" in note
         assert f"those of v{is_}" in note
 
 
@@ -176,7 +176,7 @@ def ones(*shape: int) -> torch.Tensor:
         ({"qweight": torch.ones(8, 32)}, "'qweight' should be int32"),
         ({"qweight": ones(7, 32)}, "'qweight' has 7 words for 64 inputs, which is not 2, 3, 4 or 8 bits each"),
         ({"qweight": ones(8)}, "'qweight' should be a matrix"),
-        ({"g_idx": ones(64) * 2}, r"'g_idx' names groups outside 0 \.\.\. 1"),
+        ({"g_idx": ones(64) * 2}, r"'g_idx' names groups outside 0 to 1"),
         ({"g_idx": ones(64) * -1}, "'g_idx' names groups outside"),
         ({"g_idx": (torch.arange(64) > 8).int()}, "the groups in 'g_idx' differ in size"),
         ({"g_idx": torch.zeros(64)}, "'g_idx' should be int32 or int64"),
@@ -200,7 +200,7 @@ def test_other_layouts_are_refused(tmp_path: Path, more: dict[str, Any]) -> None
 
 def test_a_zero_point_that_cannot_be_kept_exactly_is_refused(tmp_path: Path) -> None:
     g = random_grid(32, 64, 4, 32, lowest=1, highest=16, dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match="cannot be kept exactly"):
+    with pytest.raises(UnsupportedError, match="cannot be represented exactly"):
         open_weights(one(tmp_path, gptq(g, 1), said(g, 1))).matrix(UP)
 
 

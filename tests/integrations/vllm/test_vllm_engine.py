@@ -124,10 +124,10 @@ def test_broken_checkpoints_are_refused_in_a_sentence(even: Path, tmp_path: Path
     (newer / "config.json").write_text(json.dumps(config))
     odd = {"additional_config": {"crelle": {"bit": 2}}}
     found = [a.get("error", "") for a in run_jobs([job(truncated), job(newer), job(even, **odd), job(flipped)])]
-    assert "the file is truncated, copy it again" in found[0]
+    assert "the file is truncated; copy it again" in found[0]
     assert "has format version 2; this Crelle reads version 1" in found[1]
     assert "'crelle' in the additional config has " in found[2]
-    assert "was altered: its SHA-256 is not the one in config.json, copy it again" in found[3]
+    assert "was altered: its SHA-256 is not the one in config.json; copy it again" in found[3]
 
 
 def test_without_the_extension_it_is_refused_in_a_sentence(even: Path) -> None:

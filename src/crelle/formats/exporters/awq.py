@@ -36,11 +36,11 @@ class AWQLayout:
         N, K = w.shape
         inner, codes, _ = uniform_of(w, self.title, (4,))
         if inner is not w:
-            raise UnsupportedError("its input channels are permuted (act-order), which AWQ has no place for")
+            raise UnsupportedError("its input channels are permuted (act-order), which AWQ cannot represent")
         if module == "lm_head":
-            raise UnsupportedError("AWQ has no quantized head; leave lm_head as it is")
+            raise UnsupportedError("AWQ has no quantized head; leave lm_head unquantized")
         if N % 8:
-            raise UnsupportedError(f"its {N} outputs do not fill whole 32-bit words, which AWQ asks for")
+            raise UnsupportedError(f"its {N} outputs do not fill whole 32-bit words, which AWQ requires")
         require_whole_groups(K, inner.group, self.title)
         self._agree(module, K, inner.group)
         packed = {
@@ -58,13 +58,13 @@ class AWQLayout:
             self.group = group
         elif group != self.group:
             raise UnsupportedError(
-                f"its group is {group}, others have {self.group}, and AWQ has one for the whole model"
+                f"its group size is {group}, but others have {self.group}; AWQ has one group size for the whole model"
             )
         odd = next((m for m, k in self.rows.items() if self.group not in (None, k)), None)
         if odd is not None:
             raise UnsupportedError(
-                f"groups of {self.group} and of a whole row ('{odd}': {self.rows[odd]}) are in this model, "
-                "and AWQ has one for the whole model"
+                f"this model has groups of {self.group} and of a whole row ('{odd}': {self.rows[odd]}); "
+                "AWQ has one group size for the whole model"
             )
 
     def declare(self, grids: Mapping[str, Grid], plain: list[str]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def _words(codes: Tensor, bits: int) -> Tensor:
     words = pack_words(codes, bits)
     if 32 % bits and not torch.equal(unpacked(words, bits, codes.shape[1], "words"), codes):
         raise UnsupportedError(
-            f"rows of {codes.shape[1]} codes of {bits} bits cannot be told from the older packing of compressed-tensors"
+            f"rows of {codes.shape[1]} codes of {bits} bits cannot be distinguished from the older packing of "
+            "compressed-tensors"
         )
     return words

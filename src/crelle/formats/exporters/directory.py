@@ -95,7 +95,7 @@ def export_directory(
                     tensors[name], change = _as_half(w)
                     plain.append(module)
                     rounded.append(
-                        f"{module} has 8 bits here, which {layout.title} cannot hold: written as fp16, {change}"
+                        f"{module} has 8 bits, which {layout.title} cannot store; it is written as fp16, {change}"
                     )
                 else:
                     with speaking_of(weights, module):
@@ -131,8 +131,8 @@ def _as_half(w: QuantTensor) -> tuple[Tensor, str]:
         error = (half[at : at + _ROWS].float() - exact).abs()
         changed, most = changed + int(error.count_nonzero()), max(most, float(error.max()))
     if not changed:
-        return half, "every value exactly"
-    return half, f"{changed / (N * K):.0%} of its values are rounded, by at most {most:.1g}"
+        return half, "without rounding"
+    return half, f"which rounds {changed / (N * K):.0%} of its values by at most {most:.1g}"
 
 
 def _fits(layout: Layout, w: QuantTensor, module: str) -> bool:
@@ -179,11 +179,11 @@ def uniform_of(w: QuantTensor, title: str, bits: tuple[int, ...]) -> tuple[Unifo
     """Return a matrix's uniform grid, and its codes [N, K] and groups [K] in the inputs' own order."""
     inner, perm = (w.inner, w.order.long()) if isinstance(w, PermutedTensor) else (w, torch.arange(w.shape[1]))
     if not isinstance(inner, UniformTensor):
-        raise UnsupportedError(f"{title} stores uniform grids (scheme rtn, gptq, awq, …), and this is '{inner.format}'")
+        raise UnsupportedError(f"{title} stores uniform grids (scheme rtn, gptq, awq, …), but this is '{inner.format}'")
     if inner.bits not in bits:
         *most, last = map(str, bits)
         has = f"{', '.join(most)} and {last}" if most else last
-        raise UnsupportedError(f"{title} has {has} bits, and this has {inner.bits}")
+        raise UnsupportedError(f"{title} has {has} bits, but this has {inner.bits}")
     codes, g_idx = torch.empty(w.shape, dtype=torch.uint8), torch.empty(len(perm), dtype=torch.int32)
     codes[:, perm] = inner.codes()
     g_idx[perm] = (torch.arange(len(perm)) // inner.group).to(torch.int32)
@@ -194,11 +194,11 @@ def half_scale(scale: Tensor, title: str) -> Tensor:
     """Return scales as f16, refusing those that f16 does not hold exactly."""
     half = scale.to(torch.float16)
     if not torch.equal(half.float(), scale.float()):
-        raise UnsupportedError(f"a scale is not representable in f16, and {title} stores f16")
+        raise UnsupportedError(f"a scale is not representable in f16, which {title} stores")
     return half
 
 
 def require_whole_groups(K: int, group: int, title: str) -> None:
     """Refuse a shorter last group."""
     if K % group:
-        raise UnsupportedError(f"its group of {group} does not divide the {K} inputs, which {title} asks for")
+        raise UnsupportedError(f"its group size {group} does not divide the {K} inputs, which {title} requires")

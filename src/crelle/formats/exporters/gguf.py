@@ -42,7 +42,7 @@ def export_gguf(
     try:
         import gguf
     except ImportError as e:
-        raise UnsupportedError("writing GGUF needs the package gguf: pip install gguf") from e
+        raise UnsupportedError("GGUF export needs the package gguf: pip install gguf") from e
     out = destination(out)
     refuse_overlap(out, weights.path)
     _refuse_finished(out, overwrite)
@@ -53,7 +53,7 @@ def export_gguf(
     except (UnsupportedError, FormatError) as e:
         raise type(e)(f"{weights.path}: {e}") from e
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as e:
-        raise FormatError(f"{weights.path}: its config makes no sense ({e!r})") from e
+        raise FormatError(f"{weights.path}: its config is invalid ({e!r})") from e
     tokenizer = tokenizer_metadata(weights, weights.shape("model.embed_tokens.weight")[0])
     names = [n for n in weights.names() if not _left_out(n, config)]
     places: dict[str, str] = {}
@@ -113,14 +113,14 @@ def _matrix(weights: Weights, name: str, arch: Architecture) -> QuantTensor:
         return w
     heads = weights.config.get(key) or weights.config["num_attention_heads"]
     if shape[0] % (2 * heads):
-        raise FormatError(f"it has {shape[0]} rows, which {heads} heads cannot share")
+        raise FormatError(f"it has {shape[0]} rows, which are not divisible by {heads} heads")
     return w.rows(torch.arange(shape[0]).reshape(heads, 2, -1).transpose(1, 2).flatten())
 
 
 def _weight(weights: Weights, name: str) -> QuantTensor:
     module, _, kind = name.rpartition(".")
     if kind != "weight" or len(weights.shape(name)) != 2:
-        raise UnsupportedError("it is neither a matrix nor a vector, and GGUF is written for those")
+        raise UnsupportedError("it is neither a matrix nor a vector, which GGUF export needs")
     return weights.matrix(module)
 
 
@@ -165,7 +165,7 @@ def _refuse_finished(out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise FormatError(f"{out} exists already; choose another name, or replace it with `overwrite=True`")
+        raise FormatError(f"{out} already exists; choose another name, or replace it with `overwrite=True`")
     ours = False
     if out.is_file() and not out.is_symlink():
         try:
@@ -175,5 +175,5 @@ def _refuse_finished(out: Path, overwrite: bool) -> None:
             ours = False
     if not ours:
         raise FormatError(
-            f"{out} is not a GGUF file that Crelle wrote, so it is not replaced; move it away or choose another name"
+            f"{out} is not a GGUF file that Crelle wrote, so it is not replaced; move it or choose another name"
         )

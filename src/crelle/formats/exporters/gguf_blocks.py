@@ -42,17 +42,17 @@ def plan(w: QuantTensor) -> Plan:
     if isinstance(w, DenseTensor):
         return Plan(_DENSE[w.weight.dtype])
     if isinstance(w, PermutedTensor):
-        raise UnsupportedError("its input channels are permuted (act-order), which GGUF has no place for")
+        raise UnsupportedError("its input channels are permuted (act-order), which GGUF cannot represent")
     if not isinstance(w, UniformTensor | AffineTensor):
-        raise UnsupportedError(f"GGUF stores uniform grids (scheme rtn, gptq, awq, …), and this is '{w.format}'")
+        raise UnsupportedError(f"GGUF stores uniform grids (scheme rtn, gptq, awq, …), but this is '{w.format}'")
     if w.group % BLOCK or w.K % BLOCK:
         raise UnsupportedError(
-            f"its groups of {w.group} in rows of {w.K} are not whole blocks of {BLOCK}, which GGUF asks for"
+            f"its groups of {w.group} in rows of {w.K} are not whole blocks of {BLOCK}, which GGUF requires"
         )
     scale = half_scale(w.scale, "GGUF")
     if isinstance(w, AffineTensor):
         if w.bits > 5:
-            raise UnsupportedError(f"GGUF has affine grids of up to 5 bits, and this has {w.bits}")
+            raise UnsupportedError(f"GGUF has affine grids of up to 5 bits, but this has {w.bits}")
         return Plan("Q4_1" if w.bits <= 4 else "Q5_1", scale, half_scale(w.low, "GGUF"))
     zero = w.zeros().to(torch.int16)
     lowest, highest = -int(zero.max()), (1 << w.bits) - 1 - int(zero.min())
@@ -62,7 +62,7 @@ def plan(w: QuantTensor) -> Plan:
         return Plan("Q4_1", scale, low.half())
     if kind is None:
         raise UnsupportedError(
-            f"its zero points put codes of {w.bits} bits at levels {lowest} ... {highest}, and Q8_0 has -128 ... 127"
+            f"its zero points put {w.bits}-bit codes at levels {lowest} to {highest}, but Q8_0 has -128 to 127"
         )
     return Plan(kind, scale, shift=_SIGNED[kind] - zero)
 

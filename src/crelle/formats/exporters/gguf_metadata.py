@@ -27,9 +27,9 @@ def architecture(config: Mapping[str, Any]) -> tuple[str, Architecture]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURE_OF:
         known = ", ".join(_ARCHITECTURE_OF)
-        raise UnsupportedError(f"GGUF is written for {known}, and this is a {shown(model_type)} model")
+        raise UnsupportedError(f"GGUF export supports {known}, but this is a {shown(model_type)} model")
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"llama.cpp runs this family with silu, and this has {shown(config['hidden_act'])}")
+        raise UnsupportedError(f"llama.cpp runs this family with silu, but the model has {shown(config['hidden_act'])}")
     name = _ARCHITECTURE_OF[model_type]
     return name, ARCHITECTURES[name]
 
@@ -42,7 +42,7 @@ def values(config: Mapping[str, Any], arch: Architecture) -> dict[str, int | flo
     """Return the architecture's metadata without its prefix; floats are f32 in the file."""
     missing = next((k for k in (*arch.sizes, arch.epsilon[0]) if not isinstance(config.get(k), int | float)), None)
     if missing:
-        raise FormatError(f"its config should have the number '{missing}'")
+        raise FormatError(f"its config needs the number '{missing}'")
     found: dict[str, int | float] = {key: int(config[hf]) for hf, key in arch.sizes.items()}
     found["context_length"] = _context(config)
     found["attention.head_count_kv"] = int(config.get("num_key_value_heads") or config["num_attention_heads"])
@@ -72,7 +72,7 @@ def rope(config: Mapping[str, Any]) -> Rope:
         return Rope(theta, linear=float(p["factor"]))
     if kind == "llama3":
         return Rope(theta, factors=_llama3(theta, head_size(config), p))
-    raise UnsupportedError(f"rope scaling {shown(kind)} is not written to GGUF (default, linear and llama3 are)")
+    raise UnsupportedError(f"GGUF export supports default, linear and llama3 rope scaling, not {shown(kind)}")
 
 
 def _llama3(theta: float, size: int, p: Mapping[str, Any]) -> Array:

@@ -42,7 +42,7 @@ def tokenizer_metadata(weights: Weights, rows: int) -> TokenizerMetadata:
     with tempfile.TemporaryDirectory() as made:
         weights.copy_tokenizer(Path(made))
         if not (Path(made) / "tokenizer.json").is_file():
-            raise UnsupportedError(f"{weights.path} has no tokenizer.json, which a GGUF file's tokenizer is made from")
+            raise UnsupportedError(f"{weights.path} has no tokenizer.json, which GGUF export needs")
         try:
             tokenizer = parse_json(read_bounded(Path(made) / "tokenizer.json", _MAX_BYTES), "tokenizer.json")
             said = {}
@@ -54,21 +54,21 @@ def tokenizer_metadata(weights: Weights, rows: int) -> TokenizerMetadata:
         except CrelleError as e:
             raise type(e)(f"{weights.path}: {e}") from e
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as e:
-            raise FormatError(f"{weights.path}: the parts of its tokenizer.json do not fit each other ({e!r})") from e
+            raise FormatError(f"{weights.path}: its tokenizer.json is inconsistent ({e!r})") from e
 
 
 def _metadata(t: Mapping[str, Any], said: Mapping[str, Any], config: Mapping[str, Any], rows: int) -> TokenizerMetadata:
     model, added = t["model"], t.get("added_tokens") or []
     if model.get("type", "BPE") != "BPE":
-        raise UnsupportedError(f"its tokenizer is '{model['type']}', and GGUF is written for BPE")
+        raise UnsupportedError(f"its tokenizer is '{model['type']}', but GGUF export supports only BPE")
     vocab: dict[str, int] = model["vocab"]
     by_id = {i: token for token, i in vocab.items()} | {a["id"]: a["content"] for a in added}
     twice = next((i for token, i in vocab.items() if by_id[i] != token), None)
     if twice is not None:
-        raise FormatError(f"its tokenizer has two tokens with one id: {twice}")
+        raise FormatError(f"its tokenizer has two tokens with the same id: {twice}")
     if (most := max(by_id) + 1) > rows:
         raise UnsupportedError(
-            f"its tokenizer has {most} tokens, its embedding {rows} rows, and GGUF wants one for each"
+            f"its tokenizer has {most} tokens, but its embedding has {rows} rows; GGUF needs one row per token"
         )
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(rows)]
     types = [_NORMAL if i in by_id else _UNUSED for i in range(rows)]
@@ -76,7 +76,7 @@ def _metadata(t: Mapping[str, Any], said: Mapping[str, Any], config: Mapping[str
         types[a["id"]] = _CONTROL if a["special"] else _USER_DEFINED
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if not merges:
-        raise UnsupportedError("its tokenizer has no merges, and GGUF is written for those that have")
+        raise UnsupportedError("its tokenizer has no merges, which GGUF export needs")
     if model.get("byte_fallback"):
         found = TokenizerMetadata("llama", "default", tokens, types, scores=_scores(vocab, merges, rows))
         found.flags["add_space_prefix"] = _space_prefix(t)
@@ -93,7 +93,9 @@ def _metadata(t: Mapping[str, Any], said: Mapping[str, Any], config: Mapping[str
     found.flags["add_bos_token"] = start is not None and ids.get(start) == found.ids.get("bos")
     found.flags["add_eos_token"] = end is not None and ids.get(end) == found.ids.get("eos")
     if (start and not found.flags["add_bos_token"]) or (end and not found.flags["add_eos_token"]):
-        raise UnsupportedError("its tokenizer puts other tokens than BOS and EOS around a text, which GGUF cannot say")
+        raise UnsupportedError(
+            "its tokenizer adds other tokens than BOS and EOS to a text, which GGUF cannot represent"
+        )
     found.chat_template = _chat_template(said.get("chat_template"))
     return found
 
@@ -109,7 +111,7 @@ def _pre_tokenizer(t: Mapping[str, Any]) -> str:
         if rule(json.loads(byte_level([], [], name).to_str())) == rule(t):
             return name
     known = ", ".join(PRE_TOKENIZERS)
-    raise UnsupportedError(f"its tokenizer splits text by a rule that has no name in GGUF; known are: {known}")
+    raise UnsupportedError(f"its tokenizer splits text by a rule that GGUF does not have; known rules: {known}")
 
 
 def _scores(vocab: Mapping[str, int], merges: list[str], rows: int) -> list[float]:
@@ -122,7 +124,7 @@ def _scores(vocab: Mapping[str, int], merges: list[str], rows: int) -> list[floa
     runs = sum(a != b for a, b in zip(["", *map("".join, pairs)], map("".join, pairs), strict=False))
     possible = set(merges_of_scores(dict(vocab), scores))
     if runs != len(made) or set(pairs) != possible:
-        raise UnsupportedError("its tokenizer's merges do not follow from scores, which GGUF has in their place")
+        raise UnsupportedError("its tokenizer's merges cannot be expressed as scores, which GGUF uses instead")
     return scores
 
 
@@ -138,7 +140,7 @@ def _space_prefix(t: Mapping[str, Any]) -> bool:
             return True
     if normalizer is None and splitter and splitter["type"] == "Metaspace" and not splitter.get("split", True):
         return bool(splitter.get("prepend_scheme", "always") != "never")
-    raise UnsupportedError("its tokenizer treats spaces in a way that GGUF cannot say")
+    raise UnsupportedError("its tokenizer treats spaces in a way that GGUF cannot represent")
 
 
 def _add_special(
@@ -165,11 +167,11 @@ def _template(post: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
         if step["type"] == "ByteLevel":
             continue
         if step["type"] != "TemplateProcessing":
-            raise UnsupportedError(f"its tokenizer has a post-processor '{step['type']}', which GGUF cannot say")
+            raise UnsupportedError(f"its tokenizer has a post-processor '{step['type']}', which GGUF cannot represent")
         names = [piece["SpecialToken"]["id"] if "SpecialToken" in piece else None for piece in step["single"]]
         at = names.index(None)
         if at > 1 or len(names) - at > 2:
-            raise UnsupportedError("its tokenizer puts several tokens around a text, which GGUF cannot say")
+            raise UnsupportedError("its tokenizer adds several tokens to a text, which GGUF cannot represent")
         return names[0], names[-1]
     return None, None
 

@@ -27,7 +27,7 @@ class GPTQLayout:
 
     def __init__(self, version: int = 2) -> None:
         if version not in (1, 2):
-            raise SchemeError(f"there is no GPTQ version {version}; choose 1 or 2")
+            raise SchemeError(f"unknown GPTQ version {version}; choose 1 or 2")
         self.version = version
 
     def pack(self, w: QuantTensor, module: str) -> tuple[dict[str, Tensor], Grid]:
@@ -35,7 +35,7 @@ class GPTQLayout:
         inner, codes, g_idx = uniform_of(w, self.title, BITS)
         bits = inner.bits
         if K * bits % 32 or N * bits % 32:
-            raise UnsupportedError(f"{N} x {K} at {bits} bits does not fill whole 32-bit words, which GPTQ asks for")
+            raise UnsupportedError(f"{N} x {K} at {bits} bits does not fill whole 32-bit words, which GPTQ requires")
         scale, zero = half_scale(inner.scale, self.title), inner.zeros()
         if self.version == 1 and bool((zero == 0).any()):
             raise UnsupportedError("GPTQ v1 cannot store a zero point of 0; use version 2")

@@ -55,7 +55,7 @@ class AWQDirectory(EncodedDirectory):
             scales = self.part(module, "scales", (N, None), SCALE_DTYPES)
             words = self.part(module, "qzeros", (N, None), _INT32)
             if scales.shape[1] < G or words.shape[1] * 8 < G:
-                raise FormatError(f"'scales' and 'qzeros' should have at least {G} groups a row, and have fewer")
+                raise FormatError(f"'scales' and 'qzeros' must have at least {G} groups per row")
             return grid(codes, 4, scales[:, :G], unpack_words(words, 4, G).to(torch.int16), group)
         codes = _outputs(self.part(module, "qweight", (K, N // 8), _INT32))
         scales = self.part(module, "scales", (G, N), SCALE_DTYPES)

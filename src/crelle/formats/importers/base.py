@@ -36,7 +36,7 @@ class EncodedDirectory(HFDirectory):
         mark = f".{self.parts[0]}"
         self.encoded = dict.fromkeys(n.removesuffix(mark) for n in self._where if n.endswith(mark))  # in their order
         if not self.encoded:
-            raise FormatError(f"{path} says that {self.method} quantized it, but no tensor there ends in '{mark}'")
+            raise FormatError(f"{path} declares {self.method} quantization, but no tensor name ends in '{mark}'")
 
     def names(self) -> list[str]:
         parts = {f"{m}.{p}" for m in self.encoded for p in self.parts}
@@ -108,13 +108,13 @@ class EncodedDirectory(HFDirectory):
 def grid(codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int) -> UniformTensor | AffineTensor:
     """Return w = scale (q - zero) for codes [N, K], scale and zero [N, C]; exact in f32 for any zero point."""
     if scale.dtype not in SCALE_DTYPES:
-        raise FormatError(f"the scales are {str(scale.dtype).removeprefix('torch.')}, which no grid here has")
+        raise FormatError(f"the scales are {str(scale.dtype).removeprefix('torch.')}, which is not supported")
     if zero is None or bool((zero == 1 << (bits - 1)).all()):
         return UniformTensor.from_codes(codes, bits, scale, None, group)
     if int(zero.min()) >= 0 and int(zero.max()) < 1 << bits:
         return UniformTensor.from_codes(codes, bits, scale, zero, group)
     if scale.dtype == torch.float32:
-        raise UnsupportedError(f"a zero point outside 0 ... {2**bits - 1} with f32 scales cannot be kept exactly")
+        raise UnsupportedError(f"a zero point outside 0 to {2**bits - 1} with f32 scales cannot be represented exactly")
     # Outside the codes' own range. A 16-bit scale times such a small integer is exact in f32, and so is the sum.
     return AffineTensor.from_codes(codes, bits, scale, -scale.float() * zero.float(), group)
 
@@ -123,11 +123,11 @@ def in_group_order(g_idx: Tensor, groups: int) -> tuple[int, Tensor | None]:
     """Return the group size and, where the groups are not runs of neighbours, the order that makes them so."""
     K = len(g_idx)
     if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
-        raise FormatError(f"'g_idx' names groups outside 0 ... {groups - 1}")
+        raise FormatError(f"'g_idx' names groups outside 0 to {groups - 1}")
     in_order, order = torch.sort(g_idx.long(), stable=True)
     group = int((in_order == in_order[0]).sum())
     if not torch.equal(in_order, torch.arange(K) // group) or groups_in(K, group) != groups:
-        raise UnsupportedError("the groups in 'g_idx' differ in size, which no format here has")
+        raise UnsupportedError("the groups in 'g_idx' differ in size, which is not supported")
     return group, None if torch.equal(order, torch.arange(K)) else order.to(torch.int32)
 
 

@@ -48,7 +48,7 @@ class CompressedTensorsDirectory(EncodedDirectory):
         for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
             if declared.get(key):
                 raise UnsupportedError(
-                    f"{path}: its compressed-tensors config has a '{key}', which Crelle does not read"
+                    f"{path}: its compressed-tensors config has a '{key}', which Crelle does not support"
                 )
         super().__init__(path, config, declared)
         groups = declared.get("config_groups")
@@ -58,7 +58,7 @@ class CompressedTensorsDirectory(EncodedDirectory):
         work = [MAX_WORK]
         for name, scheme in groups.items():
             if scheme.get("input_activations") or scheme.get("output_activations"):
-                raise UnsupportedError(f"{path}: '{name}' rounds activations too, which Crelle does not do")
+                raise UnsupportedError(f"{path}: '{name}' also quantizes activations, which Crelle does not support")
             weights, targets = scheme.get("weights"), scheme.get("targets")
             if not isinstance(weights, dict) or not isinstance(targets, list):
                 raise FormatError(f"{path}: '{name}' in config_groups should have 'weights' and 'targets'")
@@ -77,7 +77,7 @@ class CompressedTensorsDirectory(EncodedDirectory):
                     named = t == module if isinstance(t, str) else t.match(module)
                     if named if by_name else t == "Linear":
                         return weights
-        raise FormatError("no target in config_groups names it")
+        raise FormatError("no target in config_groups matches it")
 
     def _matrix_shape(self, module: str) -> tuple[int, int]:
         if module not in self._shapes:
@@ -117,7 +117,7 @@ class CompressedTensorsDirectory(EncodedDirectory):
 def _pattern(target: object, path: Path, work: list[int]) -> str | NamePattern:
     """Return a target as the name it is, or as the regular expression that `re:` announces."""
     if not isinstance(target, str):
-        raise FormatError(f"{path}: a target in config_groups should be text, but is {shown(target)}")
+        raise FormatError(f"{path}: a target in config_groups should be a string, but is {shown(target)}")
     try:
         return NamePattern(target[3:], work) if target.startswith("re:") else target
     except UnsupportedError as e:

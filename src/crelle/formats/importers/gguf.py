@@ -44,7 +44,7 @@ class GGUFFile:
         except CrelleError:
             raise
         except (TypeError, ValueError, ArithmeticError, LookupError) as e:
-            raise FormatError(f"{path}: the metadata of this GGUF file makes no sense ({e})") from e
+            raise FormatError(f"{path}: the metadata of this GGUF file is invalid ({e})") from e
 
     def _understand(self) -> None:
         path, self.metadata = self.path, Metadata(self.path, self.header)
@@ -52,10 +52,10 @@ class GGUFFile:
             raise UnsupportedError(f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` first")
         if self.metadata.arch not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise UnsupportedError(f"{path} holds a {shown(self.metadata.arch)} model; from GGUF Crelle reads {known}")
+            raise UnsupportedError(f"{path} is a {shown(self.metadata.arch)} model; Crelle reads {known} from GGUF")
         self.arch = ARCHITECTURES[self.metadata.arch]
         if "token_embd.weight" not in self.header.tensors:
-            raise FormatError(f"{path} has no tensor 'token_embd.weight', so it is not a whole model")
+            raise FormatError(f"{path} has no tensor 'token_embd.weight', so it is not a complete model")
         self.config = hf_config(self.metadata, self.arch)
         self._where = {hf: t for t in self.header.tensors if (hf := self.arch.hf_name(t)) is not None}
 
@@ -110,7 +110,7 @@ class GGUFFile:
             return None
         heads = self.config[key]
         if rows % (2 * heads):
-            raise FormatError(f"{self.path}: '{name}' has {rows} rows, which {heads} heads cannot share")
+            raise FormatError(f"{self.path}: '{name}' has {rows} rows, which are not divisible by {heads} heads")
         return torch.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
     def copy_tokenizer(self, to: Path) -> None:

@@ -40,7 +40,7 @@ class Architecture:
         m = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem, re.ASCII)
         if kind in _KINDS and m and m[2] in self.inner:
             return f"{self.layers}.{m[1]}.{self.inner[m[2]]}.{kind}"
-        raise UnsupportedError(f"the GGUF tensor '{name}' has no place in a '{self.model_type}' model")
+        raise UnsupportedError(f"the GGUF tensor '{name}' does not belong to a '{self.model_type}' model")
 
     def gguf_name(self, name: str) -> str:
         """Return GGUF's name of a Hugging Face tensor."""
@@ -52,7 +52,7 @@ class Architecture:
         inner = {hf: ours for ours, hf in self.inner.items()}
         if kind in _KINDS and stem.startswith(f"{self.layers}.") and layer.isdecimal() and part in inner:
             return f"blk.{layer}.{inner[part]}.{kind}"
-        raise UnsupportedError(f"the tensor '{name}' has no place in a GGUF file of a '{self.model_type}' model")
+        raise UnsupportedError(f"the tensor '{name}' does not belong to a GGUF file of a '{self.model_type}' model")
 
     def interleaved_heads(self, name: str) -> str | None:
         """Return the config key of the heads of a tensor whose rows llama.cpp reorders; None for all others."""

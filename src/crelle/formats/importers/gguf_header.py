@@ -128,7 +128,7 @@ class Header:
     def _need(self, count: int) -> int:
         at, self._at = self._at, self._at + count
         if self._at > len(self.data):
-            raise FormatError(f"it is truncated: it has {len(self.data)} bytes, and {count} are needed at byte {at}")
+            raise FormatError(f"it is truncated: it has {len(self.data)} bytes, but {count} are needed at byte {at}")
         return at
 
     def _bytes(self, count: int) -> bytes:
@@ -144,7 +144,7 @@ class Header:
     def _name(self, what: str) -> str:
         length = self._u64()
         if length > MAX_NAME:
-            raise FormatError(f"{what} should have {length} bytes; {MAX_NAME} are allowed")
+            raise FormatError(f"{what} has {length} bytes; at most {MAX_NAME} are allowed")
         try:
             return self._bytes(length).decode()
         except UnicodeDecodeError as e:
@@ -184,9 +184,11 @@ class Header:
         read = _U64.unpack_from
         for _ in range(count):
             if at + 8 > size or (length := read(data, at)[0]) > size - at - 8:
-                raise FormatError(f"it is truncated: a string in the metadata '{key}' runs over the end")
+                raise FormatError(f"it is truncated: a string in the metadata '{key}' ends after the file")
             if length > MAX_STRING:
-                raise FormatError(f"a string in the metadata '{key}' has {length} bytes; {MAX_STRING} are allowed")
+                raise FormatError(
+                    f"a string in the metadata '{key}' has {length} bytes; at most {MAX_STRING} are allowed"
+                )
             at += 8 + length
         self._at = at
 
@@ -207,7 +209,7 @@ class Header:
             raise FormatError(f"'{name}' has the unknown type {type_id}") from e
         if not all(inner_first) or inner_first[0] % block:
             sizes = " x ".join(map(str, reversed(inner_first)))
-            raise FormatError(f"'{name}' is {sizes}, which {kind.name} cannot be (rows of blocks of {block})")
+            raise FormatError(f"'{name}' is {sizes}, which is invalid for {kind.name} (rows of blocks of {block})")
         return TensorInfo(name, tuple(reversed(inner_first)), kind.name, offset, math.prod(inner_first) // block * size)
 
     def _refuse_overlaps(self) -> None:
@@ -242,4 +244,4 @@ def read_header(path: Path) -> Header:
 
 def _at_most(count: int, limit: int, what: str) -> None:
     if count > limit:
-        raise FormatError(f"it claims {count} {what}; {limit} are allowed")
+        raise FormatError(f"it claims {count} {what}; at most {limit} are allowed")

@@ -38,7 +38,7 @@ class Metadata:
             except FormatError as e:
                 raise FormatError(f"{self.path}: {e}") from e
         if default is _REQUIRED:
-            raise FormatError(f"{self.path} lacks the metadata '{key}'")
+            raise FormatError(f"{self.path} has no metadata '{key}'")
         return default
 
     def of_arch(self, key: str, default: Any = _REQUIRED) -> Any:

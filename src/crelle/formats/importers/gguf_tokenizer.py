@@ -24,12 +24,12 @@ PRE_TOKENIZERS = ("gpt-2", "smollm", *_SPLITS)  # the splitting rules that are k
 def write_tokenizer(file: Metadata, to: Path) -> None:
     """Write the file's tokenizer into a directory, in the form that transformers loads."""
     try:
-        with panics_are(f"{file.path}: the parts of its tokenizer do not fit each other"):
+        with panics_are(f"{file.path}: its tokenizer is inconsistent"):
             tokenizer, config = build_tokenizer(file)
     except CrelleError:
         raise
     except Exception as e:  # the tokenizers library raises bare Exception, and metadata may be of any type
-        raise FormatError(f"{file.path}: the parts of its tokenizer do not fit each other ({e})") from e
+        raise FormatError(f"{file.path}: its tokenizer is inconsistent ({e})") from e
     write_whole(to / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     write_whole(to / "tokenizer_config.json", to_json(config))
 
@@ -43,7 +43,7 @@ def build_tokenizer(file: Metadata) -> tuple[Any, dict[str, Any]]:
     model = file.get("tokenizer.ggml.model")
     pre = file.get("tokenizer.ggml.pre", "gpt-2")
     if model not in ("gpt2", "llama"):
-        raise UnsupportedError(f"{file.path} has a '{model}' tokenizer; from GGUF Crelle reads 'gpt2' and 'llama'")
+        raise UnsupportedError(f"{file.path} has a '{model}' tokenizer; Crelle reads 'gpt2' and 'llama' from GGUF")
     if model == "gpt2":
         tokenizer = byte_level(tokens, file.get("tokenizer.ggml.merges"), pre)
     else:
@@ -86,7 +86,7 @@ def byte_level(tokens: list[str], merges: list[str], pre: str) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:
         known = ", ".join(PRE_TOKENIZERS)
-        raise UnsupportedError(f"the file's text-splitting rule '{pre}' is unknown; known are: {known}")
+        raise UnsupportedError(f"unknown pre-tokenizer '{pre}'; known ones: {known}")
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

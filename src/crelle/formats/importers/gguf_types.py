@@ -38,7 +38,7 @@ def dequantize(kind: str, data: Array, shape: tuple[int, ...]) -> Tensor:
             with np.errstate(all="ignore"):  # scales that are not finite give values that are not; no warning besides
                 out[r] = torch.from_numpy(gguf.quants.dequantize(stored[r], qtype))
         except NotImplementedError as e:
-            raise UnsupportedError(f"is {kind}, which nothing here can decode") from e
+            raise UnsupportedError(f"is {kind}, which Crelle cannot decode") from e
     return out.reshape(shape)
 
 

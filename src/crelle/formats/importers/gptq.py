@@ -65,8 +65,8 @@ class GPTQDirectory(EncodedDirectory):
         if found != said:
             says, is_ = ("v1" if one else "v2" for one in (said, found))
             self.notes.append(
-                f"{self.path} says that it has the zero points of GPTQ {says}, but it is symmetric and stores "
-                f"{middle - found}, so they are those of {is_} and are read as such"
+                f"{self.path} declares zero points of GPTQ {says}, but it is symmetric and stores "
+                f"{middle - found}, so they are read as those of {is_}"
             )
             logging.getLogger(__name__).warning(printable(self.notes[-1]))
         return found

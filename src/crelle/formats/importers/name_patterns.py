@@ -34,14 +34,16 @@ class NamePattern:
         """work: what is left of MAX_WORK, in a list that patterns share."""
         self.pattern, self._work = pattern, [MAX_WORK] if work is None else work
         if len(pattern) > MAX_PATTERN:
-            raise UnsupportedError(f"a pattern may have {MAX_PATTERN} characters, and this one has {len(pattern):,}")
+            raise UnsupportedError(
+                f"a pattern may have at most {MAX_PATTERN} characters, this one has {len(pattern):,}"
+            )
         self._at, self._depth = 0, 0
         self._reads: list[tuple[Test, int] | None] = []
         self._skips: list[list[int]] = []
         self._anchors: dict[int, str] = {}  # states that are passed only at the beginning or end of the name
         self._start, self._final = self._alternatives()
         if self._at < len(pattern):
-            raise self._refused(f"'{pattern[self._at]}' at place {self._at + 1} closes nothing")
+            raise self._refused(f"'{pattern[self._at]}' at position {self._at + 1} closes no group")
         self.match = lru_cache(maxsize=4096)(self._match)
 
     def _refused(self, why: str) -> UnsupportedError:
@@ -51,7 +53,7 @@ class NamePattern:
 
     def _state(self) -> int:
         if len(self._skips) >= MAX_STATES:
-            raise self._refused(f"it repeats so much that it has more than {MAX_STATES} states")
+            raise self._refused(f"its repeats need more than {MAX_STATES} states")
         self._reads.append(None)
         self._skips.append([])
         return len(self._skips) - 1
@@ -118,7 +120,7 @@ class NamePattern:
                 raise self._refused("'{' should begin a count such as {2} or {2,5}")
             most = (int(high) if high else None) if comma else int(low)
             if max(int(low), most or 0) > _MAX_REPEAT or (most is not None and most < int(low)) or most == 0:
-                raise self._refused(f"a count should go up, to {_MAX_REPEAT} at most")
+                raise self._refused(f"a count must ascend and be at most {_MAX_REPEAT}")
             self._at, found = end + 1, (int(low), most)
         else:
             return 1, 1
@@ -146,7 +148,9 @@ class NamePattern:
     def _group(self) -> tuple[int, int]:
         if self._peek() == "?":
             if self.pattern[self._at : self._at + 2] != "?:":
-                raise self._refused("look-ahead, flags, named groups are not allowed (docs/guide/import-export.md)")
+                raise self._refused(
+                    "look-ahead, flags and named groups are not supported (docs/guide/import-export.md)"
+                )
             self._at += 2
         found = self._alternatives()
         if self._peek() != ")":
@@ -177,7 +181,7 @@ class NamePattern:
             inner = _CLASSES[c.lower()]
             return lambda x: not inner(x)
         if not c or c.isalnum():
-            raise self._refused(f"'\\{c}' is not in the language (docs/guide/import-export.md)")
+            raise self._refused(f"'\\{c}' is not supported (docs/guide/import-export.md)")
         return lambda x: x == c
 
     def _class(self) -> Test:
@@ -196,7 +200,7 @@ class NamePattern:
                 top = self.pattern[self._at + 1]
                 self._at += 2
                 if top < c:
-                    raise self._refused(f"the range {c}-{top} goes down")
+                    raise self._refused(f"the range {c}-{top} is descending")
                 tests.append(lambda x, low=c, top=top: low <= x <= top)  # type: ignore[misc]
             else:
                 tests.append(lambda x, c=c: x == c)  # type: ignore[misc]
@@ -220,7 +224,7 @@ class NamePattern:
         found = _closure_of(self, states, begins, ends)
         self._work[0] -= len(found)
         if self._work[0] < 0:
-            raise self._refused("matching it against so many names takes too long")
+            raise self._refused("matching it against all tensor names takes too long")
         return found
 
     def follow(self, states: frozenset[int], begins: bool, ends: bool) -> frozenset[int]:

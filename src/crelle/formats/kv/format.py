@@ -73,7 +73,7 @@ class KVFormat:
         object.__setattr__(self, "v_bits", self.v_bits or self.bits)
         for bits in (self.bits, self.v_bits):
             if bits not in GROUPS:
-                raise SchemeError(f"a KV cache has 16, 8, 4, 3 or 2 bits, not {bits}")
+                raise SchemeError(f"a KV cache must have 16, 8, 4, 3 or 2 bits, got {bits}")
         usual: dict[str, int | bool] = {}
         if self.bits == self.v_bits == 16:  # values as they are
             usual = {"group": 0, "rotate": False, "center": False}
@@ -84,11 +84,11 @@ class KVFormat:
         for name, value in usual.items():
             object.__setattr__(self, name, value)
         if self.group and self.group < 8:
-            raise SchemeError(f"a group of a KV cache has at least 8 channels, got {self.group}")
+            raise SchemeError(f"a group of a KV cache must have at least 8 channels, got {self.group}")
         if not 1 <= self.page <= MAX_PAGE:
-            raise SchemeError(f"a page holds at least one token and at most {MAX_PAGE}, got {shown(self.page)}")
+            raise SchemeError(f"a page must have 1 to {MAX_PAGE} tokens, got {shown(self.page)}")
         if any(other.page != self.page or other.overrides for _, other in self.overrides):
-            raise SchemeError(f"all layers of a KV cache have pages of {self.page} tokens")
+            raise SchemeError(f"all layers of a KV cache must have pages of {self.page} tokens")
         plain = replace(self, overrides=()) if self.overrides else self
         kept = sorted((i, other) for i, other in dict(self.overrides).items() if other != plain)
         object.__setattr__(self, "overrides", tuple(kept))
@@ -110,11 +110,11 @@ class KVFormat:
                 first, last = found[1], found[2] or found[1]
                 if max(len(first), len(last)) > _DIGITS or int(last) >= MAX_LAYERS:
                     raise SchemeError(
-                        f"in {whole}, {shown(key)} names layers beyond {MAX_LAYERS - 1}; no model has such"
+                        f"in {whole}, {shown(key)} names layers above {MAX_LAYERS - 1}, which is the limit"
                     )
                 these = range(int(first), int(last) + 1)
                 if not these or layers.keys() & set(these):
-                    raise SchemeError(f"in {whole}, {key} names {'a layer again' if these else 'no layer'}")
+                    raise SchemeError(f"in {whole}, {key} names {'a layer twice' if these else 'no layer'}")
                 layers |= dict.fromkeys(these, _bits(value, whole))
                 continue
             if key not in kinds or not eq:
@@ -124,12 +124,12 @@ class KVFormat:
                 raise SchemeError(f"in {whole}, {key} is given twice")
             flag = kinds[key] is bool
             if value not in _FLAGS if flag else not (value.isdecimal() and len(value) <= _DIGITS):
-                wanted = "true or false" if flag else f"a whole number of at most {_DIGITS} digits"
+                wanted = "true or false" if flag else f"an integer of at most {_DIGITS} digits"
                 raise SchemeError(f"in {whole}, {key} must be {wanted}")
             settings[key] = _FLAGS[value] if flag else int(value)
         every = [bits, *layers.values()]
         if all(both == (16, 16) for both in every) and settings.keys() - {"page"}:
-            raise SchemeError(f"{whole}: 16 bits are stored as they are; only page can be set")
+            raise SchemeError(f"{whole}: with 16 bits only page can be set")
 
         def made(k: int, v: int) -> KVFormat:
             return cls(k, v_bits=v, **settings)  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ class KVFormat:
     def check(self, head_size: int) -> None:
         """Refuse a head that cannot be stored."""
         if self.coded and head_size % 2:
-            raise SchemeError(f"{self} packs channels in pairs; a head of {head_size} has an odd one")
+            raise SchemeError(f"{self} packs channels in pairs, but a head has {head_size} channels")
 
 
 def _bits(text: str, whole: str) -> tuple[int, int]:
@@ -211,7 +211,7 @@ def _bits(text: str, whole: str) -> tuple[int, int]:
     found = _BITS.fullmatch(text.strip())
     k, v = (found[1] or found[2], found[1] or found[3]) if found else ("", "")
     if k not in map(str, GROUPS) or v not in map(str, GROUPS):
-        raise SchemeError(f"a KV cache is one of {_FORMS}; not {whole}")
+        raise SchemeError(f"a KV cache must be one of {_FORMS}, got {whole}")
     return int(k), int(v)
 
 

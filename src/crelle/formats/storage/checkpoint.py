@@ -67,7 +67,7 @@ def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
         raise FormatError(f"{where}: quantization_config has the unknown key '{unknown[0]}'")
     for key, kind in _KEYS.items():
         if key not in q:
-            raise FormatError(f"{where}: quantization_config lacks the key '{key}'")
+            raise FormatError(f"{where}: quantization_config has no key '{key}'")
         if not isinstance(q[key], kind):
             raise FormatError(f"{where}: '{key}' should be a {kind.__name__}, but is {shown(q[key])}")
     for name, spec in q["tensors"].items():
@@ -80,9 +80,9 @@ def check_quantization(q: dict[str, Any], where: str | Path) -> dict[str, Any]:
             raise FormatError(f"{where}: '{name}': {e}") from e
     for name, facts in q["shards"].items():
         if not is_plain_name(name):
-            raise FormatError(f"{where}: the shard {shown(name)} should be a plain file name, beside config.json")
+            raise FormatError(f"{where}: the shard {shown(name)} should be a plain file name, next to config.json")
         if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("sha256")) is str):
-            raise FormatError(f"{where}: the shard '{name}' should have its bytes and sha256, but has {shown(facts)}")
+            raise FormatError(f"{where}: the shard '{name}' should have bytes and sha256, but has {shown(facts)}")
     return q
 
 
@@ -125,15 +125,15 @@ class Checkpoint:
             for path, found, wanted in zip(shards, pool.map(sha256, shards), shards.values(), strict=True):
                 if found != wanted:
                     pool.shutdown(cancel_futures=True)
-                    raise FormatError(f"{path} was altered: its SHA-256 is not the one in config.json, copy it again")
+                    raise FormatError(f"{path} was altered: its SHA-256 is not the one in config.json; copy it again")
 
     @staticmethod
     def _check_size(path: Path, facts: Mapping[str, Any]) -> None:
         if not path.is_file():
-            raise FormatError(f"{path} is missing: the checkpoint is incomplete, copy it again")
+            raise FormatError(f"{path} is missing: the checkpoint is incomplete; copy it again")
         if (size := path.stat().st_size) != facts["bytes"]:
             raise FormatError(
-                f"{path} has {size} bytes, its config says {facts['bytes']}: the file is truncated, copy it again"
+                f"{path} has {size} bytes instead of {facts['bytes']}: the file is truncated; copy it again"
             )
 
     def names(self) -> list[str]:

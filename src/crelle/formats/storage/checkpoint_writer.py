@@ -117,8 +117,8 @@ class CheckpointWriter:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
         if isinstance(error, CapacityError):
-            remedy = f"What is finished stays in {self.partial}: make room and run again with `resume=True`"
-            raise CapacityError(f"{error} {'Make room and run again' if self._restart else remedy}") from error
+            remedy = f"Finished shards are kept in {self.partial}: free some space and run again with `resume=True`"
+            raise CapacityError(f"{error} {'Free some space and run again' if self._restart else remedy}") from error
 
     def close(self) -> None:
         """Let go of the lock; what is written stays."""
@@ -134,14 +134,15 @@ class CheckpointWriter:
         old = journal["recipe"]
         if journal.get("crelle_journal") != JOURNAL_VERSION:
             raise FormatError(
-                f"cannot resume: {self.partial} was begun by an earlier Crelle, which named its files otherwise; "
-                "`overwrite=True` starts anew"
+                f"cannot resume: {self.partial} was started by an earlier version of Crelle with other file names; "
+                "`overwrite=True` starts over"
             )
         if changed := sorted(k for k in self.recipe | old if self.recipe.get(k) != old.get(k)):
             k = changed[0]
             raise FormatError(
-                f"cannot resume: {self.partial} was begun with {k} = {old.get(k)!r}, now it is {self.recipe.get(k)!r}; "
-                "use the same again, or `overwrite=True` to start anew"
+                f"cannot resume: {self.partial} was started with {k} = {old.get(k)!r}, now it is "
+                f"{self.recipe.get(k)!r}; "
+                "use the same value, or `overwrite=True` to start over"
             )
         for name, facts in journal["shards"].items():
             path = self.partial / name
@@ -254,7 +255,7 @@ class CheckpointWriter:
         """
         refuse_finished(self.out, self._overwrite)  # again: hours may have passed
         if not same_directory(self.partial, self._lock):
-            raise FormatError(f"{self.partial} was moved or replaced while a run was writing it; nothing is published")
+            raise FormatError(f"{self.partial} was moved or replaced during the run; no checkpoint was written")
         old = replaced_name(self.out) if os.path.lexists(self.out) else None
         if old is not None:
             os.mkdir(old)  # fails if the name is taken; an empty directory can be renamed over
@@ -274,7 +275,7 @@ class CheckpointWriter:
             raise
         sync_directory(self.out.parent)
         if old is not None and (why := remove_directory(old)):
-            self.warnings.append(f"the replaced checkpoint is still there: {why}")
+            self.warnings.append(f"the replaced checkpoint was not deleted: {why}")
 
 
 def _are_facts(facts: Any) -> bool:
@@ -292,14 +293,14 @@ def _require_finite(matrices: Mapping[str, QuantTensor]) -> None:
     for module, w in matrices.items():
         for name, t in w.tensors().items():
             if t.is_floating_point() and not bool(torch.isfinite(t).all()):
-                raise FormatError(f"'{module}': '{name}' would hold NaN or infinity, so nothing is written")
+                raise FormatError(f"'{module}': '{name}' would contain NaN or infinity, so nothing is written")
 
 
 def _lock_directory(directory: Path, out: Path) -> int:
     """Make a directory and return a descriptor that holds an exclusive lock on it for as long as it is open."""
-    busy = FormatError(f"another run is writing {out} right now; wait for it or choose another name")
+    busy = FormatError(f"another run is writing {out}; wait for it or choose another name")
     for _ in range(10):
-        with writing(directory, "Is the place writable?"):
+        with writing(directory, "Is the directory writable?"):
             directory.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 directory.mkdir()

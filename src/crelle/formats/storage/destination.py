@@ -24,9 +24,9 @@ def destination(out: str | Path) -> Path:
     if path.name in ("", ".."):
         path = Path(os.path.realpath(path))
     if not path.name or "\0" in str(path):
-        raise FormatError(f"'{out}' is not a name that a directory can be made under")
+        raise FormatError(f"'{out}' is not a valid directory name")
     if len(os.fsencode(path.name)) > 200:
-        raise FormatError(f"the name of {path} is too long: a run needs room for longer ones beside it; use up to 200")
+        raise FormatError(f"the name of {path} is too long; use at most 200 bytes (a run adds suffixes to it)")
     return path
 
 
@@ -53,10 +53,10 @@ def replaced_copies(out: Path) -> list[Path]:
 def of_replaced(out: Path) -> dict[Path, str]:
     """Return a sentence about each of them."""
     if os.path.lexists(out):
-        told = "was left by a run that was killed just after it had replaced {out}, and may be incomplete; delete it"
+        kind = "was left by a run that was killed just after it replaced {out}, and may be incomplete; delete it"
     else:
-        told = "is what stood at {out} before a run that was killed while replacing it; rename it back or delete it"
-    return {p: f"{p} {told.format(out=out)}, Crelle leaves it alone" for p in replaced_copies(out)}
+        kind = "is the previous {out}, left by a run that was killed while replacing it; rename it back or delete it"
+    return {p: f"{p} {kind.format(out=out)}; Crelle does not touch it" for p in replaced_copies(out)}
 
 
 def refuse_existing(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -86,7 +86,7 @@ def refuse_other_files(folder: Path, names: tuple[str, ...], mark: str, key: str
         ours = False
     if not ours:
         raise FormatError(
-            f"{folder / found} exists and is no result of this command, so it is not replaced; choose another `out`"
+            f"{folder / found} exists and is not a result of this command, so it is not replaced; choose another `out`"
         )
 
 
@@ -95,7 +95,7 @@ def refuse_finished(out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise FormatError(f"{out} exists already; choose another name, or replace it with `overwrite=True`")
+        raise FormatError(f"{out} already exists; choose another name, or replace it with `overwrite=True`")
     with writing(out):
         fd = open_directory(out)
     try:
@@ -104,24 +104,24 @@ def refuse_finished(out: Path, overwrite: bool) -> None:
         os.close(fd)
     if held.ours and held.journal is None:
         return
-    what = f"holds {held.stranger}" if held.stranger and held.finished else "is not a checkpoint of Crelle's"
+    what = f"contains {held.stranger}" if held.stranger and held.finished else "is not a Crelle checkpoint"
     raise FormatError(
         f"{out} {what}, so it is not replaced: `overwrite=True` deletes only what Crelle wrote. "
-        "Move it away or choose another name"
+        "Move it or choose another name"
     )
 
 
 def refuse_unfinished(held: Holding, out: Path, decided: bool) -> None:
     """Refuse an OUT.partial that is not ours, and one that is unless the caller decided what to do with it."""
     if not held.ours:
-        why = f"holds {held.stranger}, which" if held.stranger else "holds files that"
+        why = f"contains {held.stranger}, which" if held.stranger else "contains files that"
         raise FormatError(
-            f"{held.path} {why} no unfinished run of Crelle's lists in its progress.json, so nothing in it is touched; "
-            "move it away or choose another name"
+            f"{held.path} {why} the progress.json of an unfinished run does not list, so it is not changed; "
+            "move it or choose another name"
         )
     if not held.empty and not decided:
         sentences = (
-            f"{held.path} holds an unfinished run: `resume=True` continues it, `overwrite=True` starts anew",
+            f"{held.path} contains an unfinished run: `resume=True` continues it, `overwrite=True` starts over",
             *of_replaced(out).values(),
         )
         raise FormatError(". ".join(sentences))
@@ -139,7 +139,7 @@ def refuse_overlap(out: Path, *inputs: str | Path | None, beside: tuple[str, ...
         for place in (out, *(out.with_name(out.name + b) for b in beside)):
             if how := _overlap(place, source):
                 raise FormatError(
-                    f"{place} {how} {source}, which is read; writing there could destroy it. Choose another OUT"
+                    f"{place} {how} {source}, which is an input; writing there could destroy it. Choose another OUT"
                 )
 
 

@@ -32,7 +32,7 @@ class HFDirectory:
                 raise FormatError(f"{index} has no weight_map from tensors to files")
             if odd := [s for s in shards.values() if not is_plain_name(s)]:
                 raise FormatError(
-                    f"{index} names the file {shown(odd[0])}, which should be a plain name, beside config.json"
+                    f"{index} names the file {shown(odd[0])}, which should be a plain file name, next to config.json"
                 )
             return [self.path / s for s in sorted(set(shards.values()))]
         if found := sorted(self.path.glob("*.safetensors")):
@@ -40,7 +40,7 @@ class HFDirectory:
         for f in sorted(self.path.iterdir()):
             if f.is_file() and f.stat().st_size and looks_pickled(f):
                 raise refuse_pickle(f)
-        raise FormatError(f"{self.path} holds no *.safetensors file")
+        raise FormatError(f"{self.path} contains no *.safetensors file")
 
     def names(self) -> list[str]:
         return list(self._where)

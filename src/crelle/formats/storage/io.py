@@ -89,10 +89,10 @@ def to_json(value: Any, *, compact: bool = False) -> bytes:
     try:
         data = (json.dumps(value, ensure_ascii=False, allow_nan=False, **layout) + "\n").encode()
     except ValueError as e:  # what `read_json` would refuse
-        raise FormatError(f"a value that should be written is NaN or infinite, which JSON does not know ({e})") from e
+        raise FormatError(f"a value is NaN or infinite, which JSON does not support ({e})") from e
     if len(data) > MAX_JSON_BYTES:
         raise CapacityError(
-            f"a JSON file of {len(data):,} bytes would be too large to be read again ({MAX_JSON_BYTES:,} are allowed): "
+            f"a JSON file of {len(data):,} bytes would be too large to read (at most {MAX_JSON_BYTES:,} are allowed): "
             "the model has too many tensors, or their names are too long"
         )
     return data
@@ -116,7 +116,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """Return the bytes of a regular file of at most `limit` bytes."""
     size = require_regular(path)
     if size > limit:
-        raise FormatError(f"{path} has {size:,} bytes; such a file may have {limit:,}")
+        raise FormatError(f"{path} has {size:,} bytes; at most {limit:,} are allowed")
     try:
         with open(path, "rb") as f:
             return f.read(limit)
@@ -132,7 +132,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object that some bytes are; `where` begins the sentence if they are none."""
     if len(data) > 2 * MAX_JSON_VALUES and sum(map(data.count, (b",", b":", b"[", b"{"))) > MAX_JSON_VALUES:
-        raise FormatError(f"{where} has more than {MAX_JSON_VALUES:,} values; such a file may have fewer")
+        raise FormatError(f"{where} has more than {MAX_JSON_VALUES:,} values, which is the limit")
     try:
         value = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError as e:
@@ -140,12 +140,12 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     except ValueError as e:
         raise FormatError(f"{where} is not valid JSON: {e}") from e
     if not isinstance(value, dict):
-        raise FormatError(f"{where} should hold a JSON object, but holds a {type(value).__name__}")
+        raise FormatError(f"{where} should contain a JSON object, but contains a {type(value).__name__}")
     return value
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"it has the value {name}, which JSON does not know")
+    raise ValueError(f"it has the value {name}, which JSON does not support")
 
 
 def _finite(text: str) -> float:
@@ -198,8 +198,8 @@ def looks_pickled(path: Path) -> bool:
 def refuse_pickle(path: Path) -> FormatError:
     """Return the error for a file that only unpickling could open."""
     return FormatError(
-        f"{path} is a pickle, and loading a pickle runs whatever code is in it, so Crelle never does; "
-        "save the model as safetensors and point at that"
+        f"{path} is a pickle; loading it would run the code in it, so Crelle does not; "
+        "save the model as safetensors and use that"
     )
 
 
@@ -209,9 +209,7 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         if len(path.name) > 255:
-            raise FormatError(
-                f"{path.parent} should have a file with a name of {len(path.name)} characters: no file has"
-            )
+            raise FormatError(f"{path.parent}: a file name of {len(path.name)} characters is too long")
         if not os.path.lexists(path):
             raise FormatError(f"{path} is missing")
         require_regular(path)
@@ -243,7 +241,7 @@ class ShardReader:
 
     def _try(self, name: str, get: Callable[[], Any]) -> Any:
         if name not in self._names:
-            raise FormatError(f"{self.path} does not hold the tensor '{name}' that it should")
+            raise FormatError(f"{self.path} does not contain the tensor '{name}'")
         try:
             return get()
         except Exception as e:  # an element type that torch does not have, for one

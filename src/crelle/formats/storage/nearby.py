@@ -22,7 +22,7 @@ def models_in(directory: Path) -> list[Path]:
 def meant_instead(path: Path) -> str:
     """Return the part of a sentence that says what to give instead of a path that does not exist."""
     if partial_of(path).is_dir():
-        return "it was not finished: run the same `crelle quantize` again with --resume"
+        return "the run is unfinished: run the same `crelle quantize` again with --resume"
     there = path.parent
     while not there.is_dir() and there != there.parent:
         there = there.parent
@@ -31,5 +31,5 @@ def meant_instead(path: Path) -> str:
     if close := get_close_matches(path.name, names, n=2, cutoff=0.6):
         return f"did you mean {' or '.join(names[c] for c in close)}?"
     if _HUB.fullmatch(str(path)) and not path.parent.exists():
-        return f"{_FORMS}; to fetch one from the hub: hf download {path} --local-dir {path.name}"
-    return f"models there are: {', '.join(list(near)[:4])}" if near else _FORMS
+        return f"{_FORMS}; to download one from the hub: hf download {path} --local-dir {path.name}"
+    return f"models in that directory: {', '.join(list(near)[:4])}" if near else _FORMS

@@ -69,7 +69,7 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
         raise FormatError(f"{path} is neither a GGUF file nor a directory; give a model directory or a .gguf file")
     if not (path / CONFIG).is_file():
         inside = [str(m) for m in models_in(path)[:4]]
-        hint = f"; there are models in it: {', '.join(inside)}" if inside else ""
+        hint = f"; it contains these models: {', '.join(inside)}" if inside else ""
         raise FormatError(f"{path} has no config.json, so it is not a model directory{hint}")
     config = read_json(path / CONFIG)
     if is_checkpoint(config):
@@ -98,9 +98,7 @@ def open_quantized(path: Path, config: dict[str, Any], declared: Any) -> Weights
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
     if not isinstance(declared, dict) or not isinstance(method, str) or method not in readers:
         known = ", ".join(readers)
-        raise FormatError(
-            f"{path} is already quantized by '{method}', which this Crelle cannot read (it reads {known} and GGUF)"
-        )
+        raise FormatError(f"{path} is quantized by '{method}', which Crelle cannot read (it reads {known} and GGUF)")
     return readers[method](path, config, declared)
 
 

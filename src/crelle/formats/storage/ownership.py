@@ -141,7 +141,7 @@ def open_directory(path: Path) -> int:
                 f"{path} is a link, and Crelle does not write or delete through links; remove it or choose another name"
             ) from e
         if os.path.lexists(path) and not path.is_dir():
-            raise FormatError(f"{path} is not a directory; move it away or choose another name") from e
+            raise FormatError(f"{path} is not a directory; move it or choose another name") from e
         raise
 
 
@@ -171,7 +171,7 @@ def remove_directory(path: Path) -> str | None:
     try:
         held = look(path, fd)
         if not held.ours:
-            return f"{path} holds {held.stranger or 'files'} that Crelle did not write"
+            return f"{path} contains {held.stranger or 'files'} that Crelle did not write"
         remove_files(held, fd)
         if same_directory(path, fd):
             os.rmdir(path)

@@ -70,11 +70,11 @@ def _open(path: Path) -> int:
     os.close(fd)
     if stat.S_ISREG(facts.st_mode):
         raise _too_large(path)
-    raise FormatError(f"{path} is not a regular file, so it cannot be copied along")
+    raise FormatError(f"{path} is not a regular file, so it cannot be copied")
 
 
 def _too_large(path: Path) -> FormatError:
-    return FormatError(f"{path} has more than {MOST_BYTES >> 20} MiB, which is no file of a tokenizer")
+    return FormatError(f"{path} has more than {MOST_BYTES >> 20} MiB, the limit for a tokenizer file")
 
 
 def _open_blob(link: Path) -> int:
@@ -85,8 +85,8 @@ def _open_blob(link: Path) -> int:
     up = found[1].count("..") if found else 0
     if not found or up > len(here.parents) or here.parts[-up] != "snapshots":
         raise FormatError(
-            f"{link} is a link to {target}: links are not copied into a checkpoint, for they may lead to anything; "
-            "put the file itself there"
+            f"{link} is a link to {target}: links are not copied into a checkpoint, because they can point anywhere; "
+            "replace the link with the file"
         )
     blobs = os.open(here.parents[up - 1] / "blobs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-_SENTENCE = "{} saw no token of the calibration text and {} quantized by {} weights alone; give more or other text"
+_SENTENCE = "{} saw no token of the calibration text and {} quantized without calibration; use more or other text"
 _COUNT = re.compile(r"^(\d+) experts? saw no token of the calibration text ")
 
 
@@ -21,5 +21,5 @@ def together(warnings: Sequence[str]) -> tuple[str, ...]:
 
 
 def _warning(count: int) -> str:
-    words = ("1 expert", "was", "its") if count == 1 else (f"{count} experts", "were", "their")
+    words = ("1 expert", "was") if count == 1 else (f"{count} experts", "were")
     return _SENTENCE.format(*words)

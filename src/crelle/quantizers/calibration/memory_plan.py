@@ -50,8 +50,8 @@ def plan_host_memory(shapes: Sequence[tuple[int, int]], S: int, T: int, width: i
     kept = 4 * S * T * (inputs + outputs + widest + 2 * width)  # widest: of what the feed-forward's last linear reads
     if need > budget:
         raise CapacityError(
-            f"calibrating this model on {S} sequences of {T} tokens takes about {need / 1e9:.3g} GB, and "
-            f"{budget / 1e9:.3g} GB may be used; allow more with `memory`, or use fewer sequences (`rows`)"
+            f"calibration on {S} sequences of {T} tokens needs about {need / 1e9:.3g} GB, but the limit is "
+            f"{budget / 1e9:.3g} GB; allow more with `memory`, or use fewer sequences (`rows`)"
         )
     keep = need + kept <= budget
     return CalibrationMemory(keep=keep, device_bytes=need + kept * keep)
@@ -78,8 +78,8 @@ def plan_memory(
     work = layer + max(_solver_bytes(shapes, slab), 10 * widest**2 + batch * T * token)
     if work > room:
         raise CapacityError(
-            f"a layer of this model takes about {work / 1e9:.3g} GB of GPU memory to quantize, and {room / 1e9:.3g} GB "
-            "may be used; allow more with `memory`, or use shorter sequences (`length`)"
+            f"quantizing a layer of this model needs about {work / 1e9:.3g} GB of GPU memory, but the limit is "
+            f"{room / 1e9:.3g} GB; allow more with `memory`, or use shorter sequences (`length`)"
         )
     left = min(room, int(_SPARE * free)) - work
     states = 3 * S * T * width * 2

@@ -91,9 +91,9 @@ class Stats:
 def require_stats(stats: Stats | None, scheme: str, K: int) -> Stats:
     """Return the stats of a weight with K inputs, or say that they are missing or another weight's."""
     if stats is None:
-        raise SchemeError(f"scheme '{scheme}' needs the statistics of the layer's inputs; give a calibration text")
+        raise SchemeError(f"scheme '{scheme}' needs statistics of the layer's inputs; give a calibration text")
     if tuple(stats.hessian.shape) != (K, K):
-        raise SchemeError(f"the statistics are of {len(stats.hessian)} inputs, but the weight has {K}")
+        raise SchemeError(f"the statistics have {len(stats.hessian)} inputs, but the weight has {K}")
     return stats
 
 

@@ -98,9 +98,9 @@ class Atom(TrainedConfig, HessianConfig):
         HessianConfig.__post_init__(self)
         self.check_training()
         if self.w not in BITS or self.a not in (*BITS, 16):
-            raise SchemeError(f"atom has weights of 3, 4 or 8 bits and activations of 3, 4, 8 or 16, got {self}")
+            raise SchemeError(f"in atom, w must be 3, 4 or 8 and a must be 3, 4, 8 or 16, got {self}")
         if self.outliers < 0 or self.outlier_bits not in (8, 16):
-            raise SchemeError("outliers must be 0 or more channels, of 8 or 16 bits")
+            raise SchemeError("outliers must be at least 0, and outlier_bits 8 or 16")
         if self.levels not in (1, 2) or (self.levels == 2 and (self.w != 4 or self.outlier_bits != 8)):
             raise SchemeError("levels must be 1, or 2 with w=4 and outlier_bits=8")
         KVFormat.parse(self.kv)

@@ -54,7 +54,7 @@ class Auto(TrainedConfig, GroupedConfig):
 
     def __post_init__(self) -> None:
         if not 1.1 <= self.bits <= 8.5:
-            raise SchemeError(f"auto takes 1.1 to 8.5 bits per weight, got {self.bits}")
+            raise SchemeError(f"in auto, bits must be 1.1 to 8.5, got {self.bits}")
         self.check_training()
 
     @property

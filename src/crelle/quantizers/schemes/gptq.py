@@ -61,8 +61,8 @@ class GPTQ(HessianConfig):
         HessianConfig.__post_init__(self)
         if self.act_order and not self.static:
             raise SchemeError(
-                "with act_order=true the feedback does not meet the inputs group by group, "
-                "so static=false needs act_order=false"
+                "static=false needs act_order=false: with act_order=true the solver does not visit the inputs group by "
+                "group"
             )
         if self.symmetric and self.free:
             raise SchemeError("a symmetric grid has no free lowest level; use symmetric=true or free=true, not both")

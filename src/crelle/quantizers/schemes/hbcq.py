@@ -45,7 +45,7 @@ class HBCQ(HessianConfig):
     def __post_init__(self) -> None:
         HessianConfig.__post_init__(self)
         if self.rounds < 0:
-            raise SchemeError(f"rounds must be 0 (greedy) or more, got {self.rounds}")
+            raise SchemeError(f"rounds must be at least 0 (greedy), got {self.rounds}")
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> BCQTensor:
         """Return the weight [N, K] as P planes with their scales."""

@@ -29,7 +29,7 @@ class HessianConfig(GroupedConfig):
         if not 0 <= self.damp <= 1:
             raise SchemeError(f"damp must be 0 to 1, got {self.damp}")
         if self.refine < 0:
-            raise SchemeError(f"refine must be 0 or more, got {self.refine}")
+            raise SchemeError(f"refine must be at least 0, got {self.refine}")
 
     def solution(self, weight: Tensor, stats: Stats | None) -> Fit:
         """Return codes and levels for a weight [N, K]."""

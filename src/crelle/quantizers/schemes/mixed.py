@@ -71,9 +71,9 @@ class Mixed(TrainedConfig, HessianConfig):
         if self.group not in GROUPS:
             raise SchemeError(f"group must be one of {', '.join(map(str, GROUPS))}, got {self.group}")
         if not 0 <= self.four <= 1:
-            raise SchemeError(f"four, the share of 4-bit groups, must be 0 to 1, got {self.four}")
+            raise SchemeError(f"four (the share of 4-bit groups) must be 0 to 1, got {self.four}")
         if not 0 <= self.outliers <= 0.015:
-            raise SchemeError(f"outliers, a share of the weights, must be 0 to 0.015, got {self.outliers}")
+            raise SchemeError(f"outliers (a share of the weights) must be 0 to 0.015, got {self.outliers}")
 
     @property
     def bits_for_rate(self) -> float:

@@ -45,10 +45,10 @@ class TrainedConfig:
 
     def check_training(self) -> None:
         if self.steps < 0:
-            raise SchemeError(f"steps must be 0 or more, got {self.steps}")
+            raise SchemeError(f"steps must be at least 0, got {self.steps}")
         for name in ("end", "own"):
             if (value := getattr(self, name)) < -1:
-                raise SchemeError(f"{name} must be 0 or more, or -1 for the default, got {value}")
+                raise SchemeError(f"{name} must be at least 0, or -1 for the default, got {value}")
 
     def before_layer(self, layer: LayerCalibration) -> dict[str, Tensor]:
         return {}

@@ -101,7 +101,7 @@ class ParetoFront:
         units: int = _UNITS,
     ) -> None:
         if not sensitivities:
-            raise SchemeError("there is no matrix to choose a setting for")
+            raise SchemeError("the model has no matrix to choose bits for")
         self.recipe = recipe
         self.weights = sum(math.prod(one.shape) for one in sensitivities)
         self._items = _items(sensitivities, sizes or sizes_of(sensitivities, recipe), per)
@@ -143,7 +143,7 @@ class ParetoFront:
         if room < 0 or math.isnan(target_bits):
             raise SchemeError(
                 f"the smallest plan of these settings has {self.least_bits:.3f} bits per weight, "
-                f"more than the {target_bits:g} asked for; allow fewer bits or larger groups"
+                f"more than the target of {target_bits:g}; allow fewer bits or larger groups"
             )
         return self._plan(min(room // self._unit, len(self._best) - 1))
 
@@ -177,7 +177,7 @@ def _items(sensitivities: Sequence[Sensitivity], sizes: Sizes, per: Per) -> list
         every = [(sum(sizes[m.module][s] for m in members), sum(m.losses[s] for m in members), s) for s in common]
         options = sorted(every, key=lambda option: option[:2])
         if not all(math.isfinite(loss) for _, loss, _ in options) or not options:
-            raise SchemeError(f"the sensitivities of '{name}' are not all finite; the model or its text may be broken")
+            raise SchemeError(f"the sensitivities of '{name}' are not finite; the model may be damaged")
         useful = [options[0]]
         for option in options[1:]:  # drop dominated settings: larger and no better
             if option[1] < useful[-1][1]:

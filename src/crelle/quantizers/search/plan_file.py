@@ -29,18 +29,20 @@ def read_plan(path: Path) -> Plan:
     """Read a plan back; what is wrong with the file is a sentence."""
     value = read_json(path)
     if value.get("plan_version") != PLAN_VERSION:
-        raise FormatError(f"{path} is not a plan of version {PLAN_VERSION}; make one with `crelle search`")
+        raise FormatError(f"{path} is not a plan of version {PLAN_VERSION}; create one with `crelle search`")
     try:
         recipe = config_of(value["recipe"])
         parsed = {str(module): config_of(scheme) for module, scheme in value["overrides"].items()}
         bits, loss, notes = float(value["bits_per_weight"]), float(value["predicted_loss"]), dict(value["notes"])
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, SchemeError) as e:
-        raise FormatError(f"{path} is not a whole plan ({shown(str(e), 300)}); make one with `crelle search`") from e
+        raise FormatError(
+            f"{path} is not a complete plan ({shown(str(e), 300)}); create one with `crelle search`"
+        ) from e
     if not parsed:
         raise FormatError(f"{path} names no matrix")
     for module, config in parsed.items():
         if config.at(BitConfig(recipe.bits, recipe.group)) != recipe:
-            raise FormatError(f"{path}: the scheme of '{module}' is not '{recipe}' at other bits and group")
+            raise FormatError(f"{path}: the scheme of '{module}' is not '{recipe}' with other bits and group")
     return Plan({m: BitConfig(c.bits, c.group) for m, c in parsed.items()}, bits, loss, recipe, notes)
 
 
@@ -48,5 +50,5 @@ def config_of(scheme: str) -> GroupedConfig:
     """Parse a scheme that has bits and group to choose."""
     config = parse(scheme)
     if not (isinstance(config, GroupedConfig) and config.searchable):
-        raise SchemeError(f"a plan chooses bits and group, which '{scheme}' does not have")
+        raise SchemeError(f"a plan sets bits and group, which scheme '{scheme}' does not have")
     return config

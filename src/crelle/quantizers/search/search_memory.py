@@ -161,7 +161,7 @@ def _states_held(layers: int, stride: int) -> int:
 
 def _refusal(need: int, room: int, what: str) -> str:
     return (
-        f"measuring the sensitivities of a layer of this model takes about {need / 1e9:.3g} GB of {what}, and "
-        f"{room / 1e9:.3g} GB may be used; allow more with `memory`, or use fewer (`rows`) or "
+        f"measuring the sensitivities of a layer needs about {need / 1e9:.3g} GB of {what}, but the limit is "
+        f"{room / 1e9:.3g} GB; allow more with `memory`, or use fewer (`rows`) or "
         "shorter (`length`) sequences"
     )

@@ -106,7 +106,7 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
     `order`: in which columns are rounded, where neither their own order nor that of the activations is wanted.
     """
     if not torch.isfinite(hessian).all():
-        raise SchemeError("the statistics of a layer's inputs hold NaN or infinity")
+        raise SchemeError("the statistics of a layer's inputs contain NaN or infinity")
     K = len(hessian)
     diagonal = hessian.diagonal().double()
     mean = diagonal.mean() if (diagonal > 0).any() else torch.ones_like(diagonal[0])
@@ -122,7 +122,7 @@ def factor(hessian: Tensor, damp: float, *, act_order: bool, order: Tensor | Non
         if not failed and root.diagonal().amin() > 0:
             break
     else:
-        raise SchemeError("the Hessian of a layer's inputs is not positive, however much it is damped")
+        raise SchemeError("the Hessian of a layer's inputs is not positive definite, even with the largest damping")
     root = root.flip(0, 1)
     scale = root.diagonal().clone()
     cost = torch.empty_like(scale).scatter_(0, order, scale.square())

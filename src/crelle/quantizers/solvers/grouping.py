@@ -52,7 +52,7 @@ def require_finite(w: Tensor) -> Tensor:
     """Return w as f32; raises FormatError on NaN or infinity."""
     w = w.to(torch.float32)
     if not torch.isfinite(w).all():
-        raise FormatError("the weight holds NaN or infinity")
+        raise FormatError("the weight contains NaN or infinity")
     return w
 
 
@@ -69,5 +69,5 @@ def storable(t: Tensor) -> Tensor:
     """Return scales as f16; raises SchemeError on values beyond its range."""
     stored = t.to(torch.float16)
     if not torch.isfinite(stored).all():
-        raise SchemeError(f"a scale of {t.abs().max().item():.3g} is beyond the range of f16")
+        raise SchemeError(f"a scale of {t.abs().max().item():.3g} is outside the range of f16")
     return stored

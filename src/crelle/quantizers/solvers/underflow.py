@@ -44,8 +44,8 @@ def underflow(name: str, stored: QuantTensor, source: Callable[[], Tensor]) -> s
         return None
     module, what = name.removesuffix(".weight"), "rows" if by_row else "groups"
     return (
-        f"'{name}': {count} of {lost.numel()} {what} hold weights too small for f16 (at most "
-        f"{float(size[lost].max()):.1e}), which are stored as zeros or roughly; --override '{module}=bf16' keeps them"
+        f"'{name}': {count} of {lost.numel()} {what} have weights too small for f16 (at most "
+        f"{float(size[lost].max()):.1e}), which become zero or inaccurate; --override '{module}=bf16' keeps them"
     )
 
 

@@ -218,9 +218,9 @@ class Losses:
 
 def _diverged(step: int, t: Training) -> str:
     if step == 0:
-        return "the loss is not finite before anything was trained: the model's own outputs hold NaN or infinity"
+        return "the loss is not finite before the first step: the model's outputs contain NaN or infinity"
     return (
-        f"the training diverged: after step {step} of {t.steps} the loss is not finite, at a rate of {t.rate:g}; "
+        f"training diverged: after step {step} of {t.steps} the loss is not finite, at a rate of {t.rate:g}; "
         "choose a smaller `rate`"
     )
 

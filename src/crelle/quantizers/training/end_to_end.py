@@ -179,4 +179,4 @@ class EndToEnd:
             self.step.load_state_dict(state["optimizer"])
             self._losses = Losses(self.t, self.device, state["losses"])
         except (RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as e:
-            raise FormatError(f"{path} is not the state of this training ({e}); delete it to start anew") from e
+            raise FormatError(f"{path} is not the state of this training run ({e}); delete it to start over") from e

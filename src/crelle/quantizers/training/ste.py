@@ -68,7 +68,7 @@ class ScaleTuner(TrainableWeight):
     def __init__(self, start: QuantTensor) -> None:
         super().__init__()
         if not (scales := start.scales()):
-            raise UnsupportedError(f"the format '{start.format}' has no scales that could be trained")
+            raise UnsupportedError(f"the format '{start.format}' has no trainable scales")
         self.start = start
         self.units = _units({name: t.float() for name, t in scales.items()})
         self.scales = nn.ParameterDict({name: nn.Parameter(t.float() / self.units[name]) for name, t in scales.items()})

@@ -112,9 +112,8 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, memo
         return torch.from_file(name, shared=True, size=prod(shape), dtype=dtype).view(shape)
     except OSError as e:
         raise CapacityError(
-            f"what the full-precision model says of the sequences takes {size / 1e9:.3g} GB, more than half of the "
-            f"host's memory, and cannot be written to {folder} ({e.strerror}); train on less text, or with fewer steps "
-            "or own sequences"
+            f"the outputs of the full-precision model take {size / 1e9:.3g} GB, more than half of the host memory, and "
+            f"cannot be written to {folder} ({e.strerror}); train on less text, or with fewer steps or own sequences"
         ) from e
     finally:
         os.close(handle)
