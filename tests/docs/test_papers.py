@@ -111,3 +111,30 @@ def test_every_machine_of_theirs_is_named() -> None:
         assert re.search(r"A100|RTX \d+|Llama|LLaMA|OPT", part), part.splitlines()[0]
         if re.search(r"theirs.*(ms|us|tokens/s|speed-up)", part):
             assert re.search(r"A100|RTX \d+", part), part.splitlines()[0]
+
+
+def test_row_wise_products_and_w4a16() -> None:
+    table = section("Table 2: products over cuBLAS")
+    pairs = [r for r in rows("h200-gemv-pairs") if "group=row" in r["scheme"]]
+    assert len(pairs) == 3
+    for row in pairs:
+        assert f"| {row['microseconds']:.2f} ({row['speedup']:.2f}) |" in table
+    (w4a16,) = (
+        r for r in rows("h200-serve") if r["memory"] and (r["scheme"], r["kv"]) == ("rtn:bits=4,group=128", "kv16")
+    )
+    table = section("Figure 11: throughput and latency")
+    assert f"| {w4a16['batch']} | {w4a16['tokens_per_second']:.0f} |" in table
+
+
+def test_outliers_and_bits() -> None:
+    table = section("Table 4: 4-bit groups")
+    for name in ("h200-mixed-ablation-smollm2", "mixed-ablation-stories15M"):
+        ratio = {r["name"]: f"{r['ratio']:.3f}" for r in rows(name)}
+        for share in ("0.002", "0.005"):
+            assert f"{ratio[f'outliers={share} 2-bit groups']} and {ratio[f'outliers={share} all groups']}" in table
+    table = section("Table 4: part by part")
+    for a, b in zip(rows("h200-atom-ablation-smollm2")[1:], rows("atom-ablation-stories15M")[1:], strict=True):
+        assert f"| {a['bits_per_weight']:.2f}, {b['bits_per_weight']:.2f} |" in table
+    found = {r["name"]: r["perplexity"] for r in rows("h200-zero-shot-smollm2")}
+    part = section("Tables 3, 6 and 7: whole models")
+    assert all(f"{found[name]:.2f}" in part for name in ("fp16", "rtn3", "auto3", "auto3-full"))
