@@ -51,7 +51,7 @@ test: setup lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -rs
 
 test-slow: setup
-	$(BIN)/pytest -m "not gpu and not vllm"
+	$(BIN)/pytest -m "not gpu and not vllm" -o faulthandler_timeout=0
 
 # The plugin in a real vLLM (its CPU build), in an environment of its own: vLLM pins what others need otherwise. Not in
 # CI: 3.5 GB to install. Warnings of vLLM and what it imports are not ours to fix.

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores already; a fifth less time in all
+
+# A shell without job control ignores Ctrl-C for what it starts in the background, and processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import in_process
 import pytest
@@ -74,6 +79,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(TORCH_THREADS)
     if cpu.available() is None:
         cpu.core().set_threads(1 if in_process.WORKER and item.path.name not in THREADED else 0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if not in_process.WORKER:
+        config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
+
+
+class FailuresAtOnce:
+    """Print each failure when it happens: a run that is ended from outside prints no summary."""
+
+    def __init__(self, config: pytest.Config):
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.terminal:
+            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {reason.strip()[:3000]}")
 
 
 LIMIT = 600  # seconds; a test that waits for something that never comes must not take the whole run with it

@@ -150,7 +150,7 @@ def test_shapes_and_scales_without_a_place_are_refused() -> None:
 
 
 def test_versions_that_do_not_exist_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemeError, match="there is no GPTQ version 3; choose 1 or 2"):
+    with pytest.raises(SchemeError, match="unknown GPTQ version 3; choose 1 or 2"):
         export_directory(open_weights(source), tmp_path / "g", GPTQLayout(3))
 
 

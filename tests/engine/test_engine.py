@@ -153,7 +153,7 @@ def test_each_request_has_its_precision(nested: LLM) -> None:
     assert found[None] == found[4]
     assert found == {bits: alone(nested, "Hello", kv=4, bits=bits) for bits in found}
     assert len({str(t) for t in found.values()}) == 3
-    with pytest.raises(UnsupportedError, match="supports 2, 3, 4 bits, not 5"):
+    with pytest.raises(UnsupportedError, match="serves 2, 3, 4 bits, not 5"):
         engine.add("Hello", bits=5)
     assert handles[4].request.precision is None, "the model as loaded takes one turn, not two"
 

@@ -186,7 +186,7 @@ config(
 )
 config("model type as a list", "model type", model_type=["llama"])
 config("activation of 1 MB", "activation", hidden_act="x" * (1 << 20))
-config("quantized by a number", "already quantized", quantization_config=7)
+config("quantized by a number", "is quantized by .7., which Crelle cannot read", quantization_config=7)
 config(
     "auto_map", None, auto_map={"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
 )

@@ -27,7 +27,7 @@ def test_a_message_that_quotes_a_long_name_is_short_and_keeps_its_ends() -> None
     with pytest.raises(CrelleError) as e:
         open_quantized(Path("m"), {}, {"quant_method": "x" * 10**6})
     assert len(str(e.value)) <= MAX_MESSAGE
-    assert str(e.value).startswith("m is already quantized by 'xxx")
+    assert str(e.value).startswith("m is quantized by 'xxx")
     assert str(e.value).endswith("and GGUF)")
 
 

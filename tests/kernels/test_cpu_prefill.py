@@ -164,5 +164,5 @@ def test_mistakes_are_named(mixed: Path) -> None:
         decoder.prefill(some_tokens(3), 0, kv, row=1)
     with pytest.raises(ValueError, match="no such token"):
         decoder.prefill(torch.tensor([3, 259]), 0, kv)
-    with pytest.raises(ValueError, match="1 to 4096 tokens"):
+    with pytest.raises(ValueError, match="at least one token"):
         decoder.prefill(torch.empty(0, dtype=torch.int64), 0, kv)

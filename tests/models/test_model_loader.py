@@ -104,7 +104,7 @@ def test_config_that_cannot_be_run_is_refused_with_a_sentence(case: str, tiny_mo
     "key", ["num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"]
 )
 def test_config_without_a_size_is_refused(key: str, tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=f"has no key '{key}'"):
+    with pytest.raises(FormatError, match=f"lacks the key '{key}'"):
         load(changed(tiny_model, tmp_path, drop=key), device="cpu")
 
 

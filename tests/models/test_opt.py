@@ -391,5 +391,5 @@ def test_missing_tensor_is_refused_by_name(name: str, plain: Path) -> None:
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size", "ffn_dim", "vocab_size"])
 def test_config_without_a_size_is_refused(key: str, plain: Path) -> None:
     change_config(plain, drop=(key,))
-    with pytest.raises(FormatError, match=f"has no key '{key}'"):
+    with pytest.raises(FormatError, match=f"lacks the key '{key}'"):
         load(plain, device="cpu")

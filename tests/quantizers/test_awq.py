@@ -223,7 +223,7 @@ def test_bad_settings_get_a_sentence(scheme: str, sentence: str) -> None:
 
 
 def test_what_cannot_be_fitted_gets_a_sentence() -> None:
-    with pytest.raises(SchemeError, match="'awq' needs the statistics of the layer's inputs"):
+    with pytest.raises(SchemeError, match="'awq' needs statistics of the layer's inputs"):
         AWQ().fit(weight(2, 4))
     with pytest.raises(SchemeError, match="statistics have 5 inputs, but the weight has 4"):
         AWQ().fit(weight(2, 4), correlated(5))

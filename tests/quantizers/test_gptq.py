@@ -173,7 +173,7 @@ def test_neither_the_weight_nor_the_statistics_are_changed() -> None:
 
 
 def test_without_statistics_it_says_what_it_needs() -> None:
-    with pytest.raises(SchemeError, match="'gptq' needs the statistics of the layer's inputs"):
+    with pytest.raises(SchemeError, match="'gptq' needs statistics of the layer's inputs"):
         GPTQ().fit(weight(2, 4))
     with pytest.raises(SchemeError, match="statistics have 5 inputs, but the weight has 4"):
         GPTQ().fit(weight(2, 4), correlated(5))

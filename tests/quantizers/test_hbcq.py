@@ -129,7 +129,7 @@ def test_the_same_bits_each_time() -> None:
 
 
 def test_bad_input_is_a_sentence() -> None:
-    with pytest.raises(SchemeError, match="'hbcq' needs the statistics of the layer's inputs"):
+    with pytest.raises(SchemeError, match="'hbcq' needs statistics of the layer's inputs"):
         HBCQ().fit(weight(2, 4))
     with pytest.raises(SchemeError, match="outside the range of f16"):
         HBCQ(2).fit(torch.tensor([[1e6, -1e6, 3e5]]), stats_of(torch.eye(3)))

@@ -189,7 +189,7 @@ def test_bad_settings_get_a_sentence(scheme: str, sentence: str) -> None:
 
 def test_what_cannot_be_fitted_or_served_gets_a_sentence() -> None:
     w = weight(2, 4)
-    with pytest.raises(SchemeError, match="'bcq-nested' needs the statistics of the layer's inputs"):
+    with pytest.raises(SchemeError, match="'bcq-nested' needs statistics of the layer's inputs"):
         Nested().fit(w)
     with pytest.raises(SchemeError, match="statistics have 5 inputs, but the weight has 4"):
         Nested().fit(w, correlated(5))

@@ -77,7 +77,7 @@ def test_defaults_are_filled_in_and_left_out(given: str, written: str) -> None:
         ("rtn:bits=0", "bits must be 1 to 8, got 0"),
         ("rtn:bits=9", "bits must be 1 to 8, got 9"),
         ("bcq:bits=-3", "bits must be 1 to 8, got -3"),
-        ("rtn:group=0", "group must be at least 1, or 'row' for a whole row; got 0"),
+        ("rtn:group=0", "group must be at least 1, or 'row' for a whole row, got 0"),
         ("bcq:group=-1", "group must be at least 1"),
         ("rtn:group=1" + "0" * 400, "group must be an integer or 'row', got '1000"),
         ("rtn:group=1" + "0" * 5000, "group must be an integer or 'row', got '1000"),
@@ -131,7 +131,7 @@ def test_store_keeps_the_numbers_at_its_width(name: str, dtype: torch.dtype) -> 
 
 
 def test_a_weight_beyond_f16_is_refused() -> None:
-    with pytest.raises(SchemeError, match="does not fit the range of fp16"):
+    with pytest.raises(SchemeError, match="is outside the range of fp16"):
         Cast("fp16").fit(torch.tensor([[1e6]]))
 
 

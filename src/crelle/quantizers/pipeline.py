@@ -218,7 +218,7 @@ def _finished_stage(out: Path, recipe: Mapping[str, object], overwrite: bool) ->
     if isinstance(old, dict) and old.get("devices") != new["devices"]:
         began, now = old.get("devices"), new["devices"]
         raise FormatError(
-            f"cannot resume: {out} was started on {began} devices, but there are {now} now; use the same number"
+            f"cannot resume: {out} was started on {began} devices, but this run has {now}; use the same number"
         )
     raise FormatError(f"cannot resume: {out} has another model, text or scheme; `overwrite=True` starts over")
 
