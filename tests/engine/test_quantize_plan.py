@@ -60,6 +60,7 @@ def never(*_: Any, **__: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("scheme", [AUTO, FULL])
 @pytest.mark.parametrize("at", ["model.layers.0", "model.layers.1"])
+@pytest.mark.sample(2)
 def test_a_killed_run_does_not_search_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, scheme: str
 ) -> None:

@@ -47,7 +47,9 @@ gguf("10^15 strings", "truncated", gguf_bytes([("tokenizer.ggml.tokens", 9, stru
 gguf("10^15 tensors", "claims 1000000000000000 tensors", gguf_bytes([], counts=(10**15, 0)))
 gguf("10^15 metadata", "claims 1000000000000000 metadata", gguf_bytes([], counts=(0, 10**15)))
 gguf("2^64 - 1 of both", "claims", gguf_bytes([], counts=(2**64 - 1, 2**64 - 1)))
-gguf("key of 2^63 bytes", "a metadata key has 9223372036854775808 bytes", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63))
+gguf(
+    "key of 2^63 bytes", "a metadata key has 9223372036854775808 bytes", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63)
+)
 gguf("string of 2^63 bytes", "ends after the file", gguf_bytes([("a", 8, struct.pack("<Q", 2**63))]))
 gguf("arrays in arrays", "array of arrays", gguf_bytes([("a", 9, struct.pack("<IQ", 9, 1) * 50_000)]))
 gguf("unknown type", "unknown type 77", gguf_bytes([("a", 77, b"")]))

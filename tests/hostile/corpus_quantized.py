@@ -122,7 +122,9 @@ def without_a_part(to: Path, said: dict[str, Any]) -> None:
 
 checkpoint("a plain matrix without its tensor", f"has no tensor '{UP}.weight'", without_a_part)
 checkpoint(
-    "a cache of 10^11 layers", "names layers above 4095", lambda _, said: said.update(scheme="atom:kv=4:layers.0-99999999999=8")
+    "a cache of 10^11 layers",
+    "names layers above 4095",
+    lambda _, said: said.update(scheme="atom:kv=4:layers.0-99999999999=8"),
 )
 checkpoint(
     "a cache of 10^12 tokens a page", "page must be", lambda _, said: said.update(scheme="atom:kv=4:page=1000000000000")

@@ -130,6 +130,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     ],
     ids=str,
 )
+@pytest.mark.sample(2)
 def test_a_row_does_not_depend_on_who_steps_beside_it(
     text: str, dtype: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None]
 ) -> None:

@@ -6,6 +6,7 @@ Kernels whose name says sm90 take Hopper's path, last cluster first: a stream-K 
 cluster run side by side. What cp.async.bulk and wgmma do out of order it does not have.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import re
@@ -40,6 +41,28 @@ extern "C" void run(int gx, int gy, int gz, int threads, int bytes{parameters}) 
   }}
 }}
 """
+
+
+_OPTIONS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"]
+_HEADERS = ("cmath", "cstdint", "cstdio", "cstdlib", "cstring", "functional", "ucontext.h", "vector")
+
+
+@cache
+def _precompiled_headers(cache: Path) -> Path:
+    """Compile once what the emulator includes of the host: a third of the time that a kernel takes."""
+    key = hashlib.sha256(repr((_OPTIONS, _HEADERS, COMPILER)).encode()).hexdigest()[:24]
+    folder = cache / f"host-{key}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as new:
+            header = Path(new) / "host" / "host.h"
+            header.parent.mkdir()
+            header.write_text("".join(f"#include <{name}>\n" for name in _HEADERS))
+            command = [str(COMPILER), *_OPTIONS, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+            subprocess.run(command, check=True)
+            with contextlib.suppress(OSError):  # another process was first
+                header.parent.rename(folder)
+    return folder / "host.h"
 
 
 class EmulatedKernel:
@@ -97,23 +120,14 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
     key = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:24]
     library = cache_directory() / "emulated" / f"{key}.so"
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
+        host = _precompiled_headers(library.parent)
         # A folder of its own: other processes may build the same.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             for name, text in sources.items():
                 (Path(folder) / name).parent.mkdir(exist_ok=True)
                 (Path(folder) / name).write_text(text)
             made = Path(folder) / "kernel.so"
-            options = [
-                "-std=c++20",
-                "-O1",
-                "-ffp-contract=off",
-                "-fno-strict-aliasing",
-                "-w",
-                "-shared",
-                "-fPIC",
-                f"-I{folder}",
-            ]
-            subprocess.run([str(COMPILER), *options, "-o", str(made), str(Path(folder) / "main.cpp")], check=True)
+            paths = ["-include", str(host), f"-I{folder}", "-o", str(made), str(Path(folder) / "main.cpp")]
+            subprocess.run([str(COMPILER), *_OPTIONS, "-shared", *paths], check=True)
             made.rename(library)
     return ctypes.CDLL(str(library))

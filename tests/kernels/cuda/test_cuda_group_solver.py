@@ -74,6 +74,7 @@ def binary(device: str, g: Tensor, h: Tensor | None, P: int, rounds: int, bias: 
 @pytest.mark.parametrize("P", range(1, 9))
 @pytest.mark.parametrize("G", [1, 8, 64, 128, 1000])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.sample(3)
 def test_binary_scales_are_those_of_the_reference(device: str, P: int, G: int, weighted: bool) -> None:
     R, C = (2, 1) if device == "cpu" and P > 4 else (39, 3)  # few where the emulator is slow
     g, h = groups(R, G), importances(C, G) if weighted else None
@@ -100,6 +101,7 @@ def test_greedy_planes_are_those_of_the_reference(device: str, P: int, bias: boo
 
 @pytest.mark.parametrize("P", range(1, 9))
 @pytest.mark.parametrize(("R", "G"), [(1, 1), (50, 33), (7, 200)])
+@pytest.mark.sample(3)
 def test_codes_are_those_of_the_reference(device: str, P: int, R: int, G: int) -> None:
     g = groups(R, G)
     alpha, z = groups(R, P, seed=1), groups(R, 1, seed=2)[:, 0]  # in any order, and negative ones

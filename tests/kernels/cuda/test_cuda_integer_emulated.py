@@ -43,6 +43,7 @@ def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("scheme", kernels.SCHEMES)
+@pytest.mark.sample(2)
 def test_products_are_those_of_the_reference(scheme: str) -> None:
     kernels.test_products_are_those_of_the_reference(scheme)
 

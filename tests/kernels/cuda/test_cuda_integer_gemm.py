@@ -94,6 +94,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @emulated
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(2)
 def test_emulated_products_match_oracle(case: Case) -> None:
     i = CASES.index(case)
     for config, (M, N, K) in zip(
@@ -149,6 +150,7 @@ def extreme(case: Case, which: int, device: str = "cpu") -> tuple[Any, Quantized
 @emulated
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(2)
 def test_emulated_sums_of_extreme_codes_are_exact(case: Case) -> None:
     i = CASES.index(case)
     for which in (i % 4, (i + 1) % 4, (i + 2) % 4):
@@ -182,6 +184,7 @@ def check_adversarial(case: Case, config: Config | None, device: str = "cpu") ->
 @emulated
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(2)
 def test_emulated_adversarial_inputs(case: Case) -> None:
     i = CASES.index(case)
     for config in (SM80[i % 3], SM90[i % EMULATED]):

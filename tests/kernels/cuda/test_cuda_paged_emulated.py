@@ -68,6 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "D", "group"), CASES)
+@pytest.mark.sample(2)
 def test_append_stores_the_bits_of_the_reference_and_attention_reads_them(text: str, D: int, group: int) -> None:
     fmt, heads, lengths = KVFormat.parse(text), 2, [70, 1, 33]
     table = torch.randperm(15, generator=torch.Generator().manual_seed(1)).int().view(3, 5)
