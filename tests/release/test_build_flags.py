@@ -17,8 +17,10 @@ AMX = AVX512 | {"-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-ma
 SPECIAL = {
     "x86_64": {
         "isa_avx2.cpp": AVX2,
+        "isa_avxvnni.cpp": AVX2 | {"-mavxvnni"},
         "ops_avx2.cpp": AVX2,
         "isa_avx512.cpp": AVX512,
+        "isa_avx512vnni.cpp": AVX512 | {"-mavx512vnni"},
         "ops_avx512.cpp": AVX512,
         "isa_vbmi.cpp": AVX512 | {"-mavx512vbmi", "-mavx512vnni"},
         "isa_amx.cpp": AMX,

@@ -75,13 +75,25 @@ def _package(name: str, use: str) -> dict[str, Any]:
         return _check(name, "absent", use)
 
 
+# What a CPU with more than an instruction set would gain.
+_NEWER = {
+    "vbmi": "AMX (Sapphire Rapids) would speed up prompts",
+    "avx512-vnni": "VBMI (Ice Lake, Zen 4) would speed up bit-planes, AMX (Sapphire Rapids) prompts",
+    "avx512": "VNNI (Cascade Lake, Zen 4) would speed up uniform grids",
+    "avx-vnni": "AVX-512 would speed up all products",
+    "avx2": "AVX-VNNI (Alder Lake, Zen 5) would speed up uniform grids",
+    "neon": "dot products (Armv8.2) would speed up uniform grids",
+}
+
+
 def _extension() -> dict[str, Any]:
     from crelle.kernels import cpu
 
     if reason := cpu.available():
         return _check("C++ kernels", "absent", f"{reason}; the torch kernels run instead")
     core = cpu.core()
-    return _check("C++ kernels", "ok", f"instruction set {core.isa()} of {', '.join(core.isas())}")
+    newer = f"; {_NEWER[core.isa()]}" if core.isa() in _NEWER else ""
+    return _check("C++ kernels", "ok", f"instruction set {core.isa()} of {', '.join(core.isas())}{newer}")
 
 
 def _cuda() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
 from crelle.cgroup import cpu_quota
+from crelle.errors import SchemeError
 
 _NAME = "crelle.kernels.cpu._core"
 
@@ -18,6 +19,14 @@ def _load() -> ModuleType | str:
         module = _load_from(path) if (path := os.environ.get("CRELLE_CORE")) else import_module(_NAME)
     except ImportError as e:
         return f"is not built here ({e}); reinstall crelle with a C++20 compiler"
+    if isa := os.environ.get("CRELLE_ISA"):
+        try:
+            module.set_isa(isa)
+        except ValueError:
+            choice = ", ".join(module.isas())
+            raise SchemeError(
+                f"CRELLE_ISA: this machine has no instruction set '{isa}'; use one of: {choice}"
+            ) from None
     if (quota := cpu_quota()) is not None and quota < module.threads():  # its default is the affinity mask
         module.set_threads(quota)
     return module

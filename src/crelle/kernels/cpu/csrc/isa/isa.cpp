@@ -14,7 +14,7 @@ namespace crelle::cpu {
 namespace {
 
 struct Features {
-  bool avx2 = false, avx512 = false, vbmi = false, amx = false;
+  bool avx2 = false, avx_vnni = false, avx512 = false, avx512_vnni = false, vbmi = false, amx = false;
 };
 
 // cpuid says what the core has, xgetbv which registers the system saves; both must agree.
@@ -33,11 +33,13 @@ Features detect() {
   const bool vbmi = c >> 1 & 1, vnni = c >> 11 & 1;
   f.avx2 = ymm && avx2 && fma && f16c;
   f.avx512 = f.avx2 && zmm && foundation && dq && bw && vl;
-  f.vbmi = f.avx512 && vbmi && vnni;
+  f.avx512_vnni = f.avx512 && vnni;
+  f.vbmi = f.avx512_vnni && vbmi;
   const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1, amx_int8 = d >> 25 & 1;
   const bool tiles_saved = (lo >> 17 & 3) == 3;
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return f;
-  const bool avx512_bf16 = a >> 5 & 1;
+  const bool avx_vnni = a >> 4 & 1, avx512_bf16 = a >> 5 & 1;
+  f.avx_vnni = f.avx2 && avx_vnni;
   f.amx = f.vbmi && avx512_bf16 && amx_bf16 && amx_int8 && amx_tile && tiles_saved && request_amx();
   return f;
 }
@@ -76,7 +78,9 @@ const std::vector<const Isa *> &isas() {
     static const Isa amx = with_tiles("amx", kAmxGemm);
     if (f.amx) v.push_back(&amx);
     if (f.vbmi) v.push_back(&kVbmi);
+    if (f.avx512_vnni) v.push_back(&kAvx512Vnni);
     if (f.avx512) v.push_back(&kAvx512);
+    if (f.avx_vnni) v.push_back(&kAvxVnni);
     if (f.avx2) v.push_back(&kAvx2);
 #elif defined(__aarch64__)
     if (has_dotprod()) v.push_back(&kDotprod);

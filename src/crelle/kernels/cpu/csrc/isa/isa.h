@@ -48,7 +48,7 @@ inline const Gemm *gemm_of(const Weight &w) {
 
 extern const Isa kGeneric;
 #if defined(__x86_64__)
-extern const Isa kAvx2, kAvx512, kVbmi;
+extern const Isa kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kVbmi;
 extern const IntegerKernel kIntegerAmx;
 #elif defined(__aarch64__)
 extern const Isa kNeon, kDotprod;

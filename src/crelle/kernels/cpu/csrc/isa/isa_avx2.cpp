@@ -1,5 +1,6 @@
-// AVX2 + FMA + F16C: byte planes, 32 rows to a block.
+// AVX2 + FMA + F16C: byte planes and fields, 32 rows to a block.
 #include <immintrin.h>
+#include <array>
 #include <utility>
 
 #include "isa/isa.h"
@@ -19,6 +20,8 @@ namespace avx2 {
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx2.h"
+#include "planes/field_codes_avx2.h"
+#include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 
 struct V {
@@ -65,11 +68,22 @@ struct V {
   static CRELLE_INLINE void store(float *p, Floats v) { _mm256_storeu_ps(p, v); }
 };
 
-Stream stream(Kind, int) { return Stream::BytePlanes; }
+Stream stream(Kind kind, int P) {
+  return kind == Kind::Bcq || P > FieldV::kMostBits ? Stream::BytePlanes : Stream::Fields;
+}
 
 void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
-  encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
+  if (takes_tables(a.stream))
+    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
+  else
+    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
 }
+
+void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V>)(w, a, y, ldy, b0, b1);
+}
+
+static_assert(kFieldRows == V::kRows);
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
 constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
@@ -77,7 +91,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace avx2
 }  // namespace
 
-const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::stream,   avx2::encode, avx2::byte_matmul<avx2::V>,
-                avx2::read_all, &avx2::kMixed,  &avx2::kInteger};
+const Isa kAvx2{"avx2",       avx2::V::kRows, avx2::stream,  avx2::encode,
+                avx2::matmul, avx2::read_all, &avx2::kMixed, &avx2::kInteger};
 
 }  // namespace crelle::cpu

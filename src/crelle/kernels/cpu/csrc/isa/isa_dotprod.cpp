@@ -21,7 +21,8 @@ namespace dotprod {
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_neon.h"
-#include "planes/sdot_codes.h"
+#include "planes/field_codes_neon.h"
+#include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 
 Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
@@ -34,7 +35,7 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
 }
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  (w.stream == Stream::Fields ? sdot_matmul : kNeon.matmul)(w, a, y, ldy, b0, b1);
+  (w.stream == Stream::Fields ? field_matmul : kNeon.matmul)(w, a, y, ldy, b0, b1);
 }
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
@@ -43,7 +44,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace dotprod
 }  // namespace
 
-const Isa kDotprod{"dotprod",       dotprod::kSdotRows, dotprod::stream,  dotprod::encode,
-                   dotprod::matmul, dotprod::read_all,  &dotprod::kMixed, &dotprod::kInteger};
+const Isa kDotprod{"dotprod",       dotprod::kFieldRows, dotprod::stream,  dotprod::encode,
+                   dotprod::matmul, dotprod::read_all,   &dotprod::kMixed, &dotprod::kInteger};
 
 }  // namespace crelle::cpu

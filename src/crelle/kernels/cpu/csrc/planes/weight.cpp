@@ -43,7 +43,10 @@ struct Field {
     bit = place - first;
   }
   // Inputs 4 u ... 4 u + 3 of row r: where their bytes lie in a chunk, and the bit's place in each.
-  size_t at(int P, int r, int u) const { return ((size_t(r / 4) * P + first + u * width / 8) * 4 + r % 4) * 4; }
+  size_t at(const Weight &w, int r, int u) const {
+    const int lanes = w.R / 4;
+    return ((size_t(r / lanes) * w.P + first + u * width / 8) * lanes + r % lanes) * 4;
+  }
   int shift(int u) const { return u * width % 8 + bit; }
 };
 
@@ -57,7 +60,7 @@ void pack_fields(const Weight &w, const Source &src, int first, int g, int c, ui
         const uint8_t eight = src.byte(p, first + r, g, c, j);
         for (int half = 0; half < 2; ++half) {
           const int u = 2 * j + half;
-          uint8_t *const to = out + field.at(w.P, r, u);
+          uint8_t *const to = out + field.at(w, r, u);
           uint32_t four;
           std::memcpy(&four, to, 4);
           put_dword(to, four | (kSpread[eight >> 4 * half & 15] ^ inverted) << field.shift(u));
@@ -203,7 +206,7 @@ void dequantize_row(const Weight &w, int n, float *out) {
       case Stream::Fields:
         for (int place = 0; place < w.P; ++place) {
           const Field field(w.P, place);
-          value |= (chunk[field.at(w.P, r, k / 4) + k % 4] >> field.shift(k / 4) & 1) << place;
+          value |= (chunk[field.at(w, r, k / 4) + k % 4] >> field.shift(k / 4) & 1) << place;
         }
         return w.P == 8 ? value ^ kByteZero : value;
       case Stream::Bytes: return chunk[((j * 2 + i / 4) * w.R + r) * 4 + i % 4];
