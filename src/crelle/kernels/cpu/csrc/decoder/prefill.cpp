@@ -379,6 +379,7 @@ void Prefill::pack(int tile) {
 // y = x W^T, or y += x W^T, without bias.
 void Prefill::multiply(std::initializer_list<Product> products, bool add) {
   const Operand &o = operand_;
+  if (o.as_rows) multiply_by_rows(products, add);
   items_.clear();
   int blocks = 0;
   for (const Product &p : products)
@@ -386,15 +387,7 @@ void Prefill::multiply(std::initializer_list<Product> products, bool add) {
   const int step = blocks_of_item(blocks);
   for (const Product &p : products) {
     const Matrix &m = *p.m;
-    if (!by_tiles(m)) {
-      product_rows_.grow(size_t(rows()) * m.N * sizeof(float));
-      multiply_rows(m, rows(), false, floats_of(product_rows_));
-      for_each(tiles(), [&](int t) {
-        ops_.tile_of_rows(floats_of(product_rows_) + size_t(tiles_[t].row) * m.N, m.N, tiles_[t].count, m.N, add,
-                          p.y.tile(t));
-      });
-      continue;
-    }
+    if (!by_tiles(m)) continue;
     const auto way = std::find_if(o.packed.begin(), o.packed.begin() + o.ways,
                                   [&](const auto &w) { return packs_alike(*w.first, *m.coded); });
     for (int b = 0; b < m.coded->blocks; b += step)
@@ -405,6 +398,81 @@ void Prefill::multiply(std::initializer_list<Product> products, bool add) {
     const auto &[product, packed, from, to] = items_[i];
     const Weight &w = *product->m->coded;
     w.isa->gemm->run_tiles(w, packed, tiles(), model_.precision, product->y.data, product->y.pitch, add, from, to);
+  });
+}
+
+// The products that are not by tiles. Coded ones that take the same integers share them, and are spread over the pool
+// by blocks and rows: small matrices have fewer blocks than would keep all threads busy.
+void Prefill::multiply_by_rows(std::initializer_list<Product> products, bool add) {
+  const int M = rows();
+  size_t room = 0;
+  for (const Product &p : products)
+    if (!by_tiles(*p.m)) room += size_t(M) * p.m->N;
+  product_rows_.grow(room * sizeof(float));
+  encode_operand(products);
+  row_items_.clear();
+  float *y = floats_of(product_rows_);
+  for (const Product &p : products) {
+    if (by_tiles(*p.m)) continue;
+    const int N = p.m->N;
+    if (!p.m->coded)
+      multiply_rows(*p.m, M, false, y);
+    else
+      add_row_items(p, y);
+    y += size_t(M) * N;
+  }
+  for_each(int(row_items_.size()), [&](int i) {
+    const RowItem &item = row_items_[i];
+    const Weight &w = *item.product->m->coded;
+    matmul_rows(w, *item.x, item.y, w.N, item.from * w.R, std::min(w.N, item.to * w.R));
+  });
+  y = floats_of(product_rows_);
+  for (const Product &p : products) {
+    if (by_tiles(*p.m)) continue;
+    const int N = p.m->N;
+    for_each(tiles(),
+             [&](int t) { ops_.tile_of_rows(y + size_t(tiles_[t].row) * N, N, tiles_[t].count, N, add, p.y.tile(t)); });
+    y += size_t(M) * N;
+  }
+}
+
+void Prefill::add_row_items(const Product &p, float *y) {
+  const Weight &w = *p.m->coded;
+  const Encoded &x = *std::find_if(operand_.encoded.begin(), operand_.encoded.begin() + operand_.encodings,
+                                   [&](const Encoded &e) { return e.chunks.front().fits(w); });
+  const int at_once = rows_at_once(w), step = std::min(w.blocks, kBlocksOfItem);
+  for (int c = 0; c * at_once < rows(); ++c)
+    for (int b = 0; b < w.blocks; b += step)
+      row_items_.push_back({&p, &x.chunks[c], y + size_t(c) * at_once * w.N, b, std::min(w.blocks, b + step)});
+}
+
+// Encode the operand's rows once for all coded products that take the same integers.
+void Prefill::encode_operand(std::initializer_list<Product> products) {
+  Operand &o = operand_;
+  const int M = rows();
+  o.encodings = 0;
+  std::vector<std::pair<int, int>> items;  // encoding, chunk
+  for (const Product &p : products) {
+    if (by_tiles(*p.m) || !p.m->coded) continue;
+    const Weight &w = *p.m->coded;
+    const auto end = o.encoded.begin() + o.encodings;
+    if (std::any_of(o.encoded.begin(), end, [&](const Encoded &e) { return e.chunks.front().fits(w); })) continue;
+    if (o.encodings == int(o.encoded.size())) o.encoded.emplace_back();
+    Encoded &e = o.encoded[o.encodings];
+    e.weight = &w;
+    const int at_once = rows_at_once(w), chunks = (M + at_once - 1) / at_once;
+    if (int(e.chunks.size()) < chunks) e.chunks.resize(chunks);
+    for (int c = 0; c < chunks; ++c) {
+      e.chunks[c].shape(w, std::min(at_once, M - c * at_once), model_.precision);
+      items.emplace_back(o.encodings, c);
+    }
+    ++o.encodings;
+  }
+  for_each(int(items.size()), [&](int i) {
+    Encoded &e = o.encoded[items[i].first];
+    Activations &a = e.chunks[items[i].second];
+    const size_t first = size_t(items[i].second) * rows_at_once(*e.weight);
+    encode_rows(a, *e.weight, floats_of(o.rows) + first * o.K, o.K, 0, a.M);
   });
 }
 

@@ -89,10 +89,21 @@ private:
     const Matrix *m;
     Tiles y;
   };
-  struct Item {  // blocks of a coded matrix or rows of a plain one
+  struct Item {  // blocks of a coded matrix, for all tiles
     const Product *product;
     const uint8_t *packed;
     int from, to;
+  };
+  struct RowItem {  // blocks of a coded matrix, for the rows of one of Encoded::chunks
+    const Product *product;
+    const Activations *x;
+    float *y;
+    int from, to;
+  };
+  // Rows of x as the matrices take them that are encoded alike: chunks of rows_at_once.
+  struct Encoded {
+    const Weight *weight;
+    std::vector<Activations> chunks;
   };
   // x [rows, K] of one or several products: as rows where some product wants them, packed in every way that others
   // want.
@@ -102,6 +113,8 @@ private:
     bool as_rows = false;
     Buffer rows;                                            // float [rows, K]
     std::vector<std::pair<const Weight *, Buffer>> packed;  // the first `ways` are in use
+    std::vector<Encoded> encoded;                           // likewise the first `encodings`
+    int encodings = 0;
   };
 
   void pass(bool all, float *logits);
@@ -120,6 +133,9 @@ private:
   void expect(Tiles x, int K, std::initializer_list<const Matrix *> group);
   void pack(int tile);
   void multiply(std::initializer_list<Product> products, bool add = false);
+  void multiply_by_rows(std::initializer_list<Product> products, bool add);
+  void encode_operand(std::initializer_list<Product> products);
+  void add_row_items(const Product &p, float *y);
   void multiply_rows(const Matrix &m, int M, bool by_tiles, float *y);
   bool packs_alike(const Weight &a, const Weight &b) const;
   Tiles grow(Buffer &b, int features);
@@ -133,6 +149,7 @@ private:
   std::vector<Tile> tiles_;  // of the pass
   Operand operand_;
   std::vector<Item> items_;
+  std::vector<RowItem> row_items_;
   Tiles stream_, normed_, q_, k_, v_, attended_, gate_, up_, angles_;
   Buffer buffers_[9], product_rows_;
   Times seconds_ = {};

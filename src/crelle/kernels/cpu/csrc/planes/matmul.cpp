@@ -84,6 +84,9 @@ void prepare_activations(Activations &a, const float *x, int M, const Weight &w,
   Pool::get().run([&](int t, int n) { encode_rows(a, w, x, w.K, part(M, t, n), part(M, t + 1, n)); });
 }
 
+// Tables of 64 rows of 4096 inputs are 1 MB and stay in L2.
+int rows_at_once(const Weight &w) { return w.stream == Stream::Integer ? w.isa->integer->rows : 64; }
+
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
   return {part(w.blocks, t, n) * w.R, std::min(w.N, part(w.blocks, t + 1, n) * w.R)};
 }
@@ -143,9 +146,8 @@ void matmul(const float *x, int M, const Weight &w, float *y, Precision precisio
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision, bool by_tiles) {
   static thread_local Activations scratch;
-  Activations &a = scratch;  // this thread's, also in the workers' lambdas
-  // Rows taken at a time: tables of 64 rows of 4096 inputs are 1 MB and stay in L2; tiles are read in order.
-  const int at_once = by_tiles ? 1024 : w.stream == Stream::Integer ? w.isa->integer->rows : 64;
+  Activations &a = scratch;                               // this thread's, also in the workers' lambdas
+  const int at_once = by_tiles ? 1024 : rows_at_once(w);  // tiles are read in order
   for (int m = 0; m < M; m += at_once) {
     const int rows = std::min(at_once, M - m);
     const float *xm = x + size_t(m) * w.K;

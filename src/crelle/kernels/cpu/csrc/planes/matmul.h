@@ -24,6 +24,9 @@ void prepare_activations(Activations &a, const float *x, int M, const Weight &w,
 // Encode rows [m0, m1) only; `a` has been shaped for w or one of its shape. For callers that are parallel themselves.
 void encode_rows(Activations &a, const Weight &w, const float *x, size_t ldx, int m0, int m1);
 
+// Rows of x that pass by a block of w at a time, where they are not multiplied as tiles.
+int rows_at_once(const Weight &w);
+
 // The output rows of thread t of n: whole blocks, so that no two threads write one cache line of the weights' block.
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n);
 
