@@ -106,22 +106,28 @@ CRELLE_INLINE Vec block_softmax(float *s, int from, int keys, int position, int 
   if (some_unseen(from, keys, position, window))
     for (int i = 0; i < keys; ++i)
       store(s + i * W * kLanes, seen_by(from + i, position, window) ? load(s + i * W * kLanes) : all(kUnseen));
-  const Vec before = load(tops);
-  Vec top = before, total = {};
-  for (int i = 0; i < keys; ++i) {
-    const Vec score = load(s + i * W * kLanes);
-    top = larger(score, top);
-    total += score * 0.0f;
+  const auto weight = [](Part x) __attribute__((always_inline)) { return x < -87.0f ? Part{} : exp_each(x); };
+  Vec factors;
+  for (int p = 0; p < kParts; ++p) {
+    float *const at = s + p * kPartLanes, *const of_total = totals + p * kPartLanes;
+    const Part before = load_part(tops + p * kPartLanes);
+    Part top = before, total = {};
+    for (int i = 0; i < keys; ++i) {
+      const Part score = load_part(at + i * W * kLanes);
+      top = score > top ? score : top;
+      total += score * 0.0f;
+    }
+    for (int i = 0; i < keys; ++i) {
+      const Part e = weight(load_part(at + i * W * kLanes) - top);
+      store_part(at + i * W * kLanes, e);
+      total += e;
+    }
+    const Part factor = weight(before - top);
+    store_part(tops + p * kPartLanes, top);
+    store_part(of_total, load_part(of_total) * factor + total);
+    store_part(reinterpret_cast<float *>(&factors) + p * kPartLanes, factor);
   }
-  for (int i = 0; i < keys; ++i) {
-    const Vec x = load(s + i * W * kLanes) - top, e = x < -87.0f ? Vec{} : exp_of(x);
-    store(s + i * W * kLanes, e);
-    total += e;
-  }
-  const Vec change = before - top, factor = change < -87.0f ? Vec{} : exp_of(change);
-  store(tops, top);
-  store(totals, load(totals) * factor + total);
-  return factor;
+  return factors;
 }
 
 // Keys and values [from, from + keys).

@@ -220,18 +220,28 @@ CRELLE_INLINE Vec sums_of_8(const Vec (&v)[8]) {
 // e^x to about 1 ulp for x in [-87, 88]; clamped outside. 2^n by adding n to the exponent, e^r by its series. What it
 // makes of NaN is not defined (a product instead of that sum would keep it, and made attention 8% slower): callers see
 // to it that NaN stays NaN.
-CRELLE_INLINE Vec exp_of(Vec x) {
+template <class V>
+CRELLE_INLINE V exp_each(V x) {
+  using Ints = decltype(x < x);
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  x = x < -87.0f ? all(-87.0f) : x;
-  x = x > 88.0f ? all(88.0f) : x;
-  const Vec shifted = x * 1.44269504f + kRound, n = shifted - kRound;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: the first product is exact
-  Vec p = all(1.9875691500e-4f);
+  x = x < -87.0f ? V{} - 87.0f : x;
+  x = x > 88.0f ? V{} + 88.0f : x;
+  const V shifted = x * 1.44269504f + kRound, n = shifted - kRound;
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: the first product is exact
+  V p = V{} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = (p * (r * r) + r) + 1.0f;
-  return (Vec)((Int)p + ((Int)shifted << 23));
+  return (V)((Ints)p + ((Ints)shifted << 23));
+}
+
+CRELLE_INLINE Vec exp_of(Vec x) {
+  for (int p = 0; p < kParts; ++p) {
+    float *const at = reinterpret_cast<float *>(&x) + p * kPartLanes;
+    store_part(at, exp_each(load_part(at)));
+  }
+  return x;
 }

@@ -8,7 +8,7 @@ struct FieldV {
   using Digits = __m256i;
   using Ints = __m256i;
   using Floats = __m256;
-  static constexpr int kLanes = 8, kMostRows = 8, kDigitSteps = 1;
+  static constexpr int kLanes = 8, kMostRows = 4, kDigitSteps = 1;
   static constexpr float kByteOffset = 0;  // codes are unsigned
 #if defined(__AVXVNNI__)
   static constexpr int kMostBits = 8;
