@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crelle.formats.storage.io import to_json, write_whole, writing
+from crelle.kernels import cpu
 from crelle.kernels.threads import available_cores
 from crelle.version import __version__
 
@@ -28,7 +29,12 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["crelle", *(_without_place(a) for a in sys.argv[1:])]),
         "commit": _commit(),
-        "machine": {"cpu": cpu_name(), "cores": available_cores(), "system": platform.platform(terse=True)},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": available_cores(),
+            "system": platform.platform(terse=True),
+            "instruction_set": cpu.core().isa() if cpu.available() is None else None,
+        },
         "versions": {"crelle": __version__, "python": platform.python_version(), **_versions("torch", "numpy")},
     }
 
