@@ -38,6 +38,7 @@ LEFT_OUT = {
     "cpu-neon-before-after.json",
     "cpu-rows-neoverse-n1-more.json",
     "cpu-rows-neoverse-n1.json",
+    "cpu-rows-xeon-vnni.json",
     "cpu-serve-soak.json",
     "cpu-soak-dies.json",
     "cpu-server-requests.json",
