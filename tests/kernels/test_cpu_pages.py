@@ -76,6 +76,7 @@ def close(found: Tensor, wanted: Tensor, fmt: KVFormat) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"head_dim": 64}, {"head_dim": 80}, {"model_type": "mistral", "sliding_window": 20}]
 )
+@pytest.mark.sample(2)
 def test_prompt_and_steps_match_layer_by_layer(text: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, fmt = make(**options), KVFormat.parse(text)

@@ -62,5 +62,6 @@ def test_orders_residuals_and_batch_invariance() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("scheme", steps.SCHEMES)
+@pytest.mark.sample(2)
 def test_layers_are_those_of_the_model(scheme: str, batch_invariant: bool) -> None:
     steps.test_layers_are_those_of_the_model(steps.LLAMA, scheme, batch_invariant)
