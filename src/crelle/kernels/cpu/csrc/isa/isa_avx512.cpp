@@ -68,17 +68,6 @@ struct V {
   static CRELLE_INLINE void store(float *p, Floats v) { _mm512_storeu_ps(p, v); }
 };
 
-Stream stream(Kind kind, int P) {
-  return kind == Kind::Bcq || P > FieldV::kMostBits ? Stream::BytePlanes : Stream::Fields;
-}
-
-void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
-  if (takes_tables(a.stream))
-    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
-  else
-    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
-}
-
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   (w.stream == Stream::Fields ? field_matmul : byte_matmul<V>)(w, a, y, ldy, b0, b1);
 }
@@ -91,7 +80,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace avx512
 }  // namespace
 
-const Isa kAvx512{"avx512",       avx512::V::kRows, avx512::stream,  avx512::encode,
-                  avx512::matmul, avx512::read_all, &avx512::kMixed, &avx512::kInteger};
+const Isa kAvx512{"avx512",       avx512::V::kRows, avx512::field_stream, avx512::field_encode,
+                  avx512::matmul, avx512::read_all, &avx512::kMixed,      &avx512::kInteger};
 
 }  // namespace crelle::cpu

@@ -25,15 +25,6 @@ namespace avx512vnni {
 #include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 
-Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
-
-void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
-  if (takes_tables(a.stream))
-    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
-  else
-    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
-}
-
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   (w.stream == Stream::Fields ? field_matmul : kAvx512.matmul)(w, a, y, ldy, b0, b1);
 }
@@ -44,7 +35,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace avx512vnni
 }  // namespace
 
-const Isa kAvx512Vnni{"avx512-vnni",      avx512vnni::kFieldRows, avx512vnni::stream,  avx512vnni::encode,
-                      avx512vnni::matmul, avx512vnni::read_all,   &avx512vnni::kMixed, &avx512vnni::kInteger};
+const Isa kAvx512Vnni{"avx512-vnni",      avx512vnni::kFieldRows, avx512vnni::field_stream, avx512vnni::field_encode,
+                      avx512vnni::matmul, avx512vnni::read_all,   &avx512vnni::kMixed,      &avx512vnni::kInteger};
 
 }  // namespace crelle::cpu

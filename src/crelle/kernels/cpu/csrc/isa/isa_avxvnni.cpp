@@ -24,15 +24,6 @@ namespace avxvnni {
 #include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 
-Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
-
-void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
-  if (takes_tables(a.stream))
-    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
-  else
-    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
-}
-
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   (w.stream == Stream::Fields ? field_matmul : kAvx2.matmul)(w, a, y, ldy, b0, b1);
 }
@@ -43,7 +34,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace avxvnni
 }  // namespace
 
-const Isa kAvxVnni{"avx-vnni",      avxvnni::kFieldRows, avxvnni::stream,  avxvnni::encode,
-                   avxvnni::matmul, avxvnni::read_all,   &avxvnni::kMixed, &avxvnni::kInteger};
+const Isa kAvxVnni{"avx-vnni",      avxvnni::kFieldRows, avxvnni::field_stream, avxvnni::field_encode,
+                   avxvnni::matmul, avxvnni::read_all,   &avxvnni::kMixed,      &avxvnni::kInteger};
 
 }  // namespace crelle::cpu

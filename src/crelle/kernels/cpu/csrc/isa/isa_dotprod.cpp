@@ -25,15 +25,6 @@ namespace dotprod {
 #include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 
-Stream stream(Kind kind, int) { return kind == Kind::Bcq ? Stream::BytePlanes : Stream::Fields; }
-
-void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
-  if (takes_tables(a.stream))
-    encode_stream<Stream::BytePlanes>(a, x, ldx, m0, m1);
-  else
-    encode_stream<Stream::Fields>(a, x, ldx, m0, m1);
-}
-
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   (w.stream == Stream::Fields ? field_matmul : kNeon.matmul)(w, a, y, ldy, b0, b1);
 }
@@ -44,7 +35,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace dotprod
 }  // namespace
 
-const Isa kDotprod{"dotprod",       dotprod::kFieldRows, dotprod::stream,  dotprod::encode,
-                   dotprod::matmul, dotprod::read_all,   &dotprod::kMixed, &dotprod::kInteger};
+const Isa kDotprod{"dotprod",       dotprod::kFieldRows, dotprod::field_stream, dotprod::field_encode,
+                   dotprod::matmul, dotprod::read_all,   &dotprod::kMixed,      &dotprod::kInteger};
 
 }  // namespace crelle::cpu

@@ -12,7 +12,7 @@
 // share them in registers. For more rows a segment is unpacked to bytes in L1 first, and all rows of x pass over it.
 // Integer sums are exact and the f32 operations have one order: a row of x has the same bits in any batch.
 //
-// Included inside a namespace of the including file, after FieldV.
+// Included inside a namespace of the including file, after encode.h and FieldV.
 
 constexpr int kSteps = kChunk / 4;  // vectors of codes in a chunk
 constexpr int kVectorBytes = 4 * FieldV::kLanes, kBlockVectors = 4, kFieldRows = kBlockVectors * FieldV::kLanes;
@@ -292,4 +292,13 @@ void field_matmul_to(std::integer_sequence<int, P...>, const Weight &w, const Ac
 
 inline void field_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   field_matmul_to(std::make_integer_sequence<int, FieldV::kMostBits>{}, w, a, y, ldy, b0, b1);
+}
+
+// The instruction sets that include this take grids by fields, as far as FieldV reaches, and planes by look-ups.
+inline Stream field_stream(Kind kind, int P) {
+  return kind == Kind::Bcq || P > FieldV::kMostBits ? Stream::BytePlanes : Stream::Fields;
+}
+
+inline void field_encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
+  (takes_tables(a.stream) ? encode_stream<Stream::BytePlanes> : encode_stream<Stream::Fields>)(a, x, ldx, m0, m1);
 }

@@ -13,8 +13,8 @@ struct FieldV {
 #if defined(__AVX512VNNI__)
   static constexpr int kMostBits = 8;
 #else
-  static constexpr int kMostBits =
-      4;  // 16-bit sums of larger codes would have to be widened at once: look-ups are faster
+  // 16-bit sums of larger codes would have to be widened at once: look-ups are faster.
+  static constexpr int kMostBits = 4;
 #endif
   static constexpr int kSums = 16;
   // Two rows are a decode step with a draft; codes of 5 to 7 bits are rare.

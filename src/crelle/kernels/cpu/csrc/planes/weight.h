@@ -48,7 +48,8 @@ enum class Stream : uint8_t {
   Bytes,
   // Codes of 1 to 8 bits: [chunk][4][P][R/4 rows][4 bytes]. P is a sum of fields of 8, 4, 2 and 1 bits; the widest come
   // first and hold the lowest bits of the codes. Field i of a byte is F bits from bit F i on, and the fields of a
-  // byte's vectors in order are inputs j, 4 + j, 8 + j ... of the chunk, for byte j of a row. Codes of 8 bits are stored
+  // byte's vectors in order are inputs j, 4 + j, 8 + j ... of the chunk, for byte j of a row. Codes of 8 bits are
+  // stored
   // less kByteZero. Activations: int8 digits, four to a lane (sdot, vpdpbusd, vpmaddubsw).
   Fields,
   // Codes of 2 and 4 bits and outliers: see mixed_weight.h. Activations: int8 digits, and x itself.
