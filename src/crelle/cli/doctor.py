@@ -75,7 +75,7 @@ def _package(name: str, use: str) -> dict[str, Any]:
         return _check(name, "absent", use)
 
 
-# What a CPU with more than an instruction set would gain.
+# By instruction set: what a newer CPU would speed up.
 _NEWER = {
     "vbmi": "AMX (Sapphire Rapids) would speed up prompts",
     "avx512-vnni": "VBMI (Ice Lake, Zen 4) would speed up bit-planes, AMX (Sapphire Rapids) prompts",
