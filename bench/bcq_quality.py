@@ -122,8 +122,11 @@ def draw(path: Path) -> None:
             ax.axhline(100 * result["fp32"]["lambada"]["accuracy"], color="black", linestyle=":", linewidth=1)
             ax.set(title="LAMBADA accuracy, %", xlabel="bits per weight")
         else:
-            about = ": attention, then feed-forward bits" if panel == "sub-layers" else ""
-            ax.set(title=f"perplexity over full precision{about}", xlabel="bits per weight", yscale="log")
+            about = (
+                "attention by colour, feed-forward along a line" if panel == "sub-layers" else "bits by colour, groups"
+            )
+            title = f"perplexity over full precision\n{about}"
+            ax.set(title=title, xlabel="bits per weight", yscale="log")
         ax.grid(alpha=0.3)
     axes.flat[0].legend(fontsize=7)
     figure.savefig(path.with_suffix(".png"), dpi=110)

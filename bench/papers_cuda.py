@@ -11,7 +11,8 @@ energy      some of them with joules and watts (NVML)
 look-up     the papers' kernel, tables in shared memory as they are and with a bank for each lane, beside the default
 dataflow    mixed matrices without and with outliers: the default kernel; and mixed_gemv.cu synchronous, pipelined and
             asynchronous (crelle.kernels.cuda.mixed.mixed_config), each with the fastest of its tile configs
-opt, llama, mixed    whole steps in the engine, one sequence, random weights, and where a step's time goes
+opt, mixed, llama, opt-groups
+            whole steps in the engine, one sequence, random weights, and where a step's time goes
 """
 
 import argparse
@@ -210,6 +211,8 @@ def bcq(pairs: str) -> list[str]:
 OPT = [
     ("opt-175b", bcq("3/row 2/row 1/row 4/128")),
     *((shape, ["fp16", *bcq("3/row 4/row")]) for shape in ("opt-66b", "opt-30b")),
+]
+OPT_GROUPS = [
     ("opt-175b", bcq("2/128 2/64 2/32 3/128 4/row")),
     *((shape, bcq("3/128 4/128")) for shape in ("opt-66b", "opt-30b")),
 ]
@@ -220,9 +223,10 @@ AREAS: dict[str, Callable[[], Iterator[Case]]] = {
     "energy": energy,
     "look-up": look_ups,
     "dataflow": dataflows,
+    "opt": lambda: steps(OPT, "opt-175b bcq:bits=[23]"),
     "mixed": lambda: steps(MIXED_MODELS, "."),
-    "opt": lambda: steps(OPT, "opt-175b bcq:bits=[23],group=row"),
     "llama": lambda: steps(LLAMA, "13b bcq"),
+    "opt-groups": lambda: steps(OPT_GROUPS, "no energy"),
 }
 
 
