@@ -285,7 +285,7 @@ def run(area: str, cases: list[Case], to: Path, end: float, command: str) -> Non
             return
         try:
             row = {**case.measure(), **case.key}
-        except (CrelleError, torch.cuda.OutOfMemoryError) as e:  # the others go on
+        except (CrelleError, RuntimeError) as e:  # the others go on; a RuntimeError is CUDA's or torch's
             print(f"{area} {case.key}: {' '.join(str(e).split())[:300]}", flush=True)
             decode_cuda.free_memory()
             continue
