@@ -115,7 +115,7 @@ async def status(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    if state.service.error is not None:
+    if state.why_unhealthy:
         state.require_ready()
     return reply(Alive("ok"))
 

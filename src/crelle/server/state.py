@@ -27,6 +27,7 @@ T = TypeVar("T")
 _CHARACTERS_A_TOKEN = 8  # few prompts have more on average, so longer prompts would not fit the context anyway
 _PROMPTS = 64  # in one request
 _QUICK = 4096  # characters that are tokenized at once, tokens submitted; more would hold up the loop
+STUCK = 600.0  # seconds of one step, after which something hangs: the largest prompts of slow CPUs take less
 _FEW = 8  # sequences that are submitted at once
 
 
@@ -78,10 +79,17 @@ class State:
             self.llm.at(bits)
 
     @property
-    def why_not_ready(self) -> str | None:
+    def why_unhealthy(self) -> str | None:
+        """Why the process must be restarted, if so."""
         if self.service.error is not None:
             return f"the engine has stopped: {self.service.stop_reason}; the server exits and must be restarted"
-        return "the server is shutting down" if self.closing else None
+        if (seconds := self.service.step_seconds) > STUCK:
+            return f"one step has been running for {seconds:.0f} s; if it never ends, the server must be restarted"
+        return None
+
+    @property
+    def why_not_ready(self) -> str | None:
+        return self.why_unhealthy or ("the server is shutting down" if self.closing else None)
 
     def require_ready(self) -> None:
         if why := self.why_not_ready:

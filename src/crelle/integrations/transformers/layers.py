@@ -1,7 +1,7 @@
 """What stands in a transformers model instead of nn.Linear and nn.Embedding: a QuantTensor's parts as buffers.
 
-A kernel's layout of the weight is made when the first input comes, whose dtype and device it depends on, and thrown
-away when the module moves or loads a state_dict. On a GPU the parts then go to the host's memory: the device has the
+A kernel's layout of the weight is made when the first input comes, whose dtype and device it depends on, and made again
+when a part was replaced or written to. On a GPU the parts then go to the host's memory: the device has the
 kernel's layout only.
 """
 
@@ -55,6 +55,8 @@ class QuantModule(nn.Module, LazyWeight):
         self.part_names = tuple(w.parts)
         self._made: tuple[Any, Prepared] | None = None
         self._held: QuantTensor | None = None
+        self._seen: tuple[Tensor, ...] = ()  # the parts that both were made of,
+        self._versions: tuple[int, ...] = ()  # and how often each had been written to
         self.number = number(self)
 
     def quant_tensor(self) -> QuantTensor:
@@ -63,12 +65,14 @@ class QuantModule(nn.Module, LazyWeight):
 
     def matrix(self) -> QuantTensor:
         """Return the matrix at the precision that was asked for."""
+        self._forget_if_changed()
         if self._held is None:
             self._held = at_precision(self.quant_tensor(), self.how.bits)
         return self._held
 
     def prepared(self, x: Tensor) -> Prepared:
         """Return the matrix in the layout of a kernel for inputs like x."""
+        self._forget_if_changed()
         key = x.dtype, x.device
         if self._made is None or self._made[0] != key:
             self._made = key, ops.prepare(self.matrix().to(x.device), x.dtype, self.how.kernel)
@@ -76,7 +80,20 @@ class QuantModule(nn.Module, LazyWeight):
                 self._held = None
                 for name in self.part_names:
                     self._buffers[name] = getattr(self, name).to("cpu")
+                self._note_parts()
         return self._made[1]
+
+    def _note_parts(self) -> None:
+        self._seen = tuple(getattr(self, name) for name in self.part_names)
+        self._versions = tuple(map(_version, self._seen))
+
+    def _forget_if_changed(self) -> None:
+        """Drop what was made of other parts: load_state_dict, accelerate and users replace buffers or write to them."""
+        parts, seen = (self._buffers[name] for name in self.part_names), self._seen
+        same = seen and all(a is b and _version(b) == v for a, b, v in zip(parts, seen, self._versions, strict=True))
+        if not same:
+            self._made = self._held = None
+            self._note_parts()
 
     @property
     def kernel(self) -> str | None:
@@ -101,13 +118,8 @@ class QuantModule(nn.Module, LazyWeight):
         self._made = self._held = None
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Called by load_state_dict; what was prepared is of the parts before."""
-        super()._load_from_state_dict(*args, **kwargs)
-        self._made = self._held = None
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_held": None, "number": None}
+        return {**self.__dict__, "_made": None, "_held": None, "_seen": (), "number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -118,6 +130,11 @@ class QuantModule(nn.Module, LazyWeight):
         return f"in_features={K}, out_features={N}, bias={getattr(self, 'bias', None) is not None}, " + ", ".join(
             f"{k}={v}" for k, v in self.spec.items() if k != "shape" and not isinstance(v, dict | list)
         )
+
+
+def _version(part: Tensor) -> int:
+    """Return how often a tensor was written to; tensors of torch.inference_mode do not count that."""
+    return 0 if part.is_inference() else part._version
 
 
 class CrelleLinear(QuantModule):
