@@ -73,6 +73,11 @@ def test_gpus_share_out_heads_then_layers() -> None:
         parallel(shape, 7919)
 
 
+def test_inputs_that_cannot_be_split_are_gathered() -> None:
+    talk = {s: made(scheme=s, gpus=2).estimate.communication_ms for s in ("rtn:bits=4,group=128", "atom:w=4,a=16")}
+    assert talk["atom:w=4,a=16"] > 1.5 * talk["rtn:bits=4,group=128"]
+
+
 def test_command_for_vllm_names_both_kinds_of_sharing() -> None:
     command = vllm_command(made("llama3-405b", gpus=16, memory="80GB"), "DIR")
     assert command.startswith("vllm serve DIR --tensor-parallel-size 8 --pipeline-parallel-size 2 --max-model-len 2048")
