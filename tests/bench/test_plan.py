@@ -138,8 +138,11 @@ def test_memory_below_one_layer_is_a_sentence() -> None:
 
 
 def test_configs_that_cannot_be_described_are_a_sentence() -> None:
-    with pytest.raises(FormatError, match="does not know models of type 'bert'"):
-        describe("m", {"model_type": "bert"})
+    with pytest.raises(FormatError, match="does not know models of type 't5'"):
+        describe("m", {"model_type": "t5"})
+    small = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    with pytest.raises(FormatError, match="a 'bert' model is an encoder, and the planner plans decoding"):
+        describe("m", {"model_type": "bert", "vocab_size": 8, **small})
     with pytest.raises(FormatError, match="needs whole numbers"):
         describe("m", {**SHAPES["llama2-7b"], "num_local_experts": 8})
 
