@@ -7,6 +7,7 @@
         sandwich   x += norm(attention(norm(x)));       x += norm(mlp(norm(x)))
         parallel (pre only)                             x += attention(norm(x)) + mlp(norm(x))
     logits = cap(head(norm(x)))                         cap(y) = softcap * tanh(y / softcap), or y
+    An encoder's attention looks in both directions; it has no head, and its x is what it is asked for.
 
     attention   q, k, v = heads of x; q and k normed, then rotated; softmax(cap(scale * q k)) v over the window; o
     mlp         down(act(gate x) * up x) where gated, down(act(up x)) otherwise
@@ -60,6 +61,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None  # of each head of q and k, before rope
     softcap: float | None = None  # of the scores
     bias: bool = False  # q, k, v and o may have biases
+    causal: bool = True  # a token sees no later ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,13 @@ class DecoderSpec:
     learned_positions: int | None = None  # row of the position table at which position 0 stands; None: no table
     embedding_scale: float = 1.0
     softcap: float | None = None  # of the logits
+    token_types: int = 0  # rows of a table whose first one is added to every token of a single text (BERT)
+    embedding_norm: NormSpec | None = None  # of what goes into the first layer
+
+    @property
+    def encoder(self) -> bool:
+        """Whether attention looks in both directions: such a model has no head and generates nothing."""
+        return not self.layers[0].attention.causal
 
     @property
     def embedding_width(self) -> int:

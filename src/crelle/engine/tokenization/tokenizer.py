@@ -92,6 +92,14 @@ class Tokenizer:
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
+    def encode_whole(self, text: str, most: int) -> list[int]:
+        """Return the ids of a text with all special tokens around it (BERT's [CLS] and [SEP]), cut to `most`."""
+        probe = self._encode("a", add_special_tokens=True)
+        inside = [i for i, special in enumerate(probe.special_tokens_mask) if not special]
+        before, after = probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
+        room = most - len(before) - len(after)
+        return [*before, *self.encode(text, bos=False)[:room], *after]
+
     def decode(self, ids: list[int]) -> str:
         with panics_are(f"the tokenizer of {self.path} fails on these tokens"):
             text: str = self._fast.decode(ids, skip_special_tokens=True)

@@ -36,6 +36,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
         return f"the step has tables of the angles of up to {MAX_POSITIONS} positions, not {spec.context}"
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
+        if not a.causal:
+            return "the step decodes, and an encoder's attention looks in both directions"
         if layer.placement == "post" or layer.parallel:
             return f"the step has norms before attention and feed-forward, not {layer.placement} or parallel ones"
         if layer.placement == "sandwich" and layer.norm.kind != "rms":
