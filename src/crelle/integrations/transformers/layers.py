@@ -39,6 +39,7 @@ class Choice(NamedTuple):
 
 
 DEFAULT = Choice()
+_ANY = -1  # the version of a tensor of torch.inference_mode, which does not count what is written to it
 
 
 class QuantModule(nn.Module, LazyWeight):
@@ -55,8 +56,9 @@ class QuantModule(nn.Module, LazyWeight):
         self.part_names = tuple(w.parts)
         self._made: tuple[Any, Prepared] | None = None
         self._held: QuantTensor | None = None
-        self._seen: tuple[Tensor, ...] = ()  # the parts that both were made of,
-        self._versions: tuple[int, ...] = ()  # and how often each had been written to
+        self._seen: list[
+            tuple[str, Tensor, int]
+        ] = []  # parts that both were made of, and how often each was written to
         self.number = number(self)
 
     def quant_tensor(self) -> QuantTensor:
@@ -84,16 +86,21 @@ class QuantModule(nn.Module, LazyWeight):
         return self._made[1]
 
     def _note_parts(self) -> None:
-        self._seen = tuple(getattr(self, name) for name in self.part_names)
-        self._versions = tuple(map(_version, self._seen))
+        parts = [(name, getattr(self, name)) for name in self.part_names]
+        self._seen = [(name, part, _ANY if part.is_inference() else part._version) for name, part in parts]
 
     def _forget_if_changed(self) -> None:
         """Drop what was made of other parts: load_state_dict, accelerate and users replace buffers or write to them."""
-        parts, seen = (self._buffers[name] for name in self.part_names), self._seen
-        same = seen and all(a is b and _version(b) == v for a, b, v in zip(parts, seen, self._versions, strict=True))
-        if not same:
-            self._made = self._held = None
-            self._note_parts()
+        buffers = self._buffers
+        for name, seen, version in self._seen:
+            part = buffers[name]
+            if part is not seen or (version != _ANY and part._version != version):
+                break
+        else:
+            if self._seen:
+                return
+        self._made = self._held = None
+        self._note_parts()
 
     @property
     def kernel(self) -> str | None:
@@ -119,7 +126,7 @@ class QuantModule(nn.Module, LazyWeight):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_held": None, "_seen": (), "number": None}
+        return {**self.__dict__, "_made": None, "_held": None, "_seen": [], "number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -130,11 +137,6 @@ class QuantModule(nn.Module, LazyWeight):
         return f"in_features={K}, out_features={N}, bias={getattr(self, 'bias', None) is not None}, " + ", ".join(
             f"{k}={v}" for k, v in self.spec.items() if k != "shape" and not isinstance(v, dict | list)
         )
-
-
-def _version(part: Tensor) -> int:
-    """Return how often a tensor was written to; tensors of torch.inference_mode do not count that."""
-    return 0 if part.is_inference() else part._version
 
 
 class CrelleLinear(QuantModule):
