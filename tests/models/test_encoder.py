@@ -9,6 +9,7 @@ import torch
 from in_process import run, succeed
 from random_models import write_random
 from transformers import AutoModel, BertConfig, BertForMaskedLM
+from wordpiece import WORDS, write_wordpiece
 
 from crelle import CalibrationData, Embedder, quantize
 from crelle.errors import FormatError, SchemeError, UnsupportedError
@@ -17,25 +18,7 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build, build_encoder, read_spec
 
 CPU = torch.device("cpu")
-WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "cat", "dog", "runs", "sleeps", "the", ".", "on", "mat"]
 TEXTS = ["the cat sleeps .", "dog", "a dog runs on the mat . the cat sleeps on a mat .", "cat runs"]
-
-
-def write_wordpiece(to: Path) -> Path:
-    """Write a tokenizer as BERT has it, with the truncation and padding that sentence encoders come with."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(models.WordPiece({w: i for i, w in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    tokenizer.enable_padding(length=16)
-    tokenizer.enable_truncation(16)
-    tokenizer.save(str(to / "tokenizer.json"))
-    (to / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return to
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,9 @@ def run(
         int | None, typer.Option("--max-tokens", help="Cut longer texts; default: the model's context.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Texts per forward pass.")] = 32,
+    scales: Annotated[
+        Path | None, typer.Option("--scales", help="Scales of a task, written by `crelle tune --scales`.")
+    ] = None,
     bits: Bits = None,
     kernel: KernelName = None,
     device: Device = "auto",
@@ -51,7 +54,7 @@ def run(
     given = [*(texts or []), *_lines(file)]
     if not given:
         raise SchemeError("there is no text to embed: give texts, or a file with --file")
-    embedder = Embedder.load(model, device=device, kernel=kernel, bits=bits)
+    embedder = Embedder.load(model, scales=scales, device=device, kernel=kernel, bits=bits)
     found = embedder.embed(given, pooling=pooling, normalize=normalize, batch=batch, max_tokens=max_tokens)
     tokens = [len(embedder.encode(text, max_tokens)) for text in given]
     if json:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
-from crelle.errors import SchemeError
+from crelle.errors import FormatError, SchemeError
 from crelle.formats.base import nbytes
+from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.open import open_weights
+from crelle.formats.storage.task_scales import ScaledCheckpoint
 from crelle.models.encoder import EncoderModel
 from crelle.models.loader import build_encoder, choose_device
 from crelle.quantizers.unquantized import is_layer
@@ -32,10 +34,23 @@ class Embedder:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: str = "auto", kernel: str | None = None, bits: int | None = None
+        cls,
+        path: str | Path,
+        *,
+        scales: str | Path | None = None,
+        device: str = "auto",
+        kernel: str | None = None,
+        bits: int | None = None,
     ) -> Self:
-        """Open a checkpoint of ours or a Hugging Face directory. `bits`: the precision of a nested checkpoint."""
+        """Open a checkpoint of ours or a Hugging Face directory.
+
+        `scales`: those of a task, from `crelle tune --scales`. `bits`: the precision of a nested checkpoint.
+        """
         weights = open_weights(path)
+        if scales is not None:
+            if not isinstance(weights, Checkpoint):
+                raise FormatError(f"{path} is not a Crelle checkpoint, so that no scales belong to it")
+            weights = ScaledCheckpoint(weights.path, Path(scales), verify=False)
         model = build_encoder(weights, choose_device(device), kernel=kernel, bits=bits)
         return cls(model, Tokenizer.of(weights))
 

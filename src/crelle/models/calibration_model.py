@@ -328,6 +328,9 @@ class CalibrationModel:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self._input(F.embedding(tokens, self._embedding), positions, self._compute)  # type: ignore[no-any-return]
 
+    def attend_within(self, lengths: Tensor) -> None:
+        self._compute.lengths = lengths
+
     def finish(self, x: Tensor) -> Tensor:
         return self._output(x, self._compute)  # type: ignore[no-any-return]
 

@@ -219,6 +219,10 @@ class CalibrationModel(Protocol):
         """Forget embedding and output head until they are asked for again."""
         ...
 
+    def attend_within(self, lengths: Tensor) -> None:
+        """Let no token of an encoder's batch see what is behind its text's `lengths` [B], from now on."""
+        ...
+
     def finish(self, x: Tensor) -> Tensor:
         """Apply the final norm: returns what the output head reads."""
         ...
