@@ -19,6 +19,7 @@ from torch import Tensor
 from crelle import LLM, Sampling, quantize
 from crelle.errors import CrelleError
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
+from crelle.kernels.cuda.step.decode_step import supports as cuda_lacks
 from crelle.models.families import families
 from crelle.models.loader import load
 from crelle.quantize_job.data import CalibrationData
@@ -47,6 +48,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
     fused: bool = True  # whether the C++ step runs it
+    cuda: bool = False  # whether the CUDA step does
     quantized: bool = True  # whether it is quantized here too
 
 
@@ -66,10 +68,11 @@ CASES = {
         | {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256, "window_size": 32}
         | {"attention_types": [[["global", "local"], 1]]},
     ),
-    "phi-3": Case(name="Phi3", options={"sliding_window": 48}),
+    "phi-3": Case(name="Phi3", options={"sliding_window": 48}, cuda=True),
     "phi-3, longrope": Case(
         name="Phi3",
         options={"rope_parameters": LONG, "original_max_position_embeddings": 256, **{"max_position_embeddings": 1024}},
+        cuda=True,
     ),
     "phi-4-mini": Case(
         name="Phi3",
@@ -84,7 +87,7 @@ CASES = {
         fused=False,
         quantized=False,
     ),
-    "starcoder2": Case(name="Starcoder2", options={"sliding_window": 48}),
+    "starcoder2": Case(name="Starcoder2", options={"sliding_window": 48}, cuda=True),
     "granite": Case(
         name="Granite",
         options={"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
@@ -92,17 +95,19 @@ CASES = {
         fused=False,
     ),
     "olmo-2": Case(name="Olmo2", fused=False),
-    "smollm3": Case(name="SmolLM3", options={"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "smollm3": Case(name="SmolLM3", options={"num_hidden_layers": 4, "no_rope_layer_interval": 2}, cuda=True),
     "glm": Case(name="Glm", options={"head_dim": 16}),
     "glm-4": Case(name="Glm4", options={"head_dim": 16}),
     "llama, linear": Case(
         name="Llama",
         options={"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        cuda=True,
         quantized=False,
     ),
     "llama, dynamic": Case(
         name="Llama",
         options={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        cuda=True,
         quantized=False,
     ),
     "llama, llama3": Case(
@@ -111,15 +116,17 @@ CASES = {
             "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
             | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
         },
+        cuda=True,
         quantized=False,
     ),
-    "qwen2, yarn": Case(name="Qwen2", options={"rope_parameters": YARN}),
+    "qwen2, yarn": Case(name="Qwen2", options={"rope_parameters": YARN}, cuda=True),
     "qwen3, yarn with factors": Case(
         name="Qwen3",
         options={
             "head_dim": 16,
             "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16, "truncate": False},
         },
+        cuda=True,
         quantized=False,
     ),
     "mixtral": Case(name="Mixtral", options={"num_local_experts": 4, "num_experts_per_tok": 2}, fused=False),
@@ -199,6 +206,20 @@ def test_logits_equal_those_of_transformers(case: str, paths: dict[str, Path]) -
 def test_the_fused_step_runs_it_or_says_why_not(case: str, paths: dict[str, Path]) -> None:
     model, _ = load(paths[case], device="cpu")
     assert isinstance(model.decoder, FusedDecoder) is CASES[case].fused, model.decoder
+    assert (cuda_lacks(model.spec, torch.float16) is None) is CASES[case].cuda, cuda_lacks(model.spec, torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.cuda])
+def test_on_a_gpu_in_half_precision(case: str, paths: dict[str, Path]) -> None:
+    """A prompt and 40 steps of the CUDA executor choose tokens that are the best in f32, or nearly."""
+    prompt, llm = tokens(60)[0].tolist(), LLM.load(paths[case], device="cuda")
+    llm.end_ids = frozenset()
+    made = llm.generate(prompt, Sampling(max_tokens=40)).tokens
+    model, _ = load(paths[case], device="cpu")
+    logits = model(torch.tensor([prompt + made]), model.new_cache())[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(made)[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max() < 0.05 * logits.std()
 
 
 TEXT = CalibrationData(text="All that glitters is not gold, and many a man his life has sold. " * 40, rows=4, length=48)
