@@ -33,6 +33,7 @@ from crelle.formats.kv.pages import KVPages
 from crelle.kernels import cpu
 from crelle.kernels import reference_attention as paged
 from crelle.kernels.executor import Chunk, block_table
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 from crelle.kernels.spec import RopeSpec
 from crelle.models.decoder import PLAIN, Compute, DecoderModel
 from crelle.models.linear import QuantLinear
@@ -70,14 +71,14 @@ class PagedBatch:
         spans = zip(self.before, pairwise(self.starts), strict=True)
         return [before + i for before, (begin, end) in spans for i in range(end - begin)]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         """Store k and v [N, Hkv, D]; return what q [N, H, D] sees."""
         pages = self.layers[layer]
         paged.append(k, v, pages, self.table, self.before, starts=self.starts, center=self.centers[layer])
         table, lengths, starts = self._reads
-        return paged.attend(q, pages, table, lengths, starts=starts, window=window, softcap=softcap)
+        return paged.attend(
+            q, pages, table, lengths, starts=starts, window=how.window, softcap=how.softcap, sinks=how.sinks
+        )
 
 
 class EagerExecutor:

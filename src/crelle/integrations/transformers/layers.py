@@ -230,13 +230,15 @@ def _(tokens: Tensor, weight: int, K: int, dtype: torch.dtype) -> Tensor:
 
 
 class JoinedLinear(nn.Module):
-    """One linear whose outputs are those of several, one behind the other: GPT-2's q, k and v, stored one by one.
+    """One linear whose outputs are those of several, stored one by one: q, k and v, or gate and up.
 
     The parts are children of the module around this one, under the names that a checkpoint has for them.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], order: Tensor | None = None) -> None:
+        """order: which output of the parts each of the joined linear is; default: they are in its order."""
         super().__init__()
+        self._order = order
         self._parts = tuple(parts.values())  # in a tuple: no children
 
     @property
@@ -246,4 +248,5 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = [part(x) for part in self._parts]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        y = found[0] if len(found) == 1 else torch.cat(found, -1)
+        return y if self._order is None else y[..., self._order.to(y.device)]
