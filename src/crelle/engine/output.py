@@ -74,6 +74,7 @@ class Event:
     token: int | None = None  # None: nothing was sampled, or an end token, which is not part of the text
     logprob: TokenLogprob | None = None
     output: Output | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # with the first token
 
 
 OnEvent = Callable[[Event], None]
@@ -152,7 +153,8 @@ class OutputState:
 
     def push(self, token: int) -> Event:
         """Add a token that is part of the text."""
-        event = Event(self.index, self.text.push(token), token, self.pending)
+        prompt = self.prompt.all(self.prompt_tokens) if self.prompt is not None and not self.tokens else None
+        event = Event(self.index, self.text.push(token), token, self.pending, prompt_logprobs=prompt)
         self.tokens.append(token)
         if self.pending is not None:
             self.logprobs.append(self.pending)
