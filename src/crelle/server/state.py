@@ -10,8 +10,11 @@ from pathlib import Path
 from time import time
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from crelle.engine.async_engine import AsyncEngine
-from crelle.errors import CrelleError
+from crelle.engine.embedding import Pooling, embed
+from crelle.errors import CapacityError, CrelleError
 from crelle.server.bodies import LARGE, Bodies
 from crelle.server.errors import ApiError, refused, unavailable
 from crelle.server.event_queue import EventBridge, EventQueue
@@ -67,8 +70,8 @@ class State:
         self.bridge: EventBridge | None = None  # set when the loop runs
         # One thread each: more would only take the interpreter lock from the loop, and memory for what is half done.
         # Two readers, since a small request should not wait until all large ones before it are tokenized.
-        self._reader, self._large_reader, self._writer = (
-            ThreadPoolExecutor(1, f"crelle-{name}") for name in ("reader", "large-reader", "writer")
+        self._reader, self._large_reader, self._writer, self._embedder = (
+            ThreadPoolExecutor(1, f"crelle-{name}") for name in ("reader", "large-reader", "writer", "embedder")
         )
 
     def warm_up(self) -> None:
@@ -107,6 +110,14 @@ class State:
         """Build a large answer beside the loop."""
         return await _beside(self._writer, work)
 
+    async def embedding(self, ids: list[int], pooling: Pooling, normalize: bool) -> Tensor:
+        """Return the embedding of a text; between texts the engine steps."""
+        self.require_ready()
+        try:
+            return await _beside(self._embedder, partial(embed, self.llm, ids, pooling, normalize=normalize))
+        except CapacityError as e:
+            raise ApiError(400, str(e), param="input", code="context_length_exceeded") from None
+
     async def submit(
         self, params: GenerationRequest, prompts: list[list[int]], cache_salt: int | None, queue: EventQueue
     ) -> None:
@@ -135,13 +146,16 @@ class State:
         for i, ids in enumerate(prompts):
             if queue.closed:  # the client has left meanwhile
                 return
-            most = params.max_tokens or max(1, min(self.info.max_tokens, self.room - len(ids)))
+            most = max(1, min(self.info.max_tokens, self.room - len(ids)))
+            most = most if params.max_tokens is None else max(1, params.max_tokens)
+            sampling = replace(params.sampling, max_tokens=most, min_tokens=min(params.sampling.min_tokens, most))
             handle = self.service.submit(
                 ids,
-                replace(params.sampling, max_tokens=most),
+                sampling,
                 n=params.n,
                 bits=params.bits,
                 logprobs=params.logprobs,
+                prompt_logprobs=params.scores,
                 cache_salt=cache_salt,
                 ignore_end=params.ignore_end,
                 on_event=bridge.callback(queue, i),
@@ -159,7 +173,7 @@ class State:
         return refused(error, self.metrics.retry_after(self.engine.stats))
 
     def close(self) -> None:
-        for worker in (self._reader, self._large_reader, self._writer):
+        for worker in (self._reader, self._large_reader, self._writer, self._embedder):
             worker.shutdown(wait=False, cancel_futures=True)
 
 
