@@ -122,9 +122,9 @@ def draw(path: Path) -> None:
             ax.axhline(100 * result["fp32"]["lambada"]["accuracy"], color="black", linestyle=":", linewidth=1)
             ax.set(title="LAMBADA accuracy, %", xlabel="bits per weight")
         else:
-            about = (
-                "attention by colour, feed-forward along a line" if panel == "sub-layers" else "bits by colour, groups"
-            )
+            about = "colour: bits; along a line: groups, a row to 32"
+            if panel == "sub-layers":
+                about = "colour: bits of attention; along a line: of feed-forward"
             title = f"perplexity over full precision\n{about}"
             ax.set(title=title, xlabel="bits per weight", yscale="log")
         ax.grid(alpha=0.3)
