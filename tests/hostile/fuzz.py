@@ -1,9 +1,9 @@
 """A small coverage-guided fuzzer: inputs that reach new lines of the loaders are kept and changed further.
 
 An input is bytes or a JSON value (mutate.py changes it). A target takes one and may raise nothing but CrelleError,
-within SECONDS and MEGABYTES; the memory is measured for each input alone, and an allocation that would go far beyond is
-refused by the system, so a finding names the input that made it. All is decided by one seed: a finding can be
-reproduced.
+within SECONDS of CPU time, since others may use the machine, and MEGABYTES. The memory is measured for each input
+alone, and an allocation that would go far beyond is refused by the system, so a finding names the input that made it.
+All is decided by one seed: a finding can be reproduced.
 """
 
 import ctypes
@@ -30,6 +30,7 @@ from crelle.errors import CrelleError
 
 SOURCE = str(Path(crelle.__file__).parent)
 SECONDS, MEGABYTES = 5, 1000  # an input may take
+_WALL = 5 * SECONDS  # seconds by the clock, after which it is interrupted
 KEPT_MEGABYTES = 500  # all inputs together may leave behind
 MAX_FINDINGS = 20  # of one run; more of the same say nothing new
 _KEPT_BYTES = 1 << 15  # of an input that is changed further; what only a large one reaches, growth reaches again
@@ -84,9 +85,9 @@ def fuzz(
             if before:
                 before(i, value)
             memory.begin()
-            took = time.perf_counter()
+            took = time.process_time()
             fault = _fault(target, value, lines, traced=i < latest + _FRESH or i % _TRACED == 0)
-            took, grown = time.perf_counter() - took, memory.grown()
+            took, grown = time.process_time() - took, memory.grown()
             report.accepted += fault is None
             if not fault and (took > SECONDS or grown > MEGABYTES):
                 fault = f"took {took:.1f} s and {grown} MB"
@@ -118,7 +119,7 @@ def fuzz(
 def _fault(target: Callable[[Any], object], value: Any, lines: "_Lines", *, traced: bool) -> str | None:
     """Run one input: None if it was accepted, "" if it was refused with a sentence, or what was wrong."""
     try:
-        with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), lines.traced() if traced else nullcontext():
+        with at_most(_WALL, TimeoutError(f"took more than {_WALL} s")), lines.traced() if traced else nullcontext():
             target(value)
         return None
     except CrelleError as e:
