@@ -38,7 +38,26 @@ GEMMA3 = {
     "vocab_size": 260,
     "tie_word_embeddings": True,
 }
-_ARCHITECTURES = {"gpt2": gguf.MODEL_ARCH.GPT2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3}
+_SMALL = {
+    "vocab_size": 260,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+SMOLLM3 = _SMALL | {"model_type": "smollm3", "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e6}}
+OLMO2 = SMOLLM3 | {"model_type": "olmo2"}
+STARCODER2 = _SMALL | {"model_type": "starcoder2", "norm_epsilon": 1e-5, "rope_parameters": {"rope_theta": 1e6}}
+_ARCHITECTURES = {
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+}
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
@@ -83,6 +102,10 @@ def converted(config: Mapping[str, Any], name: str, w: Array) -> Array:
         return np.ascontiguousarray(w.T)
     if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
         return w + np.float32(1)
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if config["model_type"] == "smollm3" and name.endswith(f"{part}.weight"):  # rope pairs side by side
+            by_pair = w.reshape(config[heads], 2, -1, w.shape[1]).swapaxes(1, 2)
+            return np.ascontiguousarray(by_pair).reshape(w.shape)
     return w
 
 
@@ -116,12 +139,15 @@ def write_gguf(
     else:
         said |= {
             "head_count_kv": config["num_key_value_heads"],
-            "key_length": config["head_dim"],
-            "value_length": config["head_dim"],
-            "layer_norm_rms_eps": config["rms_norm_eps"],
+            "layer_norm_eps" if "norm_epsilon" in config else "layer_norm_rms_eps": config.get(
+                "norm_epsilon", config.get("rms_norm_eps")
+            ),
             "rope_freq_base": 1e6,
-            "sliding_window": config["sliding_window"],
         }
+    if "head_dim" in config:
+        said |= {"key_length": config["head_dim"], "value_length": config["head_dim"]}
+    if "sliding_window" in config:
+        said["sliding_window"] = config["sliding_window"]
     for key, value in said.items():
         if key not in without:
             getattr(writer, f"add_{key}")(value)

@@ -77,6 +77,7 @@ def test_who_samples_is_waited_for_and_changes_nobody_else() -> None:
 
 def test_memory_stays_within_the_budget() -> None:
     model = llm("rtn:bits=4,group=64")
+    alone(model, prompts(1)[0], 2, kv="4")  # makes the dequantized copies of small matrices, which the plan counts
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -33,6 +33,10 @@ SECONDS, MEGABYTES = 5, 1000  # an input may take
 KEPT_MEGABYTES = 500  # all inputs together may leave behind
 MAX_FINDINGS = 20  # of one run; more of the same say nothing new
 _KEPT_BYTES = 1 << 15  # of an input that is changed further; what only a large one reaches, growth reaches again
+_FRESH, _TRACED = (
+    2000,
+    4,
+)  # without a new line for so many inputs, only every fourth is traced: that takes half the time
 _HEADROOM = 1 << 30  # bytes of address space beyond MEGABYTES: room for what allocators reserve
 _PAGE = resource.getpagesize()
 
@@ -73,7 +77,7 @@ def fuzz(
     stop: raise the first finding; else all are in the report. before: is called with each input before it runs.
     """
     random, corpus, report, lines = Random(seed), [*seeds], Report(seeds=len(seeds)), _Lines()
-    begun, memory, known = time.perf_counter(), _Memory(), set[str]()
+    begun, memory, known, latest = time.perf_counter(), _Memory(), set[str](), 0
     with memory.limited():
         for i in range(count):
             value = corpus[i] if i < len(seeds) else changed(random, corpus, words)
@@ -81,7 +85,7 @@ def fuzz(
                 before(i, value)
             memory.begin()
             took = time.perf_counter()
-            fault = _fault(target, value, lines)
+            fault = _fault(target, value, lines, traced=i < latest + _FRESH or i % _TRACED == 0)
             took, grown = time.perf_counter() - took, memory.grown()
             report.accepted += fault is None
             if not fault and (took > SECONDS or grown > MEGABYTES):
@@ -97,8 +101,10 @@ def fuzz(
                 report.findings.append(f"input {i}: {fault} for {show(value)}")
                 if stop:
                     raise FindingError(report.findings[-1])
-            if lines.fresh and len(marshal.dumps(value)) <= _KEPT_BYTES:
-                corpus.append(value)
+            if lines.fresh:
+                latest = i
+                if len(marshal.dumps(value)) <= _KEPT_BYTES:
+                    corpus.append(value)
             lines.fresh = False
             if i % 500 == 0 and memory.kept() > KEPT_MEGABYTES:
                 raise FindingError(f"input {i}: {memory.kept()} MB of memory were not given back")
@@ -109,10 +115,10 @@ def fuzz(
     return report
 
 
-def _fault(target: Callable[[Any], object], value: Any, lines: "_Lines") -> str | None:
+def _fault(target: Callable[[Any], object], value: Any, lines: "_Lines", *, traced: bool) -> str | None:
     """Run one input: None if it was accepted, "" if it was refused with a sentence, or what was wrong."""
     try:
-        with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), lines.traced():
+        with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), lines.traced() if traced else nullcontext():
             target(value)
         return None
     except CrelleError as e:

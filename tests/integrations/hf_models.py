@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {**SMALL, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 16}),
     "gpt_neox": ("GPTNeoX", {**SMALL, "intermediate_size": 96}),
+    "phi3": ("Phi3", {**SMALL, "intermediate_size": 96}),
+    "glm4": ("Glm4", {**SMALL, "intermediate_size": 96, "head_dim": 16}),
 }
 
 

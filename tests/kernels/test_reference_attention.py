@@ -194,3 +194,19 @@ def test_what_does_not_fit_is_refused() -> None:
         append(k, k, pages, table.repeat(3, 1), [0, 0, 0])
     with pytest.raises(SchemeError, match="is for coded pages, not for kv16"):
         append(k, k, case(KVFormat(16), [20])[0], table, [0], center=k[0])
+
+
+def test_sinks_take_weight_and_have_no_value() -> None:
+    """Against f64 with a column of sinks, by a prompt and by its last token, over coded pages and over floats."""
+    T, H, Hkv, D = 70, 4, 2, 32
+    q, k, v = (random(T, heads, D, seed=i) for i, heads in enumerate((H, Hkv, Hkv)))
+    sinks = 3 + random(H, seed=9)
+    pages, table = KVPages.new(KVFormat.parse(16), 8, Hkv, D, torch.float32, torch.device("cpu")), torch.arange(8)[None]
+    append(k, v, pages, table.int(), [0])
+    wide = [x.double().repeat_interleave(H // x.shape[1], 1).transpose(0, 1) for x in (q, k, v)]  # [H, T, D]
+    score = (wide[0] @ wide[1].mT * D**-0.5).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf)
+    weight = torch.cat([score, sinks.double()[:, None, None].expand(H, T, 1)], -1).softmax(-1)
+    expected = (weight[..., :-1] @ wide[2]).transpose(0, 1)
+    assert (weight[..., -1] > 0.2).float().mean() > 0.2
+    assert (attend(q, pages, table.int(), [T], sinks=sinks) - expected).abs().max() < 1e-5
+    assert (attend(q[-1:], pages, table.int(), [T], sinks=sinks) - expected[-1:]).abs().max() < 1e-5

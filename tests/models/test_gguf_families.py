@@ -1,4 +1,4 @@
-"""GPT-2 and Gemma 3 from GGUF: the logits of transformers on the same weights, plain and in every kind of grid."""
+"""Families other than Llama from GGUF: the logits of transformers on the same weights, plain and in every grid."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
-from gguf_models import GEMMA3, GPT2, write_gguf
+from gguf_models import GEMMA3, GPT2, OLMO2, SMOLLM3, STARCODER2, write_gguf
 from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
@@ -18,6 +18,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "n_positions": 256},
     "gemma3": {**GEMMA3, "max_position_embeddings": 256, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
 }
+CONFIGS |= {"smollm3": SMOLLM3, "olmo2": OLMO2, "starcoder2": STARCODER2}
 CONFIGS["gpt2"] |= {"n_embd": 256, "n_inner": 512}
 CONFIGS["gemma3"]["query_pre_attn_scalar"] = 64
 
@@ -31,6 +32,9 @@ def make(name: str) -> Any:
     torch.manual_seed(5)
     classes: dict[str, tuple[Any, Any]] = {
         "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config),
+        "smollm3": (transformers.SmolLM3ForCausalLM, transformers.SmolLM3Config),
+        "olmo2": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config),
+        "starcoder2": (transformers.Starcoder2ForCausalLM, transformers.Starcoder2Config),
         "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig),
     }
     kind, config = classes[name]

@@ -11,6 +11,7 @@ from test_opt import write_random
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.reference_attention import AttendOptions
 from crelle.models.cache import CacheSizes, KVCache, PagedCache, attention
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import load
@@ -145,7 +146,7 @@ def test_attention_over_a_part_of_a_cache_is_that_of_f64(
     room = torch.full((2, B, kv_heads, S + 31, D), torch.nan, dtype=dtype, device=device)
     room[:, :, :, :S] = torch.randn(2, B, kv_heads, S, D, device=device)
     q, (k, v) = torch.randn(B, T, heads, D, device=device).to(dtype), room[:, :, :, :S]
-    found = attention(q, k, v, window)
+    found = attention(q, k, v, AttendOptions(window))
     keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
     scores = q.double().transpose(1, 2) @ keys.mT / D**0.5
     behind = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)

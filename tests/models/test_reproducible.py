@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from crelle.kernels.reference_attention import AttendOptions
 from crelle.models.cache import attention
 from crelle.models.reproducible import fix_backward_order
 
@@ -48,7 +49,7 @@ def test_gradients_are_the_same() -> None:
 
 def test_attention_in_plain_products_and_without_a_graph_is_left_alone() -> None:
     q, k, v = inputs()
-    capped = attention(q, k, v, softcap=5.0)
+    capped = attention(q, k, v, AttendOptions(softcap=5.0))
     fix_backward_order(capped)
     capped.sum().backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():

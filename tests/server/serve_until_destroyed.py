@@ -3,6 +3,7 @@
 On a CPU the step raises what torch raises then. Arguments are those of `crelle`.
 """
 
+import faulthandler
 import signal
 import sys
 import tempfile
@@ -24,11 +25,11 @@ def destroy_context() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "fault.cu").write_text(FAULT)
-        own, jit.CSRC = jit.CSRC, Path(folder)
+        own, jit.SOURCES = jit.SOURCES, Path(folder)
         try:
             kernel = launch.load("fault.cu", "test::fault")
         finally:
-            jit.CSRC = own
+            jit.SOURCES = own
     kernel((1, 1, 1), 1, 7)
 
 
@@ -36,6 +37,7 @@ def faulty(work: Callable[[ModelRunner, Any], Any]) -> Callable[[ModelRunner, An
     def wrapped(self: ModelRunner, step: Any) -> Any:
         if asked.is_set():
             asked.clear()
+            faulthandler.dump_traceback_later(60, exit=False)  # what waits, if the process does not end
             if "cuda" not in sys.argv:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with …")
             destroy_context()

@@ -50,6 +50,9 @@ def test_a_destroyed_context_ends_the_server(device: str) -> None:
             assert code in (500, 503)
             assert "error" in body
             _, log = server.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            pytest.fail("it does not end: " + server.communicate()[1])
         finally:
             server.kill()
     assert server.returncode == 1, log[-4000:]

@@ -25,7 +25,11 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ({"stop": {}}, "stop", "stop must be a string or an array or null, not an object"),
         ({"stop": ["a"] * 17}, "stop", "stop has 17 items, but at most 16 are allowed"),
         ({"stop": "x" * 257}, "stop", "stop has 257 characters, but at most 256 are allowed"),
-        ({"logit_bias": {"3": 1}}, "logit_bias", "logit_bias has 1 names, but must be empty"),
+        (
+            {"logit_bias": {"03": 1}},
+            "logit_bias",
+            'logit_bias must have token ids below 259 as names, not "03"',
+        ),
         ({"precision": 5}, "precision", "precision must be one of 2, 3, 4, null, not 5"),
         ({"tool_choice": 1}, "tool_choice", 'tool_choice must be one of "none", "auto", null, not 1'),
         ({"model": 1}, "model", 'model must be one of "tiny", null, not 1'),

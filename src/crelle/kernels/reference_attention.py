@@ -15,6 +15,7 @@ depend on the rest of the batch (batch-invariant).
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,22 @@ from crelle.formats.kv.pages import KVPages, hadamard
 SLAB = 256  # tokens that `attend` dequantizes at one time
 
 Integers = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendOptions:
+    """What attention does besides softmax(q K^T / sqrt(D)) V over all tokens so far."""
+
+    window: int | None = None  # tokens that a token sees, itself included
+    softcap: float | None = None  # of the scores
+    sinks: Tensor | None = None  # f32 [H]: one more score for each head, without a value
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+ATTEND_ALL = AttendOptions()
 
 
 def append(
@@ -67,12 +84,13 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q K^T * scale) V [N, H, D], in q's dtype, for q [N, H, D] of the last tokens of each sequence.
 
     H is a multiple of Hkv: head h reads key head h // (H/Hkv). Each token sees itself and those before it, with a
     `window` only so many. `scale` is 1/sqrt(D) unless told; `softcap` bounds scores: softcap * tanh(score / softcap).
-    Sums are in f32.
+    sinks [H]: of the weights of a head, exp(sink) goes nowhere. Sums are in f32.
     """
     N, H, D = q.shape
     if pages.head_size != D or H % pages.heads:
@@ -83,7 +101,7 @@ def attend(
     for b, ((begin, end), length) in enumerate(zip(_spans(N, table, starts), _ints(lengths), strict=True)):
         if length < end - begin:
             raise SchemeError(f"sequence {b} has {length} tokens in all, but asks for {end - begin} new ones")
-        parts.append(_attend_one(rotated[begin:end], reader, table[b], length, window, softcap))
+        parts.append(_attend_one(rotated[begin:end], reader, table[b], length, AttendOptions(window, softcap, sinks)))
     y = hadamard(torch.cat(parts).flatten(1, 2), pages.format.value)  # [N, H, D]
     return y.to(q.dtype)
 
@@ -110,11 +128,10 @@ class _Reader:
         return self._kept[1]
 
 
-def _attend_one(
-    q: Tensor, reader: _Reader, row: Tensor, length: int, window: int | None, softcap: float | None
-) -> Tensor:
+def _attend_one(q: Tensor, reader: _Reader, row: Tensor, length: int, how: AttendOptions) -> Tensor:
     """One sequence: q [T, Hkv, R, D], scaled; R query heads for a key head."""
     T, Hkv, R, D = q.shape
+    window, softcap = how.window, how.softcap
     q = q.permute(1, 2, 0, 3).reshape(Hkv, R * T, D)
     top = q.new_full((Hkv, R * T, 1), -torch.inf)  # greatest score so far
     weight, total = torch.zeros_like(top), torch.zeros_like(q)  # sums of exp(score - top), and of that times v
@@ -134,6 +151,11 @@ def _attend_one(
             base = now.masked_fill(now == -torch.inf, 0)  # who has seen nothing yet keeps sums of 0
         p, keep = torch.exp(score - base), torch.exp(top - base)
         weight, total, top = weight * keep + p.sum(-1, keepdim=True), total * keep + p @ v, now
+    if how.sinks is not None:
+        sink = how.sinks.to(top).view(Hkv, R, 1).expand(Hkv, R, T).reshape(Hkv, R * T, 1)
+        base = torch.maximum(top, sink)
+        keep = torch.exp(top - base)
+        weight, total = weight * keep + torch.exp(sink - base), total * keep
     return (total / weight).view(Hkv, R, T, D).permute(2, 0, 1, 3)  # [T, Hkv, R, D]
 
 

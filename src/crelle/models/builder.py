@@ -16,7 +16,7 @@ from crelle.formats.dense import DenseTensor
 from crelle.formats.storage.open import Weights
 from crelle.kernels.base import Problem
 from crelle.kernels.registry import explain
-from crelle.kernels.spec import NormSpec
+from crelle.kernels.spec import Expert, NormSpec
 from crelle.models.families.base import Architecture
 from crelle.models.folding import fold_mlp
 from crelle.models.linear import QuantLinear
@@ -144,16 +144,23 @@ class Builder:
         """Build a norm of a layer; None where the spec has none."""
         return None if spec is None else self.norm(arch.names.of_layer(i, slot), size, spec)
 
-    def linear_of(self, arch: Architecture, i: int, slot: str, N: int, K: int) -> QuantLinear:
-        """Build a linear of a layer; where the config promises a bias, it must be there."""
+    def linear_of(
+        self, arch: Architecture, i: int, slot: str, N: int, K: int, rows: Tensor | None = None
+    ) -> QuantLinear:
+        """Build a linear of a layer, perhaps with other rows; a bias that the config promises must be there."""
         module = arch.names.of_layer(i, slot)
         self._check_bias(arch, i, module)
-        return self.linear(module, N, K)
+        if rows is None:
+            return self.linear(module, N, K)
+        w = self.matrix(module, N, K)
+        rows = rows.to(w.device)
+        return self.linear(module, N, K, w.rows(rows), rows)
 
-    def mlp_of(self, arch: Architecture, i: int, expert: int | None = None) -> dict[str, QuantLinear]:
+    def mlp_of(self, arch: Architecture, i: int, expert: Expert = None) -> dict[str, QuantLinear]:
         """Build the linears of a feed-forward by slot, orders of channels folded where this builder folds."""
         s, width = arch.spec.layers[i].mlp, arch.spec.width
-        sizes = {"gate": (s.inner, width), "up": (s.inner, width), "down": (width, s.inner)}
+        inner = s.width_of(expert)
+        sizes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
         slots = {slot: arch.names.of_layer(i, slot, expert) for slot in sizes if s.gated or slot != "gate"}
         for module in slots.values():
             self._check_bias(arch, i, module)

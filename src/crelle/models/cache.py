@@ -18,6 +18,7 @@ from crelle.errors import CapacityError, FormatError
 from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import reference_attention as paged
 from crelle.kernels.cpu.fused_decoder import Paged
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 from crelle.kernels.spec import RopeSpec
 from crelle.models.rope import angles, rotate
 
@@ -71,11 +72,9 @@ class KVCache:
         """Return all layers, as the C++ step takes them."""
         return self.layers
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
-        return attention(q, *self.append(layer, k, v), window, softcap)
+        return attention(q, *self.append(layer, k, v), how)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -108,15 +107,14 @@ class PagedCache:
         """Return all layers, as the C++ step takes them."""
         return Paged(self.layers, self.table, self.centers)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         """Store k and v [B, T, Hkv, D]; return what q [B, T, H, D] sees, in q's shape."""
         pages, before = self.layers[layer], [self.length] * self.batch
         k, v, flat = k.flatten(0, 1), v.flatten(0, 1), q.flatten(0, 1)  # [B*T, heads, D]
         paged.append(k, v, pages, self.table, before, center=self.centers[layer])
         after = [self.length + q.shape[1]] * self.batch
-        return paged.attend(flat, pages, self.table, after, window=window, softcap=softcap).view(q.shape)
+        options = {"window": how.window, "softcap": how.softcap, "sinks": how.sinks}
+        return paged.attend(flat, pages, self.table, after, **options).view(q.shape)  # type: ignore[arg-type]
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -140,29 +138,34 @@ def _room(have: int, need: int, context: int) -> int | None:
     return min(context, max(2 * have, -(-need // _STEP) * _STEP)) if need > have else None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
     """Return what the last T of S tokens see: q [B, T, H, D], k and v [B, Hkv, S, D] -> [B, T, H, D]."""
-    mask, causal = visible(q.shape[1], k.shape[2], window, q.device)
+    mask, causal = visible(q.shape[1], k.shape[2], how.window, q.device)
     gqa = q.shape[2] != k.shape[1]
-    if softcap is not None:
-        return _capped(q, k, v, mask, causal, softcap)
+    if not how.plain:
+        return _attention(q, k, v, mask, causal, how)
     # cuDNN builds a graph for every number of keys, and each token of a decode has another one.
     with sdpa_kernel(_OF_ANY_LENGTH) if q.is_cuda and q.shape[1] == 1 else nullcontext():
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=causal, enable_gqa=gqa)
     return y.transpose(1, 2)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softcap: float) -> Tensor:
-    """The same with scores softcap * tanh(score / softcap), which torch's attention does not have."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, how: AttendOptions) -> Tensor:
+    """The same with capped scores or with sinks, which torch's attention does not have."""
     R = q.shape[2] // k.shape[1]
     k, v = k.repeat_interleave(R, 1), v.repeat_interleave(R, 1)
     score = q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5  # [B, H, T, S]
-    score = softcap * torch.tanh(score / softcap)
+    score = score if how.softcap is None else how.softcap * torch.tanh(score / how.softcap)
     if causal:
         mask = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         score = score.masked_fill(~mask, -torch.inf)
-    return (score.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+    if how.sinks is not None:
+        sinks = how.sinks.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)
+        score = torch.cat([score, sinks], -1)
+    weight = score.float().softmax(-1).to(v.dtype)
+    y: Tensor = weight[..., : k.shape[2]] @ v
+    return y.transpose(1, 2)
 
 
 def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:

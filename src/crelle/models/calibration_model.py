@@ -15,10 +15,21 @@ from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv.pages import KVFormat, as_stored
 from crelle.formats.storage.open import Weights
 from crelle.kernels.cpu import bf16_attention, row_ops
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 from crelle.kernels.spec import Activation, DecoderSpec, NormSpec, RopeSpec
 from crelle.models.builder import Builder, LayerNorm, RMSNorm
 from crelle.models.cache import attention, key_center
-from crelle.models.decoder import ACTIVATIONS, Attend, Compute, Experts, InputLayer, Layer, Mlp, OutputLayer, capped
+from crelle.models.decoder import (
+    ACTIVATIONS,
+    Attend,
+    Compute,
+    Experts,
+    InputLayer,
+    Layer,
+    Mlp,
+    OutputLayer,
+    scaled_logits,
+)
 from crelle.models.encoder import Padded
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
@@ -28,7 +39,9 @@ from crelle.models.rope import angles
 from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.calibration.layer_api import Block, ScaleFold, Tape, TrainableLinear, ValueHeads, fused_on_cpu
 
-_NAMES: dict[Callable[[Tensor], Tensor], Activation] = {f: name for name, f in ACTIVATIONS.items()}
+_NAMES: dict[Callable[[Tensor], Tensor], Activation] = {
+    f: name for name, f in ACTIVATIONS.items() if name in row_ops.ACTIVATIONS
+}
 
 
 class _NoCache:
@@ -42,19 +55,17 @@ class _NoCache:
     ) -> None:
         self._tape, self._kv, self._center, self._both = tape, kv, center, both
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         def compute() -> Tensor:
             if self._both is not None:
                 return self._both.attend(layer, q, k, v)
             keys, values = k, v
             if self._kv is not None:
                 keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
-            everything = softcap is None and (window is None or window >= q.shape[1])
+            everything = how.plain and (how.window is None or how.window >= q.shape[1])
             if everything and fused_on_cpu(q) and bf16_attention.supports(q, keys):
                 return bf16_attention.causal_attention(q, keys, values)
-            y = attention(q, keys.transpose(1, 2), values.transpose(1, 2), window, softcap)
+            y = attention(q, keys.transpose(1, 2), values.transpose(1, 2), how)
             if y.is_cuda:
                 fix_backward_order(y)
             return y
@@ -68,9 +79,7 @@ class _Keys:
 
     keys: Tensor  # [B, T, Hkv, D]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         self.keys = k
         return torch.zeros_like(q)
 
@@ -197,7 +206,7 @@ class CalibrationBlock(nn.Module):
     def _find_readers(self) -> None:
         """Tell the norms which linears read them, where nothing else does: not the residual stream, not a router."""
         a, mlp, s = self.layer.attention, self.layer.mlp, self.spec
-        if s.placement == "post" or isinstance(mlp, Experts):
+        if s.placement in ("post", "reordered") or isinstance(mlp, Experts):
             return
         inner = tuple(m for m in (mlp.gate, mlp.up) if m is not None)
         self.layer.norm_attention.readers = (a.q, a.k, a.v, *(inner if s.shared_norm else ()))
@@ -248,6 +257,9 @@ class CalibrationBlock(nn.Module):
         attention: list[list[Any]] = [[a.q, a.k, a.v], [a.o]]
         router: list[list[Any]] = [[mlp.router]] if isinstance(mlp, Experts) else []
         each: list[Any] = list(mlp.experts) if isinstance(mlp, Experts) else [mlp]  # an expert reads its own tokens
+        if isinstance(mlp, Experts) and mlp.shared is not None:
+            router[0].append(mlp.shared_gate)
+            each.append(mlp.shared)
         feed_forward = [stage for m in each for stage in ([x for x in (m.gate, m.up) if x is not None], [m.down])]
         return [tuple(linear.name for linear in stage) for stage in attention + router + feed_forward]
 
@@ -259,7 +271,7 @@ class CalibrationBlock(nn.Module):
         """
         s, name = self.spec, self._name
         folds = []
-        if s.norm.kind == "rms" and s.placement != "post" and not s.parallel and s.mlp.experts is None:
+        if s.norm.kind == "rms" and s.placement in ("pre", "sandwich") and not s.parallel and s.mlp.experts is None:
             qkv, _, inner, *_ = self.stages()
             folds = [ScaleFold(f"{name('norm_attention')}.weight", qkv), ScaleFold(f"{name('norm_mlp')}.weight", inner)]
         if s.mlp.experts is None and (s.mlp.gated or s.mlp.activation == "relu"):
@@ -340,7 +352,7 @@ class CalibrationModel:
                 f"{self.weights.path}: an encoder has no output head: schemes that train or measure the whole model "
                 "by its predictions (auto, tune=full, `crelle tune` on a text) do not apply"
             )
-        return capped(F.linear(x, self._head), self.arch.spec.softcap)
+        return scaled_logits(F.linear(x, self._head), self.arch.spec)
 
     @cached_property
     def _input(self) -> InputLayer:

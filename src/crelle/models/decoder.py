@@ -20,22 +20,32 @@ from torch import Tensor, nn
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import MAX_ROWS, FusedDecoder
-from crelle.kernels.spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, RopeSpec
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
+from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, Expert, ExpertsSpec, LayerSpec, RopeSpec
 from crelle.models.builder import Builder
 from crelle.models.cache import Cache, CacheSizes, KVCache, PagedCache, key_centers
 from crelle.models.families.base import Architecture
 from crelle.models.fused import fuse
 from crelle.models.linear import QuantEmbedding, QuantLinear
-from crelle.models.rope import angles, rotate
+from crelle.models.rope import angles, halves, rotate
 
 if TYPE_CHECKING:
     from crelle.kernels.cuda.step.decode_step import Step
+
+LIMIT = 7.0  # of gate and up in gpt-oss
+
+
+def _swigluoai(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=LIMIT)
+    return gate * torch.sigmoid(1.702 * gate)
+
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "swigluoai": _swigluoai,
 }
 Angles = tuple[Tensor, Tensor] | None  # cos and sin [T, 1, R]
 
@@ -43,9 +53,7 @@ Angles = tuple[Tensor, Tensor] | None  # cos and sin [T, 1, R]
 class Attend(Protocol):
     """A cache, as a layer sees it."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         """Store k and v [..., Hkv, D]; return what q [..., H, D] sees, in q's shape."""
         ...
 
@@ -108,30 +116,46 @@ class Attention(nn.Module):
         self.layer, self.spec, self.width = i, s, arch.spec.width
         q, kv, width = s.heads * s.head_size, s.kv_heads * s.head_size, arch.spec.width
         sizes = {"q": (q, width), "k": (kv, width), "v": (kv, width), "o": (width, q)}
-        linears = {slot: build.linear_of(arch, i, slot, *size) for slot, size in sizes.items()}
+        # Interleaved pairs become halves: by the order of rows where the model runs, else in the forward.
+        orders = {} if s.rope is None else {"q": halves(s.rope, s.heads, s.head_size)}
+        orders |= {} if s.rope is None else {"k": halves(s.rope, s.kv_heads, s.head_size)}
+        self.reorder = None if build.folds or s.rope is None else halves(s.rope, 1, s.head_size)
+        rows = orders if build.folds else {}
+        linears = {slot: build.linear_of(arch, i, slot, *size, rows.get(slot)) for slot, size in sizes.items()}
         self.q, self.k, self.v, self.o = linears["q"], linears["k"], linears["v"], linears["o"]
-        of_heads = partial(build.norm_of, arch, i, size=s.head_size, spec=s.qk_norm)
-        self.q_norm, self.k_norm = of_heads("q_norm"), of_heads("k_norm")
+        normed = {slot: build.norm_of(arch, i, slot, size, s.qk_norm) for slot, size in s.normed.items()}
+        self.q_norm, self.k_norm = normed.get("q_norm"), normed.get("k_norm")
+        self.sinks = build.vector(arch.names.of_layer(i, "sinks"), s.heads) if s.sinks else None
+        self.attend_options = AttendOptions(s.window, s.softcap, self.sinks)
 
     def forward(self, x: Tensor, cos_sin: Angles, cache: Attend, compute: Compute = PLAIN) -> Tensor:
         s, tokens = self.spec, x.shape[:-1]
-        q, k, v = (y.view(*tokens, -1, s.head_size) for y in compute.linears((self.q, self.k, self.v), x))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = compute.linears((self.q, self.k, self.v), x)
+        if s.whole_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)  # type: ignore[misc]
+        q, k, v = (y.view(*tokens, -1, s.head_size) for y in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and not s.whole_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.reorder is not None:
+            q, k = q[..., self.reorder], k[..., self.reorder]
         if cos_sin is not None:
             q, k = compute.rotated(q, k, cos_sin)
+        if s.rope is not None and (factor := s.rope.attention_factor) != 1:
+            R = s.rope.channels
+            q = torch.cat([q[..., :R] * factor**2, q[..., R:]], -1)
         if s.scale != s.head_size**-0.5:  # caches scale by that
             q = q * (s.scale * s.head_size**0.5)
-        y = cache.attend(self.layer, q, k, v, s.window, s.softcap)
+        y = cache.attend(self.layer, q, k, v, self.attend_options)
         return compute.linear(self.o, y.reshape(*tokens, -1))
 
 
 class Mlp(nn.Module):
     """The feed-forward, gated or plain."""
 
-    def __init__(self, build: Builder, arch: Architecture, i: int, expert: int | None = None) -> None:
+    def __init__(self, build: Builder, arch: Architecture, i: int, expert: Expert = None) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[arch.spec.layers[i].mlp.activation]
+        name = arch.spec.layers[i].mlp.activation
+        self.activation, self.limited = ACTIVATIONS[name], name == "swigluoai"
         linears = build.mlp_of(arch, i, expert)
         self.gate, self.up, self.down = linears.get("gate"), linears["up"], linears["down"]
 
@@ -140,6 +164,8 @@ class Mlp(nn.Module):
             gate, up = None, compute.linear(self.up, x)
         else:
             gate, up = compute.linears((self.gate, self.up), x)
+        if self.limited:
+            up = up.clamp(-LIMIT, LIMIT) + 1
         return compute.linear(self.down, compute.inner(self.activation, gate, up))
 
 
@@ -151,6 +177,8 @@ class Experts(nn.Module):
         self.spec = spec
         self.router = build.linear_of(arch, i, "router", spec.count, arch.spec.width)
         self.experts = nn.ModuleList(Mlp(build, arch, i, e) for e in range(spec.count))
+        self.shared = Mlp(build, arch, i, "shared") if spec.shared else None
+        self.shared_gate = build.linear_of(arch, i, "shared_gate", 1, arch.spec.width) if spec.shared else None
 
     def forward(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])  # [N, width]
@@ -163,6 +191,9 @@ class Experts(nn.Module):
             y = compute.expert(expert, flat, rows)  # type: ignore[arg-type]
             if y is not None:
                 total[rows] += chance[rows, place, None].to(y.dtype) * y
+        if self.shared is not None and self.shared_gate is not None:
+            gate = compute.activate(torch.sigmoid, compute.linear(self.shared_gate, flat))  # [N, 1]
+            total = total + gate * self.shared(flat, compute)
         return total.view_as(x)
 
 
@@ -183,17 +214,25 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm("post_mlp_norm") if sandwich else None
 
     def forward(self, x: Tensor, cos_sin: Angles, cache: Attend, compute: Compute = PLAIN) -> Tensor:
+        scale, of = self.spec.residual_scale, compute.added
+
+        def added(x: Tensor, y: Tensor) -> Tensor:
+            return of(x, y if scale == 1 else y * scale)
+
+        if self.spec.placement == "reordered":
+            x = added(x, self.norm_attention(self.attention(x, cos_sin, cache, compute)))
+            return added(x, self.norm_mlp(self.mlp(x, compute)))  # type: ignore[misc]
         if self.spec.placement == "post":
-            x = self.norm_attention(compute.added(x, self.attention(x, cos_sin, cache, compute)))
-            return self.norm_mlp(compute.added(x, self.mlp(x, compute)))  # type: ignore[misc,no-any-return]
+            x = self.norm_attention(added(x, self.attention(x, cos_sin, cache, compute)))
+            return self.norm_mlp(added(x, self.mlp(x, compute)))  # type: ignore[misc,no-any-return]
         h = self.norm_attention(x)
         y = self.attention(h, cos_sin, cache, compute)
         if self.spec.parallel:
             h = h if self.norm_mlp is None else self.norm_mlp(x)
-            return compute.added(compute.added(x, y), self.mlp(h, compute))
-        x = compute.added(x, y if self.post_attention_norm is None else self.post_attention_norm(y))
+            return added(added(x, y), self.mlp(h, compute))
+        x = added(x, y if self.post_attention_norm is None else self.post_attention_norm(y))
         y = self.mlp(self.norm_mlp(x), compute)  # type: ignore[misc]
-        return compute.added(x, y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        return added(x, y if self.post_mlp_norm is None else self.post_mlp_norm(y))
 
 
 class InputLayer(nn.Module):
@@ -240,8 +279,9 @@ class OutputLayer(nn.Module):
         return x if self.project_out is None else compute.linear(self.project_out, x)
 
 
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return logits bounded by a soft cap."""
+def scaled_logits(logits: Tensor, spec: DecoderSpec) -> Tensor:
+    """Return logits scaled and bounded by a soft cap, where the spec has them."""
+    logits, cap = logits if spec.logit_scale == 1 else logits * spec.logit_scale, spec.softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -286,7 +326,7 @@ class DecoderModel(nn.Module):
 
     def logits(self, x: Tensor, compute: Compute = PLAIN) -> Tensor:
         """Return logits f32 [..., V]."""
-        return capped(compute.linear(self.head, self.output(x, compute)).float(), self.spec.softcap)
+        return scaled_logits(compute.linear(self.head, self.output(x, compute)).float(), self.spec)
 
     def _fused(self, decoder: FusedDecoder, tokens: Tensor, cache: Cache, last: bool) -> Tensor:
         """The same in C++: one token of each sequence in steps of up to 16, longer chunks sequence by sequence."""

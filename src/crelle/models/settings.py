@@ -57,6 +57,14 @@ SETTINGS = {
     "factor": Setting(float, 1e-3, 1e6, means="of the scaling of rotary frequencies"),
     "low_freq_factor": Setting(float, 1e-3, 1e6, means="of Llama 3's scaling of rotary frequencies"),
     "high_freq_factor": Setting(float, 1e-3, 1e6, means="of Llama 3's scaling of rotary frequencies"),
+    "partial_rotary_factor": Setting(float, 0, 1, 1.0, "share of a head's channels that are rotated"),
+    "attention_factor": Setting(float, 1e-3, 1e3, None, "of the rotated queries and keys"),
+    "beta_fast": Setting(float, 1e-3, 1e6, 32.0, "turns of the channels that yarn leaves as they are"),
+    "beta_slow": Setting(float, 1e-3, 1e6, 1.0, "turns of the channels that yarn divides"),
+    "truncate": Setting(bool, default=True, means="yarn's range of channels is rounded to whole ones"),
+    "mscale": Setting(float, 0, 1e3, None, "of yarn's factor of queries and keys"),
+    "mscale_all_dim": Setting(float, 0, 1e3, None, "of yarn's factor of queries and keys"),
+    "short_factor": Setting(list, means="divisors of the rotary frequencies within the original context"),
     "original_max_position_embeddings": Setting(int, 1, 1 << 30, means="context before the scaling"),
 }
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from crelle.kernels.spec import NormSpec
+from crelle.kernels.spec import Expert, NormSpec
 from crelle.models.families.base import Architecture
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -38,7 +38,7 @@ def _layer(arch: Architecture, i: int) -> Shapes:
     s, names, width = arch.spec.layers[i], arch.names, arch.spec.width
     a = s.attention
 
-    def linear(slot: str, N: int, K: int, expert: int | None = None) -> Shapes:
+    def linear(slot: str, N: int, K: int, expert: Expert = None) -> Shapes:
         module = names.of_layer(i, slot, expert)
         yield f"{module}.weight", (N, K)
         if arch.required_biases and a.bias:
@@ -48,20 +48,24 @@ def _layer(arch: Architecture, i: int) -> Shapes:
     yield from _norm(names.of_layer(i, "norm_attention"), width, s.norm)
     for slot, N, K in (("q", q, width), ("k", kv, width), ("v", kv, width), ("o", width, q)):
         yield from linear(slot, N, K)
-    for slot in ("q_norm", "k_norm") if a.qk_norm is not None else ():
+    for slot, size in a.normed.items():
         assert a.qk_norm is not None
-        yield from _norm(names.of_layer(i, slot), a.head_size, a.qk_norm)
+        yield from _norm(names.of_layer(i, slot), size, a.qk_norm)
+    if a.sinks:
+        yield names.of_layer(i, "sinks"), (a.heads,)
     for slot in ("post_attention_norm", "post_mlp_norm") if s.placement == "sandwich" else ():
         yield from _norm(names.of_layer(i, slot), width, s.norm)
     if not s.shared_norm:
         yield from _norm(names.of_layer(i, "norm_mlp"), width, s.norm)
-    experts = [None] if s.mlp.experts is None else list(range(s.mlp.experts.count))
     if s.mlp.experts is not None:
         yield from linear("router", s.mlp.experts.count, width)
-    for expert in experts:
+    for expert in s.mlp.feed_forwards:
+        inner = s.mlp.width_of(expert)
         for slot in ("gate", "up") if s.mlp.gated else ("up",):
-            yield from linear(slot, s.mlp.inner, width, expert)
-        yield from linear("down", width, s.mlp.inner, expert)
+            yield from linear(slot, inner, width, expert)
+        yield from linear("down", width, inner, expert)
+    if "shared" in s.mlp.feed_forwards:
+        yield from linear("shared_gate", 1, width)
 
 
 def _norm(module: str, size: int, spec: NormSpec) -> Shapes:

@@ -6,17 +6,18 @@ of them is stored under those names, so that a checkpoint needs no view any more
 none either: the weights stay as they are.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from crelle.errors import UnsupportedError
+from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.open import Weights
+from crelle.kernels.spec import DecoderSpec
 from crelle.models.families.base import Family, StoredMatrix
 
 OFFSET = "norm_weight_offset"  # key of a config: what is still to be added to the weights of norms
@@ -28,6 +29,7 @@ class TensorView:
     def __init__(self, inner: Weights, family: Family) -> None:
         self.inner, self.path = inner, inner.path
         self.config: dict[str, Any] = dict(inner.config)
+        self._family = family
         self._offset = float(inner.config.get(OFFSET, family.norm_offset))
         if family.norm_offset:
             self.config[OFFSET] = 0.0  # the norms of this view have it added
@@ -55,25 +57,25 @@ class TensorView:
         stored, rule, _ = self._from[name]
         shape = self.inner.shape(stored)
         if len(shape) == 1:
-            return (shape[0] // len(rule.parts),)
+            return (len(self._rows(name, shape[0])),)
         N, K = reversed(shape) if self._transposed(stored, rule) else shape
-        return N // len(rule.parts), K
+        return len(self._rows(name, N)), K
 
     def read(self, name: str) -> Tensor:
         if name not in self._from:
             t = self.inner.read(name)
             return t.float() + self._offset if self._offset and self._is_norm(name, t) else t
-        stored, rule, part = self._from[name]
+        stored, rule, _ = self._from[name]
         t = self.inner.read(stored)
         if t.dim() == 2 and self._transposed(stored, rule):
             t = t.T
-        return t.chunk(len(rule.parts))[part].contiguous()
+        return t[self._rows(name, len(t))].contiguous()
 
     def matrix(self, module: str) -> QuantTensor:
         name = f"{module}.weight"
         if name not in self._from:
             return self.inner.matrix(module)
-        stored, rule, part = self._from[name]
+        stored, rule, _ = self._from[name]
         w = self.inner.matrix(stored.removesuffix(".weight"))
         if w.format == DenseTensor.format:
             return DenseTensor(self.read(name))
@@ -81,8 +83,22 @@ class TensorView:
             raise UnsupportedError(
                 f"{self.path}: '{stored}' is quantized and stored transposed, which is not supported"
             )
-        N = w.shape[0] // len(rule.parts)
-        return w.rows(torch.arange(part * N, (part + 1) * N))
+        return w.rows(self._rows(name, w.shape[0]))
+
+    def _rows(self, name: str, N: int) -> Tensor:
+        """Return which of the N rows of the stored tensor `name` has here."""
+        stored, rule, part = self._from[name]
+        if (rows := rule.rows(self._spec, N)) is None:
+            s, parts = self._spec, ", ".join(rule.parts)
+            raise FormatError(
+                f"{self.path}: '{stored}' has {N} rows, which cannot be {parts} of {s.heads} heads and "
+                f"{s.kv_heads} key heads of {s.head_size}, as the model's config has them"
+            )
+        return rows[part]
+
+    @cached_property
+    def _spec(self) -> DecoderSpec:
+        return self._family.spec(self.inner.config)
 
     def packed(self, name: str) -> bool:
         """Tell whether f32 was unpacked from fewer bits (GGUF)."""

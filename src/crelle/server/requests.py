@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from crelle.engine.embedding import Pooling
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.server.errors import ApiError
@@ -29,6 +30,14 @@ class GenerationRequest:
     ignore_end: bool
     stream: bool
     usage: bool  # at the end of a stream
+    echo: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def scores(self) -> int | None:
+        """Likely tokens to tell of with each one of the prompt; None: the prompt is not scored."""
+        wanted = [n for n in (self.prompt_logprobs, self.logprobs if self.echo else None) if n is not None]
+        return max(wanted, default=None)
 
     def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Tokenize; a conversation becomes one prompt."""
@@ -59,6 +68,39 @@ class Tokenize:
         return _characters(self.prompts)
 
 
+@dataclass(frozen=True, slots=True)
+class Detokenized:
+    """One HTTP request for the text of token ids."""
+
+    tokens: list[int]
+    chat: bool = False
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        return tokenizer.decode(self.tokens)
+
+    @property
+    def characters(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed:
+    """One HTTP request for embeddings."""
+
+    prompts: Prompts
+    pooling: Pooling = "mean"
+    normalize: bool = True
+    base64: bool = False
+    chat: bool = False
+
+    def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+        return [tokenizer.encode(t) if isinstance(t, str) else t for t in self.prompts]  # type: ignore[misc]
+
+    @property
+    def characters(self) -> int:
+        return _characters(self.prompts)
+
+
 class _Schema(Protocol[T_co]):
     def check(self, value: Any) -> T_co: ...
 
@@ -74,7 +116,7 @@ class RequestParser:
         several = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], str | list)
         prompts = asked.prompt if several else [asked.prompt]
         most = _or(asked.max_tokens, min(16, self.info.max_tokens))
-        return self._parsed(asked, False, prompts, most, asked.logprobs)
+        return self._parsed(asked, False, prompts, most, asked.logprobs, echo=bool(asked.echo))
 
     def chat(self, body: Any) -> GenerationRequest:
         asked = self._check(body, self.schemas.chat)
@@ -110,10 +152,29 @@ class RequestParser:
             raise ApiError(400, why, param="messages", code="context_length_exceeded")
         return found
 
+    def detokenize(self, body: Any) -> Detokenized:
+        return Detokenized(self._check(body, self.schemas.detokenize).tokens)
+
+    def embedding(self, body: Any) -> Embed:
+        asked = self._check(body, self.schemas.embedding)
+        several = isinstance(asked.input, list) and isinstance(asked.input[0], str | list)
+        return Embed(
+            prompts=asked.input if several else [asked.input],
+            pooling=asked.pooling or "mean",
+            normalize=_or(asked.normalize, True),
+            base64=asked.encoding_format == "base64",
+        )
+
     def _parsed(
-        self, asked: Generate, chat: bool, prompts: Prompts, most: int | None, logprobs: int | None
+        self, asked: Generate, chat: bool, prompts: Prompts, most: int | None, logprobs: int | None, **more: Any
     ) -> GenerationRequest:
+        limit = self.info.max_tokens if most is None else max(1, most)
         sampling = Sampling(
+            max_tokens=limit,
+            frequency_penalty=_or(asked.frequency_penalty, 0.0),
+            presence_penalty=_or(asked.presence_penalty, 0.0),
+            logit_bias=tuple((int(token), bias) for token, bias in (asked.logit_bias or {}).items()),
+            min_tokens=min(_or(asked.min_tokens, 0), limit),
             temperature=_or(asked.temperature, 1.0),
             top_k=_or(asked.top_k, 0),
             top_p=max(_or(asked.top_p, 1.0), _LEAST),
@@ -133,6 +194,8 @@ class RequestParser:
             ignore_end=bool(asked.ignore_eos),
             stream=bool(asked.stream),
             usage=bool(asked.stream_options and asked.stream_options.include_usage),
+            prompt_logprobs=asked.prompt_logprobs,
+            **more,
         )
 
 

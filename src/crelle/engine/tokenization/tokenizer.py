@@ -100,9 +100,10 @@ class Tokenizer:
         room = most - len(before) - len(after)
         return [*before, *self.encode(text, bos=False)[:room], *after]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Return the text of ids; special: with special tokens, which otherwise are left out."""
         with panics_are(f"the tokenizer of {self.path} fails on these tokens"):
-            text: str = self._fast.decode(ids, skip_special_tokens=True)
+            text: str = self._fast.decode(ids, skip_special_tokens=not special)
         return text
 
     @cached_property
@@ -117,6 +118,11 @@ class Tokenizer:
     def chats(self) -> bool:
         """Whether the model has a chat template."""
         return self._template_source is not None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template marks reasoning."""
+        return "<think>" in (self._template_source or "") or "</think>" in (self._template_source or "")
 
     def render_chat(self, messages: list[Message]) -> str:
         """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins."""

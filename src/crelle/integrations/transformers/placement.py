@@ -4,7 +4,7 @@ A checkpoint names matrices as the model's own files do. Where transformers has 
 what it loads, and so are our names here; three things besides are not one module for one matrix:
 
     experts       one module of transformers, a matrix for each expert in a file (experts.py)
-    Conv1D        GPT-2's transposed linears; our checkpoints have [outputs, inputs], and q, k, v apart
+    joined        linears that our checkpoints have apart (q, k, v; gate, up), and GPT-2's transposed Conv1D
     other         a matrix that is no linear's or embedding's (a router): its module gets the dequantized values
 """
 
@@ -32,12 +32,13 @@ from crelle.integrations.transformers.layers import (
     quantize_embedding,
 )
 from crelle.models.families import families
+from crelle.models.families.base import StoredMatrix
 
 
 def place(model: Any, checkpoint: Checkpoint, config: CrelleConfig) -> dict[str, str]:
     """Put our modules into a model on meta; return parameters that take a dequantized matrix: {name: its matrix}."""
     names = _names_here(model, checkpoint)
-    conv1d = _conv1d_parts(model, checkpoint)
+    joined = _joined_parts(model, checkpoint)
     experts: dict[str, dict[tuple[int, str], str]] = {}
     dequantized: dict[str, str] = {}
     for module, spec in checkpoint.specs.items():
@@ -45,8 +46,8 @@ def place(model: Any, checkpoint: Checkpoint, config: CrelleConfig) -> dict[str,
         encoded = spec["format"] != DenseTensor.format
         found = submodule(model, here)
         expert = expert_name(here)
-        if here in conv1d or (expert is not None and is_experts(submodule(model, expert.experts))):
-            if expert is not None and here not in conv1d:
+        if here in joined or (expert is not None and is_experts(submodule(model, expert.experts))):
+            if expert is not None and here not in joined:
                 experts.setdefault(expert.experts, {})[expert.which, expert.matrix] = module
             continue
         if not encoded or found is None:
@@ -61,8 +62,9 @@ def place(model: Any, checkpoint: Checkpoint, config: CrelleConfig) -> dict[str,
             dequantized[f"{here}.weight"] = module
     for at, stored in experts.items():
         _place_experts(model, at, stored, checkpoint, config)
-    for at, parts in _by_conv1d(conv1d).items():
-        _place_conv1d(model, at, {p: names_back(names, p) for p in parts}, checkpoint, config)
+    for at, parts in _by_joined(joined).items():
+        stored_as = {p: names_back(names, p) for p in parts}
+        _place_joined(model, at, stored_as, joined[parts[0]][1], checkpoint, config)
     tie_heads(model)
     return dequantized
 
@@ -149,40 +151,53 @@ def _joins_experts(model: Any) -> bool:
     return any("*" in c.source_patterns[0] and "experts" in c.target_patterns[0] for c in conversions)
 
 
-Conv1DPart = tuple[str, int, int]  # the Conv1D's name, which of its parts, of how many
+JoinedPart = tuple[str, StoredMatrix]  # the joined linear's name, and how it is made of parts
 
 
-def _conv1d_parts(model: Any, checkpoint: Checkpoint) -> dict[str, Conv1DPart]:
-    """Return, by the name of a matrix here, which part of which Conv1D it is."""
+def _joined_parts(model: Any, checkpoint: Checkpoint) -> dict[str, JoinedPart]:
+    """Return, by the name of a matrix here, of which joined linear or Conv1D it is a part."""
     family = families().get(checkpoint.config.get("model_type", ""))
-    found: dict[str, Conv1DPart] = {}
+    found: dict[str, JoinedPart] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Conv1D) and family is not None:
+        if isinstance(module, Conv1D | nn.Linear) and family is not None:
             for rule in family.stored:
                 if name.endswith(f".{rule.module}"):
                     outer = name.removesuffix(rule.module)
-                    found |= {f"{outer}{p}": (name, i, len(rule.parts)) for i, p in enumerate(rule.parts)}
+                    found |= {f"{outer}{p}": (name, rule) for p in rule.parts}
     return found
 
 
-def _by_conv1d(parts: Mapping[str, Conv1DPart]) -> dict[str, list[str]]:
+def _by_joined(parts: Mapping[str, JoinedPart]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, (at, _, _) in parts.items():
+    for name, (at, _) in parts.items():
         found.setdefault(at, []).append(name)
     return found
 
 
-def _place_conv1d(
-    model: nn.Module, at: str, parts: Mapping[str, str], checkpoint: Checkpoint, config: CrelleConfig
+def _place_joined(
+    model: nn.Module,
+    at: str,
+    parts: Mapping[str, str],
+    rule: StoredMatrix,
+    checkpoint: Checkpoint,
+    config: CrelleConfig,
 ) -> None:
-    dtype = model.get_submodule(at).weight.dtype
+    origin = model.get_submodule(at)
+    dtype = origin.weight.dtype
     made: dict[str, nn.Module] = {}
     for here, module in parts.items():
         w = _encoding(checkpoint, module)
-        bias = nn.Parameter(torch.empty(w.spec["shape"][0], dtype=dtype, device="meta"), requires_grad=False)  # type: ignore[arg-type]
+        bias = None
+        if origin.bias is not None:
+            bias = nn.Parameter(torch.empty(w.spec["shape"][0], dtype=dtype, device="meta"), requires_grad=False)  # type: ignore[arg-type]
         made[here] = _linear_for(w, bias, dtype, config.choice)  # type: ignore[arg-type]
         model.set_submodule(here, made[here])
-    model.set_submodule(at, JoinedLinear(made))
+    with torch.device("cpu"):  # the model is being built on meta
+        spec = families()[checkpoint.config["model_type"]].spec(checkpoint.config)
+        rows = rule.rows(spec, sum(checkpoint.specs[module]["shape"][0] for module in parts.values()))
+    if rows is None:
+        raise FormatError(f"{checkpoint.path}: the parts of '{at}' are not those of the model's config")
+    model.set_submodule(at, JoinedLinear(made, torch.cat(rows).argsort() if rule.split == "heads" else None))
 
 
 def tie_heads(model: Any) -> list[str]:

@@ -24,6 +24,7 @@ from crelle.formats.dense import DENSE_DTYPES, DenseTensor
 from crelle.formats.kv.pages import KVPages
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
+from crelle.kernels.cpu.row_ops import ACTIVATIONS
 from crelle.kernels.ops import Prepared
 from crelle.kernels.spec import DecoderSpec, LayerSpec, NormSpec
 
@@ -94,8 +95,8 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
 def supports(spec: DecoderSpec) -> str | None:
     """Return what of a spec the fused decoder does not have, or None when it has all of it."""
     first = spec.layers[0].attention
-    if spec.softcap is not None:
-        return "does not cap logits"
+    if spec.softcap is not None or spec.logit_scale != 1:
+        return "does not scale or cap logits"
     if spec.embedding_width != spec.width:
         return f"has no projections between embeddings of {spec.embedding_width} and layers of {spec.width}"
     if first.head_size % 2:
@@ -106,7 +107,15 @@ def supports(spec: DecoderSpec) -> str | None:
             return "decodes token by token, and an encoder's attention looks in both directions"
         if layer.mlp.experts is not None:
             return f"has no experts, layer {i} does"
-        if layer.placement == "post":
+        if layer.mlp.activation not in ACTIVATIONS:
+            return f"has the activations {', '.join(ACTIVATIONS)}, not {layer.mlp.activation} of layer {i}"
+        if layer.residual_scale != 1:
+            return f"adds to the residual stream without a factor, layer {i} has {layer.residual_scale:g}"
+        if a.sinks or (a.qk_norm is not None and a.whole_qk_norm):
+            return f"has neither attention sinks nor norms of all heads of q and k together, layer {i} does"
+        if a.rope is not None and a.rope.attention_factor != 1 and a.rope.channels != a.head_size:
+            return f"scales whole heads after rope, not the {a.rope.channels} rotated channels of layer {i}"
+        if layer.placement in ("post", "reordered"):
             return f"norms what goes into a layer, not what comes out of it as layer {i} does"
         if layer.parallel:
             return f"runs attention and feed-forward one after the other, layer {i} side by side"
@@ -335,7 +344,7 @@ def _layer(part: LayerParts, spec: LayerSpec, rope: int) -> SimpleNamespace:
         activation=spec.mlp.activation,
         window=spec.attention.window,
         rope=rope,
-        scale=spec.attention.scale,
+        scale=spec.attention.scale * (1 if spec.attention.rope is None else spec.attention.rope.attention_factor**2),
     )
 
 

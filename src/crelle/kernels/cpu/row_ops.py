@@ -10,6 +10,7 @@ from torch import Tensor
 from crelle.kernels import cpu
 from crelle.kernels.spec import Activation
 
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")  # that C++ has, gated or plain
 _TYPES = (torch.float32, torch.bfloat16)
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from crelle.kernels.spec import DecoderSpec
+import torch
+from torch import Tensor
+
+from crelle.kernels.spec import DecoderSpec, Expert
 
 Config = Mapping[str, Any]  # config.json
 
@@ -33,17 +36,21 @@ class TensorNames:
     norm_mlp: str = "post_attention_layernorm"
     post_attention_norm: str = ""  # sandwich only
     post_mlp_norm: str = ""
+    sinks: str = ""
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     router: str = ""
     expert: str = ""  # stands before gate, up and down of an expert, with a {} for its index
+    shared_expert: str = ""  # stands before those of the expert that all tokens take
+    shared_gate: str = ""
 
-    def of_layer(self, i: int, slot: str, expert: int | None = None) -> str:
+    def of_layer(self, i: int, slot: str, expert: Expert = None) -> str:
         """Return the module of a layer's slot."""
         inside = getattr(self, slot)
         if expert is not None:
-            inside = f"{self.expert.format(expert)}.{inside}"
+            of = self.shared_expert if expert == "shared" else self.expert.format(expert)
+            inside = f"{of}.{inside.rpartition('.')[2]}"
         return f"{self.layer.format(i)}.{inside}"
 
 
@@ -53,7 +60,21 @@ class StoredMatrix:
 
     module: str  # as stored, behind the layer's prefix
     parts: tuple[str, ...]  # modules of which it is made, one behind the other along N; one: it has that name here
-    transposed: bool  # stored as [K, N]
+    transposed: bool = False  # stored as [K, N]
+    split: Literal["equal", "qkv", "heads"] = "equal"  # qkv: heads of q, k, v; heads: q, k and v of one after the other
+
+    def rows(self, spec: DecoderSpec, N: int) -> list[Tensor] | None:
+        """Return which of N rows each part has; None where N is no such number."""
+        q, kv, parts = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, len(self.parts)
+        if N % parts if self.split == "equal" else (3 * q if self.split == "heads" else q + 2 * kv) != N:
+            return None
+        every = torch.arange(N)
+        if self.split == "heads":
+            by_head = every.view(spec.heads, parts, -1)  # [H, 3, D]
+            return [by_head[:, i].flatten() for i in range(parts)]
+        if self.split == "qkv":
+            return [every[:q], every[q : q + kv], every[q + kv :]]
+        return list(every.chunk(parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

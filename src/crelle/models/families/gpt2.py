@@ -13,14 +13,14 @@ from crelle.kernels.spec import Activation, AttentionSpec, DecoderSpec, LayerSpe
 from crelle.models.families.base import Config, Family, StoredMatrix, TensorNames
 from crelle.models.settings import SETTINGS, Setting, setting
 
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
 }
-_KEYS = SETTINGS | {
+KEYS = SETTINGS | {
     "n_embd": Setting(int, 1, 1 << 20, means="width of the residual stream"),
     "n_layer": Setting(int, 1, 1 << 12, means="layers"),
     "n_head": Setting(int, 1, 1 << 14, means="heads"),
@@ -35,9 +35,9 @@ _KEYS = SETTINGS | {
 
 def spec(c: Config) -> DecoderSpec:
     """Read a Hugging Face config."""
-    get: Any = partial(setting, c, table=_KEYS)
-    if (act := get("activation_function", "gelu_new")) not in _ACTIVATIONS:
-        raise UnsupportedError(f"the activation {shown(act)} is not one of GPT-2's ({', '.join(_ACTIVATIONS)})")
+    get: Any = partial(setting, c, table=KEYS)
+    if (act := get("activation_function", "gelu_new")) not in ACTIVATIONS:
+        raise UnsupportedError(f"the activation {shown(act)} is not one of GPT-2's ({', '.join(ACTIVATIONS)})")
     if get("add_cross_attention"):
         raise UnsupportedError("GPT-2 with an encoder beside it ('add_cross_attention') is not supported")
     width, heads = get("n_embd"), get("n_head")
@@ -46,7 +46,7 @@ def spec(c: Config) -> DecoderSpec:
     size = width // heads
     scale = size**-0.5 if get("scale_attn_weights") else 1.0
     norm = NormSpec("layer", get("layer_norm_epsilon"))
-    mlp = MlpSpec(inner=get("n_inner", 4 * width), activation=_ACTIVATIONS[act], gated=False)
+    mlp = MlpSpec(inner=get("n_inner", 4 * width), activation=ACTIVATIONS[act], gated=False)
 
     def layer(i: int) -> LayerSpec:
         by = i + 1 if get("scale_attn_by_inverse_layer_idx") else 1

@@ -4,7 +4,7 @@ from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.storage.io import shown
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from crelle.models.families.base import Config, Family, TensorNames
-from crelle.models.rope import rope_of
+from crelle.models.rope import context_of, rope_of, rotated_channels
 from crelle.models.settings import layer_types, setting
 
 
@@ -15,8 +15,8 @@ def spec(c: Config) -> DecoderSpec:
     heads, kv_heads, head_size = attention_sizes(c)
     norm = NormSpec("rms", setting(c, "rms_norm_eps"))
     mlp = MlpSpec(inner=setting(c, "intermediate_size"), activation="silu", gated=True)
-    rope = rope_of(c, head_size)
-    qk_norm = norm if c["model_type"] == "qwen3" else None
+    rope = rope_of(c, rotated_channels(c, head_size))
+    qk_norm = norm if c["model_type"] in ("qwen3", "qwen3_moe") else None
 
     def layer(window: int | None) -> LayerSpec:
         attention = AttentionSpec(
@@ -33,7 +33,7 @@ def spec(c: Config) -> DecoderSpec:
     return DecoderSpec(
         width=setting(c, "hidden_size"),
         vocabulary=setting(c, "vocab_size"),
-        context=setting(c, "max_position_embeddings"),
+        context=context_of(c),
         layers=tuple(layer(window) for window in _windows(c)),
         norm=norm,
         tied=setting(c, "tie_word_embeddings"),
@@ -64,7 +64,7 @@ def _windows(c: Config) -> tuple[int | None, ...]:
     window: int = setting(c, "sliding_window")
     if kinds := layer_types(c, layers):
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if c["model_type"] == "mistral":
+    if c["model_type"] in _SLIDING:
         return (window,) * layers
     if not used:
         return (None,) * layers
@@ -72,6 +72,7 @@ def _windows(c: Config) -> tuple[int | None, ...]:
     return tuple(None if i < full else window for i in range(layers))
 
 
+_SLIDING = ("mistral", "mixtral", "phi3")
 FAMILY = Family(
     model_types=("llama", "mistral", "qwen2", "qwen3"),
     spec=spec,

@@ -37,11 +37,25 @@ class CachedTokens(Closed):
     cached_tokens: Count
 
 
+class CompletionDetails(Closed):
+    reasoning_tokens: Count
+
+
 class Usage(Closed):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails
+
+
+class PromptLogprob(Closed):
+    logprob: Log
+    rank: Count | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first token has none
 
 
 # Completions ----------------------------------------------------------------------------------------------------------
@@ -49,8 +63,8 @@ class Usage(Closed):
 
 class TextLogprobs(Closed):
     tokens: list[str]
-    token_logprobs: list[Log]
-    top_logprobs: list[dict[str, Log]] | None
+    token_logprobs: list[Log | None]
+    top_logprobs: list[dict[str, Log] | None] | None
     text_offset: list[Count]
 
 
@@ -60,6 +74,7 @@ class TextChoice(Closed, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: Finish
     cut: Cut | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextChunkChoice(TextChoice, kw_only=True):
@@ -106,6 +121,7 @@ class ChatLogprobs(Closed):
 class Answer(Closed, tag_field="role", tag="assistant"):
     content: str
     refusal: None
+    reasoning_content: str | UnsetType = UNSET  # what stands in <think>, where the model's template has it
 
 
 class ChatChoice(Closed, kw_only=True):
@@ -114,11 +130,13 @@ class ChatChoice(Closed, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     cut: Cut | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(Closed, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
 
@@ -159,6 +177,26 @@ class TokenIds(Closed):
     tokens: list[Count]
     count: Count
     context: Count
+
+
+class Text(Closed):
+    prompt: str
+
+
+class EmbeddingUsage(Closed):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingVector(Closed, kw_only=True, tag_field="object", tag="embedding"):
+    index: Count
+    embedding: list[float] | str  # base64: little-endian f32
+
+
+class Embeddings(Closed, kw_only=True, tag_field="object", tag="list"):
+    data: list[EmbeddingVector]
+    model: str
+    usage: EmbeddingUsage
 
 
 class Status(Closed, kw_only=True):

@@ -247,14 +247,16 @@ __global__ void __launch_bounds__(256)
   launch_dependents();
   grid_dependency_wait();
 
-  const Token token(position, starts, B, n, lane);
-  if (token.before < 0 || (cos && token.at >= context)) return;  // all of the block
   const int kind = r < heads ? -1 : r - heads >= stored, head = kind < 0 ? r : r - heads - kind * stored;
   const T *from = kind < 0    ? q + (size_t)n * q_apart + head * D
                   : kind == 0 ? k + (size_t)n * k_apart + head * D
                               : v + (size_t)n * v_apart + head * D;
   float x[O::SIZE];
-  O::load(x, from, j);
+  O::load(x, from, j);  // under way while the token is looked up
+  const Token token(position, starts, B, n, lane);
+  if (token.before < 0 || (cos && token.at >= context)) return;  // all of the block
+  const int place = token.at / page;
+  const int found = kind >= 0 && place < max_pages ? __ldcg(table + (size_t)token.b * max_pages + place) : -1;
   if (q_norm || k_norm) O::template apply_norm<T>(x, kind < 0 ? q_norm : kind == 0 ? k_norm : nullptr, eps, j);
   if (cos && kind < 1)
     O::template apply_rope<T>(x, cos + (size_t)token.at * (D / 2), sin + (size_t)token.at * (D / 2), j);
@@ -267,8 +269,6 @@ __global__ void __launch_bounds__(256)
   if (ROTATE) O::hadamard(x, j);
   if (kind < 0 && asked <= last) O::store(x, rotated + ((size_t)n * heads + head) * D, j);
   if (!__any_sync(~0u, kind >= 0)) return;
-  const int place = token.at / page;
-  const int found = kind >= 0 && place < max_pages ? __ldcg(table + (size_t)token.b * max_pages + place) : -1;
   const bool stores = asked <= last && found >= 0 && found < pages;
   const size_t row = stores ? (((size_t)found * 2 + kind) * kv_heads + head) * page + token.at % page : 0;
   if constexpr (BITS == 16) {
@@ -302,14 +302,16 @@ __device__ __forceinline__ void read_codes(float (&v)[8], const unsigned char *c
 
 // The values of the first tokens of B sequences, rotated and centred as they are stored, those of sequence b at
 // starts[b] … starts[b + 1]: out [2, total, kv_heads, D], of which starts[B] tokens are written. For prompts, whose
-// tokens share them. table [B, max_pages]. Grid (8 values a thread, kv_heads, 2).
+// tokens share them. table [B, max_pages]. Grid (8 values of a head a thread, kv_heads over READ_HEADS, 2): finding the
+// page of a token takes four loads, each of which waits for the one before, so a thread reads several of its heads.
+constexpr int READ_HEADS = 4;
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, typename E>
 __global__ void __launch_bounds__(256)
     paged_read(const unsigned char *codes, const unsigned short *words, const int *table, const int *starts, E *out,
                int B, int max_pages, int page, int kv_heads, int total) {
-  constexpr int RUNS = D / 8;
+  constexpr int RUNS = D / 8, EACH = READ_HEADS;
   using At = PagePlaces<D, K_BITS, K_C, V_BITS, V_C>;
-  const int i = blockIdx.x * 256 + threadIdx.x, n = i / RUNS, first = i % RUNS * 8, head = blockIdx.y;
+  const int i = blockIdx.x * 256 + threadIdx.x, n = i / RUNS, first = i % RUNS * 8;
   launch_dependents();
   grid_dependency_wait();
   if (n >= min(total, __ldcg(starts + B))) return;
@@ -319,20 +321,28 @@ __global__ void __launch_bounds__(256)
     __ldcg(starts + middle) <= n ? b = middle : end = middle;
   }
   const int token = n - __ldcg(starts + b), place = __ldcg(table + (size_t)b * max_pages + token / page);
-  const int kind = blockIdx.z, index = head * page + token % page;
-  codes += At::codes(place, kind, kv_heads * page, index);
-  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)kind * total + n) * kv_heads + head) * D + first);
-  if constexpr (K_BITS == 16) {
-    *to = __ldcg(reinterpret_cast<const uint4 *>(reinterpret_cast<const E *>(codes) + first));
-  } else {
-    words += At::words(place, kind, kv_heads * page, index);
-    float v[8];
-    if (kind == 0)
-      read_codes<D, K_BITS, K_C>(v, codes, words, first);
-    else
-      read_codes<D, V_BITS, V_C>(v, codes, words, first);
-    *to = closed<E>(v);
+  const int kind = blockIdx.z, begin = blockIdx.y * EACH;
+  const auto index = [&](int e) { return min(begin + e, kv_heads - 1) * page + token % page; };
+  uint4 found[EACH];  // all loads come before the first store, which the compiler could not know to be elsewhere
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const unsigned char *from = codes + At::codes(place, kind, kv_heads * page, index(e));
+    if constexpr (K_BITS == 16) {
+      found[e] = __ldcg(reinterpret_cast<const uint4 *>(reinterpret_cast<const E *>(from) + first));
+    } else {
+      const unsigned short *scales = words + At::words(place, kind, kv_heads * page, index(e));
+      float v[8];
+      if (kind == 0)
+        read_codes<D, K_BITS, K_C>(v, from, scales, first);
+      else
+        read_codes<D, V_BITS, V_C>(v, from, scales, first);
+      found[e] = closed<E>(v);
+    }
   }
+  uint4 *to = reinterpret_cast<uint4 *>(out + (((size_t)kind * total + n) * kv_heads + begin) * D + first);
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+    if (begin + e < kv_heads) to[e * RUNS] = found[e];
 }
 
 }  // namespace crelle

@@ -30,6 +30,7 @@ MOST_SPLITS = 128  # in paged_attention.cu
 _HOPPER_SHARED = 227 * 1024  # bytes that a thread block can have
 _STATIC_SHARED = 2048  # of which `attend` has so many, or fewer, at a fixed place
 _HEADS = 8  # query heads that share a read, at most
+_READ_HEADS = 4  # of a token that a thread of paged_read reads; as in paged_append.cu
 _APPEND_THREADS = 256
 _FOREVER = 2**31 - 1  # a window that nothing falls out of
 _SIZES = (torch.float16, torch.bfloat16)
@@ -347,7 +348,7 @@ def read(pages: KVPages, table: Tensor, starts: Tensor, total: int) -> Tensor:
     if total == 0:
         return out
     load(*read_variant(fmt, D, values))(
-        (-(-total * D // (8 * 256)), pages.heads, 2),
+        (-(-total * D // (8 * 256)), -(-pages.heads // _READ_HEADS), 2),
         256,
         *(pages.codes, pages.words, table, starts, out, *table.shape, fmt.page, pages.heads, total),
         pdl=True,

@@ -38,7 +38,9 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
         a, mlp = layer.attention, layer.mlp
         if not a.causal:
             return "the step decodes, and an encoder's attention looks in both directions"
-        if layer.placement == "post" or layer.parallel:
+        if layer.residual_scale != 1 or a.sinks or (a.qk_norm is not None and a.whole_qk_norm):
+            return "the step has no factor of the residual stream, no attention sinks, no norm of all heads together"
+        if layer.placement in ("post", "reordered") or layer.parallel:
             return f"the step has norms before attention and feed-forward, not {layer.placement} or parallel ones"
         if layer.placement == "sandwich" and layer.norm.kind != "rms":
             return "the step has RMS norms behind attention and feed-forward, not layer norms"
@@ -52,8 +54,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
             return "the step rotates whole heads, not a part of them"
         if a.softcap is not None or a.scale != a.head_size**-0.5:
             return "the step scales scores by 1/sqrt(head size), without a cap"
-    if spec.norm is None or spec.embedding_width != spec.width or spec.softcap is not None:
-        return "the step has a norm before the head, an embedding as wide as the layers and no cap of logits"
+    if spec.norm is None or spec.embedding_width != spec.width or spec.softcap is not None or spec.logit_scale != 1:
+        return "the step has a norm before the head, an embedding as wide as the layers, no scale and no cap of logits"
     return attention_supports(spec.head_size, dtype)
 
 
@@ -134,7 +136,8 @@ class Step:
         tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for rope in s.ropes:
             angle = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, D/2]
-            tables[rope] = angle.cos().to(model.device), angle.sin().to(model.device)
+            turned = angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
+            tables[rope] = turned[0].to(model.device), turned[1].to(model.device)
         self.layers = []
         for layer in cast(Iterable[Any], model.layers):
             a, mlp, spec = layer.attention, layer.mlp, cast(LayerSpec, layer.spec)

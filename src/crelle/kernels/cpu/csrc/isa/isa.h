@@ -49,7 +49,9 @@ inline const Gemm *gemm_of(const Weight &w) {
 extern const Isa kGeneric;
 #if defined(__x86_64__)
 extern const Isa kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kVbmi;
-extern const IntegerKernel kIntegerAmx;
+// Of several sets: these are compiled once.
+extern const MixedKernel kMixedAvx2, kMixedVnni;
+extern const IntegerKernel kIntegerAvx2, kIntegerVnni, kIntegerAmx;
 #elif defined(__aarch64__)
 extern const Isa kNeon, kDotprod;
 #endif

@@ -69,7 +69,7 @@ struct V {
 };
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V>)(w, a, y, ldy, b0, b1);
+  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V, FieldV::kMostBits>)(w, a, y, ldy, b0, b1);
 }
 
 static_assert(kFieldRows == V::kRows);
