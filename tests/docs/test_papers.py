@@ -360,3 +360,105 @@ def test_outliers_and_bits() -> None:
     found = {r["name"]: r["perplexity"] for r in rows("h200-zero-shot-smollm2")}
     part = section("Tables 3, 6 and 7: whole models")
     assert all(f"{found[name]:.2f}" in part for name in ("fp16", "rtn3", "auto3", "auto3-full"))
+
+
+def test_quality_of_mixed_matrices() -> None:
+    table, tasks = section("Tables 1 and 2: quality"), {r["name"]: r for r in rows("h200-zero-shot-smollm2")}
+    fp16, mixed = tasks["fp16"]["perplexity"], tasks["mixed-four25"]
+    assert f"{mixed['perplexity']:.2f}, full precision {fp16:.2f} ({mixed['perplexity'] / fp16:.2f})" in table
+    assert f"four tasks {paired(mixed)}" in table
+    trained = next(r for r in rows("h200-mixed-quality-smollm2") if r.get("commit") and "tune=full" in r["scheme"])
+    assert f"{trained['test']:.2f} ({trained['test_ratio']:.2f}) after {trained['seconds']:.0f} s" in table
+    fp32, small = rows("cpu-stsb")[:2]
+    assert f"at {small['bits_per_weight']:.3f} bits: {small['spearman']:.4f}, fp32 {fp32['spearman']:.4f}" in table
+    table, (whole, part) = section("Table 3: whole steps"), rows("h200-mixed-llama2-7b")
+    assert f"| {whole['tokens_per_second']:.1f} | 1 | 1, 1 |" in table
+    joules = whole["joules_per_token"], part["joules_per_token"]
+    assert "falls {:.1f} times ({:.3f} to {:.3f} J a token)".format(joules[0] / joules[1], *joules) in table
+    assert f"reaches {whole['share_of_ceiling']:.0%} of a plain read" in table
+    bcq = {r["scheme"]: r for r in rows("h200-decode-llama2-7b")}["bcq:bits=3,group=128"]["milliseconds_per_token"]
+    assert f"takes {bcq:.2f} ms where this takes {part['milliseconds_per_token']:.2f}" in table
+    table = section("Table 4: 4-bit groups")
+    named = {r["name"]: r for r in rows("h200-mixed-ablation-smollm2")}
+    assert f"the Hessian alone ({named['four=0.25 hessian']['ratio']:.2f})" in table
+    bits = [
+        named[f"four={share} {way}"]["bits_per_weight"]
+        for way in ("sensitivity", "inter-layer")
+        for share in (0.25, 0.1)
+    ]
+    assert "{:.2f} at 25%, {:.2f} at 10% (SmolLM2; whole layers {:.2f} and {:.2f})".format(*bits) in table
+    bits = [named[f"outliers={share} 2-bit groups"]["bits_per_weight"] for share in (0.002, 0.005)]
+    assert "{:.2f} and {:.2f} with 0.2% and 0.5% outliers".format(*bits) in table
+
+
+def paired(row: dict[str, Any]) -> str:
+    """Return the mean difference of the tasks from fp16 and its error, in points."""
+    each = [t["against"]["paired"] for t in row["tasks"].values()]
+    mean = 100 * sum(t["difference"] for t in each) / len(each)
+    error = 100 * sum(t["stderr"] ** 2 for t in each) ** 0.5 / len(each)
+    return f"{mean:.1f} ± {error:.1f}".replace("-", "−")
+
+
+def test_engine_and_search() -> None:
+    ms = {r["scheme"]: r["milliseconds_per_token"] for r in rows("h200-engine-llama2-7b")}
+    three = [ms[scheme] for scheme in ("fp16", "rtn:bits=4,group=128", "bcq:bits=3,group=128")]
+    part = section("Tables 3, 6 and 7: whole models")
+    assert "takes {:.2f}, {:.2f} (uniform) and {:.2f} ms".format(*three) in part
+    found = {r["scheme"]: r for r in rows("h200-decode-llama2-7b")}
+    times = [found[f"bcq:bits={bits},group=128"]["speedup"] for bits in (4, 3, 2)]
+    assert "ours {:.2f} and {:.2f}, and {:.2f} at 2 bits".format(*times) in part
+    plan, one = rows("search-smollm2")[:2]
+    part = section("Figure 13: bits by kind")
+    assert f"{plan['test_ratio']:.3f} times fp32 against {one['test_ratio']:.3f}" in part
+    assert f"on unseen text {plan['unseen_ratio']:.3f} and {one['unseen_ratio']:.3f}" in part
+
+
+def test_perplexity_and_tasks_of_atom() -> None:
+    text = section("Tables 1 to 3: quality")
+    found = {(r["name"], r["kv"], r["text"].split("-")[0]): r for r in rows("h200-atom-quality-smollm2")}
+    ours, fp32 = found["w4a4kv4", "4", "wikitext2"], found["fp", "16", "wikitext2"]
+    assert f"{ours['perplexity']:.2f}, fp32 {fp32['perplexity']:.2f} ({ours['ratio']:.3f})" in text
+    assert f"{ours['bits_per_weight']:.2f} bits per weight" in text
+    trained = (
+        rows("h200-atom-ablation-smollm2")[-1]["ratio"],
+        found["w4a4kv4-short256-rows512", "4", "wikitext2"]["ratio"],
+    )
+    assert "trained {:.3f} to {:.3f}".format(*trained) in text
+    small = found["w3a3", "16", "wikitext2"]
+    assert f"ours {small['bits_per_weight']:.2f} bits" in text
+    assert f"{small['perplexity']:.2f} ({small['ratio']:.3f})" in text
+    unseen = (found[name, "4", "tinystories"]["ratio"] for name in ("w4a4kv4", "w4a4kv4-short128"))
+    assert "unseen: {:.3f}, trained {:.3f}".format(*unseen) in text
+    tasks = {r["name"]: r for r in rows("h200-zero-shot-smollm2")}
+
+    def mean(name: str) -> float:
+        return 100 * sum(t["accuracy"] for t in tasks[name]["tasks"].values()) / len(tasks[name]["tasks"])
+
+    points = mean("atom-w4a4kv4"), mean("fp16")
+    assert "{:.1f}, full precision {:.1f} ({})".format(*points, paired(tasks["atom-w4a4kv4"])) in text
+
+
+def test_peers_and_ratios_of_atom() -> None:
+    table = section("Figure 10: products and attention")
+    few, found = [], [r for r in rows("h200-integer-gemm") if r["scheme"] == "atom-w4a4"]
+    for row in found:
+        fp16 = min(row["cublas"])
+        if row["rows"] == 512:
+            int8, fp8 = min(row["int_mm"]), min(row["fp8"])
+            assert f"| {'{} × {}'.format(*row['shape'])} | {fp16:.1f} | {min(row['microseconds']):.1f} (" in table
+            assert f"| {int8:.1f} | {fp8:.1f} |" in table
+        elif row["rows"] == 16:
+            few.append(fp16 / min(row["microseconds"]))
+    assert f"{min(few):.2f} to {max(few):.2f} times as fast as fp16" in table
+    batch = {
+        r["cache"]: r for r in rows("h200-attention") if (r["batch"], r["context"], r["kv_heads"]) == (128, 1024, 32)
+    }
+    us = (batch[kv]["us"] for kv in ("kv16", "kv8", "kv4"))
+    assert "{:.1f}, {:.1f} and {:.1f} us".format(*us) in table
+    assert f"at {batch['kv4']['tb_per_s']:.2f} TB/s, 16-bit ones at {batch['kv16']['tb_per_s']:.2f}" in table
+    table = section("Figure 11: throughput and latency")
+    (long,) = (r for r in rows("h200-serve-atom-hadamard") if r["batch"] == 256)
+    assert f"of 256 sequences takes {long['milliseconds_per_step']:.1f} ms" in table
+    trace = {(r["scheme"], str(r["kv"])): r["tokens_per_second"] for r in rows("h200-trace-atom")}
+    w4a4, fp16, w8a8 = (trace[of] for of in (("atom:w=4,a=4", "kv4"), ("fp16", "kv16"), ("atom:w=8,a=8", "kv8")))
+    assert f"{w4a4 / fp16:.2f} times fp16, {w4a4 / w8a8:.2f} times W8A8" in table

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from crelle.engine.loaded_model import LoadedModel
 from crelle.errors import CapacityError
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 from crelle.models.cache import attention
 
 MAX_TOKENS = 8192  # of a text: a pass holds all of them, and no other sequence advances meanwhile
@@ -20,10 +21,8 @@ Pooling = Literal["mean", "last"]
 class _NoCache:
     """Attention within one pass."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
-        return attention(q, k.transpose(1, 2), v.transpose(1, 2), window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
+        return attention(q, k.transpose(1, 2), v.transpose(1, 2), how)
 
 
 @torch.inference_mode()
