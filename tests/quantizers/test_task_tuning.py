@@ -10,7 +10,7 @@ from in_process import run, succeed
 from random_models import write_random
 from wordpiece import write_wordpiece
 
-from crelle import Embedder, quantize
+from crelle import LLM, Embedder, quantize
 from crelle.errors import CrelleError, FormatError
 from crelle.eval.embedding_task import spearman, task_score
 from crelle.formats.storage.checkpoint import Checkpoint
@@ -100,6 +100,25 @@ def test_command_line(bert: Path, tmp_path: Path) -> None:
     assert "accuracy from" in shown
 
 
+def test_a_decoder_exchanges_scales_too(tiny_model: Path, tmp_path: Path) -> None:
+    base, scales = quantize(tiny_model, tmp_path / "base", "bcq:bits=2,group=16,rounds=2").out, tmp_path / "scales"
+    (tmp_path / "text").write_text("abcdefgh" * 400)
+    options = ("--steps", 8, "--batch", 2, "--length", 32, "--rate", 0.05, "--device", "cpu")
+    text = tmp_path / "text"
+    found = succeed("tune", base, tmp_path / "t", "--text", text, "--scales", scales, *options, "--json").json
+    assert found["scales_bytes"] == scales.stat().st_size
+    ids = torch.tensor([[1, 5, 9, 33]])
+    tuned, switched, plain = (
+        llm.model(ids, llm.model.new_cache())
+        for llm in (LLM.load(tmp_path / "t", device="cpu"), LLM.load(base, device="cpu", scales=scales), LLM.load(base))
+    )
+    assert torch.equal(switched, tuned)
+    assert not torch.equal(switched, plain)
+    ends = ("--prompt", "abc", "--max-tokens", 8, "--temperature", 0, "--device", "cpu", "--json")
+    by_scales = succeed("generate", base, "--scales", scales, *ends).json["text"]
+    assert by_scales == succeed("generate", tmp_path / "t", *ends).json["text"]
+
+
 def test_tuning_is_the_same_every_time(bert: Path, tmp_path: Path) -> None:
     base = quantize(bert, tmp_path / "base", "bcq:bits=2,group=32,rounds=0").out
     task = read_task(write_task(tmp_path / "task", "pairs"))
@@ -146,7 +165,7 @@ def test_tasks_that_are_none_are_a_sentence(tmp_path: Path, lines: str, says: st
     ("options", "says"),
     [
         (("--task", "TASK", "--text", "TASK"), "--text does not apply to --task"),
-        (("--scales", "S"), "--test and --scales need --task"),
+        (("--test", "TASK"), "--test needs --task"),
         (("--task", "TASK", "--scales", "S", "--train", "all"), "--scales needs --train scales"),
         (("--task", "TASK"), "is a decoder, and tasks are for encoders"),
     ],

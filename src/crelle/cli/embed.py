@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from crelle.cli.common.console import Bits, Device, Json, KernelName, Model, Threads, out, print_json, use_threads
+from crelle.cli.common.console import (
+    Bits,
+    Device,
+    Json,
+    KernelName,
+    Model,
+    Scales,
+    Threads,
+    out,
+    print_json,
+    use_threads,
+)
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -31,9 +42,7 @@ def run(
         int | None, typer.Option("--max-tokens", help="Cut longer texts; default: the model's context.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Texts per forward pass.")] = 32,
-    scales: Annotated[
-        Path | None, typer.Option("--scales", help="Scales of a task, written by `crelle tune --scales`.")
-    ] = None,
+    scales: Scales = None,
     bits: Bits = None,
     kernel: KernelName = None,
     device: Device = "auto",

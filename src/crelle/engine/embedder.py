@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
-from crelle.errors import FormatError, SchemeError
+from crelle.errors import SchemeError
 from crelle.formats.base import nbytes
-from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.open import open_weights
-from crelle.formats.storage.task_scales import ScaledCheckpoint
+from crelle.formats.storage.task_scales import with_scales
 from crelle.models.encoder import EncoderModel
 from crelle.models.loader import build_encoder, choose_device
 from crelle.quantizers.unquantized import is_layer
@@ -47,10 +46,7 @@ class Embedder:
         `scales`: those of a task, from `crelle tune --scales`. `bits`: the precision of a nested checkpoint.
         """
         weights = open_weights(path)
-        if scales is not None:
-            if not isinstance(weights, Checkpoint):
-                raise FormatError(f"{path} is not a Crelle checkpoint, so that no scales belong to it")
-            weights = ScaledCheckpoint(weights.path, Path(scales), verify=False)
+        weights = weights if scales is None else with_scales(weights, scales)
         model = build_encoder(weights, choose_device(device), kernel=kernel, bits=bits)
         return cls(model, Tokenizer.of(weights))
 

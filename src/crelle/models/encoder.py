@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 from crelle.models.builder import Builder
 from crelle.models.decoder import PLAIN, InputLayer, Layer
 from crelle.models.families.base import Architecture
@@ -22,9 +23,7 @@ class Padded:
         if lengths is not None:
             self.mask = (torch.arange(T, device=device) < lengths.to(device)[:, None])[:, None, None]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         """Return what q [B, T, H, D] sees of k and v [B, T, Hkv, D]; encoders have neither windows nor caps."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, self.mask).transpose(1, 2)

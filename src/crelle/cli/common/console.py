@@ -48,6 +48,10 @@ Threads = Annotated[int | None, typer.Option("--threads", help="Number of CPU th
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Force this kernel; `crelle explain MODEL --why` lists the kernels.")
 ]
+Scales = Annotated[
+    Path | None,
+    typer.Option("--scales", metavar="FILE", help="Scales of a task, written by `crelle tune --scales`."),
+]
 KV = Annotated[
     str | None,
     typer.Option(

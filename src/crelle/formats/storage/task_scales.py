@@ -17,6 +17,7 @@ from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.io import ShardReader, write_whole
+from crelle.formats.storage.open import Weights
 
 _CODES = "crelle_scales_of"
 
@@ -59,6 +60,13 @@ class ScaledCheckpoint(Checkpoint):
         if self._scales is not None and name in self._changed:
             return self._scales.read(name)
         return super()._stored(name)
+
+
+def with_scales(weights: Weights, scales: str | Path) -> ScaledCheckpoint:
+    """Return an opened checkpoint with the scales of a task."""
+    if not isinstance(weights, Checkpoint):
+        raise FormatError(f"{weights.path} is not a Crelle checkpoint, so that no scales belong to it")
+    return ScaledCheckpoint(weights.path, Path(scales), verify=False)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
