@@ -36,6 +36,7 @@ LEFT_OUT = {
     "cpu-logits-neon.json",
     "cpu-logits-x86.json",
     "cpu-neon-before-after.json",
+    "cpu-rows-f32-tiles.json",
     "cpu-rows-neoverse-n1-more.json",
     "cpu-rows-neoverse-n1.json",
     "cpu-rows-xeon-vnni.json",

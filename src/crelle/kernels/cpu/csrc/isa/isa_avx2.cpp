@@ -79,7 +79,7 @@ static_assert(kFieldRows == V::kRows);
 
 const MixedKernel kMixedAvx2{avx2::encode_mixed, avx2::mixed_matmul<avx2::MixedV>};
 const IntegerKernel kIntegerAvx2{avx2::encode_integer, avx2::integer_matmul<avx2::IntegerV>, 64};
-const Isa kAvx2{"avx2",       avx2::V::kRows, avx2::field_stream, avx2::field_encode,
-                avx2::matmul, avx2::read_all, &kMixedAvx2,        &kIntegerAvx2};
+const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::field_stream, avx2::field_encode, avx2::matmul,
+                avx2::read_all, &kMixedAvx2,    &kIntegerAvx2,      &kF32Avx2};
 
 }  // namespace crelle::cpu

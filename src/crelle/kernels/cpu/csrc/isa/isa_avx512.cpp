@@ -80,7 +80,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace avx512
 }  // namespace
 
-const Isa kAvx512{"avx512",       avx512::V::kRows, avx512::field_stream, avx512::field_encode,
-                  avx512::matmul, avx512::read_all, &avx512::kMixed,      &avx512::kInteger};
+const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::field_stream, avx512::field_encode, avx512::matmul,
+                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger,    &kF32Avx512};
 
 }  // namespace crelle::cpu

@@ -38,6 +38,6 @@ const MixedKernel kMixedVnni{avx512vnni::encode_mixed, avx512vnni::mixed_matmul<
 const IntegerKernel kIntegerVnni{avx512vnni::encode_integer, avx512vnni::integer_matmul<avx512vnni::IntegerV>, 64};
 const Isa kAvx512Vnni{"avx512-vnni",      avx512vnni::kFieldRows, avx512vnni::field_stream,
                       avx512vnni::encode, avx512vnni::matmul,     avx512vnni::read,
-                      &kMixedVnni,        &kIntegerVnni};
+                      &kMixedVnni,        &kIntegerVnni,          &kF32Avx512};
 
 }  // namespace crelle::cpu

@@ -27,7 +27,7 @@ uint64_t read(const uint8_t *data, size_t bytes) { return kAvx2.read(data, bytes
 }  // namespace avxvnni
 }  // namespace
 
-const Isa kAvxVnni{"avx-vnni",      avxvnni::kFieldRows, avxvnni::field_stream, avxvnni::encode,
-                   avxvnni::matmul, avxvnni::read,       &kMixedAvx2,           &kIntegerAvx2};
+const Isa kAvxVnni{"avx-vnni",    avxvnni::kFieldRows, avxvnni::field_stream, avxvnni::encode, avxvnni::matmul,
+                   avxvnni::read, &kMixedAvx2,         &kIntegerAvx2,         &kF32Avx2};
 
 }  // namespace crelle::cpu

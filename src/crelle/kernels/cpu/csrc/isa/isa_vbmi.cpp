@@ -44,7 +44,7 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
 }  // namespace vbmi
 }  // namespace
 
-const Isa kVbmi{"vbmi",       vbmi::kRows,    vbmi::stream, vbmi::encode,
-                vbmi::matmul, vbmi::read_all, &kMixedVnni,  &kIntegerVnni};
+const Isa kVbmi{"vbmi",         vbmi::kRows, vbmi::stream,  vbmi::encode, vbmi::matmul,
+                vbmi::read_all, &kMixedVnni, &kIntegerVnni, &kF32Avx512};
 
 }  // namespace crelle::cpu
