@@ -90,8 +90,10 @@ class ResponseBuilder:
         self._echoed = set[int]()  # choices of a stream
 
     def _answer(self, prompts: Sequence[list[int]]) -> ChatAnswer:
+        if not prompts:
+            return ChatAnswer()
         tokenizer, use = self._tokens.tokenizer, self.params.tools
-        mark = thinks(tokenizer, prompts[0]) if prompts else None
+        mark = thinks(tokenizer, prompts[0])
         parser = None if use is None else ToolCallParser(format_of(tokenizer), {f["name"] for f in use.functions})
         return ChatAnswer(mark, parser)
 
