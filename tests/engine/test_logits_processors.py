@@ -11,7 +11,7 @@ from conftest import write_tiny_model
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
 from crelle.engine.output import Output
-from crelle.errors import NumericsError, SchemeError
+from crelle.errors import SchemeError
 from crelle.eval.perplexity import window_logits
 from crelle.kernels.threads import set_threads
 
@@ -91,7 +91,7 @@ def test_when_every_token_is_forbidden_the_request_fails_in_a_sentence(llm: LLM)
         llm.end_ids = ends
     good = engine.add("Hello", Sampling(max_tokens=5))
     engine.run()
-    assert isinstance(bad.outputs[0].error, NumericsError)
+    assert isinstance(bad.outputs[0].error, SchemeError)
     assert "no token is allowed" in str(bad.outputs[0].error)
     assert good.outputs[0].error is None
 

@@ -31,14 +31,18 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
             'logit_bias must have token ids below 259 as names, not "03"',
         ),
         ({"precision": 5}, "precision", "precision must be one of 2, 3, 4, null, not 5"),
-        ({"tool_choice": 1}, "tool_choice", 'tool_choice must be one of "none", "auto", null, not 1'),
+        (
+            {"tool_choice": 1},
+            "tool_choice",
+            'tool_choice must be "none", "auto", "required" or an object that names a function, not 1',
+        ),
         ({"model": 1}, "model", 'model must be one of "tiny", null, not 1'),
         ({"messages": []}, "messages", "messages has 0 items, but needs at least 1"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is missing"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is missing"),
         (
-            {"messages": [{"role": "tool", "content": "a"}]},
+            {"messages": [{"role": "robot", "content": "a"}]},
             "messages[0].role",
-            'messages[0].role must be one of "assistant", "developer", "system", "user", not "tool"',
+            'messages[0].role must be one of "assistant", "developer", "system", "tool", "user", not "robot"',
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},

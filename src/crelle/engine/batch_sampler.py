@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crelle.engine.grammar import compute_masks
 from crelle.engine.logits_processors import apply_updates
 from crelle.engine.output import OutputState
 from crelle.engine.sampler import likeliest
@@ -37,6 +38,8 @@ def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[int | BaseExceptio
             found.append(state.sample(lambda i=i: logits[i], so_far, best[i], processed.get(i)))  # type: ignore[misc]
         except BaseException as e:
             found.append(e)
+    grammars = (state.grammar for (state, _), token in zip(rows, found, strict=True) if isinstance(token, int))
+    compute_masks([g for g in grammars if g is not None and not g.finished])
     return found
 
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from crelle.engine.admission import MAX_LOGPROBS, require_possible
 from crelle.engine.batch_sampler import sample_batch
 from crelle.engine.block_manager import BlockManager
+from crelle.engine.grammar import GrammarSpec
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.machine_memory import out_of_memory
@@ -146,6 +147,7 @@ class Engine:
         priority: int = 0,
         cache_salt: Hashable = None,
         ignore_end: bool = False,
+        grammar: GrammarSpec | None = None,
         on_event: OnEvent | None = None,
     ) -> Handle:
         """Queue a request, or say why it can never be served. From any thread, also while a step is under way.
@@ -153,7 +155,8 @@ class Engine:
         n: sequences to sample.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens come with
         each one sampled (0: only its own).  prompt_logprobs: with each one of the prompt, which is then computed anew.
         priority: smaller goes first.  cache_salt: prefixes are shared only among requests with the same one.
-        ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.
+        ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.  grammar: what each answer
+        must match.
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
         sampling = sampling or Sampling()
@@ -164,6 +167,7 @@ class Engine:
             bits is not None and self.llm.at(bits) is self.llm.model
         ):  # the same model: one precision for the scheduler, not two
             bits = None
+        compiled = None if grammar is None else self.llm.grammars.compile(grammar)
         request = Request(
             prompt=tuple(ids),
             sampling=sampling,
@@ -180,7 +184,8 @@ class Engine:
         for s in self.scheduler.prepare(request):
             sampler = self._sampler(replace(sampling, seed=s.seed), len(ids), request.end_ids)
             text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop, sampling.min_tokens)
-            sequences[s] = handle, OutputState(s.index, len(ids), sampler, text, logprobs, scores)
+            state = None if compiled is None else compiled.start()
+            sequences[s] = handle, OutputState(s.index, len(ids), sampler, text, logprobs, scores, state)
         with self._lock:
             self._require_room()
             try:
@@ -404,7 +409,7 @@ class Engine:
             return
         if (raised := handle.put(state.push(token))) is not None:
             self._note(raised)
-        if state.text.stopped:
+        if state.text.stopped or (state.grammar is not None and state.grammar.finished):
             self._doom(s, "stop")
 
     # Ends ----------------------------------------------------------------------------------------------------------

@@ -4,16 +4,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from crelle.engine.grammar import GrammarState
 from crelle.engine.sampler import Sampler, not_finite, require_finite
 from crelle.engine.sequence import Reason
 from crelle.engine.stop_filter import StopFilter
-from crelle.errors import CapacityError, NumericsError
+from crelle.errors import CapacityError, SchemeError
 
 _NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no infinity
 
@@ -80,18 +79,6 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-class Grammar(Protocol):
-    """What an answer must match, at a place in it: see grammar.py."""
-
-    def mask(self) -> np.ndarray:
-        """Return a bit for each token that may come next, int32 [V / 32]."""
-        ...
-
-    def accept(self, token: int) -> None:
-        """Go on behind a token that was sampled."""
-        ...
-
-
 class OutputState:
     """The output of a running sequence: what the scheduler, which knows ids only, lacks. Survives preemptions."""
 
@@ -103,11 +90,12 @@ class OutputState:
         text: StopFilter,
         top: int | None,
         prompt: "PromptLogprobs | None" = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         """Begin now; top: how many likely tokens to tell of with each one sampled; None: no logprobs."""
         self.index, self.prompt_tokens, self.sampler, self.text = index, prompt_tokens, sampler, text
         self.top, self.logprobs, self.tokens = top, list[TokenLogprob](), list[int]()
-        self.grammar: Grammar | None = None  # what the answer must match
+        self.grammar = grammar  # what the answer must match
         self.prompt = prompt  # shared by the n sequences of a request
         self.begun = perf_counter()
         self.first: float | None = None  # when the first token came
@@ -210,9 +198,9 @@ def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogpr
     ]
 
 
-def nothing_allowed(position: int) -> NumericsError:
+def nothing_allowed(position: int) -> SchemeError:
     """Return the error of a sequence of which every token is forbidden."""
-    return NumericsError(f"no token is allowed at token {position}: logit_bias, min_tokens and a grammar exclude all")
+    return SchemeError(f"no token is allowed at token {position}: logit_bias, min_tokens and a grammar exclude all")
 
 
 def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:

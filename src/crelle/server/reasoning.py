@@ -32,7 +32,7 @@ class ReasoningSplitter:
                 thought, self._held = self._held[:end], self._held[end + len(CLOSE) :]
                 self._state = "gap"
             else:
-                keep = 0 if final else _overlap(self._held, CLOSE)
+                keep = 0 if final else overlap(self._held, CLOSE)
                 cut = len(self._held) - keep
                 thought, self._held = self._held[:cut], self._held[cut:]
         if self._state == "gap":  # white space between the mark and the answer belongs to neither
@@ -45,7 +45,7 @@ class ReasoningSplitter:
         return thought, content
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end may begin a mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 

@@ -23,6 +23,8 @@ from crelle.server.schema.response_schemas import (
     ChatTokenLogprob,
     CompletionDetails,
     Delta,
+    FunctionCall,
+    FunctionDelta,
     PromptLogprob,
     PromptLogprobs,
     TextChoice,
@@ -30,11 +32,15 @@ from crelle.server.schema.response_schemas import (
     TextChunkChoice,
     TextCompletion,
     TextLogprobs,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
 from crelle.server.schema.strict_json import encode
 from crelle.server.token_text import TokenTexts
+from crelle.server.tools.formats import format_of
+from crelle.server.tools.parser import ToolCallParser
 from crelle.version import __version__
 
 DONE = b"data: [DONE]\n\n"
@@ -84,8 +90,12 @@ class ResponseBuilder:
         self._echoed = set[int]()  # choices of a stream
 
     def _answer(self, prompts: Sequence[list[int]]) -> ChatAnswer:
-        mark = thinks(self._tokens.tokenizer, prompts[0]) if prompts else None
-        return ChatAnswer(mark)
+        if not prompts:
+            return ChatAnswer()
+        tokenizer, use = self._tokens.tokenizer, self.params.tools
+        mark = thinks(tokenizer, prompts[0])
+        parser = None if use is None else ToolCallParser(format_of(tokenizer), {f["name"] for f in use.functions})
+        return ChatAnswer(mark, parser)
 
     def _prompts(self, prompts: Sequence[list[int]]) -> list[str]:
         """Return the prompts as text."""
@@ -117,7 +127,8 @@ class ResponseBuilder:
         return TextChoice(index=index, text=text, logprobs=logprobs, **end)
 
     def _message(self, answer: ChatAnswer) -> Answer:
-        return Answer(answer.content, None, answer.reasoning or UNSET)
+        calls = [ToolCall(c.id or "", FunctionCall(c.name or "", c.arguments)) for c in answer.calls]
+        return Answer(answer.content or (None if calls else ""), None, calls or UNSET, answer.reasoning or UNSET)
 
     def _text(
         self,
@@ -168,7 +179,17 @@ class ResponseBuilder:
         return sse(TextChunk(choices=[choice], usage=self._usage, **self._head))
 
     def _delta(self, parts: Parts) -> Delta:
-        return Delta(content=parts.content or UNSET, reasoning_content=parts.reasoning or UNSET)
+        calls = [
+            ToolCallDelta(
+                index=c.index,
+                id=c.id or UNSET,
+                type="function" if c.id else UNSET,
+                function=FunctionDelta(name=c.name or UNSET, arguments=c.arguments),
+            )
+            for c in parts.calls
+        ]
+        reasoning = parts.reasoning or UNSET
+        return Delta(content=parts.content or UNSET, reasoning_content=reasoning, tool_calls=calls or UNSET)
 
     def closing(self, outputs: Sequence[Output]) -> bytes:
         """Return what ends a stream."""
@@ -187,6 +208,9 @@ class ResponseBuilder:
     def _end(self, index: int, output: Output, cut: str | None) -> dict[str, Any]:
         """Say why a sequence ended: OpenAI has no reason for a server that shuts down, so `cut` names it."""
         reason = output.completion.finish_reason
+        if reason == "stop" and self._answers and self._answers[index].calls:
+            named = self.params.tools is not None and self.params.tools.named is not None
+            return {"finish_reason": "stop" if named else "tool_calls"}  # as OpenAI does
         return {"finish_reason": reason} if reason in ("stop", "length") else {"finish_reason": "length", "cut": cut}
 
     def _logprobs(self, found: Sequence[TokenLogprob | None], index: int) -> Any:

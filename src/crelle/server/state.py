@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.embedding import Pooling, embed
-from crelle.errors import CapacityError, CrelleError
+from crelle.errors import CapacityError, CrelleError, SchemeError
 from crelle.server.bodies import LARGE, Bodies
 from crelle.server.errors import ApiError, refused, unavailable
 from crelle.server.event_queue import EventBridge, EventQueue
@@ -127,7 +127,8 @@ class State:
         tokens = sum(map(len, prompts))
         work = partial(self._submit, params, prompts, cache_salt, queue, self.bridge)
         try:
-            if tokens <= _QUICK and len(prompts) * params.n <= _FEW:
+            plain = params.form is None and params.tools is None  # a grammar takes a while to compile
+            if plain and tokens <= _QUICK and len(prompts) * params.n <= _FEW:
                 work()
             else:
                 await _beside(self._reader_for(tokens), work)
@@ -143,6 +144,13 @@ class State:
         queue: EventQueue,
         bridge: EventBridge,
     ) -> None:
+        grammar = params.grammar(self.llm.tokenizer, prompts[0]) if prompts else None
+        if grammar is not None:
+            try:
+                self.llm.grammars.compile(grammar)
+            except (SchemeError, CapacityError) as e:
+                param = params.form.param if params.form is not None else "tools"
+                raise ApiError(400, str(e), param=param, code="invalid_value") from None
         for i, ids in enumerate(prompts):
             if queue.closed:  # the client has left meanwhile
                 return
@@ -158,6 +166,7 @@ class State:
                 prompt_logprobs=params.scores,
                 cache_salt=cache_salt,
                 ignore_end=params.ignore_end,
+                grammar=grammar,
                 on_event=bridge.callback(queue, i),
             )
             try:

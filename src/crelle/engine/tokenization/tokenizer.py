@@ -20,7 +20,7 @@ _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
 _LONGEST_TAIL = 64  # where a prompt is not UTF-8, no count of them does
 _BYTES = 4  # of a character in UTF-8, at most
 _LONG = 4096  # characters from which a text is encoded without the interpreter lock
-Message = dict[str, str]  # {"role": "user", "content": "…"}
+Message = dict[str, Any]  # {"role": "user", "content": "…"}
 
 
 class Tokenizer:
@@ -51,6 +51,12 @@ class Tokenizer:
         slow = load_from_vocabulary(self.path, self.config)
         self._special = dict(slow.special_tokens_map) | self._special  # a class has special tokens of its own
         return slow.backend_tokenizer
+
+    @property
+    def backend(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._fast.to_str()
+        return text
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -120,18 +126,26 @@ class Tokenizer:
         return self._template_source is not None
 
     @property
+    def template(self) -> str | None:
+        """The source of the chat template."""
+        return self._template_source
+
+    @property
     def thinks(self) -> bool:
         """Whether the chat template marks reasoning."""
         return "<think>" in (self._template_source or "") or "</think>" in (self._template_source or "")
 
-    def render_chat(self, messages: list[Message]) -> str:
-        """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins."""
-        text: str = self._template.render(messages, self._special)
+    def render_chat(self, messages: list[Message], tools: Sequence[Any] = (), **options: Any) -> str:
+        """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins.
+
+        tools: functions that may be called, as OpenAI writes them; options: what else the template reads.
+        """
+        text: str = self._template.render(messages, self._special, tools, **options)
         return text
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(self, messages: list[Message], tools: Sequence[Any] = (), **options: Any) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's answer begins."""
-        return self.encode(self.render_chat(messages), bos=False)
+        return self.encode(self.render_chat(messages, tools, **options), bos=False)
 
 
 class Detokenizer:

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 Count = Annotated[int, Meta(ge=0)]
 Byte = Annotated[int, Meta(ge=0, le=255)]
 Log = Annotated[float, Meta(le=0.001)]
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 Cut = Annotated[
     Literal["shutdown"], Meta(description="only if the server shut down before the completion was finished")
 ]
@@ -118,9 +118,32 @@ class ChatLogprobs(Closed):
     refusal: None = None
 
 
+class FunctionCall(Closed):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(Closed, tag_field="type", tag="function"):
+    id: str
+    function: FunctionCall
+
+
+class FunctionDelta(Closed, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Closed, kw_only=True):
+    index: Count
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Answer(Closed, tag_field="role", tag="assistant"):
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET  # what stands in <think>, where the model's template has it
 
 
@@ -137,6 +160,7 @@ class Delta(Closed, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
 

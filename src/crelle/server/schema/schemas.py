@@ -9,9 +9,21 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, defstruct
+from msgspec import Meta, defstruct
 
 from crelle.engine.engine import MAX_LOGPROBS
+from crelle.server.schema.tool_schemas import (
+    Calls,
+    Choices,
+    Object,
+    ResponseFormat,
+    Role,
+    Short,
+    Strict,
+    StructuredOutputs,
+    ToolChoice,
+    Tools,
+)
 from crelle.server.schema.validation import Only, Schema, check_integers, checked_by, show, wrong
 
 _SEED = 2**63 - 1
@@ -43,10 +55,6 @@ class ModelInfo:
 def not_done(*neutral: Any, says: str) -> Meta:
     """A parameter of OpenAI's API that is not supported: only its neutral values are accepted."""
     return checked_by(Only(neutral), f"not supported: {says}")
-
-
-class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
-    """An object that has no other names than its fields; null is a field's default."""
 
 
 class StreamOptions(Strict):
@@ -102,6 +110,12 @@ class Generate(Strict):
         | None
     ) = None
     user: Annotated[str, Meta(max_length=512, description="not used and not logged")] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Object | Short | None = None
+    guided_regex: Short | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Short | None = None
 
 
 class Completion(Generate, kw_only=True):
@@ -123,19 +137,16 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """One message. An answer can be sent back as it came, with what it does not have."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Role
+    content: str | list[TextPart] | None = None
     name: Annotated[str, Meta(max_length=512, description="not used")] | None = None
     refusal: Empty | None = None
-    tool_calls: Empty | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Annotated[str, Meta(max_length=128, description="of the call whose result this is")] | None = None
     function_call: Empty | None = None
     audio: Empty | None = None
     annotations: Empty | None = None
-    reasoning_content: Empty | None = None
-
-
-class TextFormat(Strict):
-    type: Literal["text"]
+    reasoning_content: str | None = None  # not used: templates leave out what was thought before
 
 
 class Chat(Generate, kw_only=True):
@@ -146,10 +157,13 @@ class Chat(Generate, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: Annotated[bool, Meta(description="return the log-probability of each token")] | None = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Any], Meta(max_length=0, description="not supported: must be empty")] | None = None
-    tool_choice: Annotated[Any, not_done("none", "auto", says="there are no tools")] = None
-    parallel_tool_calls: Annotated[bool, Meta(description="not supported: there are no tools")] | None = None
-    response_format: TextFormat | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, checked_by(ToolChoice(), "which function must be called")] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="whether an answer may have several calls")] | None = True
+    chat_template_kwargs: (
+        Annotated[dict[str, bool | int | float | str | None], Meta(max_length=32, description="for the chat template")]
+        | None
+    ) = None
     store: Annotated[Any, not_done(False, says="nothing is stored")] = None
 
 
@@ -251,8 +265,8 @@ def _bounded(base: type[Any], info: ModelInfo, **fields: tuple[Any, Any]) -> Any
 def _messages(info: ModelInfo) -> Any:
     text, many = Annotated[str, Meta(max_length=info.max_prompt)], Meta(min_length=1, max_length=_MESSAGES)
     part = defstruct("ContentPart", [("text", text)], bases=(TextPart,), kw_only=True)
-    content: Any = text | Annotated[list[part], many]  # type: ignore[valid-type]
-    message = defstruct("Message", [("content", content)], bases=(ChatMessage,), kw_only=True)
+    content: Any = text | Annotated[list[part], many] | None  # type: ignore[valid-type]
+    message = defstruct("Message", [("content", content, None)], bases=(ChatMessage,), kw_only=True)
     return Annotated[list[message], many]  # type: ignore[valid-type]
 
 
