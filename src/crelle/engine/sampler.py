@@ -5,14 +5,16 @@ one gets a NumericsError. (The largest of values among which is a NaN is that Na
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crelle.errors import NumericsError, SchemeError
+from crelle.formats.storage.io import shown
 
 _COLD = 1e-6  # colder than this, logits / temperature leaves f32 and only the most likely token remains anyway
 
@@ -45,6 +47,22 @@ class Sampling:
                 raise SchemeError(f"{name} must be {wanted}, got {getattr(self, name)}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise SchemeError("stop must be a tuple of non-empty strings")
+
+
+def sampling_of(given: Sampling | None, options: Mapping[str, Any]) -> Sampling:
+    """Return a Sampling from one, or from its fields as keywords."""
+    if not options:
+        return given or Sampling()
+    known = [f.name for f in fields(Sampling)]
+    if odd := sorted(options.keys() - set(known)):
+        raise SchemeError(f"there is no sampling option '{odd[0]}'; there are {', '.join(known)}")
+    if given is not None:
+        raise SchemeError(f"{', '.join(options)} and a Sampling were given; put all of it into the Sampling")
+    stop = options.get("stop", ())
+    try:
+        return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+    except TypeError:  # of a comparison
+        raise SchemeError(f"a sampling option has the wrong type: {shown(dict(options))}") from None
 
 
 class Sampler:
