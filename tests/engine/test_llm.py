@@ -268,3 +268,17 @@ def test_a_checkpoint_made_for_a_cache_is_loaded_with_it(tiny_model: Path, tmp_p
     assert LLM.load(made, device="cpu").kv == KVFormat.parse(4)
     assert LLM.load(made, device="cpu", kv=16).kv == KVFormat.parse(16)
     assert LLM.load(tiny_model, device="cpu").kv == KVFormat.parse(16)
+
+
+def test_sampling_options_may_be_given_as_keywords(llm: LLM) -> None:
+    assert llm.generate("Hello", max_tokens=24).tokens == llm.generate("Hello", Sampling(max_tokens=24)).tokens
+    many = llm.generate(["Hello", "You"], max_tokens=3, stop="x")
+    assert [c.tokens for c in many] == [
+        c.tokens for c in llm.generate(["Hello", "You"], Sampling(max_tokens=3, stop=("x",)))
+    ]
+    with pytest.raises(SchemeError, match="no sampling option 'max_new_tokens'; there are max_tokens, temperature"):
+        llm.generate("Hello", max_new_tokens=3)
+    with pytest.raises(SchemeError, match="max_tokens and a Sampling were given"):
+        llm.generate("Hello", Sampling(), max_tokens=3)
+    with pytest.raises(SchemeError, match=r"wrong type: \{'max_tokens': 'many'\}"):
+        llm.generate("Hello", max_tokens="many")

@@ -12,7 +12,7 @@ read.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 from weakref import proxy
 
 from crelle.engine.engine import Engine
@@ -21,7 +21,7 @@ from crelle.engine.memory import page_bytes
 from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, StreamChunk
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampler import Sampling, sampling_of
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.kv.format import kv_of_checkpoint
@@ -85,7 +85,9 @@ class LLM(LoadedModel):
         return f"<LLM {self.weights.path}: {self.describe()}>"
 
     @overload
-    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None) -> Completion: ...
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, bits: int | None = None, **options: Any
+    ) -> Completion: ...
     @overload
     def generate(
         self,
@@ -93,6 +95,7 @@ class LLM(LoadedModel):
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         bits: int | None = None,
+        **options: Any,
     ) -> list[Completion]: ...
 
     def generate(
@@ -101,12 +104,16 @@ class LLM(LoadedModel):
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         bits: int | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
         """Continue a prompt (text or token ids), or all of a list of prompts side by side; `bits` as in `at`.
 
         The sequences of a list share every reading of the weights. Each has the sampling, or the one at its place in a
-        list of them, and gets what it would get in any other list.
+        list of them, and gets what it would get in any other list. Instead of a Sampling, its fields may be given:
+        `generate(prompt, max_tokens=24)`.
         """
+        if options:
+            sampling = sampling_of(sampling, options)  # type: ignore[arg-type]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             return generate_all(self, prompt, sampling, bits=bits)
         if isinstance(sampling, Sequence):

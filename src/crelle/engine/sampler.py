@@ -5,8 +5,9 @@ one gets a NumericsError. (The largest of values among which is a NaN is that Na
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from crelle.engine.logits_processors import LogitsProcessor, apply_updates
 from crelle.errors import NumericsError, SchemeError
+from crelle.formats.storage.io import shown
 
 _LARGEST = 1000.0  # of a penalty: logits are rarely above 100
 _COLD = 1e-6  # colder than this, logits / temperature leaves f32 and only the most likely token remains anyway
@@ -57,6 +59,22 @@ class Sampling:
         for token, bias in self.logit_bias:
             if token < 0 or not math.isfinite(bias):
                 raise SchemeError(f"logit_bias must be finite values of token ids, got {bias} for token {token}")
+
+
+def sampling_of(given: Sampling | None, options: Mapping[str, Any]) -> Sampling:
+    """Return a Sampling from one, or from its fields as keywords."""
+    if not options:
+        return given or Sampling()
+    known = [f.name for f in fields(Sampling)]
+    if odd := sorted(options.keys() - set(known)):
+        raise SchemeError(f"there is no sampling option '{odd[0]}'; there are {', '.join(known)}")
+    if given is not None:
+        raise SchemeError(f"{', '.join(options)} and a Sampling were given; put all of it into the Sampling")
+    stop = options.get("stop", ())
+    try:
+        return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+    except TypeError:  # of a comparison
+        raise SchemeError(f"a sampling option has the wrong type: {shown(dict(options))}") from None
 
 
 class Sampler:

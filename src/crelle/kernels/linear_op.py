@@ -3,12 +3,15 @@
     n = handles.number(prepared)                            # once; lives as long as prepared does
     y = torch.ops.crelle.linear(x, n, prepared.problem.N)
 
+The gradient to x is dy @ W, with W dequantized for it alone; the weight has none: adapters train, it stays.
+
 vLLM's layers have an op of their own, which takes the number as a tensor (crelle.integrations.vllm.product says why).
 
 What is prepared only when the first input comes (the input tells dtype and device) is a `LazyWeight`.
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,10 @@ class LazyWeight(ABC):
     @abstractmethod
     def prepared(self, x: Tensor) -> Prepared:
         """Return the weight prepared for inputs like x."""
+
+    @abstractmethod
+    def dequantized(self, x: Tensor) -> Tensor:
+        """Return the weight [N, K] in the dtype and on the device of x."""
 
 
 @torch.library.custom_op("crelle::linear", mutates_args=())
@@ -49,3 +56,20 @@ def _(x: Tensor, weight: int, N: int) -> Tensor:
         with _disable_current_modes():
             w.prepared(x)
     return x.new_empty(*x.shape[:-1], N)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+    _, ctx.weight, _ = inputs
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    w = by_number(ctx.weight, object)
+    if not isinstance(w, LazyWeight):
+        raise UnsupportedError(
+            f"weight {ctx.weight} of crelle::linear is in its kernel's layout only, which has no gradient; train "
+            "through a model of transformers"
+        )
+    return dy @ w.dequantized(dy), None, None
+
+
+linear.register_autograd(_backward, setup_context=_remember)

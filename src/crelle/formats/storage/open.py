@@ -68,6 +68,11 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
             raise refuse_pickle(path)
         raise FormatError(f"{path} is neither a GGUF file nor a directory; give a model directory or a .gguf file")
     if not (path / CONFIG).is_file():
+        if (path / "adapter_config.json").is_file():
+            raise FormatError(
+                f"{path} is an adapter, not a model; load the model with transformers and the adapter with peft "
+                "(docs/guide/transformers.md), or merge it into the unquantized model"
+            )
         inside = [str(m) for m in models_in(path)[:4]]
         hint = f"; it contains these models: {', '.join(inside)}" if inside else ""
         raise FormatError(f"{path} has no config.json, so it is not a model directory{hint}")

@@ -24,8 +24,8 @@ from crelle.integrations.transformers.block_inputs import Batch, BlockInputs, Ca
 from crelle.integrations.transformers.config import CrelleConfig
 from crelle.integrations.transformers.experts import is_experts
 from crelle.integrations.transformers.layers import Choice, QuantModule
+from crelle.integrations.transformers.methods import bind
 from crelle.integrations.transformers.quantizer import CrelleQuantizer, require_version
-from crelle.integrations.transformers.saving import bind_save
 from crelle.integrations.transformers.stand_in import StandIn, all_or_nothing
 from crelle.integrations.transformers.swap import matrices_of, swap
 from crelle.integrations.transformers.targets import Targets
@@ -167,7 +167,7 @@ class _Work:
         """Quantize a module's matrices and let it compute with them."""
         module, quantizer = self.model.get_submodule(name), self.chosen[name]
         try:
-            found = [quantizer.fit(w.float(), stats) for w in matrices_of(name, module)]
+            found = [quantizer.fit(w.float(), stats) for w in matrices_of(self.model, name, module)]
         except CrelleError as e:
             raise type(e)(f"'{name}': {e}") from e
         self.fitted[name] = found
@@ -250,7 +250,7 @@ def _mark(model: Any, config: CrelleConfig) -> None:
     model.is_quantized, model.quantization_method = True, "crelle"
     model.hf_quantizer = CrelleQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
-    bind_save(model)
+    bind(model)
 
 
 def _report(model: nn.Module, seconds: float) -> QuantizeReport:

@@ -5,12 +5,13 @@ when a part was replaced or written to. On a GPU the parts then go to the host's
 kernel's layout only.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor, Spec, format_of
 from crelle.kernels import ops
 from crelle.kernels.base import Prepared
@@ -40,6 +41,29 @@ class Choice(NamedTuple):
 
 DEFAULT = Choice()
 _ANY = -1  # the version of a tensor of torch.inference_mode, which does not count what is written to it
+
+
+class CodedWeight(Tensor):
+    """Stands for a quantized matrix where its shape, dtype or device is asked for; has no values."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "CodedWeight":
+        made: CodedWeight = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made._is_hf_initialized = True  # type: ignore[attr-defined]
+        return made
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"CodedWeight({list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0]
+        if op is torch.ops.aten.detach.default and isinstance(first, cls):
+            return cls(first.shape, first.dtype, first.device)
+        raise UnsupportedError(
+            f"'{op.__name__.partition('.')[0]}' needs the values of a linear layer that has codes only; an adapter "
+            "cannot be merged into a quantized matrix: keep it apart, or call model.dequantize() before it is added"
+        )
 
 
 class QuantModule(nn.Module, LazyWeight):
@@ -85,6 +109,9 @@ class QuantModule(nn.Module, LazyWeight):
                 self._note_parts()
         return self._made[1]
 
+    def dequantized(self, x: Tensor) -> Tensor:
+        return self.matrix().to(x.device).dequantize(torch.float32).to(x.dtype)
+
     def _note_parts(self) -> None:
         parts = [(name, getattr(self, name)) for name in self.part_names]
         self._seen = [(name, part, _ANY if part.is_inference() else part._version) for name, part in parts]
@@ -108,9 +135,13 @@ class QuantModule(nn.Module, LazyWeight):
         return None if self._made is None else self._made[1].kernel.name
 
     def __getattr__(self, name: str) -> Any:
-        """Some models look at `layer.weight.dtype`; whoever multiplies with this one is told that it is on meta."""
+        """Some models look at `layer.weight.dtype`, peft at its device; whoever computes with it gets a sentence."""
         if name == "weight":
-            return torch.empty(tuple(self.spec["shape"]), dtype=self.dtype, device="meta")
+            shape: Any = self.spec["shape"]
+            if torch.compiler.is_compiling():
+                return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
+            device = getattr(self, self.part_names[0]).device if self._made is None else self._made[0][1]
+            return CodedWeight(shape, self.dtype, device)
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -139,11 +170,11 @@ class QuantModule(nn.Module, LazyWeight):
         )
 
 
-class CrelleLinear(QuantModule):
-    """y = x @ W.T + bias, by whatever kernel takes the weight's format."""
+class CrelleLinear(QuantModule, nn.Linear):
+    """y = x @ W.T + bias, by whatever kernel takes the weight's format; a linear also to peft's adapters."""
 
     def __init__(self, w: Encoding, bias: nn.Parameter | None, dtype: torch.dtype, how: Choice = DEFAULT) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.hold(w, dtype, how)
         self.out_features, self.in_features = w.spec["shape"]
         self.register_parameter("bias", bias)
@@ -232,14 +263,17 @@ def _(tokens: Tensor, weight: int, K: int, dtype: torch.dtype) -> Tensor:
 class JoinedLinear(nn.Module):
     """One linear whose outputs are those of several, stored one by one: q, k and v, or gate and up.
 
-    The parts are children of the module around this one, under the names that a checkpoint has for them.
+    The parts are modules of the model, under the names that a checkpoint has for them. They are looked up when they are
+    multiplied: an adapter may stand in their places.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module], order: Tensor | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, parts: Sequence[str], order: Tensor | None = None, transposed: bool = False
+    ) -> None:
         """order: which output of the parts each of the joined linear is; default: they are in its order."""
         super().__init__()
-        self._order = order
-        self._parts = tuple(parts.values())  # in a tuple: no children
+        self._order, self.transposed = order, transposed  # transposed: it was a Conv1D
+        self._model, self._parts = (model,), tuple(parts)  # in a tuple: no child
 
     @property
     def weight(self) -> Tensor:
@@ -247,6 +281,6 @@ class JoinedLinear(nn.Module):
         return torch.empty(0, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [part(x) for part in self._parts]
+        found = [self._model[0].get_submodule(part)(x) for part in self._parts]
         y = found[0] if len(found) == 1 else torch.cat(found, -1)
         return y if self._order is None else y[..., self._order.to(y.device)]

@@ -184,20 +184,19 @@ def _place_joined(
 ) -> None:
     origin = model.get_submodule(at)
     dtype = origin.weight.dtype
-    made: dict[str, nn.Module] = {}
     for here, module in parts.items():
         w = _encoding(checkpoint, module)
         bias = None
         if origin.bias is not None:
             bias = nn.Parameter(torch.empty(w.spec["shape"][0], dtype=dtype, device="meta"), requires_grad=False)  # type: ignore[arg-type]
-        made[here] = _linear_for(w, bias, dtype, config.choice)  # type: ignore[arg-type]
-        model.set_submodule(here, made[here])
+        model.set_submodule(here, _linear_for(w, bias, dtype, config.choice))  # type: ignore[arg-type]
     with torch.device("cpu"):  # the model is being built on meta
         spec = families()[checkpoint.config["model_type"]].spec(checkpoint.config)
         rows = rule.rows(spec, sum(checkpoint.specs[module]["shape"][0] for module in parts.values()))
     if rows is None:
         raise FormatError(f"{checkpoint.path}: the parts of '{at}' are not those of the model's config")
-    model.set_submodule(at, JoinedLinear(made, torch.cat(rows).argsort() if rule.split == "heads" else None))
+    order = torch.cat(rows).argsort() if rule.split == "heads" else None
+    model.set_submodule(at, JoinedLinear(model, list(parts), order, rule.transposed))
 
 
 def tie_heads(model: Any) -> list[str]:

@@ -95,14 +95,14 @@ class CrelleQuantizer(HfQuantizer):
 
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from crelle.integrations.transformers.saving import bind_save
+        from crelle.integrations.transformers.methods import bind
 
         if self._on_the_fly is not None:
             self._on_the_fly.finish(model)
         if self.checkpoint is not None:
             self._finish(model, self.checkpoint)
             self.checkpoint = None
-        bind_save(model)
+        bind(model)
         return model
 
     def _finish(self, model: Any, checkpoint: Checkpoint) -> None:
@@ -119,12 +119,19 @@ class CrelleQuantizer(HfQuantizer):
             if p.is_meta:
                 raise FormatError(f"{checkpoint.path} has no tensor '{name}'")
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        from crelle.integrations.transformers.methods import dequantize, unbind
+
+        dequantize(model, dtype)
+        unbind(model)
+        return model
+
     def is_serializable(self) -> bool:
         return True
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters are: gradients pass through our linears
 
     @property
     def is_compileable(self) -> bool:

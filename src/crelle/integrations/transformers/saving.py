@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,11 +26,6 @@ from crelle.formats.storage.ownership import CONFIG, HF_INDEX, INDEX, is_checkpo
 from crelle.integrations.transformers.layers import QuantModule
 
 _MODEL_FILES = ("model*.safetensors", HF_INDEX, "pytorch_model*", "*.gguf")
-
-
-def bind_save(model: Any) -> None:
-    """Let a model's save_pretrained write a Crelle checkpoint."""
-    model.save_pretrained = MethodType(save_pretrained, model)
 
 
 def save_pretrained(

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from crelle.errors import SchemeError
 from crelle.integrations.transformers.config import CrelleConfig
 from crelle.integrations.transformers.experts import is_experts
+from crelle.integrations.transformers.layers import CrelleLinear
 from crelle.quantizers.base import Cast, Passthrough, Quantizer
 
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -24,7 +25,11 @@ class Targets:
         self._skipped = config.modules_to_not_convert
         self._tied = {k.removesuffix(".weight"): v.removesuffix(".weight") for k, v in _tied(model).items()}
         kinds = nn.Linear, nn.Embedding, Conv1D
-        self._modules = {n: m for n, m in model.named_modules() if isinstance(m, kinds) or is_experts(m)}
+        self._modules = {
+            n: m
+            for n, m in model.named_modules()
+            if (isinstance(m, kinds) and not isinstance(m, CrelleLinear)) or is_experts(m)
+        }
         for pattern in self._special:
             if not any(fnmatchcase(name, pattern) for name in self._modules):
                 like = next(iter(self._modules), "none")
