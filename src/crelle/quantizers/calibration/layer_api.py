@@ -71,6 +71,11 @@ class Tape:
     def rewind(self) -> None:
         self._next = 0
 
+    def forget_last(self) -> None:
+        """Have the latest result computed again."""
+        if self.results:
+            self.results.pop()
+
     @property
     def at_end(self) -> bool:
         """Whether what comes next has to be computed."""
