@@ -12,6 +12,7 @@ from crelle.server.event_queue import EventQueue
 from crelle.server.logs import describe
 from crelle.server.request_context import REQUEST_CONTEXT
 from crelle.server.requests import GenerationRequest
+from crelle.server.response_items import ItemBuilder
 from crelle.server.responses import ResponseBuilder, usage
 from crelle.server.state import State
 
@@ -28,7 +29,10 @@ class Generation:
         self._prompt_tokens = sum(map(len, prompts))
         self.context = REQUEST_CONTEXT.get()
         self.choices = len(prompts) * params.n
-        self.response = ResponseBuilder(params, self.choices, state.info.name, state.tokens, prompts)
+        builder = ResponseBuilder if params.responds is None else ItemBuilder
+        self.response = builder(params, self.choices, state.info.name, state.tokens, prompts)
+        if isinstance(self.response, ItemBuilder) and params.responds is not None:
+            self.response.begin(params.responds)
         self._outputs: dict[int, Output] = {}
         # only a stream can be read slowly: other answers are kept whole
         self.queue = EventQueue(state.settings.backlog + self.choices if params.stream else None, self._too_slow)
