@@ -10,9 +10,9 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict
 from tiny_server import Running, nested_llm, serving
 
-from crelle.server.chat_answer import ToolCall
-from crelle.server.tools.formats import Format, ToolUse, tool_grammar, with_tools
-from crelle.server.tools.parser import ToolCallParser
+from crelle.server.answers.chat_answer import ToolCall
+from crelle.server.answers.tool_formats import Format, ToolUse, tool_grammar, with_tools
+from crelle.server.answers.tool_parser import ToolCallParser
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",
@@ -133,7 +133,7 @@ def test_a_template_without_tools_gets_them_as_text(server: Running) -> None:
     written = with_tools(messages, (CLOCK,), server.llm.tokenizer)
     assert [m["role"] for m in written] == ["system", "user", "assistant", "user"]
     assert '"clock"' in written[0]["content"]
-    assert written[2]["content"] == '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert written[2]["content"] == '<tool_call>\n{"name":"clock","arguments":{}}\n</tool_call>'
     assert "noon" in written[3]["content"]
 
 

@@ -230,7 +230,8 @@ async def _whole(g: Generation) -> web.StreamResponse:
     try:
         async with asyncio.timeout(limit):
             while not g.finished:
-                for index, event in await g.take():
+                items = await g.take()
+                for index, event in items if g.params.chat else ():
                     g.response.note(index, event)
     except TimeoutError:
         g.state.metrics.timeouts += 1

@@ -1,6 +1,5 @@
 """From a checked body to what the engine is asked."""
 
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -10,13 +9,14 @@ from crelle.engine.embedding import Pooling
 from crelle.engine.grammar import GrammarSpec
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
-from crelle.server.chat_answer import thinks
+from crelle.server.answers.chat_answer import thinks
+from crelle.server.answers.structured import Form, form_of
+from crelle.server.answers.tool_formats import ToolUse, format_of, tool_grammar, with_tools
 from crelle.server.errors import ApiError
 from crelle.server.schema.response_api import Respond, as_chat
 from crelle.server.schema.schemas import Chat, ChatMessage, Generate, ModelInfo, RequestSchemas, TokenizeChat
+from crelle.server.schema.strict_json import parse
 from crelle.server.schema.tool_schemas import Call
-from crelle.server.structured import Form, form_of
-from crelle.server.tools.formats import ToolUse, format_of, tool_grammar, with_tools
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -264,8 +264,8 @@ class RequestParser:
 def _call(call: Call) -> dict[str, Any]:
     """Return a call as templates read it: its arguments as an object."""
     try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:  # what a model wrote that was cut off
+        arguments = parse(call.function.arguments.encode("utf-8", "replace"))
+    except ApiError:  # what a model wrote that was cut off
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from crelle.engine.output import Event, Output
-from crelle.server.chat_answer import Parts
+from crelle.server.answers.chat_answer import Parts
 from crelle.server.responses import ResponseBuilder
 from crelle.server.schema.response_api import Respond
 from crelle.server.schema.strict_json import encode
