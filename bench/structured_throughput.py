@@ -53,7 +53,9 @@ def main() -> None:
     plain, bound = ([row[i][0] for row in rows] for i in range(2))
     late = sum(row[1][1] for row in rows)
     work = [row[0][2] / row[1][2] for row in rows]
+    options = f"--batch {args.batch} --tokens {args.tokens} --rounds {args.rounds}"
     found = {
+        "command": f"python bench/structured_throughput.py {Path(args.model).name} {args.out.name} {options}",
         "batch": args.batch,
         "tokens": args.tokens,
         "answers_checked": checked,

@@ -46,6 +46,7 @@ class FakeServer:
     chats: bool = True  # false: chats are refused, as where a model has no chat template
     break_after: int | None = None  # words after which the stream ends without [DONE]
     error_after: int | None = None  # words after which an error comes down the stream
+    call: tuple[str, str] | None = None  # a function's name and the arguments that it is called with
     dribble: bool = False  # every few bytes on their own, so that events and characters arrive in pieces
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of generation requests, as they came
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -174,6 +175,12 @@ class FakeServer:
                 await send({"error": {"message": "The model ran out of pages."}})
                 return
             await send(choice(word))
+        if self.call is not None:
+            name, given = self.call
+            parts = [{"id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}]
+            parts += [{"function": {"arguments": c}} for c in given]
+            for part in parts:
+                await send({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, **part}]}}]})
         await send(choice("", "length" if len(words) == body.get("max_tokens") else "stop"))
         if body.get("stream_options", {}).get("include_usage"):
             tokens = {"prompt_tokens": 7, "completion_tokens": len(words), "total_tokens": 7 + len(words)}

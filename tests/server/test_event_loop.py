@@ -130,11 +130,11 @@ def test_chat_templates_run_beside_the_loop(
     """A template is the checkpoint's program, and may take as long as its limits let it."""
     encode = Tokenizer.encode_chat
 
-    def slow(self: Tokenizer, messages: list[Message]) -> list[int]:
+    def slow(self: Tokenizer, messages: list[Message], *tools: Any, **options: Any) -> list[int]:
         end = time.thread_time() + 0.2
         while time.thread_time() < end:
             pass
-        return encode(self, messages)
+        return encode(self, messages, *tools, **options)
 
     monkeypatch.setattr(Tokenizer, "encode_chat", slow)
     messages = [{"role": "user", "content": "a"}]

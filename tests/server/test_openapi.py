@@ -22,12 +22,13 @@ from crelle.server.settings import Keys
 INFO = ModelInfo("tiny", 64, 259, (2, 3, 4), 500, 8, 3, 4)
 LEAST: dict[str, Any] = {
     "chat": {"messages": [{"role": "user", "content": "a"}]},
+    "respond": {"input": "a"},
     "detokenize": {"tokens": [1]},
     "embedding": {"input": "a"},
 }
 FORMS = (  # OpenAPI cannot say which schemas, expressions and grammars are valid, and which tools may be named
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("tools", "tool_choice"),
+    *("tools", "tool_choice", "text"),
 )
 REQUESTS = vars(RequestSchemas(INFO))
 load_all_checks()
@@ -116,7 +117,7 @@ def test_schemathesis_finds_nothing(keys: bool, examples: int) -> None:
     with serving(nested_llm(), keys=asked, **small) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [found.ok() for found in schema.get_all_operations()]
-        assert len(operations) == 11, "all but the document itself"
+        assert len(operations) == 12, "all but the document itself"
         for operation in operations:
 
             @settings(

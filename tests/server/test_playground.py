@@ -3,6 +3,7 @@
 Every test also checks, when it ends, that the page asked nobody but its own server and that nothing went wrong in it.
 """
 
+import json
 import re
 from typing import Any
 
@@ -69,6 +70,32 @@ def test_a_setting_out_of_range_is_not_sent(page: Page, server: FakeServer) -> N
     expect(page.get_by_label("Max tokens")).to_be_focused()
     assert server.requests == []
     expect(page.locator("#prompt")).to_have_value("Hello")
+
+
+def test_json_mode_and_tools_are_asked_for_and_calls_are_shown(page: Page, server: FakeServer) -> None:
+    visit(page, server.url)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Answer as JSON").fill('{"type": "object"')
+    page.locator("#prompt").fill("Hello")
+    page.locator("#prompt").press("Enter")
+    expect(page.get_by_label("Answer as JSON")).to_be_focused()
+    assert server.requests == [], "what is no JSON is not sent"
+    page.get_by_label("Answer as JSON").fill('{"type": "object"}')
+    page.locator("#prompt").press("Enter")
+    over(page.locator(".answer"))
+    want = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    assert server.requests[0]["response_format"] == want
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    page.get_by_label("Answer as JSON").fill("{}")
+    page.get_by_label("Tools").fill(json.dumps(tools))
+    server.call, server.answer = ("clock", '{"zone": "UTC"}'), lambda body: ""
+    answer = over(ask(page, "What time is it?"))
+    expect(answer.locator("figure.code figcaption span")).to_have_text("clock")
+    expect(answer.locator("figure.code code")).to_have_text('{"zone": "UTC"}')
+    assert server.requests[1]["response_format"] == {"type": "json_object"}
+    assert server.requests[1]["tools"] == tools
+    ask(page, "It is noon.")
+    assert "clock" in server.requests[2]["messages"][-2]["content"]
 
 
 def test_text_mode_uses_completions(page: Page, server: FakeServer) -> None:

@@ -14,7 +14,7 @@ from tiny_server import Running, ask, body_of, nested_llm, post, serving, status
 
 from crelle import LLM, Sampling
 from crelle.engine.embedding import embed
-from crelle.server.reasoning import ReasoningSplitter
+from crelle.server.answers.reasoning import ReasoningSplitter
 
 LOGLIKELIHOOD: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
 

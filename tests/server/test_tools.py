@@ -10,9 +10,9 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict
 from tiny_server import Running, nested_llm, serving
 
-from crelle.server.chat_answer import ToolCall
-from crelle.server.tools.formats import Format, ToolUse, tool_grammar, with_tools
-from crelle.server.tools.parser import ToolCallParser
+from crelle.server.answers.chat_answer import ToolCall
+from crelle.server.answers.tool_formats import Format, ToolUse, tool_grammar, with_tools
+from crelle.server.answers.tool_parser import ToolCallParser
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",
@@ -133,7 +133,7 @@ def test_a_template_without_tools_gets_them_as_text(server: Running) -> None:
     written = with_tools(messages, (CLOCK,), server.llm.tokenizer)
     assert [m["role"] for m in written] == ["system", "user", "assistant", "user"]
     assert '"clock"' in written[0]["content"]
-    assert written[2]["content"] == '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert written[2]["content"] == '<tool_call>\n{"name":"clock","arguments":{}}\n</tool_call>'
     assert "noon" in written[3]["content"]
 
 
@@ -274,3 +274,56 @@ def test_bad_forms_and_tools_are_refused(client: OpenAI, options: Any, param: st
     with pytest.raises(openai.BadRequestError, match=says) as found:
         client.chat.completions.create(model="tiny", messages=USER, max_tokens=5, **options)
     assert found.value.param == param
+
+
+# The Responses API ----------------------------------------------------------------------------------------------------
+
+FLAT: Any = {"type": "function", **CALCULATOR["function"]}
+
+
+def test_responses_are_the_answers_of_a_chat(client: OpenAI) -> None:
+    options: Any = {"temperature": 0, "max_output_tokens": 12}
+    found = client.responses.create(model="tiny", input="Hello", instructions="Be brief.", **options)
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    want = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
+    assert found.output_text == want.choices[0].message.content
+    assert found.status == "incomplete"
+    assert found.incomplete_details is not None
+    assert found.usage is not None
+    assert want.usage is not None
+    assert found.usage.total_tokens == want.usage.total_tokens
+    events = list(
+        client.responses.create(model="tiny", input="Hello", instructions="Be brief.", **options, stream=True)
+    )
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == found.output_text
+    assert events[-1].response.output_text == found.output_text
+
+
+def test_responses_call_functions_and_take_results(client: OpenAI) -> None:
+    options: Any = {"model": "tiny", "tools": [FLAT], "parallel_tool_calls": False, "max_output_tokens": 300}
+    first = client.responses.create(input="What is 2 + 2?", tool_choice="required", **options)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments).keys() == {"a", "operator", "b"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+    history: Any = [{"role": "user", "content": "What is 2 + 2?"}, call, result]
+    again = client.responses.create(input=history, tool_choice="none", **{**options, "max_output_tokens": 5})
+    assert again.output_text
+    with client.responses.stream(
+        input="What is 2 + 2?", tool_choice="required", model="tiny", tools=[FLAT], max_output_tokens=300
+    ) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output[0].type == "function_call"
+
+
+def test_responses_keep_to_a_schema_and_store_nothing(client: OpenAI) -> None:
+    found = client.responses.parse(model="tiny", input="An event", text_format=Event, max_output_tokens=300)
+    assert isinstance(found.output_parsed, Event)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="tiny", input="Hi", previous_response_id="resp_1")
+    bad: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError, match="the JSON schema is invalid"):
+        client.responses.create(model="tiny", input="Hi", text=bad)

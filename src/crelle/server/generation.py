@@ -7,6 +7,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from crelle.engine.output import Event, Output
+from crelle.server.answers.response_items import ItemBuilder
 from crelle.server.errors import failed, of_engine, unavailable
 from crelle.server.event_queue import EventQueue
 from crelle.server.logs import describe
@@ -28,7 +29,10 @@ class Generation:
         self._prompt_tokens = sum(map(len, prompts))
         self.context = REQUEST_CONTEXT.get()
         self.choices = len(prompts) * params.n
-        self.response = ResponseBuilder(params, self.choices, state.info.name, state.tokens, prompts)
+        builder = ResponseBuilder if params.responds is None else ItemBuilder
+        self.response = builder(params, self.choices, state.info.name, state.tokens, prompts)
+        if isinstance(self.response, ItemBuilder) and params.responds is not None:
+            self.response.begin(params.responds)
         self._outputs: dict[int, Output] = {}
         # only a stream can be read slowly: other answers are kept whole
         self.queue = EventQueue(state.settings.backlog + self.choices if params.stream else None, self._too_slow)

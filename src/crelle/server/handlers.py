@@ -56,6 +56,7 @@ def add_routes(app: web.Application) -> None:
     app.router.add_get("/v1/models/{model:.+}", model)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/responses", respond)
     app.router.add_get("/v1/status", status)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
@@ -190,6 +191,10 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return await _generate(request, request.app[STATE].parser.chat)
 
 
+async def respond(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, request.app[STATE].parser.respond)
+
+
 async def _generate(request: web.Request, read: Callable[[Any], GenerationRequest]) -> web.StreamResponse:
     state = request.app[STATE]
     params, prompts = await _prepared(request, read, GenerationRequest.ids)
@@ -225,12 +230,13 @@ async def _whole(g: Generation) -> web.StreamResponse:
     try:
         async with asyncio.timeout(limit):
             while not g.finished:
-                for index, event in await g.take():
+                items = await g.take()
+                for index, event in items if g.params.chat else ():
                     g.response.note(index, event)
     except TimeoutError:
         g.state.metrics.timeouts += 1
         raise timed_out(limit, g.tokens) from None
-    if g.values <= _SMALL:
+    if g.values <= _SMALL or g.params.responds is not None:
         return reply(g.response.whole(g.outputs, g.state.cut))
     return reply(await g.state.writing(lambda: encode_large(g.response.whole(g.outputs, g.state.cut))))
 

@@ -1,7 +1,6 @@
 """From a checked body to what the engine is asked."""
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -10,12 +9,14 @@ from crelle.engine.embedding import Pooling
 from crelle.engine.grammar import GrammarSpec
 from crelle.engine.sampler import Sampling
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
-from crelle.server.chat_answer import thinks
+from crelle.server.answers.chat_answer import thinks
+from crelle.server.answers.structured import Form, form_of
+from crelle.server.answers.tool_formats import ToolUse, format_of, tool_grammar, with_tools
 from crelle.server.errors import ApiError
+from crelle.server.schema.response_api import Respond, as_chat
 from crelle.server.schema.schemas import Chat, ChatMessage, Generate, ModelInfo, RequestSchemas, TokenizeChat
+from crelle.server.schema.strict_json import parse
 from crelle.server.schema.tool_schemas import Call
-from crelle.server.structured import Form, form_of
-from crelle.server.tools.formats import ToolUse, format_of, tool_grammar, with_tools
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     form: Form | None = None  # that the answer must have
     tools: ToolUse | None = None
+    responds: Respond | None = None  # what POST /v1/responses was asked
     template: dict[str, Any] = field(default_factory=dict)  # options of the chat template
 
     def grammar(self, tokenizer: Tokenizer, prompt: list[int]) -> GrammarSpec | None:
@@ -137,6 +139,15 @@ class RequestParser:
         prompts = asked.prompt if several else [asked.prompt]
         most = _or(asked.max_tokens, min(16, self.info.max_tokens))
         return self._parsed(asked, False, prompts, most, asked.logprobs, echo=bool(asked.echo))
+
+    def respond(self, body: Any) -> GenerationRequest:
+        """Read a request of the Responses API as a chat."""
+        asked = self._check(body, self.schemas.respond)
+        try:
+            return replace(self.chat(as_chat(asked)), responds=asked)
+        except ApiError as e:
+            param = {"messages": "input", "response_format": "text.format"}.get(e.param or "", e.param)
+            raise ApiError(e.status, e.message, param=param, code=e.code) from None
 
     def chat(self, body: Any) -> GenerationRequest:
         asked = self._check(body, self.schemas.chat)
@@ -253,8 +264,8 @@ class RequestParser:
 def _call(call: Call) -> dict[str, Any]:
     """Return a call as templates read it: its arguments as an object."""
     try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:  # what a model wrote that was cut off
+        arguments = parse(call.function.arguments.encode("utf-8", "replace"))
+    except ApiError:  # what a model wrote that was cut off
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 

@@ -10,7 +10,9 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from crelle.engine.output import Event, Output, TokenLogprob
-from crelle.server.chat_answer import ChatAnswer, Parts, thinks
+from crelle.server.answers.chat_answer import ChatAnswer, Parts, thinks
+from crelle.server.answers.tool_formats import format_of
+from crelle.server.answers.tool_parser import ToolCallParser
 from crelle.server.requests import GenerationRequest
 from crelle.server.schema.response_schemas import (
     Answer,
@@ -39,8 +41,6 @@ from crelle.server.schema.response_schemas import (
 )
 from crelle.server.schema.strict_json import encode
 from crelle.server.token_text import TokenTexts
-from crelle.server.tools.formats import format_of
-from crelle.server.tools.parser import ToolCallParser
 from crelle.version import __version__
 
 DONE = b"data: [DONE]\n\n"

@@ -44,6 +44,7 @@ def document(info: ModelInfo, schemas: RequestSchemas, *, keys: bool) -> dict[st
             "post": _post("complete prompts", takes["completion"], _ref(answers.TextCompletion), stream)
         },
         "/v1/chat/completions": {"post": _post("answer", takes["chat"], _ref(answers.ChatCompletion), stream)},
+        "/v1/responses": {"post": _post("answer, as items", takes["respond"], {"type": "object"}, stream)},
         "/v1/status": {"get": _get("status of the engine", _ref(answers.Status))},
         "/tokenize": {"post": _post("the token ids of a text", takes["tokenize"], _ref(answers.TokenIds), {})},
         "/detokenize": {"post": _post("the text of token ids", takes["detokenize"], _ref(answers.Text), {})},

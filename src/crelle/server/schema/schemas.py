@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, defstruct
 
 from crelle.engine.engine import MAX_LOGPROBS
+from crelle.server.schema.response_api import Respond
 from crelle.server.schema.tool_schemas import (
     Calls,
     Choices,
@@ -338,6 +339,7 @@ class RequestSchemas:
         limits = {"max_tokens": no_limit, "max_completion_tokens": no_limit}  # two names; the smaller one holds
         self.completion = Schema[Completion](_bounded(Completion, info, prompt=(prompt, ...), max_tokens=limit))
         self.chat = Schema[Chat](_bounded(Chat, info, messages=(messages, ...), **limits))
+        self.respond = Schema[Respond](_bounded(Respond, info, max_output_tokens=no_limit))
         self.tokenize = TokenizeSchema(info, messages)
         ids = Annotated[list[Annotated[int, Meta(ge=0, le=info.vocabulary - 1)]], Meta(max_length=info.context)]
         self.detokenize = Schema[Detokenize](_bounded(Detokenize, info, tokens=(ids, ...)))

@@ -1,4 +1,4 @@
-"""Finds tool calls in an answer, piece by piece; formats.py shows what they look like.
+"""Finds tool calls in an answer, piece by piece; tool_formats.py shows what they look like.
 
     text ──<tool_call> or { at the start──▶ head ──name and "arguments":──▶ arguments ──balanced──▶ tail ──▶ text, head
 
@@ -10,14 +10,21 @@ import json
 import re
 import secrets
 
-from crelle.server.chat_answer import ToolCall
-from crelle.server.reasoning import overlap
-from crelle.server.tools.formats import Format
+from crelle.server.answers.chat_answer import ToolCall
+from crelle.server.answers.reasoning import overlap
+from crelle.server.answers.tool_formats import Format
+from crelle.server.schema.strict_json import dumps
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # special tokens in most vocabularies, and then not part of the text
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_decoder = json.JSONDecoder()
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 class ToolCallParser:
@@ -92,7 +99,7 @@ class ToolCallParser:
         bare = self._held.lstrip()
         try:
             value, end = _decoder.raw_decode(bare)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # not whole yet, or no JSON
             if final or (bare and bare[0] != "{"):
                 self._no_call()
             return
@@ -105,7 +112,7 @@ class ToolCallParser:
             self._no_call()
             return
         self._begin(name)
-        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        written = given if isinstance(given, str) else dumps(given)
         self._calls.append(ToolCall(self._count - 1, None, None, written))
         self._held, self._state = bare[end:], "tail"
 

@@ -9,11 +9,11 @@ The chat template shows which. A template that knows no tools gets them as a sys
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json import dumps
 from typing import Any, Literal
 
 from crelle.engine.grammar import SPACE, GrammarSpec
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
+from crelle.server.schema.strict_json import dumps, encode
 
 Format = Literal["hermes", "llama", "mistral"]
 _INSTRUCTIONS = """\
@@ -60,7 +60,7 @@ def with_tools(messages: list[Message], tools: Sequence[dict[str, Any]], tokeniz
     """Return a conversation for the template: with the tools in it, where the template knows none."""
     if "tools" in (tokenizer.template or ""):
         return messages
-    text = _INSTRUCTIONS.format(tools="\n".join(dumps(tool, ensure_ascii=False) for tool in tools)) if tools else ""
+    text = _INSTRUCTIONS.format(tools="\n".join(encode(tool).decode() for tool in tools)) if tools else ""
     found = [_written(m) for m in messages]
     if text and found and found[0]["role"] == "system":
         return [{**found[0], "content": f"{found[0]['content']}\n\n{text}"}, *found[1:]]
@@ -72,7 +72,7 @@ def _written(message: Message) -> Message:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = [
-        "<tool_call>\n" + dumps(call["function"], ensure_ascii=False) + "\n</tool_call>"
+        "<tool_call>\n" + encode(call["function"]).decode() + "\n</tool_call>"
         for call in message.get("tool_calls") or ()
     ]
     text = "\n".join(filter(None, [message["content"], *calls]))

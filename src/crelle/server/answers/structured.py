@@ -1,14 +1,14 @@
 """What the form of an answer must be, from the parameters of OpenAI and of vLLM, old and new."""
 
-from json import dumps
 from typing import Any
 
 from crelle.engine.grammar import GrammarSpec, one_of
 from crelle.errors import CrelleError
+from crelle.server.answers.tool_formats import json_grammar
 from crelle.server.errors import ApiError
 from crelle.server.schema.schemas import Generate
+from crelle.server.schema.strict_json import dumps
 from crelle.server.schema.tool_schemas import JsonFormat, JsonSchemaFormat
-from crelle.server.tools.formats import json_grammar
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -20,7 +20,7 @@ class Form:
         self.param, self._kind, self._value = param, kind, value
 
     def grammar(self, thinks: bool | None = None) -> GrammarSpec:
-        """Return it as a grammar; thinks: see `crelle.server.chat_answer.thinks`."""
+        """Return it as a grammar; thinks: see `crelle.server.answers.chat_answer.thinks`."""
         value = self._value
         try:
             if self._kind == "json":

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
-from crelle.server.reasoning import ReasoningSplitter
+from crelle.server.answers.reasoning import ReasoningSplitter
 
 _TAIL = 8  # tokens of a prompt that may open the reasoning
 

@@ -1,1 +1,0 @@
-"""Tool calls: how models write them, what they must match, and how they are found in an answer."""
