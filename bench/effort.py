@@ -41,7 +41,7 @@ def one(effort: str, bits: float, model: Path, data: Path, device: str, plain: b
         report = json.loads(done.stdout)
         row = {"effort": effort, "bits": bits, "text": not plain, "command_seconds": whole}
         row |= {k: report[k] for k in ("scheme", "calibration_rows", "own_sequences", "bits_per_weight")}
-        row |= {k: report[k] for k in ("seconds", "estimated_seconds")}
+        row |= {k: report[k] for k in ("seconds", "estimated_seconds", "stage_seconds", "estimated_stages")}
         row["over_estimate"] = report["seconds"] / report["estimated_seconds"]
         return row | perplexities(out, data, device)
 

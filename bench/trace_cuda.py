@@ -2,6 +2,7 @@
 
     python bench/trace_cuda.py OUT.json TRACE.csv [--rate 40] [--seconds 18] [--weights w4a4] [--memory 24GB,130GB]
     python bench/trace_cuda.py CUT.csv TRACE.csv --rate 40 --seconds 18     # no GPU: only what those seconds need
+    python bench/trace_cuda.py CUT.csv TRACE.csv --rate 8 --rounds 4        # as conversations of four rounds
     python bench/trace_cuda.py OUT.json CUT.csv
     crelle bench plot OUT.json
 
@@ -24,7 +25,7 @@ from crelle.bench.environment import write_result
 from crelle.bench.kernels.cuda_timer import gpu
 from crelle.bench.load.engine_load import EngineLoadResult, serve
 from crelle.bench.load.model_sources import free_memory, random_llm
-from crelle.bench.load.trace import TraceRequest, read_trace, write_trace
+from crelle.bench.load.trace import TraceRequest, multi_round, read_trace, write_trace
 from crelle.errors import CrelleError
 from crelle.formats.kv.pages import KVFormat
 from crelle.formats.storage.io import read_json
@@ -34,6 +35,7 @@ WEIGHTS = {
     "fp16": ("fp16", "kv16"),
     "w8a8": ("atom:w=8,a=8", "kv8"),
     "w4a16": ("rtn:bits=4,group=128", "kv4"),
+    "w4a16-kv16": ("rtn:bits=4,group=128", "kv16"),
     "w4a4": ("atom:w=4,a=4", "kv4"),
     "w4a8-two": ("atom:w=4,a=8,levels=2", "kv4"),
     "w3a16": ("bcq:bits=3,group=128", "kv4"),
@@ -87,10 +89,12 @@ def main() -> None:
     options.add_argument("trace", type=Path)
     options.add_argument("--rate", type=float)
     options.add_argument("--seconds", type=float, default=18.0)
+    options.add_argument("--rounds", type=int, default=1, help="put so many consecutive requests into a conversation")
     options.add_argument("--weights", default=DEFAULT, help=f"some of {', '.join(WEIGHTS)}")
     options.add_argument("--memory", default="24GB")
     given = options.parse_args()
     requests = read_trace(given.trace, context=CONTEXT, rate=given.rate, seconds=given.seconds)
+    requests = multi_round(requests, given.rounds, CONTEXT)
     if given.out.suffix == ".csv":
         write_trace(given.out, requests)
         return

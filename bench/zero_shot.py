@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, str, int]] = {  # line in the plot, scheme, calibrat
     **{f"auto{b}": ("auto", f"auto:bits={b}.35", 64) for b in (4, 3, 2)},
     **{f"auto{b}-full": ("auto, tune=full", f"auto:bits={b}.35,tune=full,end=END,own=1024", 128) for b in (4, 3, 2)},
 }
-TASKS = ("piqa", "arc_easy", "winogrande", "boolq")
+TASKS = "piqa,arc_easy,winogrande,boolq"
 CALIBRATION, TEXT = "wikitext2-valid-tokenised.txt", "wikitext2-test.txt"
 
 
@@ -53,7 +53,7 @@ def run(name: str, source: Path, args: argparse.Namespace, results: Results) -> 
     baseline, (model, command) = args.work / "fp16", made(name, source, args)
     against: tuple[object, ...] = () if name == "fp16" else ("--against", baseline)
     limit: tuple[object, ...] = () if args.limit is None else ("--limit", args.limit)
-    tasks = ("--tasks", ",".join(TASKS), "--data", args.data / "tasks", *limit)
+    tasks = ("--tasks", args.tasks, "--data", args.data / "tasks", *limit)
     # fp16's items are scored once. Each run reads a copy of them, because a file of results belongs to one process.
     scored = args.work / f"{name}-scored"
     if name != "fp16" and not scored.exists():
@@ -75,7 +75,7 @@ def run(name: str, source: Path, args: argparse.Namespace, results: Results) -> 
         "tasks": found["tasks"],
         "commands": [
             command,
-            f"crelle eval OUT --tasks {','.join(TASKS)} --data tasks{told} {' '.join(map(str, limit))}".rstrip(),
+            f"crelle eval OUT --tasks {args.tasks} --data tasks{told} {' '.join(map(str, limit))}".rstrip(),
             f"crelle eval OUT --text {TEXT} {' '.join(map(str, sizes))}{told}",
         ],
     }
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print and draw what a result file has")
     parser.add_argument("--only", help=f"some of {', '.join(CASES)}")
+    parser.add_argument("--tasks", default=TASKS, help=f"default: {TASKS}; also arc_challenge, lambada_openai")
     parser.add_argument("--limit", type=int, help="the first items of each task; default: all")
     parser.add_argument("--tokens", type=int, default=20480, help="of the text")
     parser.add_argument("--end", type=int, default=1500, help="training steps of the recipes with tune=full")
@@ -198,7 +199,8 @@ def main() -> None:
     if args.out is None or args.data is None:
         parser.error("name OUT.json and DATA, or a file with --table")
     names, source = chosen(args.only, CASES), args.model or smollm2()
-    results = Results(args.out, "python bench/zero_shot.py OUT.json DATA")
+    tasks = "" if args.tasks == TASKS else f" --tasks {args.tasks}"
+    results = Results(args.out, f"python bench/zero_shot.py OUT.json DATA{tasks}")
     with tempfile.TemporaryDirectory() as d:
         args.work = args.work or Path(d)
         args.work.mkdir(parents=True, exist_ok=True)

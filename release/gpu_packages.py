@@ -17,12 +17,12 @@ from pathlib import Path
 
 from pins import HASHES, PINS, ROOT, pins, read
 
-SERVER = ("msgspec", "prometheus_client")
+SERVER = ("llguidance", "msgspec", "prometheus_client")
 OPENAI = ("openai", "httpx2", "httpcore2", "h11", "anyio", "sniffio", "idna", "truststore", "jiter", "pydantic")
 PYDANTIC = ("pydantic_core", "annotated-types", "typing-inspection", "typing_extensions")
 NAMES = (*SERVER, *OPENAI, *PYDANTIC, "gguf")  # numpy, PyYAML, tqdm, requests are there with transformers
 TARGET = ("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3", "--abi", "none")
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
+PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 FOLDERS, ENDINGS = {"tests", "test", "sboms", "__pycache__"}, (".pyi", ".pyc")  # that no code imports
 
 

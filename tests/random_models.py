@@ -24,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Gemma3": _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
     "Gemma2": _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "OPT": {"ffn_dim": 192, "word_embed_proj_dim": 128},
+    "Bert": {"intermediate_size": 192, "hidden_act": "gelu"},
     "GPT2": {"n_embd": 128, "n_head": 4, "n_layer": 2},
     "Mixtral": _GATED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": _GATED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
@@ -35,7 +36,7 @@ def write_random(to: Path, family: str, dtype: torch.dtype = torch.float32, **ch
     torch.manual_seed(1)
     kind = "Gemma3Text" if family == "Gemma3" else family
     config = getattr(transformers, f"{kind}Config")(**_SIZES | CONFIGS[family] | changes)
-    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    head = {"GPT2": "GPT2LMHeadModel", "Bert": "BertModel"}.get(family, f"{family}ForCausalLM")
     model = getattr(transformers, head)(config)
     with torch.no_grad():
         for name, p in model.named_parameters():

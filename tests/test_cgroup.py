@@ -11,8 +11,8 @@ def v2(folder: str, text: str) -> dict[str, str]:
     return {f"sys/fs/cgroup/{folder}/cpu.max": f"{text}\n"}
 
 
-def v1(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
-    at = f"sys/fs/cgroup/cpu/{folder}/cpu.cfs"
+def v1(folder: str, quota: int, period: int = 100_000, top: str = "cpu") -> dict[str, str]:
+    at = f"sys/fs/cgroup/{top}/{folder}/cpu.cfs"
     return {f"{at}_quota_us": f"{quota}\n", f"{at}_period_us": f"{period}\n"}
 
 
@@ -30,6 +30,8 @@ def v1(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
         ("3:cpu,cpuacct:/box\n4:memory:/box\n0::/\n", v1("box", 150_000), 2),
         ("3:cpu,cpuacct:/box\n", v1("box", -1) | v1("", 500_000), 5),
         ("3:cpu,cpuacct:/box\n", v1("box", -1), None),
+        ("3:cpu,cpuacct:/box\n", v1("box", 150_000, top="cpu,cpuacct"), 2),  # without a link to it
+        ("3:cpuacct,cpu:/box\n", v1("", 150_000, top="cpuacct,cpu"), 2),
         ("3:cpuacct:/box\n", v1("box", 100_000), None),  # no hierarchy that limits CPUs
         ("3:cpu:/box\n", v1("box", 100_000, period=0), None),
         ("0::/pod\n", v2("pod", "nonsense"), None),

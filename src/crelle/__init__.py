@@ -20,6 +20,7 @@ _HOME = {
     "CrelleConfig": "crelle.integrations.transformers.config",
     "Sampling": "crelle.engine.sampler",
     "CrelleError": "crelle.errors",
+    "Embedder": "crelle.engine.embedder",
     "perplexity": "crelle.eval.perplexity",
     "CalibrationData": "crelle.quantize_job.data",
     "quantize": "crelle.quantize_job.run",
@@ -31,6 +32,7 @@ __all__ = [
     "Completion",
     "CrelleConfig",
     "CrelleError",
+    "Embedder",
     "Sampling",
     "__version__",
     "perplexity",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from crelle.engine.embedder import Embedder
     from crelle.engine.llm import LLM, Completion
     from crelle.engine.sampler import Sampling
     from crelle.errors import CrelleError

@@ -31,10 +31,14 @@ def groups(controller: str, root: Path = ROOT) -> Iterator[Group]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and controller not in controllers.split(","):
             continue
-        version, top = (1, root / "sys/fs/cgroup" / controller) if controllers else (2, root / "sys/fs/cgroup")
+        # a hierarchy of several controllers lies under all their names, and a link for each, where somebody made one
+        tops = [
+            root / "sys/fs/cgroup" / name for name in dict.fromkeys((controller, controllers) if controllers else "")
+        ]
         parts = [p for p in path.split("/") if p not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            yield Group(version, top.joinpath(*parts[:depth]))
+        for top in tops or [root / "sys/fs/cgroup"]:
+            for depth in range(len(parts), -1, -1):
+                yield Group(1 if controllers else 2, top.joinpath(*parts[:depth]))
 
 
 def number_in(file: Path) -> int | None:

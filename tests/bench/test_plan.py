@@ -73,6 +73,11 @@ def test_gpus_share_out_heads_then_layers() -> None:
         parallel(shape, 7919)
 
 
+def test_inputs_that_cannot_be_split_are_gathered() -> None:
+    talk = {s: made(scheme=s, gpus=2).estimate.communication_ms for s in ("rtn:bits=4,group=128", "atom:w=4,a=16")}
+    assert talk["atom:w=4,a=16"] > 1.5 * talk["rtn:bits=4,group=128"]
+
+
 def test_command_for_vllm_names_both_kinds_of_sharing() -> None:
     command = vllm_command(made("llama3-405b", gpus=16, memory="80GB"), "DIR")
     assert command.startswith("vllm serve DIR --tensor-parallel-size 8 --pipeline-parallel-size 2 --max-model-len 2048")
@@ -133,8 +138,11 @@ def test_memory_below_one_layer_is_a_sentence() -> None:
 
 
 def test_configs_that_cannot_be_described_are_a_sentence() -> None:
-    with pytest.raises(FormatError, match="does not know models of type 'bert'"):
-        describe("m", {"model_type": "bert"})
+    with pytest.raises(FormatError, match="does not know models of type 't5'"):
+        describe("m", {"model_type": "t5"})
+    small = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    with pytest.raises(FormatError, match="a 'bert' model is an encoder, and the planner plans decoding"):
+        describe("m", {"model_type": "bert", "vocab_size": 8, **small})
     with pytest.raises(FormatError, match="needs whole numbers"):
         describe("m", {**SHAPES["llama2-7b"], "num_local_experts": 8})
 

@@ -1,10 +1,12 @@
 """The time of a step is shared out among its kernels, overlaps counted once."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 
 from crelle.bench.kernels import step_breakdown
 from crelle.bench.kernels.step_breakdown import Launch, breakdown, kind_of, of_launches, short_name
@@ -42,6 +44,7 @@ def test_a_kernel_inside_another_takes_no_time() -> None:
         (ENCODE, "encode"),
         (GEMM, "gemm"),
         (ATTEND, "attention"),
+        ("void crelle::decode_attention<128, 1, 8, 4, true, __half>(__half const*)", "attention"),
         ("void crelle::paged_append_8lane<128, 4>(int)", "append"),
         ("void crelle::add_norm_pack<crelle::RMS_NORM, 16, 1, __half>(int)", "encode"),
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_TNT", "gemm"),
@@ -52,6 +55,14 @@ def test_a_kernel_inside_another_takes_no_time() -> None:
 )
 def test_kernels_have_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_every_kernel_of_a_step_has_a_kind() -> None:
+    sources = (ROOT / "src" / "crelle" / "kernels" / "cuda").rglob("*.cu")
+    text = "\n".join(path.read_text() for path in sources if path.parent.name not in ("solver", "training"))
+    found = re.findall(r"__global__[^;{]*?\b(\w+)\(\s*(?:const|[TX] )", text)
+    assert len(found) == text.count("__global__") > 20  # the pattern knows every kernel
+    assert {n for n in found if kind_of(f"void crelle::{n}<1>(int)") == "rest"} == {"embed", "greedy", "probe"}
 
 
 def test_names_are_shortened() -> None:

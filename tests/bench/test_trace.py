@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crelle.bench.load.trace import Prompts, TraceRequest, random_words, read_trace, write_trace
+from crelle.bench.load.trace import Prompts, TraceRequest, multi_round, random_words, read_trace, write_trace
 from crelle.errors import FormatError, SchemeError
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -36,6 +36,15 @@ def test_trace_is_read_with_fractions_of_seconds(azure: Path) -> None:
 @pytest.mark.parametrize(("rate", "times"), [(0.2, [0, 4.314579, 10]), (2.0, [0, 0.4314579, 1]), (0, [0, 0, 0])])
 def test_rate_stretches_time(azure: Path, rate: float, times: list[float]) -> None:
     assert [w.at for w in read_trace(azure, context=8192, rate=rate)] == pytest.approx(times, abs=1e-5)
+
+
+def test_rounds_of_a_conversation_repeat_what_was_said() -> None:
+    each = [TraceRequest(float(i), 10, 5) for i in range(5)]
+    assert [r.prompt for r in multi_round(each, 3, 1000)] == [10, 25, 40, 10, 25]
+    assert [r.prompt for r in multi_round(each, 3, 40)] == [10, 25, 10, 25, 10]  # the third would not fit
+    assert multi_round(each, 1, 1000) == each
+    with pytest.raises(SchemeError, match="at least 1 round, got 0"):
+        multi_round(each, 0, 1000)
 
 
 def test_only_what_is_due_in_time_and_only_so_many(azure: Path) -> None:

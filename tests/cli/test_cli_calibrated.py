@@ -44,7 +44,9 @@ def test_an_effort_chooses_what_the_scheme_leaves_open_and_is_kept(small_model: 
     assert (report["effort"], report["calibration_rows"], report["own_sequences"]) == ("fast", 3, 3)
     kept = json.loads((out / INDEX).read_text())["metadata"]
     assert (kept["effort"], kept["calibration_rows"], kept["own_sequences"]) == ("fast", "3", "3")
+    assert report["estimated_seconds"] == pytest.approx(sum(report["estimated_stages"].values()))
     assert report["estimated_seconds"] > 0
+    assert {"sampling", "layers", "writing"} <= set(report["stage_seconds"])
     assert report["seconds"] > 0
     lines = done.err.splitlines()
     estimate = next(i for i, line in enumerate(lines) if "time         about" in line)

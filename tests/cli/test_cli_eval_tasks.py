@@ -87,7 +87,10 @@ def test_text_is_compared_by_divergence(tiny_model: Path, coded: Path, tmp_path:
         ("--tasks piqa --data DATA --tokens 5", "--tokens applies to perplexity"),
         ("--tasks piqa --data DATA --no-bos", "--no-bos applies to perplexity"),
         ("--against MODEL --kl", "--against compares two models and --kl two caches"),
-        ("--tasks piqa,hellaswag --data DATA", "there is no task 'hellaswag'; known are arc_easy, boolq, piqa"),
+        (
+            "--tasks piqa,hellaswag --data DATA",
+            "there is no task 'hellaswag'; known are arc_challenge, arc_easy, boolq, lam",
+        ),
         ("--tasks piqa --data nowhere", "nowhere is not a folder"),
         ("--tasks boolq --data DATA", "boolq.jsonl does not exist"),
         ("--tasks piqa --data DATA --limit 0", "--limit must be at least 1, got 0"),

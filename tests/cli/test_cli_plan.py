@@ -21,6 +21,24 @@ def test_json_has_the_contract() -> None:
     assert found["vllm"]["command"].startswith("vllm serve DIR --tensor-parallel-size 2")
 
 
+def test_one_gpu_next_to_several() -> None:
+    """The question of the papers' Table 5: OPT-175B at fp16 needs several GPUs, at 3 bits one."""
+    args = ("plan", "opt-175b", "--memory", "141GB", "--scheme", "bcq:bits=3,group=128", "--compare")
+    found = succeed(*args, "--price", 30000, "--watt", 700, "--json").json["compare"]
+    fits = {(row["scheme"].partition(":")[0], row["gpus"]): row["fits"] for row in found}
+    assert fits == {(s, n): s == "bcq" or n > 2 for s in ("fp16", "bcq") for n in (1, 2, 4, 8)}
+    times = {(row["scheme"].partition(":")[0], row["gpus"]): row["milliseconds_per_step"] for row in found}
+    assert times["fp16", 2] is None
+    assert times["bcq", 1] > times["bcq", 2] > times["bcq", 4]
+    assert times["bcq", 4] < times["fp16", 4]
+    costs = {row["gpus"]: row["cost_per_million"] for row in found if row["scheme"].startswith("bcq")}
+    assert costs[1] < costs[8]
+    shown = succeed(*args).out
+    assert "does not fit" in shown
+    assert "ms per step, estimated" in shown
+    assert "not validated, links are assumed" in shown
+
+
 def test_text_says_that_speed_is_an_estimate() -> None:
     shown = succeed(*ARGS).out
     assert "fits: " in shown

@@ -1,7 +1,9 @@
 """What a model's files say never acts on the terminal: no control characters, no markup."""
 
 import ast
+import contextlib
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rich.table import Table
 
 import crelle
 from crelle.cli.common import console
+from crelle.cli.main import main
 from crelle.errors import FormatError
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter
@@ -59,6 +62,26 @@ def test_sentences_about_such_a_checkpoint_are_printable(command: str, checkpoin
     done = run(command, checkpoint, *more.get(command, []))
     assert done.code in (0, 2), done.err
     assert not CONTROL.search(done.out + done.err)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_what_an_encoding_lacks_is_escaped(
+    options: tuple[str, ...], encoding: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal or a pipe that is not UTF-8: no traceback, and JSON means the same."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "argv", ["crelle", "inspect", str(checkpoint), *options])
+    monkeypatch.setattr(sys, "stdout", out)
+    with contextlib.suppress(SystemExit):
+        main()
+    out.flush()
+    said = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert not CONTROL.search(said.rstrip("\n"))
+    if options:
+        assert json.loads(said)["scheme"] == f"rtn[/x]{EVIL}"
+    else:
+        assert "rtn[/x]\\u241b]52" in said
 
 
 def test_errors_hold_no_control_characters() -> None:

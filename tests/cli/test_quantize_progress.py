@@ -86,3 +86,16 @@ def test_durations_read_as_people_say_them() -> None:
         "88 min",
         "2.5 h",
     ]
+
+
+def test_the_seconds_of_all_stages_are_those_that_have_passed() -> None:
+    now = Clock()
+    clock = StageClock(PARTS, 2, now)
+    for seconds, note in ((3, "sampling calibration text"), (5, "search, forward"), (7, "model.layers.0"), (2, "rest")):
+        now.now += seconds
+        clock.update(1, 4, note)
+    now.now += 4
+    taken = clock.taken()
+    assert sum(taken.values()) == pytest.approx(clock.elapsed)
+    assert taken["writing"] >= 4
+    assert set(taken) <= {"starting", *PARTS}

@@ -15,9 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from crelle.engine.sampler import Sampler, Sampling, _penalize, _truncate
+from crelle.engine.logits_processors import LogitsProcessor, apply_updates
+from crelle.engine.sampler import Sampler, Sampling, _truncate
 from crelle.errors import SchemeError
 
+END = frozenset({7, 60})
 CPU = torch.device("cpu")
 quick = settings(deadline=None, max_examples=60)
 logit_lists = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=30)
@@ -130,12 +132,62 @@ def test_probabilities_equal_those_of_transformers(seed: int, temperature: float
     assert torch.allclose(ours.softmax(-1), theirs[0].softmax(-1), rtol=1e-5, atol=1e-7)
 
 
+def processed(logits: torch.Tensor, so_far: list[int], prompt: int = 0, **options: Any) -> torch.Tensor:
+    """Return what is left of logits [V], token by token as a sequence grows."""
+    processor, rows = LogitsProcessor(Sampling(**options), prompt, END), logits.repeat(2, 1)
+    for n in range(prompt, len(so_far) + 1):
+        update = processor.update(so_far[:n])
+    apply_updates(rows, [(1, update)])
+    assert torch.equal(rows[0], logits), "another row is left alone"
+    return rows[1]
+
+
+@quick
+@given(
+    prompt=st.lists(st.integers(0, 19), min_size=1, max_size=30),
+    new=st.lists(st.integers(0, 19), max_size=150),
+    frequency=st.sampled_from([0.0, 0.3, -1.5]),
+    presence=st.sampled_from([0.0, 0.7, -2.0]),
+    repetition=st.sampled_from([1.0, 1.3]),
+    bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=5),
+    least=st.sampled_from([0, 3, 100]),
+)
+def test_penalties_and_biases_are_those_of_their_definitions(
+    prompt: list[int],
+    new: list[int],
+    frequency: float,
+    presence: float,
+    repetition: float,
+    bias: dict[int, float],
+    least: int,
+) -> None:
+    logits = random_logits(100)
+    want = logits.double()
+    for token in range(100):
+        if token in prompt + new:
+            want[token] = want[token] / repetition if want[token] > 0 else want[token] * repetition
+        want[token] += bias.get(token, 0.0) - frequency * new.count(token) - presence * (token in new)
+        if token in END and len(new) < least:
+            want[token] = -math.inf
+    found = processed(
+        logits,
+        prompt + new,
+        len(prompt),
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        repetition_penalty=repetition,
+        logit_bias=tuple(bias.items()),
+        min_tokens=least,
+    )
+    assert torch.allclose(found.double(), want, rtol=1e-5, atol=1e-4)
+
+
 @quick
 @given(seen=st.lists(st.integers(0, 49), min_size=1, max_size=80), penalty=st.sampled_from([0.5, 1.1, 1.3, 5.0]))
 def test_repetition_penalty_equals_that_of_transformers(seen: list[int], penalty: float) -> None:
     logits = random_logits(50)
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())
-    assert torch.equal(_penalize(logits, seen, penalty), theirs[0])
+    assert torch.equal(processed(logits, seen, repetition_penalty=penalty), theirs[0])
 
 
 def test_repetition_penalty_counts_before_the_greedy_choice_and_spares_the_logits() -> None:
@@ -179,6 +231,9 @@ def test_a_seed_does_not_touch_the_random_numbers_of_others() -> None:
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("frequency_penalty", math.inf),
+        ("presence_penalty", -2000.0),
+        ("min_tokens", -1),
         ("seed", -1),
         ("seed", 2**64),
     ],

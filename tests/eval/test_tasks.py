@@ -174,22 +174,25 @@ def test_generated_text_is_matched_exactly(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_built_in_tasks_read_the_real_data(data: Path) -> None:
-    sizes = {"piqa": 1838, "arc_easy": 2376, "winogrande": 1267, "boolq": 3270}
+    sizes = {"piqa": 1838, "arc_easy": 2376, "arc_challenge": 1172, "winogrande": 1267, "boolq": 3270}
+    sizes["lambada_openai"] = 5153
     for name, count in sizes.items():
         items = read_items(find_task(name, data / "tasks"))
         assert len(items) == count
-        assert all(not p.endswith(" ") and e.startswith(" ") for item in items for p, e in item.pairs)
+        assert all(not p.endswith(" ") and e[0].isspace() for item in items for p, e in item.pairs)
     assert read_items(find_task("piqa", data / "tasks"))[1].pairs[0] == (
         "Question: dresser\nAnswer:",
         " replace drawer with bobby pin",
     )
+    (prompt, word), *_ = read_items(find_task("lambada_openai", data / "tasks"))[0].pairs
+    assert (prompt[-16:], word) == ("don't care about", " signs")
 
 
 def test_own_description_goes_before_the_built_in_one(tmp_path: Path) -> None:
     (tmp_path / "piqa.yaml").write_text('type: last_word\ntext: "{text}"\ndata: other.jsonl\n')
     spec = find_task("piqa", tmp_path)
     assert (spec.type, spec.data.name) == ("last_word", "other.jsonl")
-    assert known_tasks(tmp_path) == ["arc_easy", "boolq", "piqa", "winogrande"]
+    assert known_tasks(tmp_path) == ["arc_challenge", "arc_easy", "boolq", "lambada_openai", "piqa", "winogrande"]
 
 
 class StoppedError(Exception):
@@ -356,8 +359,9 @@ def test_wrong_descriptions_are_named(tmp_path: Path, yaml: str, sentence: str) 
 
 def test_unknown_task_and_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("type: last_word\ntext: a\n")
+    known = "arc_challenge, arc_easy, boolq, lambada_openai, own, piqa, winogrande"
     for name in ("piqua", "../piqa", "", "a\0b"):
-        with pytest.raises(SchemeError, match=r"there is no task .* known are arc_easy, boolq, own, piqa, winogrande"):
+        with pytest.raises(SchemeError, match=rf"there is no task .* known are {known}"):
             find_task(name, tmp_path)
     with pytest.raises(FormatError, match="nowhere is not a folder"):
         find_task("piqa", tmp_path / "nowhere")

@@ -1,9 +1,9 @@
 """A small coverage-guided fuzzer: inputs that reach new lines of the loaders are kept and changed further.
 
 An input is bytes or a JSON value (mutate.py changes it). A target takes one and may raise nothing but CrelleError,
-within SECONDS and MEGABYTES; the memory is measured for each input alone, and an allocation that would go far beyond is
-refused by the system, so a finding names the input that made it. All is decided by one seed: a finding can be
-reproduced.
+within SECONDS of CPU time, since others may use the machine, and MEGABYTES. The memory is measured for each input
+alone, and an allocation that would go far beyond is refused by the system, so a finding names the input that made it.
+All is decided by one seed: a finding can be reproduced.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -30,9 +30,14 @@ from crelle.errors import CrelleError
 
 SOURCE = str(Path(crelle.__file__).parent)
 SECONDS, MEGABYTES = 5, 1000  # an input may take
+_WALL = 5 * SECONDS  # seconds by the clock, after which it is interrupted
 KEPT_MEGABYTES = 500  # all inputs together may leave behind
 MAX_FINDINGS = 20  # of one run; more of the same say nothing new
 _KEPT_BYTES = 1 << 15  # of an input that is changed further; what only a large one reaches, growth reaches again
+_FRESH, _TRACED = (
+    2000,
+    4,
+)  # without a new line for so many inputs, only every fourth is traced: that takes half the time
 _HEADROOM = 1 << 30  # bytes of address space beyond MEGABYTES: room for what allocators reserve
 _PAGE = resource.getpagesize()
 
@@ -73,16 +78,16 @@ def fuzz(
     stop: raise the first finding; else all are in the report. before: is called with each input before it runs.
     """
     random, corpus, report, lines = Random(seed), [*seeds], Report(seeds=len(seeds)), _Lines()
-    begun, memory, known = time.perf_counter(), _Memory(), set[str]()
+    begun, memory, known, latest = time.perf_counter(), _Memory(), set[str](), 0
     with memory.limited():
         for i in range(count):
             value = corpus[i] if i < len(seeds) else changed(random, corpus, words)
             if before:
                 before(i, value)
             memory.begin()
-            took = time.perf_counter()
-            fault = _fault(target, value, lines)
-            took, grown = time.perf_counter() - took, memory.grown()
+            took = time.process_time()
+            fault = _fault(target, value, lines, traced=i < latest + _FRESH or i % _TRACED == 0)
+            took, grown = time.process_time() - took, memory.grown()
             report.accepted += fault is None
             if not fault and (took > SECONDS or grown > MEGABYTES):
                 fault = f"took {took:.1f} s and {grown} MB"
@@ -97,8 +102,10 @@ def fuzz(
                 report.findings.append(f"input {i}: {fault} for {show(value)}")
                 if stop:
                     raise FindingError(report.findings[-1])
-            if lines.fresh and len(marshal.dumps(value)) <= _KEPT_BYTES:
-                corpus.append(value)
+            if lines.fresh:
+                latest = i
+                if len(marshal.dumps(value)) <= _KEPT_BYTES:
+                    corpus.append(value)
             lines.fresh = False
             if i % 500 == 0 and memory.kept() > KEPT_MEGABYTES:
                 raise FindingError(f"input {i}: {memory.kept()} MB of memory were not given back")
@@ -109,10 +116,10 @@ def fuzz(
     return report
 
 
-def _fault(target: Callable[[Any], object], value: Any, lines: "_Lines") -> str | None:
+def _fault(target: Callable[[Any], object], value: Any, lines: "_Lines", *, traced: bool) -> str | None:
     """Run one input: None if it was accepted, "" if it was refused with a sentence, or what was wrong."""
     try:
-        with at_most(SECONDS, TimeoutError(f"took more than {SECONDS} s")), lines.traced():
+        with at_most(_WALL, TimeoutError(f"took more than {_WALL} s")), lines.traced() if traced else nullcontext():
             target(value)
         return None
     except CrelleError as e:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,48 @@ def test_a_state_dict_counts_after_a_forward_pass(tied: bool, assign: bool, tmp_
     assert not torch.equal(before, want)
     model.load_state_dict(other.state_dict(), assign=assign)
     assert torch.equal(logits(model), want)
+
+
+def write_in_place(layer: nn.Module, scale: torch.Tensor) -> None:
+    layer.scale.copy_(scale)
+
+
+def replace_buffer(layer: nn.Module, scale: torch.Tensor) -> None:
+    """As accelerate does it (set_module_tensor_to_device)."""
+    layer._buffers["scale"] = scale
+
+
+def set_attribute(layer: nn.Module, scale: torch.Tensor) -> None:
+    layer.scale = scale
+
+
+def load_one_layer(layer: nn.Module, scale: torch.Tensor) -> None:
+    layer.load_state_dict({"scale": scale}, strict=False)
+
+
+@pytest.mark.parametrize("change", [write_in_place, replace_buffer, set_attribute, load_one_layer])
+def test_changed_parts_count_after_a_forward_pass(
+    change: Callable[[nn.Module, torch.Tensor], None], tmp_path: Path
+) -> None:
+    """Of a linear and of an embedding."""
+    source = write_model("llama", tmp_path / "m", tie_word_embeddings=False)
+    quantize(source, tmp_path / "q", "rtn:bits=4,group=32", head="rtn:bits=8,group=32")
+    model = load(tmp_path / "q")
+    for name in ("model.layers.0.mlp.down_proj", "model.embed_tokens"):
+        layer = model.get_submodule(name)
+        before = logits(model)
+        change(layer, layer.scale * 0.5)
+        changed = logits(model)
+        assert not torch.equal(changed, before)
+        assert torch.equal(changed, logits(copy.deepcopy(model)))
+
+
+def test_parts_made_in_inference_mode_are_multiplied_by(llama: Path, tmp_path: Path) -> None:
+    """Their writes are not counted, and asking for the count is an error."""
+    made = quantized_copy(llama, tmp_path / "q", "rtn:bits=4,group=32")
+    with torch.inference_mode():
+        model = load(made)
+    assert torch.equal(logits(model), logits(load(made)))
 
 
 def test_damaged_and_newer_checkpoints(llama: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, format_of
+from crelle.integrations.vllm import arrival as arrival_module
 from crelle.integrations.vllm.arrival import Arrival, Share, arrival, fused_shares
 from crelle.integrations.vllm.product import Experts, Product, Settings, Table, handle_of
 from crelle.kernels import cpu
@@ -35,6 +36,20 @@ def test_ranks_hold_the_whole_together() -> None:
     assert torch.equal(torch.cat([p.dequantize() for p in rows]), w.dequantize())
     inputs = [handed_over(arrival("m", w.spec(), 64, 64, r, 2, None), w).require()[0] for r in range(2)]
     assert torch.equal(torch.cat([p.dequantize() for p in inputs], 1), w.dequantize())
+
+
+def test_inputs_that_cannot_be_split_are_gathered(caplog: pytest.LogCaptureFixture) -> None:
+    """Groups of 32 inputs do not lie within shares of 16: each of 8 ranks has 8 of 64 rows."""
+    arrival_module._said.clear()
+    w = random(UNIFORM)
+    with caplog.at_level("INFO", "vllm.crelle"):
+        parts = [handed_over(arrival("m", w.spec(), 64, 16, r, 8, None), w) for r in range(8)]
+    assert torch.equal(torch.cat([p.require()[0].dequantize() for p in parts]), w.dequantize())
+    assert [p.gathered and p.gathered.rows.start for p in parts] == list(range(0, 64, 8))
+    assert caplog.messages == [
+        "inputs cannot be split over ranks (that would split a group of 32 inputs): ranks gather them, and split the "
+        "rows instead"
+    ]
 
 
 def test_neighbours_share_key_heads() -> None:
@@ -69,8 +84,9 @@ def test_nested_planes_come_at_the_chosen_precision() -> None:
 
 def test_refusals_name_the_matrix() -> None:
     w = random(UNIFORM)
-    with pytest.raises(UnsupportedError, match=r"'layers.0.o_proj': inputs 0 to 15 of 128 .* split a group"):
-        handed_over(arrival("layers.0.o_proj", w.spec(), 64, 16, 0, 8, None), w)
+    few = random(UNIFORM, N=4)
+    with pytest.raises(UnsupportedError, match=r"'o_proj': 8 ranks cannot share 4 rows, nor the inputs: .*a group"):
+        handed_over(arrival("o_proj", few.spec(), 4, 16, 0, 8, None), few)
     with pytest.raises(
         UnsupportedError, match="'o_proj': a matrix of 64 x 128 cannot be shared by 2 ranks of 48 x 128"
     ):

@@ -21,6 +21,7 @@ PORTABLE = (
     "isa_neon",
     "isa_generic",
     "ops_generic",
+    "f32_gemm_generic",
     "ops",
     "isa",
     "matmul",

@@ -81,6 +81,35 @@ def test_a_step_that_fails_now_and_then_leaves_the_server_healthy(llm: LLM, want
         assert not server.server.stop.is_set()
 
 
+def test_a_step_that_does_not_end_is_seen(llm: LLM, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may hang without an error. While the step runs, and only then, the server is not healthy."""
+    with serving(llm) as server:
+        compute, hang = server.engine.runner.run, threading.Event()
+
+        def run(step: Step) -> torch.Tensor:
+            assert hang.wait(60)
+            return compute(step)
+
+        server.engine.runner.run = run  # type: ignore[method-assign]
+        client = threading.Thread(target=ask, args=(server,))
+        client.start()
+        wait_for(lambda: server.state.service.step_seconds > 0)
+        assert status(server.get("/ready")) == status(server.get("/health")) == 200
+        monkeypatch.setattr("crelle.server.state.STUCK", 0)
+        for page in ("/ready", "/health"):
+            answer = server.get(page)
+            assert status(answer) == 503
+            assert "one step has been running for" in body_of(answer)["error"]["message"]
+        assert b"\ncrelle_ready 0" in server.get("/metrics")
+        wait_for(lambda: '"engine hangs"' in server.log)
+        monkeypatch.undo()
+        hang.set()
+        client.join(20)
+        assert status(server.get("/ready")) == status(server.get("/health")) == 200
+        still_serves(server, want)
+        assert not server.server.stop.is_set()
+
+
 @pytest.mark.parametrize("message", [SECRET, LOST], ids=["failed steps", "lost context"])
 def test_a_server_whose_engine_stopped_answers_everybody_and_ends(llm: LLM, message: str) -> None:
     """Nobody sends a signal: requests that run, stream and wait get an error, and serving returns the reason."""

@@ -247,7 +247,7 @@ def test_chat_without_a_limit_goes_on_to_the_end(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "param", "says"),
     [
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "must be at least 1, not 0"),
+        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens", "must be at least 0, not -1"),
         ({"temperature": 3}, openai.BadRequestError, "temperature", "at most 2"),
         ({"top_p": 0}, openai.BadRequestError, "top_p", "above 0"),
         ({"prompt": ""}, openai.BadRequestError, "prompt", "needs at least 1"),
@@ -257,7 +257,9 @@ def test_chat_without_a_limit_goes_on_to_the_end(llm: LLM) -> None:
         ({"prompt": "x" * 20000}, openai.BadRequestError, "prompt", "at most 16384"),
         ({"logprobs": 21}, openai.BadRequestError, "logprobs", "at most 20"),
         ({"stop": ["a", ""]}, openai.BadRequestError, "stop[1]", "at least 1"),
-        ({"echo": True}, openai.BadRequestError, "echo", "false, null"),
+        ({"echo": 1}, openai.BadRequestError, "echo", "true or false"),
+        ({"logit_bias": {"259": 1}}, openai.BadRequestError, "logit_bias", "token ids below 259"),
+        ({"frequency_penalty": 3}, openai.BadRequestError, "frequency_penalty", "at most 2"),
         ({"model": "other"}, openai.NotFoundError, "model", "this server has 'tiny'"),
         ({"extra_body": {"precision": 7}}, openai.BadRequestError, "precision", "one of 2, 3, 4"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, None, 'unknown parameter "temprature"'),
@@ -277,7 +279,7 @@ def test_errors_are_the_clients_exceptions(
 
 def test_unknown_page_and_method(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="unknown path"):
-        client.embeddings.create(model="tiny", input="x")
+        client.moderations.create(model="tiny", input="x")
     with pytest.raises(openai.APIStatusError) as caught:
         client.post("/models", cast_to=object, body={})
     assert caught.value.status_code == 405

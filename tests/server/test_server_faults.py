@@ -43,7 +43,7 @@ def stream(server: Running, tokens: int, precision: int | None = None, **socket_
     return sock
 
 
-def wait_for(condition: Any, seconds: float = 20) -> None:
+def wait_for(condition: Any, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -44,7 +44,7 @@ def test_bodies_of_100_megabytes_are_refused_before_they_are_read(server: Runnin
                 except BlockingIOError:
                     pass
                 finally:
-                    sock.settimeout(20)
+                    sock.settimeout(240)
         except ConnectionError:
             answer = answer or read_all(sock)
     assert status(answer) == 413
@@ -80,8 +80,8 @@ def test_an_announced_body_that_is_too_large_is_not_waited_for(llm: LLM) -> None
         (b'{"prompt": ["a", 1]}', "prompt[1] must be a string"),
         (b'{"prompt": "a", "n": true}', "n must be an integer or null, not true"),
         (b'{"prompt": "a", "n": 1.5}', "n must be an integer"),
-        (b'{"prompt": "a", "echo": 0}', "echo must be one of false, null, not 0"),
-        (b'{"prompt": "a", "presence_penalty": false}', "presence_penalty must be one of 0, null, not false"),
+        (b'{"prompt": "a", "echo": 0}', "echo must be true or false or null, not 0"),
+        (b'{"prompt": "a", "presence_penalty": false}', "presence_penalty must be a number or null, not false"),
         (b'{"prompt": "a", "stream": "yes"}', "stream must be true or false or null"),
         (b'{"prompt": "a", "stream_options": {"x": 1}}', "stream_options has an unknown parameter"),
     ],

@@ -50,7 +50,7 @@ class Running:
         sock = socket.socket()
         for name, value in options.items():
             sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
-        sock.settimeout(20)
+        sock.settimeout(240)
         try:
             sock.connect(("127.0.0.1", self.port))
         except OSError:
@@ -69,7 +69,7 @@ class Running:
             sock.sendall(data)
             return read_all(sock)
 
-    def assert_empty(self, seconds: float = 20) -> None:
+    def assert_empty(self, seconds: float = 240) -> None:
         """Wait until nothing runs; then every page is free, or kept only for others with the same prefix."""
         end = time.monotonic() + seconds
         while (self.engine._active or self.state.generations) and time.monotonic() < end:

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from crelle.bench.energy import Energy, per_call
-from crelle.bench.engine_decode import EngineDecoder, Generation
+from crelle.bench.engine_decode import BUDGET, EngineDecoder, Generation
 from crelle.bench.kernels.cuda_timer import Ceiling
+from crelle.bench.kernels.step_breakdown import StepBreakdown, breakdown
 from crelle.bench.load.no_tokenizer import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights
 from crelle.bench.planner.cost import Cost
+from crelle.engine.compile_ahead import compile_kernels
 from crelle.engine.llm import LLM
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
@@ -70,6 +72,7 @@ class DecodeCuda:
     speedup: float | None = None
     baseline_joules_per_token: float | None = None
     cost: Cost | None = None  # of a million tokens, where it was asked for
+    breakdown: StepBreakdown | None = None  # of the step's graph by kind of kernel, where it was asked for
 
 
 class Decoder(Protocol):
@@ -90,8 +93,9 @@ def measure(
     kernel: str | None = None,
     ceiling: Ceiling | None = None,
     energy: bool = True,
+    profile: bool = False,
 ) -> DecodeCuda:
-    """Build, check and time one model; `scheme` is only what the row says of it."""
+    """Build, check and time one model; `scheme` is only what the row says of it; `profile` adds the breakdown."""
     if tokens < 3 or context < 1 or batch < 1 or rounds < 1:
         raise SchemeError("a decode benchmark takes at least 3 tokens, a context of 1, a batch of 1 and one round")
     if device.type == "cuda":
@@ -99,7 +103,7 @@ def measure(
     if isinstance(weights, RandomWeights) and (reason := does_not_fit(weights, device)):
         raise CapacityError(reason)
     try:
-        return _measure(weights, scheme, device, tokens, context, batch, rounds, kernel, ceiling, energy)
+        return _measure(weights, scheme, device, tokens, context, batch, rounds, kernel, ceiling, energy, profile)
     except torch.cuda.OutOfMemoryError as e:
         first = str(e).split(". ")[0]
         raise CapacityError(f"{weights.path} at {scheme}, batch {batch}, does not fit this GPU: {first}") from None
@@ -118,6 +122,7 @@ def _measure(
     kernel: str | None,
     ceiling: Ceiling | None,
     energy: bool,
+    profile: bool,
 ) -> DecodeCuda:
     model = build(weights, device, kernel=kernel)
     if context + tokens > model.spec.context:
@@ -130,12 +135,15 @@ def _measure(
     size, why = step_bytes(model), supports_model(model, llm.kv)
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(model.spec.vocabulary, (batch, context), generator=random)
+    prompts = {min(batch * context, BUDGET), context}
+    compile_kernels(decoder.engine, {batch}, prompts, passes=[batch * (context + tokens - 1)])
     gap = check(model, decoder, ids, tokens)
     made = [decoder.generate(ids, tokens) for _ in range(rounds)]
     prefill = median(generation.first for generation in made)
     spent = _energy(decoder, ids, tokens, device) if energy else Energy(reason="not asked for")
     ms = 1e3 * median(step for generation in made for step in generation.steps)
     speed = size / ms / 1e6
+    executor = decoder.engine.runner.cuda_executor(None) if profile else None
     return DecodeCuda(
         model=weights.path.name,
         scheme=scheme,
@@ -159,6 +167,7 @@ def _measure(
         peak_memory_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         joules_per_token=spent.joules,
         energy_note=spent.reason,
+        breakdown=None if executor is None else breakdown(executor.graph(batch).replay),
     )
 
 

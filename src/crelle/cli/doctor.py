@@ -59,6 +59,7 @@ _PACKAGES = {
     "gguf": "reading .gguf files",
     "matplotlib": "plots (pip install 'crelle[plots]')",
     "aiohttp": "crelle serve: HTTP (pip install 'crelle[server]')",
+    "llguidance": "crelle serve: structured answers and tools (pip install 'crelle[server]')",
     "msgspec": "crelle serve: requests and responses (pip install 'crelle[server]')",
     "prometheus-client": "crelle serve: metrics (pip install 'crelle[server]')",
 }

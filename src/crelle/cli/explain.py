@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAME = "explain"
 _FAST = {"cpu": "cpu-fused", "cuda": "cuda-graphs"}  # the fast executor of each device
 _NO_GPU = "no GPU is visible: this is what would run on one, as far as it can be predicted"
-_RUNS = {"engine": "generation and serving", "step": "evaluation step"}
+_RUNS = {"engine": "generation and serving", "step": "evaluation step", "embed": "embeddings"}
 _EXECUTORS = {
     "cpu-fused": "fused C++ step: one call for up to 16 tokens",
     "cuda-graphs": "CUDA graphs: one launch per decoding step",
@@ -63,7 +63,7 @@ def run(
     chosen = executors(spec, cache, where, kernels, permuted)
     unseen = where == "cuda" and not torch.cuda.is_available()
     if json:
-        runs = chosen["engine"]
+        runs = chosen.get("engine") or chosen["embed"]
         fused = runs["executor"] != "torch"
         refusal = None if fused else runs["others"][_FAST[where]]
         said = {"device": where, "gpu": where == "cuda" and not unseen, "note": _NO_GPU if unseen else None}
@@ -141,11 +141,11 @@ def executors(
 
     on_cpu, on_gpu = fused.supports(spec, device, kernels, permuted), _lacks_on_gpu(device, kernels)
     found: dict[str, dict[str, Any]] = {}
-    for what in _RUNS:
+    for what in ("embed",) if spec.encoder else ("engine", "step"):
         others = {"cpu-fused": on_cpu, "cuda-graphs": on_gpu}
         if device == "cuda" and what == "step":
             others["cuda-graphs"] = on_gpu or "runs engine steps over a paged cache"
-        if device == "cuda" and what == "engine":
+        if device == "cuda" and what != "step":
             others["cuda-graphs"] = on_gpu or cuda_executor.supports(spec, kv, _dtype(device))
         chosen = next((name for name, why in others.items() if why is None), "torch")
         reasons = {name: why for name, why in others.items() if why is not None and name != chosen}
@@ -194,8 +194,11 @@ def _multiplied(weights: "Weights") -> dict[str, str]:
     """Return each layer that multiplies by a matrix, and where that is stored: a tied head is the embedding."""
     from crelle.formats.storage.open import matrices_of
     from crelle.models.loader import architecture
+    from crelle.quantizers.unquantized import is_layer
 
     arch = architecture(weights)
+    if arch.spec.encoder:
+        return {m: m for m in matrices_of(weights) if is_layer(m)}
     found = {m: m for m in matrices_of(weights) if m not in (arch.names.embedding, arch.names.positions)}
     if arch.spec.tied:
         found[arch.names.head] = arch.names.embedding

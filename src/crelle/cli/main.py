@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import os
 import sys
 from typing import Annotated
@@ -20,6 +21,7 @@ from crelle.cli import (
     chat,
     demo,
     doctor,
+    embed,
     evaluate,
     explain,
     export,
@@ -59,6 +61,7 @@ for command in (
     evaluate,
     generate,
     chat,
+    embed,
     serve,
     warmup,
     plan,
@@ -93,6 +96,8 @@ def main() -> None:
     # Collecting garbage among the loaded modules takes a tenth of the start-up time, and the same again at exit.
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTING)
     atexit.register(gc.freeze)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal and pipe takes every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="crelle")  # also for `python -m crelle`: completion is installed for this name
     except CrelleError as e:

@@ -9,6 +9,7 @@ import typer
 from crelle.cli.common.console import KV, Json, draw_whole, out, print_json, warn
 
 if TYPE_CHECKING:
+    from crelle.bench.planner.compare import Compared
     from crelle.bench.planner.plan import Plan
 
 NAME = "plan"
@@ -58,6 +59,12 @@ def run(
     exact: Annotated[
         bool, typer.Option("--exact", help="Use batch-invariant kernels, like `crelle serve --exact`.")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Also estimate 1, 2, 4 and 8 of these GPUs, at fp16 and at the scheme, for one batch."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", help="Plot memory by part against the number of sequences to this PNG file."),
@@ -71,7 +78,10 @@ def run(
     **Example**: `crelle plan llama3-70b --gpus 1 --memory 80GB --scheme bcq:bits=3,group=128 --kv 4`
 
     **Example**: `crelle plan llama3-405b --gpus 8 --memory 141GB --scheme rtn:bits=4 --price 30000 --watt 700`
+
+    **Example**: `crelle plan opt-175b --memory 141GB --scheme bcq:bits=3,group=128 --compare`
     """
+    from crelle.bench.planner.compare import compare_gpus
     from crelle.bench.planner.plan import enough_gpus, plan, vllm_command
     from crelle.bench.planner.plan_shapes import planned_shape
     from crelle.bench.planner.step_model import BANDWIDTH
@@ -97,10 +107,18 @@ def run(
         warn([f"some matrices of {model} have other schemes; the plan assumes {quantizer} for all"])
     vllm = {"command": command, "fits": served.fits, "sequences": served.most_sequences, "tokens": served.tokens}
     enough = gpus if found.fits else enough_gpus(shape, quantizer, cache, batch=batch, **options)
+    beside = []
+    if compare:
+        costs = None if price is None or watt is None else lambda n: _cost(n, price, watt, kwh, years)
+        options.pop("gpus")
+        beside = compare_gpus(shape, quantizer, cache, batch=batch or 1, cost_of=costs, **options)
     if json:
-        print_json({**asdict(found), "enough_gpus": enough, "note": _ESTIMATE, "vllm": vllm})
+        rows = {"compare": [asdict(row) for row in beside]} if compare else {}
+        print_json({**asdict(found), "enough_gpus": enough, "note": _ESTIMATE, "vllm": vllm, **rows})
         return
     _show(found, vllm, enough)
+    if beside:
+        _show_comparison(found, beside)
 
 
 def _cost(gpus: int, price: float | None, watt: float | None, kwh: float, years: float) -> Any:
@@ -189,6 +207,27 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
         say(f"    {vllm['command']}")
     else:
         say("vLLM with Crelle's plugin, with a 16-bit KV cache: no sequence fits")
+
+
+def _show_comparison(found: "Plan", rows: "list[Compared]") -> None:
+    from rich.table import Table
+
+    from crelle.bench.planner.plan import sequences
+
+    def cell(row: "Compared") -> str:
+        if row.milliseconds_per_step is None:
+            return "does not fit"
+        cost = "" if row.cost_per_million is None else f", {row.cost_per_million:.4g} per million tokens"
+        return f"{row.milliseconds_per_step:.2f}{cost}"
+
+    schemes = list(dict.fromkeys(row.scheme for row in rows))
+    batch = sequences(rows[0].batch)
+    out.print(f"ms per step, estimated, {batch} of {found.context} tokens:", highlight=False, soft_wrap=True)
+    table = Table("GPUs", *schemes)
+    for gpus in dict.fromkeys(row.gpus for row in rows):
+        table.add_row(str(gpus), *(cell(row) for row in rows if row.gpus == gpus))
+    out.print(table)
+    out.print(f"    {_ESTIMATE}; more than one GPU: not validated, links are assumed", highlight=False, soft_wrap=True)
 
 
 def _draw(path: Path, plans: "list[Plan]") -> None:

@@ -226,7 +226,7 @@ def run(
     parts = None if expected is None else expected.parts
     count = layer_count(opened)
     del opened
-    with stages(parts, count) as track:
+    with stages(parts, count) as (track, clock):
         report = quantize(
             source,
             target,
@@ -235,10 +235,12 @@ def run(
             progress=track,
             **options,  # type: ignore[arg-type]
         )
+        taken = clock.taken()
     draw_training(report.out, report.losses, report.block_losses)
     warn(report.warnings)
     if json:
-        print_json({**asdict(report), "estimated_seconds": None if expected is None else expected.seconds})
+        times = {"estimated_seconds": None if expected is None else expected.seconds}
+        print_json({**asdict(report), **times, "estimated_stages": parts, "stage_seconds": taken})
         return
     if report.resumed_units:
         err.print(f"resumed after {report.resumed_units} finished shards")

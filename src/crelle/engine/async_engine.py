@@ -2,6 +2,7 @@
 
 from threading import Event as Flag
 from threading import Lock, Thread
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._closing = False
+        self._began: float | None = None  # when the step that runs now did
         self._gate, self._work = Lock(), Flag()
         self._thread = Thread(target=self._loop, name="crelle-engine", daemon=True)
         engine.thread, engine.on_work = self._thread, self._work.set
@@ -37,6 +39,12 @@ class AsyncEngine:
     def stop_reason(self) -> str | None:
         """The same in words, for anyone: without what an exception quotes."""
         return self.engine.stop_reason
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that runs now has taken; a device that hangs never ends it."""
+        began = self._began
+        return 0.0 if began is None else monotonic() - began
 
     def submit(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Handle:
         """Queue a request (options: those of Engine.add); iterate over what is returned, or give `on_event`."""
@@ -69,12 +77,14 @@ class AsyncEngine:
             closing = self._closing  # before looking for work: what came before it was set is found
             try:
                 self._work.clear()  # so too: what comes later sets it again
+                self._began = monotonic()
                 worked = self.engine.step()
                 strikes = 0
             except BaseException as e:  # a mistake of ours: no caller may wait for ever
                 worked, strikes = True, strikes + 1
                 if strikes > 1:
                     self.engine.stop(e)
+            self._began = None
             if self.engine.stopped is not None or (closing and not worked):
                 return
             if not worked:

@@ -37,15 +37,18 @@ from time import perf_counter
 
 from torch import Tensor
 
+from crelle.engine.admission import MAX_LOGPROBS, require_possible
+from crelle.engine.batch_sampler import sample_batch
 from crelle.engine.block_manager import BlockManager
+from crelle.engine.grammar import GrammarSpec
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.machine_memory import out_of_memory
 from crelle.engine.memory import show_bytes
 from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.model_runner import ModelRunner
-from crelle.engine.output import OnEvent, OutputState, QueueFullError
-from crelle.engine.sampler import Sampler, Sampling, likeliest, not_finite
+from crelle.engine.output import OnEvent, OutputState, PromptLogprobs, QueueFullError
+from crelle.engine.sampler import Sampler, Sampling, not_finite
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
 from crelle.engine.stats import Stats, StepClock
@@ -59,7 +62,6 @@ from crelle.kernels.cuda.step.graph_inputs import PendingTokens
 __all__ = ["FAILED_STEPS", "MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
 FAILED_STEPS = 3  # without a good one between them: the engine stops
-MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token
 _Ahead = tuple[Step, PendingTokens, float]  # and when it was started
 _Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
 _OWN_FAULT = "a fault in the engine's own code"
@@ -141,28 +143,31 @@ class Engine:
         n: int = 1,
         bits: int | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         priority: int = 0,
         cache_salt: Hashable = None,
         ignore_end: bool = False,
+        grammar: GrammarSpec | None = None,
         on_event: OnEvent | None = None,
     ) -> Handle:
         """Queue a request, or say why it can never be served. From any thread, also while a step is under way.
 
         n: sequences to sample.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens come with
-        each one sampled (0: only its own).  priority: smaller goes first.  cache_salt: prefixes are shared only among
-        requests with the same one.
-        ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.
+        each one sampled (0: only its own).  prompt_logprobs: with each one of the prompt, which is then computed anew.
+        priority: smaller goes first.  cache_salt: prefixes are shared only among requests with the same one.
+        ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.  grammar: what each answer
+        must match.
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
         sampling = sampling or Sampling()
         self._require_room()
         ids = self.llm.encode(prompt)
-        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-            raise SchemeError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}")
+        require_possible(self.llm, sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         if (
             bits is not None and self.llm.at(bits) is self.llm.model
         ):  # the same model: one precision for the scheduler, not two
             bits = None
+        compiled = None if grammar is None else self.llm.grammars.compile(grammar)
         request = Request(
             prompt=tuple(ids),
             sampling=sampling,
@@ -170,14 +175,17 @@ class Engine:
             precision=bits,
             end_ids=frozenset() if ignore_end else self.llm.end_ids,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=cache_salt if prompt_logprobs is None else (cache_salt, object()),
             prefill_differs=self.runner.prefill_differs(bits),
+            scored=prompt_logprobs is not None,
         )
+        scores = None if prompt_logprobs is None else PromptLogprobs(ids, prompt_logprobs)
         handle, sequences = Handle(request, on_event, self), dict[Sequence, tuple[Handle, OutputState]]()
         for s in self.scheduler.prepare(request):
-            sampler = self._sampler(replace(sampling, seed=s.seed))
-            text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop)
-            sequences[s] = handle, OutputState(s.index, len(ids), sampler, text, logprobs)
+            sampler = self._sampler(replace(sampling, seed=s.seed), len(ids), request.end_ids)
+            text = StopFilter(Detokenizer(self.llm.tokenizer, ids), sampling.stop, sampling.min_tokens)
+            state = None if compiled is None else compiled.start()
+            sequences[s] = handle, OutputState(s.index, len(ids), sampler, text, logprobs, scores, state)
         with self._lock:
             self._require_room()
             try:
@@ -192,10 +200,10 @@ class Engine:
                 raise
         return handle
 
-    def _sampler(self, sampling: Sampling) -> Sampler:
+    def _sampler(self, sampling: Sampling, prompt_tokens: int, end_ids: frozenset[int]) -> Sampler:
         """Return a sampler, whose generator of random numbers lies on the device."""
         try:
-            return Sampler(sampling, self.llm.model.device)
+            return Sampler(sampling, self.llm.model.device, prompt_tokens, end_ids)
         except BaseException as e:
             if self._is_fatal(e) and self.on_work is not None:
                 self.on_work()  # no step may be due, but the engine must stop
@@ -328,6 +336,7 @@ class Engine:
         try:
             with self.llm.lock:
                 sampled = self._sample(step, self.runner.run(step)) if step else []
+                self._score(step)
         except BaseException as e:
             self._abort(step, e)
             return
@@ -344,8 +353,8 @@ class Engine:
 
     def _starts(self, step: Step) -> bool:
         """Whether all sequences of a step sample greedily, and the device can."""
-        states = (self._active[s][1] for s in step.samples)
-        return all(g.top is None and g.sampler.greedy for g in states) and self.runner.starts(step)
+        fast = all(self._active[s][1].fast for s in step.samples) and not step.scored
+        return fast and self.runner.starts(step)
 
     def _resolve(self, step: Step, started: PendingTokens, begun: float) -> None:
         """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
@@ -375,17 +384,23 @@ class Engine:
 
     def _sample(self, step: Step, logits: Tensor) -> list[int]:
         """Return a token for each that samples; one that cannot gets any token, and is doomed."""
-        sampled, states = [], [self._active[s][1] for s in step.samples]
-        best: list[int] | list[None] = [None] * len(states)
-        if any(state.sampler.greedy for state in states):
-            best = likeliest(logits)
-        for i, (s, state, greedy) in enumerate(zip(step.samples, states, best, strict=True)):
+        sampled = []
+        for s, found in zip(
+            step.samples, sample_batch(logits, [(self._active[s][1], s.ids) for s in step.samples]), strict=True
+        ):
+            if isinstance(found, BaseException):
+                self._doom(s, "error", found)
+            sampled.append(0 if isinstance(found, BaseException) else found)
+        return sampled
+
+    def _score(self, step: Step) -> None:
+        """Note the log-probabilities of the prompts that ran with a step."""
+        for s, start, logits in self.runner.take_scored() if step.scored else ():
             try:
-                sampled.append(state.sample(lambda i=i: logits[i], s.ids, greedy))  # type: ignore[misc]
+                if (prompt := self._active[s][1].prompt) is not None:
+                    prompt.add(start, logits)
             except BaseException as e:
                 self._doom(s, "error", e)
-                sampled.append(0)
-        return sampled
 
     def _push(self, s: Sequence, token: int) -> None:
         """Detokenize a sampled token, and doom the sequence where that ends it."""
@@ -394,7 +409,7 @@ class Engine:
             return
         if (raised := handle.put(state.push(token))) is not None:
             self._note(raised)
-        if state.text.stopped:
+        if state.text.stopped or (state.grammar is not None and state.grammar.finished):
             self._doom(s, "stop")
 
     # Ends ----------------------------------------------------------------------------------------------------------

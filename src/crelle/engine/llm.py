@@ -27,6 +27,7 @@ from crelle.errors import SchemeError
 from crelle.formats.kv.format import kv_of_checkpoint
 from crelle.formats.kv.pages import KVFormat
 from crelle.formats.storage.open import Weights, open_weights
+from crelle.formats.storage.task_scales import with_scales
 from crelle.kernels.threads import set_threads
 from crelle.models.loader import Model, build, choose_device
 
@@ -60,6 +61,7 @@ class LLM(LoadedModel):
         kernel: str | None = None,
         bits: int | None = None,
         kv: KVFormat | str | int | None = None,
+        scales: str | Path | None = None,
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
@@ -67,11 +69,13 @@ class LLM(LoadedModel):
         bits: of a nested checkpoint, the precision for calls that ask for none; default: the finest.
         kv: bits of the cache, 16, 8, 4, 3 or 2, or a string: k4v2, kv4:group=64, 4,layers.0=8 (KVFormat); default: what
             the checkpoint was made for (`atom:kv=4`), else 16.
+        scales: those of a task, from `crelle tune --scales`, instead of the checkpoint's own.
         """
         given = None if kv is None else KVFormat.parse(kv)
         if threads is not None:
             set_threads(threads)
         weights = open_weights(path)
+        weights = weights if scales is None else with_scales(weights, scales)
         with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
             tokenizer = beside.submit(Tokenizer.of, weights)
             model = build(weights, choose_device(device), kernel=kernel, bits=bits)

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from threading import RLock
 
+from crelle.engine.grammar import GrammarCompiler
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
@@ -31,6 +32,7 @@ class LoadedModel:
         self.end_ids = _end_ids(weights)
         self.precisions = offered(weights)  # of a nested checkpoint; () where there is only one
         self.lock = RLock()  # held by whoever runs a step of the model, at any precision
+        self.grammars = GrammarCompiler(tokenizer, model.spec.vocabulary, self.end_ids)
         self._at = {model.build.bits or default(weights): model}
 
     @cached_property

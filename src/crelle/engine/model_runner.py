@@ -40,6 +40,7 @@ class ModelRunner:
         self.layers = [KVPages.new(own, *sizes) for own in kv.layers(len(c.layers))]
         self._executors: dict[int | None, Executor] = {}
         self._rows: dict[Sequence, int] = {}  # of the tokens sampled last
+        self._scored: list[tuple[Sequence, int, Tensor]] = []  # see `take_scored`
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +57,27 @@ class ModelRunner:
     def run(self, step: Step) -> Tensor:
         """Return logits f32 [samples, V], a row for each of `step.samples` in order."""
         self._copy(step.copies)
-        return _for_samples(self.executor(step.precision).run(self._chunks(step)), step)
+        logits = self.executor(step.precision).run(self._chunks(step))
+        if step.scored:
+            logits = self._split(logits, step)
+        return _for_samples(logits, step)
+
+    def take_scored(self) -> list[tuple[Sequence, int, Tensor]]:
+        """Return of the last `run`, for each chunk that is scored: sequence, first token, logits [tokens, V]."""
+        found, self._scored = self._scored, []
+        return found
+
+    def _split(self, logits: Tensor, step: Step) -> Tensor:
+        """Put the rows of scored chunks aside; return the last row of each chunk that samples."""
+        at, last = 0, []
+        for chunk in step.chunks:
+            rows = len(chunk.ids) if chunk.scored else bool(chunk.samples)
+            if chunk.scored:
+                self._scored.append((chunk.sequence, chunk.start, logits[at : at + rows]))
+            at += rows
+            if chunk.samples:
+                last.append(at - 1)
+        return logits[torch.tensor(last, dtype=torch.int64, device=logits.device)]
 
     def starts(self, step: Step) -> bool:
         """Whether `start` can run a step."""
@@ -78,7 +99,7 @@ class ModelRunner:
             ids, source, prompt = r.ids, -1, len(r.sequence.request.prompt)
             if ids[0] == UNKNOWN:
                 ids, source = [0], self._rows[r.sequence]
-            chunks.append(Chunk(ids, r.start, r.pages, bool(r.samples), source, prompt))
+            chunks.append(Chunk(ids, r.start, r.pages, bool(r.samples), source, prompt, r.scored))
         return chunks
 
     def executor(self, bits: int | None) -> Executor:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crelle.engine.logits_processors import LogitsProcessor, apply_updates
 from crelle.errors import NumericsError, SchemeError
 from crelle.formats.storage.io import shown
 
+_LARGEST = 1000.0  # of a penalty: logits are rarely above 100
 _COLD = 1e-6  # colder than this, logits / temperature leaves f32 and only the most likely token remains anyway
 
 
@@ -29,6 +31,10 @@ class Sampling:
     top_p: float = 1.0  # keep the most likely tokens that together have this probability
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one
     repetition_penalty: float = 1.0  # > 1 makes tokens that already occurred less likely
+    frequency_penalty: float = 0.0  # subtracted from a logit for each time that its token was sampled
+    presence_penalty: float = 0.0  # subtracted once
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    min_tokens: int = 0  # before which no end token and no stop string ends the text
     seed: int | None = None  # same seed, same text
     stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it
 
@@ -40,6 +46,9 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= _LARGEST, f"between -{_LARGEST:g} and {_LARGEST:g}"),
+            "presence_penalty": (abs(self.presence_penalty) <= _LARGEST, f"between -{_LARGEST:g} and {_LARGEST:g}"),
+            "min_tokens": (self.min_tokens >= 0, "at least 0"),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
         }
         for name, (fine, wanted) in bounds.items():
@@ -47,6 +56,9 @@ class Sampling:
                 raise SchemeError(f"{name} must be {wanted}, got {getattr(self, name)}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise SchemeError("stop must be a tuple of non-empty strings")
+        for token, bias in self.logit_bias:
+            if token < 0 or not math.isfinite(bias):
+                raise SchemeError(f"logit_bias must be finite values of token ids, got {bias} for token {token}")
 
 
 def sampling_of(given: Sampling | None, options: Mapping[str, Any]) -> Sampling:
@@ -68,8 +80,17 @@ def sampling_of(given: Sampling | None, options: Mapping[str, Any]) -> Sampling:
 class Sampler:
     """Samples tokens for one sequence."""
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        device: torch.device,
+        prompt_tokens: int = 0,
+        end_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Begin before the first token; prompt_tokens and end_ids: see LogitsProcessor."""
         self.s = sampling
+        needed = LogitsProcessor.needed(sampling)
+        self.processor = LogitsProcessor(sampling, prompt_tokens, end_ids) if needed else None
         self._random = torch.Generator(device)
         if sampling.seed is None:
             self._random.seed()
@@ -77,23 +98,33 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     @property
+    def cold(self) -> bool:
+        """Whether the token sampled is always the one with the largest logit that was processed."""
+        return self.s.temperature < _COLD
+
+    @property
     def greedy(self) -> bool:
-        """Whether the token sampled is always the one with the largest logit."""
-        return self.s.temperature < _COLD and self.s.repetition_penalty == 1.0
+        """Whether the token sampled is always the one with the largest logit of the model."""
+        return self.cold and self.processor is None
 
     def sample(self, logits: Tensor, so_far: Sequence[int]) -> int:
         """Return the next token for logits [V], given all tokens so far."""
-        if self.s.repetition_penalty != 1.0:
+        if self.processor is not None:
             require_finite(float(logits.max()), len(so_far))
-            logits = _penalize(logits, so_far, self.s.repetition_penalty)
-        if self.s.temperature < _COLD:
+            logits = logits.clone()
+            apply_updates(logits[None], [(0, self.processor.update(so_far))])
+        return self.choose(logits, len(so_far))
+
+    def choose(self, logits: Tensor, position: int) -> int:
+        """Return the token at a position for logits [V] that were processed."""
+        if self.cold:
             best = int(logits.argmax())
-            require_finite(float(logits[best]), len(so_far))
+            require_finite(float(logits[best]), position)
             return best
         scaled = logits / self.s.temperature
         if not math.isfinite(float(scaled.max())):  # on a GPU multinomial would take the whole process down
             most = logits.max()
-            require_finite(float(most), len(so_far))
+            require_finite(float(most), position)
             scaled = (logits - most) / self.s.temperature  # they were finite, but so large that a division was not
         kept = _truncate(scaled, self.s)
         return int(torch.multinomial(kept.softmax(-1), 1, generator=self._random))
@@ -112,14 +143,6 @@ def not_finite(position: int, detail: str = "NaN or infinite") -> NumericsError:
         "try another kernel (`crelle explain MODEL --why` lists the kernels), or quantize or download the checkpoint "
         "again"
     )
-
-
-def _penalize(logits: Tensor, so_far: Sequence[int], penalty: float) -> Tensor:
-    """Divide positive and multiply negative logits of tokens already seen (Keskar et al. 2019)."""
-    seen = torch.tensor(sorted(set(so_far)), device=logits.device)
-    old = logits[seen]
-    limit = torch.finfo(logits.dtype).max  # an absurd penalty makes a logit as large as it gets, not infinite
-    return logits.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty).clamp(-limit, limit))
 
 
 def _truncate(logits: Tensor, s: Sampling) -> Tensor:

@@ -56,6 +56,7 @@ from crelle.engine.sequence import Reason, Request, Sequence, State
 from crelle.errors import CapacityError, SchemeError
 
 UNKNOWN = -1  # a token that was sampled, but did not arrive yet
+MAX_SCORED = 128  # tokens of a step that logits are wanted of: 80 MB with a vocabulary of 152,000
 _QUEUED = (State.WAITING, State.PREEMPTED)
 _order = attrgetter("order")
 
@@ -75,6 +76,12 @@ class ScheduledChunk(NamedTuple):
     @property
     def pages(self) -> list[int]:
         return self.sequence.table.pages
+
+    @property
+    def scored(self) -> bool:
+        """Whether the logits of all of its tokens are wanted, which are the prompt's."""
+        request = self.sequence.request
+        return request.scored and self.end <= len(request.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,11 @@ class Step:
     def prefills(self) -> bool:
         """Whether some of the tokens are a prompt's, or a chunk of one."""
         return bool(self.chunks) and self.chunks[-1].end - self.chunks[-1].start > 1
+
+    @property
+    def scored(self) -> bool:
+        """Whether logits of prompts are wanted."""
+        return any(chunk.scored for chunk in self.chunks)
 
     @property
     def samples(self) -> tuple[Sequence, ...]:
@@ -243,6 +255,7 @@ class Scheduler:
         """Share out tokens to prompts; their pages are there already."""
         chunks: list[ScheduledChunk] = []
         coming: set[Key] = set()  # pages that this step will compute
+        scored = MAX_SCORED
         for s in group:
             if budget == 0:
                 break
@@ -253,8 +266,13 @@ class Scheduler:
                 if key in coming:
                     continue
                 coming.add(key)
-            chunks.append(_chunk(s, min(s.remaining, budget)))
-            budget -= chunks[-1].end - chunks[-1].start
+            most = min(budget, scored) if s.request.scored else budget
+            if most == 0:
+                continue
+            chunks.append(_chunk(s, min(s.remaining, most)))
+            tokens = chunks[-1].end - chunks[-1].start
+            budget -= tokens
+            scored -= tokens if s.request.scored else 0
         return chunks
 
     def update(self, step: Step, sampled: abc.Sequence[int]) -> None:

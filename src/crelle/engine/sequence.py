@@ -48,6 +48,7 @@ class Request:
     priority: int = 0  # smaller goes first; among equals the earlier arrival
     cache_salt: Hashable = None  # prefixes are shared only among requests of one cache_salt: a customer, say
     prefill_differs: bool = False  # prompts run through other kernels than sampled tokens, and bits matter
+    scored: bool = False  # the log-probabilities of the prompt's tokens are wanted
     id: str = field(default_factory=lambda: f"request-{next(_numbers)}")
     arrival: int = -1  # given by the scheduler: 0 for its first request
     sequences: "list[Sequence]" = field(default_factory=list)  # made by the scheduler

@@ -6,8 +6,9 @@ from crelle.engine.tokenization.tokenizer import Detokenizer
 class StopFilter:
     """Passes text on, but holds back what may turn out to be the beginning of a stop string."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer, self._stop = detokenizer, stop
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+        """Take the stop strings; min_tokens: before which none is looked for."""
+        self._detokenizer, self._stop, self._early = detokenizer, stop, min_tokens
         self._all, self._given = "", 0
         self.stopped = False
 
@@ -17,7 +18,13 @@ class StopFilter:
         return self._all[: self._given]
 
     def push(self, token: int) -> str:
-        return self._let(self._detokenizer.push(token), hold=True)
+        text = self._detokenizer.push(token)
+        if self._early:
+            self._early -= 1
+            self._all += text
+            self._given = len(self._all)
+            return text
+        return self._let(text, hold=True)
 
     def finish(self) -> str:
         return "" if self.stopped else self._let(self._detokenizer.finish(), hold=False)

@@ -12,8 +12,9 @@ Hooks. Search, training, random weights, `inspect` and the reference kernel know
     q.scales(), q.with_scales(...)  the floating-point scales that train while the codes stay; `dequantize` must be
                                     differentiable in them
     q.quantized                     whether the matrix counts as quantized in sizes and bits per weight
-    q.columns(begin, end)           optional, for tensor parallelism: some inputs in the same format, or the sentence
-                                    that says why they cannot be taken out (crelle.formats.parallel)
+    q.cut(k)                        optional, for tensor parallelism (crelle.formats.parallel): None if a share of the
+                                    inputs can begin or end at input k, else the reason
+    q.columns(begin, end)           where `cut` allows both ends: these inputs, in the same format
     cls.stacked(matrices)           optional, likewise: one matrix with the rows of all, or None
     q.activation, q.round_input     optional, of formats with quantized activations: their ActivationSpec (or None), and
                                     x [..., K] as the integer product sees it

@@ -72,10 +72,11 @@ class Planes:
         """Return the integer codes uint8 [N, K]; plane 0 gives the top bit."""
         return unpack_planes(self.planes, self.K)
 
-    def columns(self, begin: int, end: int) -> "Self | str":
-        """Return the inputs begin … end - 1, or why they cannot be taken out."""
-        if (reason := cuts_group(self.group, self.K, begin, end)) is not None:
-            return reason
+    def cut(self, k: int) -> str | None:
+        return cuts_group(self.group, self.K, k)
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the inputs begin … end - 1."""
         planes, K = self.planes[..., begin // 8 : -(-end // 8)], end - begin
         groups = slice(begin // self.group, -(-end // self.group))
         return self._of_groups(groups, planes=planes, K=K, group=min(self.group, K))

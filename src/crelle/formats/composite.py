@@ -70,7 +70,7 @@ class PermutedTensor:
     def rows(self, which: slice | Tensor) -> "PermutedTensor":
         return PermutedTensor(self.inner.rows(which), self.order)
 
-    def columns(self, begin: int, end: int) -> str:
+    def cut(self, k: int) -> str:
         """Return why no inputs can be taken out."""
         return SCATTERED
 

@@ -60,6 +60,15 @@ class GroupedSizes(NamedTuple):
         """Return values of the groups of normal columns [N, C] for each of their columns, [N, K - n]."""
         return spread(t, self.normal, self.group, 0)
 
+    def within(self, begin: int, end: int) -> tuple[slice, slice]:
+        """Return which normal columns, and which outliers, are among the columns begin … end - 1."""
+        n = self.normal
+        return slice(min(begin, n), min(end, n)), slice(max(begin - n, 0), max(end - n, 0))
+
+    def groups_within(self, begin: int, end: int) -> list[int]:
+        """Return the groups that have a scale and lie among the columns begin … end - 1."""
+        return [i for i, s in enumerate(self.slices()) if begin <= s.start and s.stop <= end]
+
     def slices(self) -> list[slice]:
         """Return the columns of each group that has a scale."""
         return group_slices(self.K, self.group, self.outliers)[: sum(self.groups)]
@@ -94,7 +103,7 @@ class GroupedTensor:
         N, normal = codes.shape
         n = 0 if outliers is None else outliers.shape[1]
         wide = 16 if outliers is not None and outliers.is_floating_point() else 8
-        sizes = GroupedSizes(N, normal + n, bits, group, n, wide)
+        sizes = GroupedSizes(N, normal + n, bits, group, n, wide if n else 8)
         order = None if perm is None else perm.to(torch.int32)
         packed = pack_stream(codes.view(torch.uint8) & (2**bits - 1), bits)
         return cls(sizes, packed, scale.contiguous(), outliers if n else None, order, activation)
@@ -174,9 +183,18 @@ class GroupedTensor:
         sizes = self.sizes._replace(N=len(packed))
         return replace(self, sizes=sizes, packed=packed, scale=self.scale[which], outliers=outliers)
 
-    def columns(self, begin: int, end: int) -> str:
-        """Return why no inputs can be taken out."""
-        return TOGETHER if self.perm is None else SCATTERED
+    def cut(self, k: int) -> str | None:
+        return cuts_columns(self.sizes, self.perm, self.activation, k)
+
+    def columns(self, begin: int, end: int) -> "GroupedTensor":
+        """Return the inputs begin … end - 1."""
+        normal, last = self.sizes.within(begin, end)
+        scale = self.scale[:, self.sizes.groups_within(begin, end)]
+        outliers = None if self.outliers is None else self.outliers[:, last]
+        activation = activation_within(self.activation, last)
+        return GroupedTensor.from_codes(
+            self.codes()[:, normal], self.sizes.bits, scale, self.group, outliers, None, activation
+        )
 
     @classmethod
     def stacked(cls, matrices: Sequence[QuantTensor]) -> QuantTensor | None:
@@ -228,6 +246,21 @@ def _signed(codes: Tensor, bits: int) -> Tensor:
     """Return unsigned codes, uint8, as the two's complement numbers that they are, int8."""
     shift = 8 - bits
     return (codes << shift).view(torch.int8) >> shift
+
+
+def cuts_columns(s: GroupedSizes, perm: Tensor | None, activation: ActivationSpec | None, k: int) -> str | None:
+    """Return why no share of the inputs can begin or end at column k; None: it can."""
+    if perm is not None:
+        return SCATTERED
+    if activation is not None and (activation.group != s.group or activation.outliers != s.outliers):
+        return TOGETHER
+    cuts = k % s.group if k <= s.normal else (k - s.normal) % s.group if s.outlier_bits == 8 else 0
+    return f"that would split a group of {s.group} inputs" if cuts and k != s.normal else None
+
+
+def activation_within(activation: ActivationSpec | None, outliers: slice) -> ActivationSpec | None:
+    """Return the activations of a share of the inputs that has some of the outliers."""
+    return None if activation is None else replace(activation, outliers=outliers.stop - outliers.start)
 
 
 def unrotated(w: Tensor, activation: ActivationSpec | None) -> Tensor:

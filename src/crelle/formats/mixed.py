@@ -188,10 +188,11 @@ class MixedTensor:
             "outliers": self.outliers,
         }
 
-    def columns(self, begin: int, end: int) -> "MixedTensor | str":
-        """Return the inputs begin … end - 1, or why they cannot be taken out."""
-        if (reason := cuts_group(self.G, self.shape[1], begin, end)) is not None:
-            return reason
+    def cut(self, k: int) -> str | None:
+        return cuts_group(self.G, self.K, k)
+
+    def columns(self, begin: int, end: int) -> "MixedTensor":
+        """Return the inputs begin … end - 1."""
         four, codes = self.four.bool(), self.codes()
         inside = torch.zeros_like(four)
         inside[begin // self.G : -(-end // self.G)] = True

@@ -1,10 +1,12 @@
 """Matrices for tensor parallelism: some inputs of one matrix, and several matrices as one.
 
     columns(w, begin, end)    the inputs begin … end - 1, exactly: a group has scales of its own, so none may be cut
+    why_not_split(w, ranks)   None if equal shares of the inputs can be taken, else the reason; the same on every rank
     stacked([q, k, v])        one matrix with the rows of all, or None where they do not have everything else in common
 
-Formats answer with their hooks `columns` and `stacked` (base.py); those without them are refused, or not stacked. Some
-rows of a matrix are `w.rows`, which every format has.
+Formats answer with their hooks `cut`, `columns` and `stacked` (base.py); those without them are refused, or not
+stacked. Some rows of a matrix are `w.rows`, which every format has: what cannot be split along its inputs is split
+along its rows, and every rank reads all inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +24,29 @@ def columns(w: QuantTensor, begin: int, end: int) -> QuantTensor:
     K = w.shape[1]
     if (begin, end) == (0, K):
         return w
-    take = getattr(w, "columns", None)
-    found = f"the format '{w.format}' does not support it" if take is None else take(begin, end)
-    if isinstance(found, str):
-        raise UnsupportedError(f"inputs {begin} to {end - 1} of {K} cannot be extracted: {found}")
-    taken: QuantTensor = found
+    for k in (begin, end):
+        if (reason := _why_not_cut(w, k)) is not None:
+            raise UnsupportedError(f"inputs {begin} to {end - 1} of {K} cannot be extracted: {reason}")
+    taken: QuantTensor = w.columns(begin, end)  # type: ignore[attr-defined]
     return taken
+
+
+def why_not_split(w: QuantTensor, ranks: int) -> str | None:
+    """Return why the inputs cannot be split into equal shares, one for each rank; None: they can."""
+    K = w.shape[1]
+    if K % ranks:
+        return f"{K} inputs are no multiple of {ranks}"
+    reasons = (_why_not_cut(w, K * rank // ranks) for rank in range(1, ranks))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_not_cut(w: QuantTensor, k: int) -> str | None:
+    """Return why no share can begin or end at input k; None: it can."""
+    if k in (0, w.shape[1]):
+        return None
+    cut = getattr(w, "cut", None)
+    found: str | None = f"the format '{w.format}' does not support it" if cut is None else cut(k)
+    return found
 
 
 def stacked(matrices: Sequence[QuantTensor]) -> QuantTensor | None:
@@ -56,14 +75,11 @@ TOGETHER = "its activations are quantized over all inputs together"
 # --- for formats that answer ------------------------------------------------------------------------------------------
 
 
-def cuts_group(group: int, K: int, begin: int, end: int) -> str | None:
-    """Return why inputs begin … end - 1 of K cannot be taken out of groups that are stored in bytes; None: they can."""
-    for at in (begin, end):
-        if at % group and at != K and group < K:
-            return f"that would split a group of {group} inputs"
-        if at % 8 and at != K:
-            return "codes are stored in bytes of 8 inputs"
-    return None
+def cuts_group(group: int, K: int, k: int) -> str | None:
+    """Return why groups of K inputs that are stored in bytes cannot be cut at input k; None: they can."""
+    if k % group and group < K:
+        return f"that would split a group of {group} inputs"
+    return "codes are stored in bytes of 8 inputs" if k % 8 else None
 
 
 def stack_tensors(

@@ -29,6 +29,8 @@ from crelle.formats.base import QuantTensor, Spec, expect, register_format, take
 from crelle.formats.grouped import (
     GroupedSizes,
     activation_of,
+    activation_within,
+    cuts_columns,
     in_input_order,
     random_integers,
     read_outliers,
@@ -37,7 +39,7 @@ from crelle.formats.grouped import (
     unrotated,
 )
 from crelle.formats.packing import pack_stream, unpack_stream
-from crelle.formats.parallel import SCATTERED, TOGETHER, stack_tensors
+from crelle.formats.parallel import stack_tensors
 from crelle.formats.random_parts import RandomParts
 
 LIMIT = 119  # of v before it is rounded to 4 bits
@@ -150,9 +152,17 @@ class TwoLevelTensor:
         packed = found.pop("codes")
         return replace(self, sizes=self.sizes._replace(N=len(packed)), packed=packed, **found)  # type: ignore[arg-type]
 
-    def columns(self, begin: int, end: int) -> str:
-        """Return why no inputs can be taken out."""
-        return TOGETHER if self.perm is None else SCATTERED
+    def cut(self, k: int) -> str | None:
+        return cuts_columns(self.sizes, self.perm, self.activation, k)
+
+    def columns(self, begin: int, end: int) -> "TwoLevelTensor":
+        """Return the inputs begin … end - 1."""
+        normal, last = self.sizes.within(begin, end)
+        groups = [i for i in self.sizes.groups_within(begin, end) if i < self.sizes.groups[0]]
+        outliers = None if self.outliers is None else self.outliers[:, last]
+        levels = self.group_scale[:, groups], self.group_zero[:, groups], self.scale
+        activation = activation_within(self.activation, last)
+        return TwoLevelTensor.from_codes(self.codes()[:, normal], *levels, self.group, outliers, None, activation)
 
     @classmethod
     def stacked(cls, matrices: Sequence[QuantTensor]) -> QuantTensor | None:

@@ -2,6 +2,8 @@
 
     executor.run([Chunk(ids, start, pages, wanted=True), ...])     logits f32 [wanted chunks, V]
 
+A chunk whose prompt is scored has the logits of all of its tokens there instead.
+
 An executor is made for one model and the pages of all its layers. Before that, its module's `supports(spec, kv, ...)`
 says what it cannot run. A chunk is one token of a sequence (decode), or several of its prompt (chunked prefill).
 """
@@ -27,6 +29,12 @@ class Chunk:
     wanted: bool  # whether the logits of its last token are
     token_source: int = -1  # 0 …: its one id is this row of the tokens sampled last, which the host need not know yet
     prompt: int | None = None  # tokens of the sequence's prompt; those behind it were sampled. None: all of it
+    scored: bool = False  # the logits of all of its tokens are wanted
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits that are wanted."""
+        return len(self.ids) if self.scored else int(self.wanted)
 
     @property
     def end(self) -> int:
@@ -47,7 +55,7 @@ class Executor(Protocol):
     prefill_differs: bool  # a token of a prompt has other bits than the same token where it was sampled
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Store the keys and values of all chunks; return logits f32 [wanted chunks, V], in their order."""
+        """Store the keys and values of all chunks; return logits f32 [wanted rows, V], in their order."""
         ...
 
 

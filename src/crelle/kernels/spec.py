@@ -9,6 +9,7 @@
         parallel (pre only)                             x += attention(norm(x)) + mlp(norm(x))
     where x += y stands for x = x + residual_scale * y
     logits = cap(logit_scale * head(norm(x)))           cap(y) = softcap * tanh(y / softcap), or y
+    An encoder's attention looks in both directions; it has no head, and its x is what it is asked for.
 
     attention   q, k, v = heads of x; q and k normed, then rotated; softmax(cap(scale * q k)) v over the window; o
                 with sinks, the softmax of a head has one more score, which has no value: it only takes weight
@@ -72,6 +73,7 @@ class AttentionSpec:
     whole_qk_norm: bool = False  # of all heads of q, and all of k, as one vector
     softcap: float | None = None  # of the scores
     bias: bool = False  # q, k, v and o may have biases
+    causal: bool = True  # a token sees no later ones
     sinks: bool = False  # a score per head that every token sees
 
     @property
@@ -140,6 +142,13 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None  # of the logits
+    token_types: int = 0  # rows of a table whose first one is added to every token of a single text (BERT)
+    embedding_norm: NormSpec | None = None  # of what goes into the first layer
+
+    @property
+    def encoder(self) -> bool:
+        """Whether attention looks in both directions: such a model has no head and generates nothing."""
+        return not self.layers[0].attention.causal
 
     @property
     def embedding_width(self) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv.pages import KVFormat, as_stored
 from crelle.formats.storage.open import Weights
@@ -29,6 +30,7 @@ from crelle.models.decoder import (
     OutputLayer,
     scaled_logits,
 )
+from crelle.models.encoder import Padded
 from crelle.models.families.base import Architecture
 from crelle.models.loader import architecture, in_usual_form
 from crelle.models.read_ahead import ReadAhead
@@ -43,13 +45,20 @@ _NAMES: dict[Callable[[Tensor], Tensor], Activation] = {
 
 
 class _NoCache:
-    """A whole sequence at a time needs no cache; it may read keys and values as one of `kv` would store them."""
+    """A whole sequence at a time needs no cache; it may read keys and values as one of `kv` would store them.
 
-    def __init__(self, tape: Tape | None, kv: KVFormat | None, center: Tensor | None) -> None:
-        self._tape, self._kv, self._center = tape, kv, center
+    both: attention in both directions (encoders).
+    """
+
+    def __init__(
+        self, tape: Tape | None, kv: KVFormat | None, center: Tensor | None, both: Padded | None = None
+    ) -> None:
+        self._tape, self._kv, self._center, self._both = tape, kv, center, both
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttendOptions = ATTEND_ALL) -> Tensor:
         def compute() -> Tensor:
+            if self._both is not None:
+                return self._both.attend(layer, q, k, v)
             keys, values = k, v
             if self._kv is not None:
                 keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
@@ -79,6 +88,7 @@ class _WholeSequences(Compute):
     """Angles of positions 0, 1, … are computed once: a recorded CUDA graph cannot make them."""
 
     tape: Tape | None = None  # of the layer that runs
+    lengths: Tensor | None = None  # [B] of an encoder's sequences, where they differ
 
     def __init__(self) -> None:
         self._known: dict[tuple[RopeSpec, int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -213,7 +223,8 @@ class CalibrationBlock(nn.Module):
         return CalibrationBlock(layer, self._arch, self._index, self._compute).eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._run(x, _NoCache(self._tape, self._kv, self._center))
+        both = None if self.spec.attention.causal else Padded(self._compute.lengths, x.shape[1], x.device)
+        return self._run(x, _NoCache(self._tape, self._kv, self._center, both))
 
     def _run(self, x: Tensor, cache: Attend) -> Tensor:
         rope = self.spec.attention.rope
@@ -329,10 +340,18 @@ class CalibrationModel:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self._input(F.embedding(tokens, self._embedding), positions, self._compute)  # type: ignore[no-any-return]
 
+    def attend_within(self, lengths: Tensor) -> None:
+        self._compute.lengths = lengths
+
     def finish(self, x: Tensor) -> Tensor:
         return self._output(x, self._compute)  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor) -> Tensor:
+        if self.spec.encoder:
+            raise UnsupportedError(
+                f"{self.weights.path}: an encoder has no output head: schemes that train or measure the whole model "
+                "by its predictions (auto, tune=full, `crelle tune` on a text) do not apply"
+            )
         return scaled_logits(F.linear(x, self._head), self.arch.spec)
 
     @cached_property

@@ -236,7 +236,7 @@ class Layer(nn.Module):
 
 
 class InputLayer(nn.Module):
-    """From rows of the embedding to the residual stream: a scale, a projection, learned positions."""
+    """From rows of the embedding to the residual stream: a scale, a projection, learned positions, a norm."""
 
     def __init__(self, build: Builder, arch: Architecture) -> None:
         super().__init__()
@@ -248,6 +248,11 @@ class InputLayer(nn.Module):
         if s.learned_positions is not None:
             table = build.matrix(names.positions, s.context + s.learned_positions, s.width)
             self.positions = QuantEmbedding(table, build.dtype)
+        self.token_type: Tensor | None = None  # of all tokens
+        if s.token_types:
+            types = build.matrix(names.token_types, s.token_types, s.width)
+            self.token_type = types.dequantize(torch.float32)[0].to(build.dtype)
+        self.norm = None if s.embedding_norm is None else build.norm(names.embedding_norm, s.width, s.embedding_norm)
 
     def forward(self, embedded: Tensor, positions: Tensor, compute: Compute = PLAIN) -> Tensor:
         """Return x [..., width] for rows of the embedding [..., embedding_width] at positions [T]."""
@@ -255,7 +260,8 @@ class InputLayer(nn.Module):
         x = x if self.project_in is None else compute.linear(self.project_in, x)
         if self.positions is not None and self.spec.learned_positions is not None:
             x = x + self.positions(positions + self.spec.learned_positions)
-        return x
+        x = x if self.token_type is None else x + self.token_type
+        return x if self.norm is None else self.norm(x)
 
 
 class OutputLayer(nn.Module):

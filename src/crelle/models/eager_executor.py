@@ -3,7 +3,7 @@
     tokens     of sequence a: 1      of b: 1      of c: 5 of its prompt       N = 7 rows [N, width]
     linears    all rows at once: a weight is read once for the whole batch
     attention  sequence by sequence, each over its own pages (PagedBatch)
-    head       only for the rows that are wanted: those from which a token is sampled
+    head       only for the rows that are wanted: those from which a token is sampled, or that are scored
 
 The forward is the model's own (crelle.models.decoder), with positions token by token.
 
@@ -101,12 +101,12 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Store the keys and values of all chunks; return logits f32 [wanted chunks, V], in their order."""
+        """Store the keys and values of all chunks; return logits f32 [wanted rows, V], in their order."""
         starts, device = [0, *accumulate(len(c.ids) for c in chunks)], self.model.device
         table = block_table([c.pages for c in chunks]).to(device)
         before = [c.start for c in chunks]
         batch = PagedBatch(self.layers, table, starts, before, self.centers, self.batch_invariant)
-        wanted = [end - 1 for c, end in zip(chunks, starts[1:], strict=True) if c.wanted]
+        wanted = [row for c, end in zip(chunks, starts[1:], strict=True) for row in range(end - c.rows, end)]
         ids = torch.tensor([i for c in chunks for i in c.ids], device=device)
         x = self.model.hidden(ids, torch.tensor(batch.positions, device=device), batch, self._compute)
         return self.model.logits(x[torch.tensor(wanted, dtype=torch.long, device=device)], self._compute)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,12 +14,14 @@ from crelle.formats.storage.ownership import CONFIG
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.builder import Builder
 from crelle.models.decoder import DecoderModel
+from crelle.models.encoder import EncoderModel
 from crelle.models.families import families
 from crelle.models.families.base import Architecture, Family
 from crelle.models.nested import offered
 from crelle.models.tensor_view import as_specified
 
 Model = DecoderModel
+Built = TypeVar("Built", DecoderModel, EncoderModel)
 
 
 def choose_device(device: str) -> torch.device:
@@ -92,12 +94,43 @@ def build(
 
     `bits` chooses a precision of a nested checkpoint; default: the finest.
     """
+    if read_spec(weights).encoder:
+        raise UnsupportedError(
+            f"{weights.path}: a '{weights.config['model_type']}' model is an encoder and generates no text; use "
+            "`crelle embed` or crelle.Embedder"
+        )
+    return _built(DecoderModel, weights, device, dtype, kernel, bits)
+
+
+def build_encoder(
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    bits: int | None = None,
+) -> EncoderModel:
+    """Build the encoder that the weights' config describes; the arguments are those of `build`."""
+    if not read_spec(weights).encoder:
+        raise UnsupportedError(
+            f"{weights.path}: a '{weights.config['model_type']}' model is a decoder; embeddings need an encoder (bert)"
+        )
+    return _built(EncoderModel, weights, device, dtype, kernel, bits)
+
+
+def _built(
+    kind: type[Built],
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kernel: str | None,
+    bits: int | None,
+) -> Built:
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
     made: dict[str, Any] | None = {} if offered(weights) else None  # to be shared among precisions, where there are
     weights = in_usual_form(weights)
     arch, names = architecture(weights), frozenset(weights.names())
     require_layers(weights, names, arch)
-    model = DecoderModel(Builder(weights, names, dtype, device, kernel, bits, made), arch).eval()
+    model = kind(Builder(weights, names, dtype, device, kernel, bits, made), arch).eval()
     if kernel and all(layer.kernel != kernel for layer in model.linears()):
         raise UnsupportedError(f"kernel '{kernel}' has nothing to do in {weights.path}: no matrix there is quantized")
     return model

@@ -19,6 +19,10 @@ def _all(arch: Architecture) -> Shapes:
     yield f"{names.embedding}.weight", (s.vocabulary, embedded)
     if s.learned_positions is not None:
         yield f"{names.positions}.weight", (s.context + s.learned_positions, s.width)
+    if s.token_types:
+        yield f"{names.token_types}.weight", (s.token_types, s.width)
+    if s.embedding_norm is not None:
+        yield from _norm(names.embedding_norm, s.width, s.embedding_norm)
     if narrow:
         yield f"{names.project_in}.weight", (s.width, embedded)
         yield f"{names.project_out}.weight", (embedded, s.width)

@@ -122,6 +122,6 @@ class TensorView:
 
 def as_specified(weights: Weights, family: Family) -> Weights:
     """Return weights under the names and in the forms that the family's spec has."""
-    if isinstance(weights, TensorView | Checkpoint) or not (family.stored or family.norm_offset):
+    if isinstance(weights, TensorView | Checkpoint) or not (family.stored or family.norm_offset or family.dropped):
         return weights  # a checkpoint was made through a view
     return TensorView(weights, family)

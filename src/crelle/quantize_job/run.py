@@ -317,6 +317,12 @@ def _require_family(source: str | Path, scheme: str, out: Path) -> None:
             raise UnsupportedError(reason) from e
         lines = _BY_TRANSFORMERS.format(reason=reason, source=str(source), scheme=scheme, out=str(out))
         raise UnsupportedError(lines) from e
+    config = parse(scheme)
+    if (isinstance(config, Auto) or trains_fully(config)) and read_spec(weights).encoder:
+        raise UnsupportedError(
+            f"{weights.path}: '{scheme}' needs the predictions of a decoder, and this is an encoder; use rtn, bcq, "
+            "gptq or mixed"
+        )
 
 
 def _calibration(
@@ -325,7 +331,7 @@ def _calibration(
     weights = open_weights(source)
     length = min(text.length, read_spec(weights).context)
     rows = _rows(weights, text.text, length, text.rows, text.seed)
-    if text.own:
+    if text.own and not read_spec(weights).encoder:  # an encoder generates nothing
         own = own_rows(weights, rows, text.own, length, device, text.seed, progress, memory)
         rows = torch.cat([rows, own])
     return Calibration(rows, open_model, device, memory)

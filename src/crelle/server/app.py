@@ -121,8 +121,12 @@ async def _watch(state: State, stop: asyncio.Event) -> None:
 
     Until then /ready and /health report why, and whoever asks gets 503 instead of a refused connection.
     """
+    hung = False
     while state.service.error is None:
         state.metrics.sample(state.engine.stats)
+        if not hung and (why := state.why_unhealthy) and state.service.error is None:
+            log("engine hangs", logging.CRITICAL, reason=why)
+        hung = state.why_unhealthy is not None
         await asyncio.sleep(1)
     why, fault = state.service.stop_reason, describe(state.service.error)
     log("engine died", logging.CRITICAL, reason=why, fault=fault)

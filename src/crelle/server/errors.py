@@ -8,7 +8,7 @@ The openai client turns the status into its exception classes:
 import asyncio
 
 from crelle.engine.output import QueueFullError
-from crelle.errors import CapacityError, CrelleError, NumericsError
+from crelle.errors import CapacityError, CrelleError, NumericsError, SchemeError
 from crelle.server.schema.response_schemas import Error, Problem
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -61,6 +61,8 @@ def failed(request_id: str) -> ApiError:
 
 def of_engine(error: BaseException, request_id: str) -> ApiError:
     """Answer where the engine ended a request with an error. The same request would end so again."""
+    if isinstance(error, SchemeError | CapacityError):  # a grammar that takes too much work, no token that is allowed
+        return ApiError(400, str(error), code="invalid_value")
     if not isinstance(error, NumericsError):
         return failed(request_id)
     why = (

@@ -28,7 +28,7 @@ class Generation:
         self._prompt_tokens = sum(map(len, prompts))
         self.context = REQUEST_CONTEXT.get()
         self.choices = len(prompts) * params.n
-        self.response = ResponseBuilder(params, self.choices, state.info.name, state.tokens)
+        self.response = ResponseBuilder(params, self.choices, state.info.name, state.tokens, prompts)
         self._outputs: dict[int, Output] = {}
         # only a stream can be read slowly: other answers are kept whole
         self.queue = EventQueue(state.settings.backlog + self.choices if params.stream else None, self._too_slow)
@@ -79,7 +79,9 @@ class Generation:
     @property
     def values(self) -> int:
         """Return how many tokens or logprobs the answer tells of, when it is finished."""
-        return sum(len(o.completion.tokens) for o in self.outputs) * (1 + (self.params.logprobs or 0)) + self.choices
+        scored = self.params.n * self._prompt_tokens * (1 + self.params.scores) if self.params.scores is not None else 0
+        sampled = sum(len(o.completion.tokens) for o in self.outputs) * (1 + (self.params.logprobs or 0))
+        return sampled + scored + self.choices
 
     async def take(self) -> list[tuple[int, Event]]:
         """Return what came since the last call, by choice; nothing if that took long. Raises what went wrong."""

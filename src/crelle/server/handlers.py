@@ -19,13 +19,23 @@ from crelle.server.errors import PASSED_ON, ApiError, failed, timed_out
 from crelle.server.generation import Generation
 from crelle.server.logs import describe
 from crelle.server.reply import reply
-from crelle.server.requests import GenerationRequest, Tokenize, not_served
+from crelle.server.requests import Detokenized, Embed, GenerationRequest, Tokenize, not_served
 from crelle.server.responses import PING, sse
-from crelle.server.schema.response_schemas import Alive, Model, Models, Status, TokenIds
+from crelle.server.schema.response_schemas import (
+    Alive,
+    Embeddings,
+    EmbeddingUsage,
+    EmbeddingVector,
+    Model,
+    Models,
+    Status,
+    Text,
+    TokenIds,
+)
 from crelle.server.schema.strict_json import encode_large, parse
 from crelle.server.state import State
 
-A = TypeVar("A", GenerationRequest, Tokenize)
+A = TypeVar("A", GenerationRequest, Tokenize, Detokenized, Embed)
 T = TypeVar("T")
 
 STATE = web.AppKey("state", State)
@@ -48,6 +58,8 @@ def add_routes(app: web.Application) -> None:
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_get("/v1/status", status)
     app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
+    app.router.add_post("/v1/embeddings", embeddings)
     app.router.add_get("/health", health)
     app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
@@ -115,7 +127,7 @@ async def status(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    if state.service.error is not None:
+    if state.why_unhealthy:
         state.require_ready()
     return reply(Alive("ok"))
 
@@ -140,6 +152,31 @@ async def tokenize(request: web.Request) -> web.Response:
     _, ids = await _prepared(request, state.parser.tokenize, Tokenize.ids)
     answer = TokenIds(ids, len(ids), state.info.context)
     return reply(await state.writing(partial(encode_large, answer)) if len(ids) > _SMALL else answer)
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    _, text = await _prepared(request, state.parser.detokenize, Detokenized.text)
+    return reply(Text(text))
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    state, vectors = request.app[STATE], list[EmbeddingVector]()
+    asked, prompts = await _prepared(request, state.parser.embedding, Embed.ids)
+    limit = state.settings.timeout
+    try:
+        async with asyncio.timeout(limit):
+            for i, ids in enumerate(prompts):
+                found = await state.embedding(ids, asked.pooling, asked.normalize)
+                data = b64encode(found.numpy().astype("<f4").tobytes()).decode() if asked.base64 else found.tolist()
+                vectors.append(EmbeddingVector(index=i, embedding=data))
+    except TimeoutError:
+        state.metrics.timeouts += 1
+        raise timed_out(limit, 0) from None
+    tokens = sum(map(len, prompts))
+    state.metrics.prompt_tokens += tokens
+    answer = Embeddings(data=vectors, model=state.info.name, usage=EmbeddingUsage(tokens, tokens))
+    return reply(await state.writing(partial(encode_large, answer)))
 
 
 # Completions ----------------------------------------------------------------------------------------------------------
@@ -188,7 +225,8 @@ async def _whole(g: Generation) -> web.StreamResponse:
     try:
         async with asyncio.timeout(limit):
             while not g.finished:
-                await g.take()
+                for index, event in await g.take():
+                    g.response.note(index, event)
     except TimeoutError:
         g.state.metrics.timeouts += 1
         raise timed_out(limit, g.tokens) from None

@@ -10,8 +10,11 @@ from pathlib import Path
 from time import time
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from crelle.engine.async_engine import AsyncEngine
-from crelle.errors import CrelleError
+from crelle.engine.embedding import Pooling, embed
+from crelle.errors import CapacityError, CrelleError, SchemeError
 from crelle.server.bodies import LARGE, Bodies
 from crelle.server.errors import ApiError, refused, unavailable
 from crelle.server.event_queue import EventBridge, EventQueue
@@ -27,6 +30,7 @@ T = TypeVar("T")
 _CHARACTERS_A_TOKEN = 8  # few prompts have more on average, so longer prompts would not fit the context anyway
 _PROMPTS = 64  # in one request
 _QUICK = 4096  # characters that are tokenized at once, tokens submitted; more would hold up the loop
+STUCK = 600.0  # seconds of one step, after which something hangs: the largest prompts of slow CPUs take less
 _FEW = 8  # sequences that are submitted at once
 
 
@@ -66,8 +70,8 @@ class State:
         self.bridge: EventBridge | None = None  # set when the loop runs
         # One thread each: more would only take the interpreter lock from the loop, and memory for what is half done.
         # Two readers, since a small request should not wait until all large ones before it are tokenized.
-        self._reader, self._large_reader, self._writer = (
-            ThreadPoolExecutor(1, f"crelle-{name}") for name in ("reader", "large-reader", "writer")
+        self._reader, self._large_reader, self._writer, self._embedder = (
+            ThreadPoolExecutor(1, f"crelle-{name}") for name in ("reader", "large-reader", "writer", "embedder")
         )
 
     def warm_up(self) -> None:
@@ -78,10 +82,17 @@ class State:
             self.llm.at(bits)
 
     @property
-    def why_not_ready(self) -> str | None:
+    def why_unhealthy(self) -> str | None:
+        """Why the process must be restarted, if so."""
         if self.service.error is not None:
             return f"the engine has stopped: {self.service.stop_reason}; the server exits and must be restarted"
-        return "the server is shutting down" if self.closing else None
+        if (seconds := self.service.step_seconds) > STUCK:
+            return f"one step has been running for {seconds:.0f} s; if it never ends, the server must be restarted"
+        return None
+
+    @property
+    def why_not_ready(self) -> str | None:
+        return self.why_unhealthy or ("the server is shutting down" if self.closing else None)
 
     def require_ready(self) -> None:
         if why := self.why_not_ready:
@@ -99,6 +110,14 @@ class State:
         """Build a large answer beside the loop."""
         return await _beside(self._writer, work)
 
+    async def embedding(self, ids: list[int], pooling: Pooling, normalize: bool) -> Tensor:
+        """Return the embedding of a text; between texts the engine steps."""
+        self.require_ready()
+        try:
+            return await _beside(self._embedder, partial(embed, self.llm, ids, pooling, normalize=normalize))
+        except CapacityError as e:
+            raise ApiError(400, str(e), param="input", code="context_length_exceeded") from None
+
     async def submit(
         self, params: GenerationRequest, prompts: list[list[int]], cache_salt: int | None, queue: EventQueue
     ) -> None:
@@ -108,7 +127,8 @@ class State:
         tokens = sum(map(len, prompts))
         work = partial(self._submit, params, prompts, cache_salt, queue, self.bridge)
         try:
-            if tokens <= _QUICK and len(prompts) * params.n <= _FEW:
+            plain = params.form is None and params.tools is None  # a grammar takes a while to compile
+            if plain and tokens <= _QUICK and len(prompts) * params.n <= _FEW:
                 work()
             else:
                 await _beside(self._reader_for(tokens), work)
@@ -124,18 +144,29 @@ class State:
         queue: EventQueue,
         bridge: EventBridge,
     ) -> None:
+        grammar = params.grammar(self.llm.tokenizer, prompts[0]) if prompts else None
+        if grammar is not None:
+            try:
+                self.llm.grammars.compile(grammar)
+            except (SchemeError, CapacityError) as e:
+                param = params.form.param if params.form is not None else "tools"
+                raise ApiError(400, str(e), param=param, code="invalid_value") from None
         for i, ids in enumerate(prompts):
             if queue.closed:  # the client has left meanwhile
                 return
-            most = params.max_tokens or max(1, min(self.info.max_tokens, self.room - len(ids)))
+            most = max(1, min(self.info.max_tokens, self.room - len(ids)))
+            most = most if params.max_tokens is None else max(1, params.max_tokens)
+            sampling = replace(params.sampling, max_tokens=most, min_tokens=min(params.sampling.min_tokens, most))
             handle = self.service.submit(
                 ids,
-                replace(params.sampling, max_tokens=most),
+                sampling,
                 n=params.n,
                 bits=params.bits,
                 logprobs=params.logprobs,
+                prompt_logprobs=params.scores,
                 cache_salt=cache_salt,
                 ignore_end=params.ignore_end,
+                grammar=grammar,
                 on_event=bridge.callback(queue, i),
             )
             try:
@@ -151,7 +182,7 @@ class State:
         return refused(error, self.metrics.retry_after(self.engine.stats))
 
     def close(self) -> None:
-        for worker in (self._reader, self._large_reader, self._writer):
+        for worker in (self._reader, self._large_reader, self._writer, self._embedder):
             worker.shutdown(wait=False, cancel_futures=True)
 
 

@@ -11,7 +11,7 @@ class TokenTexts:
     """Knows what every token stands for; looks each up once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._known = tokenizer, dict[int, bytes]()
+        self.tokenizer, self._known = tokenizer, dict[int, bytes]()
         fast = tokenizer._fast
         self._name = fast.id_to_token
         self._special = {i for i, t in fast.get_added_tokens_decoder().items() if t.special}
@@ -22,6 +22,10 @@ class TokenTexts:
         if token not in self._known:
             self._known[token] = self._look_up(token)
         return self._known[token]
+
+    def special(self, token: int) -> bool:
+        """Whether a token is no part of a text."""
+        return token in self._special
 
     def text(self, token: int) -> str:
         r"""Return a token as text; where it is only part of a character, as OpenAI writes it: bytes:\xe2\x82."""
@@ -43,7 +47,7 @@ class TokenTexts:
             return bytes([int(found[1], 16)])
         if "▁" in name:  # a word's space, which decoding the token alone would drop
             return name.replace("▁", " ").encode()
-        return self._tokenizer.decode([token]).encode()
+        return self.tokenizer.decode([token]).encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

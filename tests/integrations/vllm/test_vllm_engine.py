@@ -19,6 +19,7 @@ from random_models import write_random
 from vllm_process import environment, run_jobs, tokens_of
 
 from crelle import quantize
+from crelle.quantize_job.data import CalibrationData
 
 pytestmark = pytest.mark.vllm
 
@@ -57,13 +58,16 @@ def two_ranks() -> str:
     return f"{cores[0]}|{cores[-1]}"
 
 
-def test_a_split_that_cuts_a_group_is_refused(even: Path, tmp_path: Path) -> None:
-    quantize(even.parent / "source", tmp_path / "q", "rtn:bits=4,group=128")
-    options = {"tensor_parallel_size": 2}
-    found = run_jobs([job(tmp_path / "q", **options)], VLLM_CPU_OMP_THREADS_BIND=two_ranks(), timeout=400, **PROCESSES)
-    assert "error" in found[0]
-    sentence = "'model.layers.0.mlp.down_proj': inputs 0 to 95 of 192 cannot be taken out: that would cut a group"
-    assert sentence in found[0]["log"]
+@pytest.mark.parametrize("scheme", ["rtn:bits=4,group=128", "atom:w=4,a=8,group=32,outliers=32,tune=none"])
+def test_inputs_that_cannot_be_split_are_gathered(even: Path, tmp_path: Path, scheme: str) -> None:
+    """Groups of 128 do not lie within halves of 192 inputs; Atom's contain inputs from the whole matrix."""
+    data = CalibrationData(text="Once upon a time, there was a little boy. " * 200, rows=4, length=64)
+    made = quantize(even.parent / "source", tmp_path / "q", scheme, text=data).out
+    alone = run_jobs([job(made)])
+    said = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": two_ranks(), **PROCESSES}
+    both = run_jobs([job(made, tensor_parallel_size=2)], timeout=400, **said)
+    assert "inputs cannot be split over ranks" in both[0]["log"]
+    assert tokens_of(both[0]) == tokens_of(alone[0])
 
 
 def test_served_without_flags(even: Path) -> None:

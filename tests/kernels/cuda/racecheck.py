@@ -100,6 +100,7 @@ def reports(output: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], li
 def per_kernel(hazards: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join reports of the same two source lines of a kernel template."""
     joined: dict[str, dict[str, Any]] = {}
+    instances: dict[str, set[str]] = {}
     for hazard in hazards:
         for other in hazard["others"] or [{}]:
             first, kernel = hazard["first"], str(hazard["first"].get("kernel", "?"))
@@ -113,10 +114,8 @@ def per_kernel(hazards: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row.setdefault("cases", [])
             if hazard["case"] not in row["cases"]:
                 row["cases"].append(hazard["case"])
-            row.setdefault("instances", [])
-            if kernel not in row["instances"]:
-                row["instances"].append(kernel)
-    return list(joined.values())
+            instances.setdefault(key, set()).add(kernel)
+    return [{**row, "instances": len(instances[key])} for key, row in joined.items()]
 
 
 def sanitized(tool: str, limit: int) -> list[str]:
@@ -130,6 +129,8 @@ def sanitized(tool: str, limit: int) -> list[str]:
         command += ["--kernel-regex", "kns=crelle"]
     if tool == "racecheck":
         command += ["--racecheck-report", "analysis"]
+    elif "--report-api-errors" in options:
+        command += ["--report-api-errors", "no"]  # of cuda.bindings, which asks for functions that may not be there
     if "--show-backtrace" in options:
         command += ["--show-backtrace", "no"]
     return command

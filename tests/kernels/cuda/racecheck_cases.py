@@ -68,6 +68,14 @@ def control_store() -> None:
     assert torch.equal(out[0, :, 1].cpu(), torch.arange(128.0))
 
 
+def control_teams(teams: int) -> None:
+    out, rounds = torch.empty(64 * teams, dtype=torch.int32, device="cuda"), 12
+    load(CONTROLS, f"crelle::control_teams<{teams}>")((1, 1, 1), 64 * teams, out, rounds)
+    thread = (torch.arange(64 * teams) + 64) % (64 * teams)
+    mine = rounds * (thread // 64 + 1) // teams - rounds * (thread // 64) // teams
+    assert torch.equal(out.cpu(), (mine * (thread ^ 32)).int())
+
+
 CONTROL: Cases = {
     "race (must be reported)": partial(control_warps, "control_race"),
     "barrier (must not)": partial(control_warps, "control_barrier"),
@@ -75,6 +83,8 @@ CONTROL: Cases = {
     "ring of bulk copies": partial(control_ring, False, False),
     "ring of tensor copies": partial(control_ring, False, True),
     "st.async in a cluster": control_store,
+    "2 teams at named barriers": partial(control_teams, 2),
+    "8 teams at named barriers": partial(control_teams, 8),
 }
 
 
@@ -252,7 +262,7 @@ def cases_of(pairs: Any, tokens: tuple[int, ...]) -> Cases:
 
 
 INTEGER_CLUSTERS = cases_of(CLUSTERS, (8, 70))
-INTEGER_STREAM_K = cases_of(STREAM_K, (8,))
+INTEGER_STREAM_K = cases_of(STREAM_K, (8,)) | cases_of(STREAM_K[:2], (600,))  # so many tiles use each stage again
 INTEGER_SM80 = cases_of(INT_SM80, (8, 19))
 
 

@@ -1,5 +1,6 @@
 // Small kernels whose races are known, to tell what compute-sanitizer's racecheck sees: it has to report the first two,
 // and what it reports of the others, which follow PTX's examples, it would report of any kernel with their pattern.
+#include "ptx/copies.cuh"
 #include "ptx/tma.cuh"
 
 namespace crelle {
@@ -16,6 +17,25 @@ __global__ void control_barrier(int *out) {
   shared[threadIdx.x] = threadIdx.x;
   __syncthreads();
   out[threadIdx.x] = shared[threadIdx.x ^ 32];
+}
+
+// TEAMS of two warps share `rounds` and meet at barriers of their own; then all threads write, meet, and read what
+// another team wrote.
+template <int TEAMS>
+__global__ void control_teams(int *out, int rounds) {
+  __shared__ int shared[64 * TEAMS];
+  const int team = threadIdx.x / 64, mine = rounds * (team + 1) / TEAMS - rounds * team / TEAMS;
+  int sum = 0;
+  for (int i = 0; i < mine; i++) {
+    shared[threadIdx.x] = threadIdx.x;
+    team_sync<64, TEAMS>(1 + team);
+    sum += shared[threadIdx.x ^ 32];
+    team_sync<64, TEAMS>(1 + team);
+  }
+  __syncthreads();
+  shared[threadIdx.x] = sum;
+  __syncthreads();
+  out[threadIdx.x] = shared[(threadIdx.x + 64) % (64 * TEAMS)];
 }
 
 #if __CUDA_ARCH__ == 900

@@ -99,6 +99,7 @@ def test_a_linear_of_one_row_is_two_launches_and_few_calls(name: str, launches: 
     spec = {**FORMATS["uniform"], "shape": [N, K]}
     stored = format_of(spec).random(spec, torch.Generator().manual_seed(0))
     layer = CrelleLinear(Encoding.of(stored), None, HALF)
+    layer._note_parts()
     layer._made = (HALF, torch.device("cpu")), Prepared(Problem.of(stored, HALF), kernel, w)
     x = torch.randn(1, 1, K).to(HALF)
     calls = [0]

@@ -42,6 +42,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((100, 520, 16, 0.25, 0.02), 1, MixedTileConfig(3, 8, 2, 2)),
         ((100, 520, 16, 0.25, 0.02), 1, MixedTileConfig(2, 4, 2, 2, asynchronous=True)),
+        ((100, 520, 16, 0.25, 0.015), 1, MixedTileConfig(1, 3, 1, 2)),  # loads, waits, decodes, multiplies
         ((33, 333, 16, 0.4, 0.05), 3, MixedTileConfig(1, 3, 3, 2)),
         ((20, 300, 8, 0.25, 0.02), 2, MixedTileConfig(2, 2, 1, 1)),
     ],
@@ -58,6 +59,18 @@ def test_products_match_oracle(form: tuple[int, int, int, float, float], tokens:
     assert relative(y, wanted) < 1e-6
     mixed_gemv.product(xs, laid, torch.float32, bias, residual, out=y, config=config)
     assert relative(y, wanted + bias.double() + residual.double()) < 1e-6
+
+
+def test_dataflows_differ_in_what_is_loaded_and_decoded_meanwhile() -> None:
+    laid = lay_out(random_mixed(100, 520, 16, 0.25, 0.02))
+    found = {way: mixed_config.dataflow_configs(laid, 1, way) for way in mixed_config.DATAFLOWS}
+    assert {c.stages for c in found["synchronous"]} == {1}
+    assert all(c.stages > 1 for way in ("pipelined", "asynchronous") for c in found[way])
+    assert {way: {c.asynchronous for c in each} for way, each in found.items()} == {
+        "synchronous": {False},
+        "pipelined": {False},
+        "asynchronous": {True},
+    }
 
 
 @pytest.mark.parametrize(

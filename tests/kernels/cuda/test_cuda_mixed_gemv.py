@@ -24,6 +24,7 @@ HALF, BF16 = torch.float16, torch.bfloat16
 CONFIGS = [
     MixedTileConfig(1, 8, 4, 2),
     MixedTileConfig(1, 8, 4, 2, asynchronous=True),
+    MixedTileConfig(1, 8, 1, 2),  # loads, waits, decodes, multiplies
     MixedTileConfig(2, 4, 2, 2),
     MixedTileConfig(2, 10, 2, 1, asynchronous=True),
     MixedTileConfig(3, 8, 2, 2),

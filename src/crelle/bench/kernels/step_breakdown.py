@@ -17,10 +17,10 @@ import torch
 from crelle.errors import UnsupportedError
 
 KINDS = {  # by the first pattern that a kernel's name has
-    "attention": r"paged_attend|decode_attend|flash|fmha",
+    "attention": r"paged_attend|decode_attention|flash|fmha",
     "append": r"paged_append|paged_read",
-    "encode": r"integer_encode|mixed_encode|add_norm_pack|pack_x|encode|crelle::apply",
-    "gemm": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitK|mixed_decode|lut",
+    "encode": r"integer_encode|mixed_encode|add_norm_pack|pack_x|permute_x|encode|crelle::apply",
+    "gemm": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitK|mixed_decode|mixed_dequant|lut",
 }
 MEANING = {
     "attention": "attention over the pages",

@@ -1,6 +1,7 @@
 """Request traces: arrival times with prompt and answer lengths, and random prompts of a given length.
 
     requests = read_trace(Path("AzureLLMInferenceTrace_conv.csv"), context=4096, rate=2.0, seconds=60)
+    requests = multi_round(requests, rounds=4, context=4096)
 
 A trace is a CSV file with a heading and three columns: arrival (a date with time, or seconds), tokens of the prompt,
 tokens of the answer. The traces that Azure published of its language model service have this form. They tell lengths
@@ -45,6 +46,22 @@ def read_trace(
     if seconds is not None:
         found = [r for r in found if r.at < seconds]
     return found[:requests]
+
+
+def multi_round(requests: Sequence[TraceRequest], rounds: int, context: int) -> list[TraceRequest]:
+    """Return requests as conversations of so many rounds: a prompt has the prompts and answers before it in front.
+
+    Consecutive requests make a conversation; one that would leave the context ends, and the request begins the next.
+    """
+    if rounds < 1:
+        raise SchemeError(f"a conversation has at least 1 round, got {rounds}")
+    found, said, left = list[TraceRequest](), 0, 0
+    for r in requests:
+        if not left or said + r.prompt + r.tokens > context:
+            said, left = 0, rounds
+        found.append(replace(r, prompt=said + r.prompt))
+        said, left = said + r.prompt + r.tokens, left - 1
+    return found
 
 
 def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:

@@ -181,7 +181,9 @@ def plan(
             batch_invariant=batch_invariant,
         )
         unchecked = _unchecked(shape, scheme, kv, gpus, rows, bandwidth)
-        found = _estimate(shape, work, rows, -(-rows // stages), tensor, cost, BANDWIDTH / bandwidth, unchecked)
+        gathered = bool(scheme.storage((4096, 4096)).get("permuted"))  # inputs that cannot be split
+        slower = BANDWIDTH / bandwidth
+        found = _estimate(shape, work, rows, -(-rows // stages), tensor, cost, slower, gathered, unchecked)
     return Plan(
         model=shape.name,
         scheme=str(scheme),
@@ -234,6 +236,7 @@ def _estimate(
     tensor: int,
     cost: CostModel | None,
     slower: float,
+    gathered: bool,
     unchecked: tuple[str, ...],
 ) -> Estimate:
     """Return the speed; with stages, each works on its part of the batch while the others do on theirs."""
@@ -241,6 +244,10 @@ def _estimate(
     if tensor > 1:  # two all-reduces of a layer: what attention and what the feed-forward adds
         sent = 2 * (tensor - 1) / tensor * rows * shape.spec.width * _F16
         talk = 2 * work.layers * (_ALL_REDUCE_MS + sent / _LINK / 1e6)
+    if tensor > 1 and gathered:  # and two all-gathers: of what attention's last matrix reads, and the feed-forward's
+        read = shape.spec.heads * shape.spec.head_size + shape.spec.inner
+        sent = (tensor - 1) / tensor * rows * read * _F16
+        talk += work.layers * (2 * _ALL_REDUCE_MS + sent / _LINK / 1e6)
     ms = slower * milliseconds(work) + talk
     speed = 1e3 * batch / ms
     return Estimate(ms, speed, 1e3 / ms, talk, unchecked, cost.per_million(speed) if cost else None)

@@ -132,7 +132,10 @@ def _architecture(name: str, config: Config) -> Architecture:
         raise FormatError(
             f"{name}: the planner does not know models of type {shown(kind)} (known: {', '.join(families())})"
         )
-    return Architecture(family.spec(config), family.names(()), family.required_biases)
+    spec = family.spec(config)
+    if spec.encoder:
+        raise FormatError(f"{name}: a {shown(kind)} model is an encoder, and the planner plans decoding")
+    return Architecture(spec, family.names(()), family.required_biases)
 
 
 def _experts(name: str, config: Config, count: Any) -> Architecture:

@@ -1,6 +1,7 @@
 """What a result file says about itself: command, date, machine, model and text."""
 
 import re
+from collections.abc import Iterable
 
 from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import Source
@@ -35,11 +36,12 @@ def cpu_device(file: Fields) -> str:
 
 def model_name(*texts: str) -> str:
     """Return the model that the first of some texts names, or that text itself: many spellings, one model."""
-    for text in texts:
-        for part, name in _MODELS.items():
-            if part in text.lower():
-                return name
-    return texts[0]
+    return known_model(texts) or texts[0]
+
+
+def known_model(texts: Iterable[str]) -> str | None:
+    """Return the model that the first of some texts names, if one does."""
+    return next((name for text in texts for part, name in _MODELS.items() if part in text.lower()), None)
 
 
 def text_name(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from crelle.bench.planner.cost import CURRENCY
 from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import OURS, PEER, REFERENCE, Attention, Product, Row, Source, Step, Throughput
-from crelle.bench.report.sources import cpu_device, gpu_name, model_name
+from crelle.bench.report.sources import cpu_device, gpu_name, known_model
 
 _SPEED = "tokens_per_second"
 
@@ -80,14 +80,16 @@ def read_serve(file: Fields, source: Source) -> Iterator[Row]:
     """Read crelle bench serve's, bench/serve_cuda.py's and bench/trace_cuda.py's: batches, clients, traces."""
     asked = re.search(r"--threads (\d+)", source.command)
     threads = f", --threads {asked[1]}" if asked else ""  # rows do not say how many they ran on
+    several = any("server" in row for row in file.rows("rows"))  # each server has its own name for the model
+    shared = known_model(row.text("model") for row in file.rows("rows")) if several else None
     for row in file.rows("rows"):
         model, kv = row.text("model"), row.text("kv", "")
         device = _device(row, file) if "device" in row else cpu_device(file)
         series = row.text("server", f"{row.text('scheme', model)} {kv}".strip())
         whose = PEER if "server" in row and not series.startswith("crelle") else _whose(row.text("scheme", ""))
         memory = row.text("memory", "")
-        if "server" in row:  # each server has its own name for the model
-            model = model_name(model, *(r.text("model") for r in file.rows("rows")))
+        if "server" in row:
+            model = known_model([model]) or shared or model
         if "batch" in row:
             setting, over, count = f"after {row.count('context')} tokens{threads}", "batch", row.count("batch")
             yield Throughput(

@@ -15,28 +15,29 @@ def styles(figures: Iterable[Figure]) -> dict[str, int]:
     Names that many figures have come first. No two series of a figure have the same colour, as far as ten colours
     suffice; beyond that their shapes differ. rtn:bits=4 has the colour of rtn where no figure has both.
     """
-    together: dict[str, set[str]] = {}
-    counts: Counter[str] = Counter()
+    shown: dict[str, list[set[int]]] = {}  # for each name, the styles that its figures use so far
     for figure in figures:
-        names = {series.name for series in figure.series}
-        counts.update(names)
-        for name in names:
-            together.setdefault(name, set()).update(names - {name})
+        used: set[int] = set()
+        for name in {series.name for series in figure.series}:
+            shown.setdefault(name, []).append(used)
     found: dict[str, int] = {}
-    for name in sorted(together, key=lambda n: (-counts[n], n)):
-        near = [found[other] for other in together[name] if other in found]
-        family = found.get(name.partition(":")[0])
-        uses = Counter(found.values())
+    uses: Counter[int] = Counter()
+    for name in sorted(shown, key=lambda n: (-len(shown[n]), n)):
+        near = set().union(*shown[name])
+        colours, family = {colour(i) for i in near}, found.get(name.partition(":")[0])
         found[name] = min(
             range(COLOURS * SHAPES),
             key=lambda i: (
                 i in near,
-                colour(i) in map(colour, near),
+                colour(i) in colours,
                 family is not None and colour(i) != colour(family),
                 uses[i],
                 i,
             ),
         )
+        uses[found[name]] += 1
+        for used in shown[name]:
+            used.add(found[name])
     return found
 
 

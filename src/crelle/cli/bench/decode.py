@@ -200,7 +200,9 @@ def _whole_steps(
     def timed(source: _Source, scheme: str, plain: "DecodeCuda | None") -> "DecodeCuda":
         weights = source.plain(device) if scheme == "fp16" else source.weights(scheme, device)
         insisted = None if scheme == "fp16" else kernel
-        row = measure(weights, scheme, device, kernel=insisted, ceiling=ceiling, energy=energy, **options)
+        row = measure(
+            weights, scheme, device, kernel=insisted, ceiling=ceiling, energy=energy, profile=False, **options
+        )
         watt = None if row.joules_per_token is None else row.joules_per_token * row.tokens_per_second
         return with_baseline(_priced(row, costs, row.tokens_per_second, watt), plain)
 

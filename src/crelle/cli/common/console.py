@@ -48,6 +48,10 @@ Threads = Annotated[int | None, typer.Option("--threads", help="Number of CPU th
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Force this kernel; `crelle explain MODEL --why` lists the kernels.")
 ]
+Scales = Annotated[
+    Path | None,
+    typer.Option("--scales", metavar="FILE", help="Scales of a task, written by `crelle tune --scales`."),
+]
 KV = Annotated[
     str | None,
     typer.Option(
@@ -86,7 +90,8 @@ def print_json(value: Any) -> None:
     value = _finite(value, "", lost)
     if lost:
         err.print(f"not finite, written as null in the JSON: {', '.join(lost)}", highlight=False, soft_wrap=True)
-    text = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    escaped = "utf" not in (sys.stdout.encoding or "utf-8").lower()
+    text = json.dumps(value, ensure_ascii=escaped, default=str, allow_nan=False)
     # Names in a file may contain control characters or lone surrogates, which a terminal must not receive.
     print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 

@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.cli.common.console import KV, Bits, Device, KernelName, Threads, report_compilation, tracking
+from crelle.cli.common.console import KV, Bits, Device, KernelName, Scales, Threads, report_compilation, tracking
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
@@ -47,11 +47,12 @@ class ModelOptions:
     threads: int | None
     kernel: str | None
     kv: str | None = None
+    scales: Path | None = None
 
     def load(self, model: Path) -> "LLM":
         from crelle.engine.llm import LLM
 
-        llm = LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv)
+        llm = LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv, scales=self.scales)
         if llm.model.device.type == "cuda":
             report_compilation(model)
         return llm
@@ -97,6 +98,7 @@ model_options = option_group(
         "threads": (Threads, None),
         "kernel": (KernelName, None),
         "kv": (KV, None),
+        "scales": (Scales, None),
     },
     _model_options,
 )

@@ -38,8 +38,22 @@ def show_time(seconds: float | None) -> None:
 
 def show_next(source: Path, made: Path) -> None:
     """Print what to do with a finished checkpoint."""
+    if _embeds(made):
+        _line(f'next: crelle embed {made} "A cat sleeps." "A kitten is napping."')
+        return
     _line(f"next: crelle chat {made}" if _chats(made) else f'next: crelle generate {made} --prompt "Once upon a time"')
     _line(f"      crelle eval {made} --text FILE --against {source}")
+
+
+def _embeds(made: Path) -> bool:
+    from crelle.errors import UnsupportedError
+    from crelle.formats.storage.open import open_weights
+    from crelle.models.loader import read_spec
+
+    try:
+        return read_spec(open_weights(made, verify=False)).encoder
+    except UnsupportedError:  # a family that only transformers runs
+        return False
 
 
 def duration(seconds: float) -> str:

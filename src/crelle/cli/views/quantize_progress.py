@@ -36,6 +36,7 @@ class StageClock:
         self._begun = self._stage_begun = self._last = clock()
         self._past = 0.0  # estimated seconds of the stages that are over
         self.stage, self.note, self._fraction = "", "starting", 0.0
+        self._taken: dict[str, float] = {}  # seconds of the stages that are over
 
     def update(self, done: int, total: int, note: str) -> bool:
         """Take a progress report of the run; return whether a new stage began."""
@@ -50,6 +51,7 @@ class StageClock:
         began = stage != self.stage
         if began:
             self._past += self._parts.get(self.stage, 0.0)
+            self._taken[self.stage] = self._taken.get(self.stage, 0.0) + self._last - self._stage_begun
             self._stage_begun = self._last
         self.stage, self.note, self._fraction, self._last = stage, note, done / max(1, total), now
         return began
@@ -57,6 +59,11 @@ class StageClock:
     @property
     def elapsed(self) -> float:
         return self._clock() - self._begun
+
+    def taken(self) -> dict[str, float]:
+        """Return the seconds of each stage so far."""
+        so_far = self._taken | {self.stage: self._taken.get(self.stage, 0.0) + self._clock() - self._stage_begun}
+        return {stage or "starting": seconds for stage, seconds in so_far.items()}
 
     def left(self) -> float | None:
         """Return the seconds left, or None if there is no estimate yet."""
@@ -85,7 +92,7 @@ class StageClock:
 
 
 @contextmanager
-def stages(parts: Mapping[str, float] | None, layers: int) -> Iterator[Track]:
+def stages(parts: Mapping[str, float] | None, layers: int) -> Iterator[tuple[Track, StageClock]]:
     """Show the stages on standard error while the block runs: a bar on a terminal, one line per stage otherwise."""
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
@@ -108,4 +115,4 @@ def stages(parts: Mapping[str, float] | None, layers: int) -> Iterator[Track]:
             if began and not err.is_terminal:
                 err.print(f"{clock.note}: {clock.sentence()}", highlight=False, markup=False, soft_wrap=True)
 
-        yield track
+        yield track, clock

@@ -17,7 +17,7 @@ only when they are printed or compared, so a list counts with all that is below 
 # ruff: noqa: N802, N815  (Jinja's visitors are named after its nodes)
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import BuiltinMethodType
 from typing import Any
@@ -221,7 +221,7 @@ class ChatTemplate:
     def _template(self) -> Any:
         return _Environment().from_string(self.source)
 
-    def render(self, messages: list[Any], special: Mapping[str, str]) -> str:
+    def render(self, messages: list[Any], special: Mapping[str, str], tools: Sequence[Any] = (), **options: Any) -> str:
         """Return a conversation as text, up to where the assistant's answer begins."""
         with _Speaking():
             template = self._template
@@ -229,8 +229,8 @@ class ChatTemplate:
         token = current.set(budget)
         try:
             with _Speaking():
-                limit = (1 << 20) + 8 * budget.size(messages)
-                given = {**special, "messages": messages, "tools": None, "documents": None}
+                limit = (1 << 20) + 8 * (budget.size(messages) + budget.size(list(tools)))
+                given = {**options, **special, "messages": messages, "tools": list(tools) or None, "documents": None}
                 context = template.new_context({**given, "add_generation_prompt": True})
                 return printed(_up_to(limit, template.root_render_func(context)))
         finally:

@@ -20,7 +20,7 @@ _TAIL = 8  # ids of a prompt that mostly decide how the text after it decodes
 _LONGEST_TAIL = 64  # where a prompt is not UTF-8, no count of them does
 _BYTES = 4  # of a character in UTF-8, at most
 _LONG = 4096  # characters from which a text is encoded without the interpreter lock
-Message = dict[str, str]  # {"role": "user", "content": "…"}
+Message = dict[str, Any]  # {"role": "user", "content": "…"}
 
 
 class Tokenizer:
@@ -51,6 +51,12 @@ class Tokenizer:
         slow = load_from_vocabulary(self.path, self.config)
         self._special = dict(slow.special_tokens_map) | self._special  # a class has special tokens of its own
         return slow.backend_tokenizer
+
+    @property
+    def backend(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._fast.to_str()
+        return text
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -92,9 +98,18 @@ class Tokenizer:
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
-    def decode(self, ids: list[int]) -> str:
+    def encode_whole(self, text: str, most: int) -> list[int]:
+        """Return the ids of a text with all special tokens around it (BERT's [CLS] and [SEP]), cut to `most`."""
+        probe = self._encode("a", add_special_tokens=True)
+        inside = [i for i, special in enumerate(probe.special_tokens_mask) if not special]
+        before, after = probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
+        room = most - len(before) - len(after)
+        return [*before, *self.encode(text, bos=False)[:room], *after]
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Return the text of ids; special: with special tokens, which otherwise are left out."""
         with panics_are(f"the tokenizer of {self.path} fails on these tokens"):
-            text: str = self._fast.decode(ids, skip_special_tokens=True)
+            text: str = self._fast.decode(ids, skip_special_tokens=not special)
         return text
 
     @cached_property
@@ -110,14 +125,27 @@ class Tokenizer:
         """Whether the model has a chat template."""
         return self._template_source is not None
 
-    def render_chat(self, messages: list[Message]) -> str:
-        """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins."""
-        text: str = self._template.render(messages, self._special)
+    @property
+    def template(self) -> str | None:
+        """The source of the chat template."""
+        return self._template_source
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template marks reasoning."""
+        return "<think>" in (self._template_source or "") or "</think>" in (self._template_source or "")
+
+    def render_chat(self, messages: list[Message], tools: Sequence[Any] = (), **options: Any) -> str:
+        """Return a conversation as the model's chat template writes it, up to where the assistant's answer begins.
+
+        tools: functions that may be called, as OpenAI writes them; options: what else the template reads.
+        """
+        text: str = self._template.render(messages, self._special, tools, **options)
         return text
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(self, messages: list[Message], tools: Sequence[Any] = (), **options: Any) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's answer begins."""
-        return self.encode(self.render_chat(messages), bos=False)
+        return self.encode(self.render_chat(messages, tools, **options), bos=False)
 
 
 class Detokenizer:

@@ -227,6 +227,9 @@ class ShardReader:
     def names(self) -> list[str]:
         return list(self._ordered)
 
+    def metadata(self) -> dict[str, str]:
+        return dict(self._file.metadata() or {})
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._try(name, lambda: self._file.get_slice(name).get_shape()))
 

@@ -1,7 +1,7 @@
 """What stands in a transformers model instead of nn.Linear and nn.Embedding: a QuantTensor's parts as buffers.
 
-A kernel's layout of the weight is made when the first input comes, whose dtype and device it depends on, and thrown
-away when the module moves or loads a state_dict. On a GPU the parts then go to the host's memory: the device has the
+A kernel's layout of the weight is made when the first input comes, whose dtype and device it depends on, and made again
+when a part was replaced or written to. On a GPU the parts then go to the host's memory: the device has the
 kernel's layout only.
 """
 
@@ -40,6 +40,7 @@ class Choice(NamedTuple):
 
 
 DEFAULT = Choice()
+_ANY = -1  # the version of a tensor of torch.inference_mode, which does not count what is written to it
 
 
 class CodedWeight(Tensor):
@@ -79,6 +80,9 @@ class QuantModule(nn.Module, LazyWeight):
         self.part_names = tuple(w.parts)
         self._made: tuple[Any, Prepared] | None = None
         self._held: QuantTensor | None = None
+        self._seen: list[
+            tuple[str, Tensor, int]
+        ] = []  # parts that both were made of, and how often each was written to
         self.number = number(self)
 
     def quant_tensor(self) -> QuantTensor:
@@ -87,12 +91,14 @@ class QuantModule(nn.Module, LazyWeight):
 
     def matrix(self) -> QuantTensor:
         """Return the matrix at the precision that was asked for."""
+        self._forget_if_changed()
         if self._held is None:
             self._held = at_precision(self.quant_tensor(), self.how.bits)
         return self._held
 
     def prepared(self, x: Tensor) -> Prepared:
         """Return the matrix in the layout of a kernel for inputs like x."""
+        self._forget_if_changed()
         key = x.dtype, x.device
         if self._made is None or self._made[0] != key:
             self._made = key, ops.prepare(self.matrix().to(x.device), x.dtype, self.how.kernel)
@@ -100,10 +106,28 @@ class QuantModule(nn.Module, LazyWeight):
                 self._held = None
                 for name in self.part_names:
                     self._buffers[name] = getattr(self, name).to("cpu")
+                self._note_parts()
         return self._made[1]
 
     def dequantized(self, x: Tensor) -> Tensor:
         return self.matrix().to(x.device).dequantize(torch.float32).to(x.dtype)
+
+    def _note_parts(self) -> None:
+        parts = [(name, getattr(self, name)) for name in self.part_names]
+        self._seen = [(name, part, _ANY if part.is_inference() else part._version) for name, part in parts]
+
+    def _forget_if_changed(self) -> None:
+        """Drop what was made of other parts: load_state_dict, accelerate and users replace buffers or write to them."""
+        buffers = self._buffers
+        for name, seen, version in self._seen:
+            part = buffers[name]
+            if part is not seen or (version != _ANY and part._version != version):
+                break
+        else:
+            if self._seen:
+                return
+        self._made = self._held = None
+        self._note_parts()
 
     @property
     def kernel(self) -> str | None:
@@ -132,13 +156,8 @@ class QuantModule(nn.Module, LazyWeight):
         self._made = self._held = None
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Called by load_state_dict; what was prepared is of the parts before."""
-        super()._load_from_state_dict(*args, **kwargs)
-        self._made = self._held = None
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_held": None, "number": None}
+        return {**self.__dict__, "_made": None, "_held": None, "_seen": [], "number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -2,17 +2,24 @@
 
 As soon as its last tensor is there, the matrix is assembled and cut for this rank, and the whole one is freed: a rank
 never holds more than one whole matrix more than its own share of the model.
+
+Where ranks share the inputs of a matrix that cannot be split there (Atom's and act-order's groups contain inputs from
+the whole matrix), each rank holds some of the rows instead. It gathers all inputs, and the all-reduce that vLLM has for
+such a layer puts the outputs together, which others leave 0. Every sum is then that of one rank, and activations are
+quantized as in the whole matrix.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor, format_of, shape_of
-from crelle.formats.parallel import columns
+from crelle.formats.parallel import columns, why_not_split
 from crelle.models.nested import at_precision
 
 
@@ -22,6 +29,8 @@ class Share:
 
     rows: slice
     inputs: slice
+    rank: int = 0  # of those that share the inputs
+    ranks: int = 1
 
     @classmethod
     def of(cls, shape: tuple[int, int], outputs: int, inputs: int, rank: int, ranks: int) -> "Share":
@@ -32,8 +41,22 @@ class Share:
         N, K = shape
         if outputs > N or N % outputs or inputs > K or K % inputs or ranks % (N // outputs):
             raise UnsupportedError(f"a matrix of {N} x {K} cannot be shared by {ranks} ranks of {outputs} x {inputs}")
-        n, k = rank // (ranks // (N // outputs)), rank if inputs < K else 0
-        return cls(slice(n * outputs, (n + 1) * outputs), slice(k * inputs, (k + 1) * inputs))
+        n, (k, sharing) = rank // (ranks // (N // outputs)), (rank, ranks) if inputs < K else (0, 1)
+        return cls(slice(n * outputs, (n + 1) * outputs), slice(k * inputs, (k + 1) * inputs), k, sharing)
+
+    def fitting(self, w: QuantTensor) -> "Share":
+        """Return this share, or rows of all inputs where a matrix cannot be split along its inputs."""
+        if (reason := why_not_split(w, self.ranks)) is None:
+            return self
+        N, K = w.shape
+        if self.ranks > N:
+            raise UnsupportedError(f"{self.ranks} ranks cannot share {N} rows, nor the inputs: {reason}")
+        _say_once(f"inputs cannot be split over ranks ({reason}): ranks gather them, and split the rows instead")
+        return Share(slice(N * self.rank // self.ranks, N * (self.rank + 1) // self.ranks), slice(0, K))
+
+    def placed(self, y: Tensor, N: int) -> Tensor:
+        """Return outputs [..., rows] among all N, the others 0."""
+        return torch.nn.functional.pad(y, (self.rows.start, N - self.rows.stop))
 
     def take(self, w: QuantTensor) -> QuantTensor:
         """Cut a matrix; what is cut has tensors of its own, so that the whole one can be freed."""
@@ -54,6 +77,7 @@ class Arrival:
     shares: Sequence[Share]
     bits: int | None = None  # the precision, where the matrix has several
     weights: list[QuantTensor] = field(default_factory=list)  # one for each share, once all tensors are there
+    gathered: Share | None = None  # where the inputs could not be split: which rows this rank holds
     _tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def parts(self) -> list[str]:
@@ -67,9 +91,11 @@ class Arrival:
             return
         try:
             whole = at_precision(format_of(self.spec).from_parts(self.spec, self._tensors), self.bits)
-            self.weights = [share.take(whole) for share in self.shares]
+            found = [share.fitting(whole) for share in self.shares]
+            self.weights = [share.take(whole) for share in found]
         except CrelleError as e:
             raise type(e)(f"'{self.module}': {e}") from e
+        self.gathered = found[0] if found[0] is not self.shares[0] else None
         self._tensors = {}
 
     def require(self) -> list[QuantTensor]:
@@ -78,6 +104,15 @@ class Arrival:
             missing = sorted(set(self.parts()) - set(self._tensors))
             raise FormatError(f"'{self.module}': the checkpoint has no tensor '{missing[0]}'")
         return self.weights
+
+
+_said: set[str] = set()
+
+
+def _say_once(sentence: str) -> None:
+    if sentence not in _said:
+        _said.add(sentence)
+        logging.getLogger("vllm.crelle").info(sentence)
 
 
 def fused_shares(shape: tuple[int, int], outputs: Sequence[int], inputs: int, rank: int, ranks: int) -> list[Share]:

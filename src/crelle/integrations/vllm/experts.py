@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
@@ -82,8 +83,16 @@ class CrelleExpertsMethod(FusedMoEMethodBase):
             weights = [w.to(device) for s in shards if (a := arrivals.get((expert, s))) for w in a.require()]
             return Product(weights, layer.params_dtype, self.settings.kernel)
 
-        pairs = [(product(e, "w1", "w3"), product(e, "w2")) for e in sorted({e for e, _ in arrivals})]
-        layer.experts = Experts(pairs, partial(_activate, layer.activation), layer.apply_router_weight_on_input)
+        held = sorted({e for e, _ in arrivals})
+        pairs = [(product(e, "w1", "w3"), product(e, "w2")) for e in held]
+        rows = [arrivals[e, "w2"].gathered for e in held]
+        if any(rows) and self.moe.moe_parallel_config.tp_size != get_tensor_model_parallel_world_size():
+            raise UnsupportedError(
+                "the inputs of these experts cannot be split over ranks of data parallel: use --enable-expert-parallel"
+            )
+        activate = partial(_activate, layer.activation)
+        gather = tensor_model_parallel_all_gather if any(rows) else None
+        layer.experts = Experts(pairs, activate, layer.apply_router_weight_on_input, gather, rows)
         layer.register_buffer("handle", handle_of(layer.experts), persistent=False)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import LinearMethodBase
 
 from crelle.errors import FormatError
@@ -97,11 +98,14 @@ class CrelleLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         device = forget(layer, layer.arrivals)
         weights = [w.to(device) for a in layer.arrivals for w in a.require()]
+        layer.gathered, layer.outputs = layer.arrivals[0].gathered, shape_of(layer.arrivals[0].spec)[0]
         del layer.arrivals
         use_vllm_threads()
         layer.product = Product(weights, layer.params_dtype, self.settings.kernel)
         layer.register_buffer("handle", handle_of(layer.product), persistent=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = x if layer.gathered is None else tensor_model_parallel_all_gather(x)
         y: Tensor = torch.ops.crelle.layer(x, layer.handle, layer.product.N)
+        y = y if layer.gathered is None else layer.gathered.placed(y, layer.outputs)
         return y if bias is None else y + bias

@@ -19,6 +19,7 @@ from torch import Tensor
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.parallel import stacked
+from crelle.integrations.vllm.arrival import Share
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Prepared
 from crelle.kernels.handles import by_number, number
@@ -83,24 +84,40 @@ class Table:
 
 
 class Experts:
-    """A mixture of experts: of each, gate and up as one product, and down."""
+    """A mixture of experts: of each, gate and up as one product, and down.
+
+    gather, rows: if the ranks could not split the inputs of down, what gathers them, and the rows of each expert here.
+    """
 
     def __init__(
-        self, products: Sequence[tuple[Product, Product]], activate: Callable[[Tensor], Tensor], weigh_input: bool
+        self,
+        products: Sequence[tuple[Product, Product]],
+        activate: Callable[[Tensor], Tensor],
+        weigh_input: bool,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        rows: Sequence[Share | None] = (),
     ) -> None:
         self.products, self.activate, self.weigh_input = products, activate, weigh_input
+        self.gather, self.rows = gather, rows
+
+    def _down(self, e: int, h: Tensor, N: int) -> Tensor:
+        share = self.rows[e] if self.rows else None
+        if share is None or self.gather is None:
+            return self.products[e][1](h)
+        return share.placed(self.products[e][1](self.gather(h)), N)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return the weighted sum of the experts `ids` [M, k] of each token of x [M, K]; others than ours are -1."""
-        y = torch.zeros(x.shape[0], self.products[0][1].N, dtype=torch.float32, device=x.device)
+        N = x.shape[1]
+        y = torch.zeros(x.shape[0], N, dtype=torch.float32, device=x.device)
         for e in torch.unique(ids).tolist():
             if e < 0:
                 continue
-            into, out = self.products[e]
+            into = self.products[e][0]
             tokens, place = (ids == e).nonzero(as_tuple=True)
             weight = weights[tokens, place, None]
             h = x[tokens] * weight.to(x.dtype) if self.weigh_input else x[tokens]
-            h = out(self.activate(into(h))).float()
+            h = self._down(e, self.activate(into(h)), N).float()
             y.index_add_(0, tokens, h if self.weigh_input else h * weight)
         return y.to(x.dtype)
 

@@ -49,7 +49,9 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Store the keys and values of all chunks; return logits f32 [wanted chunks, V], in their order."""
+        """Store the keys and values of all chunks; return logits f32 [wanted rows, V], in their order."""
+        if any(chunk.scored for chunk in chunks):
+            return self._run_scored(chunks)
         rows = {i: row for row, i in enumerate(i for i, chunk in enumerate(chunks) if chunk.wanted)}
         found: list[tuple[list[int], Tensor]] = []  # chunks, and the logits of their last tokens
         prompts = [(i, n) for i, chunk in enumerate(chunks) if (n := _prompt_tokens(chunk))]
@@ -66,6 +68,19 @@ class CpuExecutor:
             if which:
                 logits[[rows[i] for i in which]] = some
         return logits
+
+    def _run_scored(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Run the prompts that are scored for themselves, since all of a pass's prompts have all logits or none."""
+        others = [c for c in chunks if not c.scored]
+        plain = iter(self.run(others) if others else ())
+        logits = list[Tensor]()
+        for c in chunks:
+            if c.scored:
+                count, start = torch.tensor([len(c.ids)]), torch.tensor([c.start])
+                logits.append(self.decoder.prefill_batch(torch.tensor(c.ids), count, start, self._pages([c])))
+            elif c.wanted:
+                logits.append(next(plain)[None])
+        return torch.cat(logits)
 
     def _prefill(self, chunks: Sequence[Chunk], prompts: Sequence[tuple[int, int]]) -> tuple[list[int], Tensor]:
         """Run the first n tokens of chunk i for all (i, n)."""

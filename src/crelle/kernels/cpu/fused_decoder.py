@@ -103,6 +103,8 @@ def supports(spec: DecoderSpec) -> str | None:
         return f"needs an even head size, got {first.head_size}"
     for i, layer in enumerate(spec.layers):
         a = layer.attention
+        if not a.causal:
+            return "decodes token by token, and an encoder's attention looks in both directions"
         if layer.mlp.experts is not None:
             return f"has no experts, layer {i} does"
         if layer.mlp.activation not in ACTIVATIONS:

@@ -97,7 +97,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Store the tokens of all chunks; return logits f32 [wanted chunks, V]. The next call overwrites them."""
+        """Store the tokens of all chunks; return logits f32 [wanted rows, V]. The next call overwrites them."""
         with self.lock:
             return self._forward(chunks)
 
@@ -116,8 +116,10 @@ class CudaExecutor:
                 return logits  # what most steps are
             found.append(logits.clone() if len(batches) > 1 else logits)
             whose += batch
-        at = {i: row for row, i in enumerate(whose)}
-        order = [at[i] for i, c in enumerate(chunks) if c.wanted]
+        at: dict[int, list[int]] = {}
+        for row, i in enumerate(whose):
+            at.setdefault(i, []).append(row)
+        order = [row for i, c in enumerate(chunks) if c.rows for row in at[i]]
         rows = torch.cat(found) if found else torch.empty(0, self.model.spec.vocabulary, device=self.model.device)
         return rows if order == list(range(len(whose))) else rows[self._to_device(order)]
 
@@ -239,9 +241,10 @@ class CudaExecutor:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
         """Run prompts, or chunks of them; return logits, and whose they are: of those that are wanted, at least."""
-        bucket = None if self.batch_invariant else PrefillBucket.of(chunks, self._longest)
+        eager = self.batch_invariant or any(c.scored for c in chunks)
+        bucket = None if eager else PrefillBucket.of(chunks, self._longest)
         if bucket is None:
-            return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) if c.wanted]
+            return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) for _ in range(c.rows)]
         if (graph := self._prefill_graphs.get(bucket)) is None:
             graph = PrefillGraph(bucket, self._width, self.model.device, self._prefill_logits)
             self._prefill_graphs[bucket] = graph
@@ -264,7 +267,7 @@ class CudaExecutor:
         return self.logits(x[inputs.last])
 
     def _prefill_eagerly(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Return the logits of the prompts that want them."""
+        """Return the logits of the rows that are wanted."""
         starts = [0, *accumulate(len(c.ids) for c in chunks)]
         ids = self._to_device([i for c in chunks for i in c.ids])
         positions = self._to_device([c.start + i for c in chunks for i in range(len(c.ids))], torch.int32)
@@ -297,10 +300,10 @@ class CudaExecutor:
             return self._unrotated(i, each[0] if len(each) == 1 else torch.cat(each)).view(len(ids), -1)
 
         x = self.run_layers(x, attend)
-        last = [end - 1 for c, end in zip(chunks, starts[1:], strict=True) if c.wanted]
+        wanted = [row for c, end in zip(chunks, starts[1:], strict=True) for row in range(end - c.rows, end)]
         return (
-            self.logits(x[self._to_device(last)])
-            if last
+            self.logits(x[self._to_device(wanted)])
+            if wanted
             else x.new_empty(0, self.model.spec.vocabulary, dtype=torch.float32)
         )
 

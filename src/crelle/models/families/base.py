@@ -18,9 +18,11 @@ class TensorNames:
 
     embedding: str
     layer: str
-    norm: str  # before the head
+    norm: str = ""  # before the head
     head: str = "lm_head"
     positions: str = ""
+    token_types: str = ""
+    embedding_norm: str = ""
     project_in: str = ""
     project_out: str = ""
     # of a layer

@@ -71,6 +71,11 @@ class Tape:
     def rewind(self) -> None:
         self._next = 0
 
+    def forget_last(self) -> None:
+        """Have the latest result computed again."""
+        if self.results:
+            self.results.pop()
+
     @property
     def at_end(self) -> bool:
         """Whether what comes next has to be computed."""
@@ -217,6 +222,10 @@ class CalibrationModel(Protocol):
 
     def drop_tables(self) -> None:
         """Forget embedding and output head until they are asked for again."""
+        ...
+
+    def attend_within(self, lengths: Tensor) -> None:
+        """Let no token of an encoder's batch see what is behind its text's `lengths` [B], from now on."""
         ...
 
     def finish(self, x: Tensor) -> Tensor:

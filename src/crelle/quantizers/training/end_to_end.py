@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,8 @@ def drawn(count: int, t: Training) -> Tensor:
 class EndToEnd:
     """Trains the coders in a network on token sequences [S, T], by distillation or by the language-model loss."""
 
+    capture: ClassVar[bool] = True  # steps as a CUDA graph
+
     def __init__(
         self,
         student: Network,
@@ -94,7 +97,7 @@ class EndToEnd:
         if t.low_memory:
             self.step = LowMemoryStep(self._loss_of, self.coders, t, device)
         else:
-            capture = all(block.capturable for block in student.blocks)
+            capture = self.capture and all(block.capturable for block in student.blocks)
             self.step = TrainStep(self._loss_of, self.coders, t, device, capture=capture)
         self._losses = Losses(t, device)
 

@@ -31,6 +31,7 @@ from crelle.quantizers.first_writer import Encoded, FirstWriter
 from crelle.quantizers.pipeline import Shard, plan
 from crelle.quantizers.ranks import world
 from crelle.quantizers.training.blockwise import Training
+from crelle.quantizers.training.embedding_task import TaskTokens, TaskTraining
 from crelle.quantizers.training.end_to_end import EndToEnd, Network, drawn
 from crelle.quantizers.training.ste import trainable
 from crelle.quantizers.training.ste_base import TrainableWeight
@@ -60,6 +61,7 @@ def tune(
     training: Training,
     *,
     tokens: Tensor,
+    task: TaskTokens | None = None,
     open_model: Callable[[Weights, torch.device], CalibrationModel],
     device: torch.device,
     what: What = "scales",
@@ -71,7 +73,7 @@ def tune(
     about: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> TuneReport:
-    """Train `what` of a checkpoint on rows of token ids [S, T] and write the result to `out`.
+    """Train `what` of a checkpoint on rows of token ids [S, T], or an encoder's on a task, and write it to `out`.
 
     low_memory: Training.low_memory; None: where the device, or the `memory` that may be used of it, has too little for
     the fast way. about: what else the checkpoint's index says of itself.
@@ -91,6 +93,7 @@ def tune(
         "what": what,
         "training": asdict(training),
         "tokens": hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest(),
+        **({} if task is None else {"task": task.fingerprint()}),
         "devices": world().size,  # sums over other parts differ in their last digits
     }
     with FirstWriter(out, recipe, [], resume=resume, overwrite=overwrite) as writer:
@@ -100,6 +103,7 @@ def tune(
             teacher,
             training,
             tokens=tokens,
+            task=task,
             open_model=open_model,
             device=device,
             what=what,
@@ -141,6 +145,7 @@ def network_of(
     training: Training,
     *,
     tokens: Tensor,
+    task: TaskTokens | None = None,
     open_model: Callable[[Weights, torch.device], CalibrationModel],
     device: torch.device,
     what: What,
@@ -171,6 +176,8 @@ def network_of(
     network = Network.of(open_model(student, device), install, recompute=training.low_memory)
     if not coders:
         raise SchemeError(f"{checkpoint.path} has no quantized matrix in its layers, so there is nothing to train")
+    if task is not None:
+        return TrainedNetwork(TaskTraining(network, list(coders.values()), task, training, device), coders)
     return TrainedNetwork(EndToEnd(network, list(coders.values()), soft, tokens, training, device), coders)
 
 

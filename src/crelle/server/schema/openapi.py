@@ -30,20 +30,24 @@ def document(info: ModelInfo, schemas: RequestSchemas, *, keys: bool) -> dict[st
     """Describe every path; `keys`: whether API keys are asked for."""
     stream: dict[str, Any] = {"text/event-stream": {}}  # where `stream` is true: OpenAI's chunks, then [DONE]
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [info.name]}}
-    bodies = [s.kinds for s in (schemas.completion, schemas.chat, schemas.tokenize)]
+    bodies = [s.kinds for s in vars(schemas).values()]
     kinds = [answers.Models, answers.Model, answers.TextCompletion, answers.ChatCompletion, answers.Status]
-    kinds += [answers.TokenIds, answers.Alive, answers.Error]
+    kinds += [answers.TokenIds, answers.Text, answers.Embeddings, answers.Alive, answers.Error]
     asked = [kind for kinds in bodies for kind in kinds]
     _, components = msgspec.json.schema_components([*asked, *kinds], ref_template=_REF + "{name}")
-    completion, chat, tokenize = (_ref(*kinds) for kinds in bodies)
+    takes = {name: _ref(*schema.kinds) for name, schema in vars(schemas).items()}
     alive = _ref(answers.Alive)
     paths = {
         "/v1/models": {"get": _get("the served model", _ref(answers.Models))},
         "/v1/models/{model}": {"get": {**_get("one model", _ref(answers.Model), 404), "parameters": [model]}},
-        "/v1/completions": {"post": _post("complete prompts", completion, _ref(answers.TextCompletion), stream)},
-        "/v1/chat/completions": {"post": _post("answer", chat, _ref(answers.ChatCompletion), stream)},
+        "/v1/completions": {
+            "post": _post("complete prompts", takes["completion"], _ref(answers.TextCompletion), stream)
+        },
+        "/v1/chat/completions": {"post": _post("answer", takes["chat"], _ref(answers.ChatCompletion), stream)},
         "/v1/status": {"get": _get("status of the engine", _ref(answers.Status))},
-        "/tokenize": {"post": _post("the token ids of a text", tokenize, _ref(answers.TokenIds), {})},
+        "/tokenize": {"post": _post("the token ids of a text", takes["tokenize"], _ref(answers.TokenIds), {})},
+        "/detokenize": {"post": _post("the text of token ids", takes["detokenize"], _ref(answers.Text), {})},
+        "/v1/embeddings": {"post": _post("embed texts", takes["embedding"], _ref(answers.Embeddings), {})},
         "/health": {"get": _get("liveness of the process", alive, 503, open_to_all=True)},
         "/ready": {"get": _get("whether the server accepts requests", alive, 503, open_to_all=True)},
         "/metrics": {"get": _get("Prometheus metrics", None)},

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 Count = Annotated[int, Meta(ge=0)]
 Byte = Annotated[int, Meta(ge=0, le=255)]
 Log = Annotated[float, Meta(le=0.001)]
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 Cut = Annotated[
     Literal["shutdown"], Meta(description="only if the server shut down before the completion was finished")
 ]
@@ -37,11 +37,25 @@ class CachedTokens(Closed):
     cached_tokens: Count
 
 
+class CompletionDetails(Closed):
+    reasoning_tokens: Count
+
+
 class Usage(Closed):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails
+
+
+class PromptLogprob(Closed):
+    logprob: Log
+    rank: Count | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first token has none
 
 
 # Completions ----------------------------------------------------------------------------------------------------------
@@ -49,8 +63,8 @@ class Usage(Closed):
 
 class TextLogprobs(Closed):
     tokens: list[str]
-    token_logprobs: list[Log]
-    top_logprobs: list[dict[str, Log]] | None
+    token_logprobs: list[Log | None]
+    top_logprobs: list[dict[str, Log] | None] | None
     text_offset: list[Count]
 
 
@@ -60,6 +74,7 @@ class TextChoice(Closed, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: Finish
     cut: Cut | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextChunkChoice(TextChoice, kw_only=True):
@@ -103,9 +118,33 @@ class ChatLogprobs(Closed):
     refusal: None = None
 
 
+class FunctionCall(Closed):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(Closed, tag_field="type", tag="function"):
+    id: str
+    function: FunctionCall
+
+
+class FunctionDelta(Closed, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Closed, kw_only=True):
+    index: Count
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Answer(Closed, tag_field="role", tag="assistant"):
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # what stands in <think>, where the model's template has it
 
 
 class ChatChoice(Closed, kw_only=True):
@@ -114,11 +153,14 @@ class ChatChoice(Closed, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     cut: Cut | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(Closed, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
 
@@ -159,6 +201,26 @@ class TokenIds(Closed):
     tokens: list[Count]
     count: Count
     context: Count
+
+
+class Text(Closed):
+    prompt: str
+
+
+class EmbeddingUsage(Closed):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingVector(Closed, kw_only=True, tag_field="object", tag="embedding"):
+    index: Count
+    embedding: list[float] | str  # base64: little-endian f32
+
+
+class Embeddings(Closed, kw_only=True, tag_field="object", tag="list"):
+    data: list[EmbeddingVector]
+    model: str
+    usage: EmbeddingUsage
 
 
 class Status(Closed, kw_only=True):

@@ -4,18 +4,32 @@ Bounds that depend on the model (context, vocabulary, precisions) come from `Mod
 with those bounds in them.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, defstruct
+from msgspec import Meta, defstruct
 
 from crelle.engine.engine import MAX_LOGPROBS
+from crelle.server.schema.tool_schemas import (
+    Calls,
+    Choices,
+    Object,
+    ResponseFormat,
+    Role,
+    Short,
+    Strict,
+    StructuredOutputs,
+    ToolChoice,
+    Tools,
+)
 from crelle.server.schema.validation import Only, Schema, check_integers, checked_by, show, wrong
 
 _SEED = 2**63 - 1
 _STOPS, _STOP_LENGTH = 16, 256
 _MESSAGES = 4096
+_BIASES, _BIAS = 1024, 100  # entries of logit_bias, and how far they reach
 
 Stop = Annotated[str, Meta(min_length=1, max_length=_STOP_LENGTH)]
 Logprobs = Annotated[
@@ -41,10 +55,6 @@ class ModelInfo:
 def not_done(*neutral: Any, says: str) -> Meta:
     """A parameter of OpenAI's API that is not supported: only its neutral values are accepted."""
     return checked_by(Only(neutral), f"not supported: {says}")
-
-
-class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
-    """An object that has no other names than its fields; null is a field's default."""
 
 
 class StreamOptions(Strict):
@@ -80,10 +90,32 @@ class Generate(Strict):
     ignore_eos: Annotated[bool, Meta(description="continue after end tokens; for benchmarks")] | None = False
     stream: Annotated[bool, Meta(description="stream the completion as server-sent events")] | None = False
     stream_options: StreamOptions | None = None
-    frequency_penalty: Annotated[Any, not_done(0, says="use repetition_penalty")] = None
-    presence_penalty: Annotated[Any, not_done(0, says="use repetition_penalty")] = None
-    logit_bias: Annotated[dict[str, Any], Meta(max_length=0, description="not supported: must be empty")] | None = None
+    frequency_penalty: (
+        Annotated[float, Meta(ge=-2, le=2, description="subtracted for each time a token was sampled")] | None
+    ) = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2, description="subtracted once a token was sampled")] | None = (
+        0.0
+    )
+    logit_bias: Any = None
+    min_tokens: (
+        Annotated[
+            int, Meta(ge=0, le=2**31 - 1, description="end tokens and stop strings count only after these tokens")
+        ]
+        | None
+    ) = 0
+    prompt_logprobs: (
+        Annotated[
+            int, Meta(ge=0, le=MAX_LOGPROBS, description="number of most likely tokens for each token of the prompt")
+        ]
+        | None
+    ) = None
     user: Annotated[str, Meta(max_length=512, description="not used and not logged")] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Object | Short | None = None
+    guided_regex: Short | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Short | None = None
 
 
 class Completion(Generate, kw_only=True):
@@ -93,7 +125,7 @@ class Completion(Generate, kw_only=True):
     max_tokens: int | None = 16
     logprobs: Logprobs | None = None
     best_of: Annotated[Any, not_done(1, says="use n for several completions")] = None
-    echo: Annotated[Any, not_done(False, says="the prompt is not repeated")] = None
+    echo: Annotated[bool, Meta(description="repeat the prompt before the completion, with its logprobs")] | None = False
     suffix: Annotated[Any, not_done("", says="prompts are only continued")] = None
 
 
@@ -105,19 +137,16 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """One message. An answer can be sent back as it came, with what it does not have."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Role
+    content: str | list[TextPart] | None = None
     name: Annotated[str, Meta(max_length=512, description="not used")] | None = None
     refusal: Empty | None = None
-    tool_calls: Empty | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Annotated[str, Meta(max_length=128, description="of the call whose result this is")] | None = None
     function_call: Empty | None = None
     audio: Empty | None = None
     annotations: Empty | None = None
-    reasoning_content: Empty | None = None
-
-
-class TextFormat(Strict):
-    type: Literal["text"]
+    reasoning_content: str | None = None  # not used: templates leave out what was thought before
 
 
 class Chat(Generate, kw_only=True):
@@ -128,10 +157,13 @@ class Chat(Generate, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: Annotated[bool, Meta(description="return the log-probability of each token")] | None = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Any], Meta(max_length=0, description="not supported: must be empty")] | None = None
-    tool_choice: Annotated[Any, not_done("none", "auto", says="there are no tools")] = None
-    parallel_tool_calls: Annotated[bool, Meta(description="not supported: there are no tools")] | None = None
-    response_format: TextFormat | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, checked_by(ToolChoice(), "which function must be called")] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="whether an answer may have several calls")] | None = True
+    chat_template_kwargs: (
+        Annotated[dict[str, bool | int | float | str | None], Meta(max_length=32, description="for the chat template")]
+        | None
+    ) = None
     store: Annotated[Any, not_done(False, says="nothing is stored")] = None
 
 
@@ -148,6 +180,25 @@ class TokenizeChat(Strict, kw_only=True):
 
     model: Any = None
     messages: list[ChatMessage]
+
+
+class Detokenize(Strict, kw_only=True):
+    """The body of POST /detokenize."""
+
+    model: Any = None
+    tokens: list[int]
+
+
+class Embedding(Strict, kw_only=True):
+    """The body of POST /v1/embeddings."""
+
+    model: Any = None
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = "float"
+    pooling: Literal["mean", "last"] | None = "mean"  # of the tokens' hidden states
+    normalize: Annotated[bool, Meta(description="scale embeddings to length 1")] | None = True
+    dimensions: Annotated[Any, not_done(says="embeddings have the model's width")] = None
+    user: Annotated[str, Meta(max_length=512, description="not used and not logged")] | None = None
 
 
 # Bounds of a model ----------------------------------------------------------------------------------------------------
@@ -199,6 +250,10 @@ def _bounded(base: type[Any], info: ModelInfo, **fields: tuple[Any, Any]) -> Any
     if issubclass(base, Generate):
         bits = Only(info.precisions)
         every["precision"] = (Annotated[Any, checked_by(bits, "bits to run a nested checkpoint at")], None)
+        every["logit_bias"] = (
+            Annotated[Any, checked_by(LogitBias(info), "added to the logits of tokens, by id")],
+            None,
+        )
         every["n"] = (
             Annotated[int, Meta(ge=1, le=info.max_n, description="number of completions per prompt")] | None,
             1,
@@ -210,9 +265,43 @@ def _bounded(base: type[Any], info: ModelInfo, **fields: tuple[Any, Any]) -> Any
 def _messages(info: ModelInfo) -> Any:
     text, many = Annotated[str, Meta(max_length=info.max_prompt)], Meta(min_length=1, max_length=_MESSAGES)
     part = defstruct("ContentPart", [("text", text)], bases=(TextPart,), kw_only=True)
-    content: Any = text | Annotated[list[part], many]  # type: ignore[valid-type]
-    message = defstruct("Message", [("content", content)], bases=(ChatMessage,), kw_only=True)
+    content: Any = text | Annotated[list[part], many] | None  # type: ignore[valid-type]
+    message = defstruct("Message", [("content", content, None)], bases=(ChatMessage,), kw_only=True)
     return Annotated[list[message], many]  # type: ignore[valid-type]
+
+
+class LogitBias:
+    """Token ids as names, and what is added to their logits."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.json_schema = {
+            "type": ["object", "null"],
+            "propertyNames": {"pattern": f"^({_below(info.vocabulary)})$"},
+            "additionalProperties": {"type": "number", "minimum": -_BIAS, "maximum": _BIAS},
+            "maxProperties": _BIASES,
+        }
+        kind: Any = Annotated[dict[str, Annotated[float, Meta(ge=-_BIAS, le=_BIAS)]], Meta(max_length=_BIASES)]
+        self._kind, self._vocabulary = Schema[dict[str, float]](kind), info.vocabulary
+
+    def check(self, value: Any, at: str) -> dict[str, float] | None:
+        if value is None:
+            return None
+        for name in self._kind.check(value, at):
+            token = int(name) if re.fullmatch("[0-9]{1,18}", name) else -1
+            if not (0 <= token < self._vocabulary and str(token) == name):
+                raise wrong(at, f"must have token ids below {self._vocabulary} as names, not {show(name)}")
+        return {name: float(bias) for name, bias in value.items()}
+
+
+def _below(n: int) -> str:
+    """Return a regular expression of the decimal numbers below n."""
+    last = str(n - 1)
+    found = ["[0-9]", f"[1-9][0-9]{{1,{len(last) - 2}}}"] if len(last) > 2 else ["[0-9]"] if len(last) > 1 else []
+    for i, digit in enumerate(last):
+        low = 1 if i == 0 and len(last) > 1 else 0
+        if int(digit) > low:
+            found.append(f"{last[:i]}[{low}-{int(digit) - 1}]" + f"[0-9]{{{len(last) - i - 1}}}")
+    return "|".join([*found, last])
 
 
 class TokenizeSchema:
@@ -241,8 +330,15 @@ class RequestSchemas:
         )
         prompt = Annotated[Any, checked_by(Prompt(info), "the prompt to continue, or several")]
         messages = _messages(info)
-        limit, no_limit = (most, min(16, info.max_tokens)), (most, None)
+        none = (
+            Annotated[int, Meta(ge=0, le=info.max_tokens, description="maximum number of tokens; 0: only the prompt")]
+            | None
+        )
+        limit, no_limit = (none, min(16, info.max_tokens)), (most, None)
         limits = {"max_tokens": no_limit, "max_completion_tokens": no_limit}  # two names; the smaller one holds
         self.completion = Schema[Completion](_bounded(Completion, info, prompt=(prompt, ...), max_tokens=limit))
         self.chat = Schema[Chat](_bounded(Chat, info, messages=(messages, ...), **limits))
         self.tokenize = TokenizeSchema(info, messages)
+        ids = Annotated[list[Annotated[int, Meta(ge=0, le=info.vocabulary - 1)]], Meta(max_length=info.context)]
+        self.detokenize = Schema[Detokenize](_bounded(Detokenize, info, tokens=(ids, ...)))
+        self.embedding = Schema[Embedding](_bounded(Embedding, info, input=(prompt, ...)))

@@ -184,5 +184,6 @@ def _words(said: str, value: Any, kind: Any, name: str) -> str:
 def _literals(kind: Any, name: str) -> list[str]:
     """Return the values that a field may have, which is a Literal in some struct of a type."""
     _, structs = msgspec.json.schema_components([kind])
-    fields = (struct["properties"].get(name, {}) for struct in structs.values())
-    return next([dumps(value) for value in field["enum"]] for field in fields if "enum" in field)
+    fields = [struct["properties"].get(name, {}) for struct in structs.values() if "properties" in struct]
+    kinds = [kind for field in fields for kind in field.get("anyOf", [field])]
+    return next([dumps(value) for value in kind["enum"]] for kind in kinds if "enum" in kind)

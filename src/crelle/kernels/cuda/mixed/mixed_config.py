@@ -1,14 +1,19 @@
-"""Tile configs of mixed_gemv.cu: by the instructions of its loop, and for few tiles as bench/tune_mixed.py found."""
+"""Tile configs of mixed_gemv.cu: by the instructions of its loop, and for few tiles as bench/tune_mixed.py found.
+
+`dataflow_configs` has those of the paper's comparison, from loading, waiting, decoding, multiplying on.
+"""
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from crelle.kernels.cuda.launch import multiprocessors
 from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight, unit2_bytes
 
+Dataflow = Literal["synchronous", "pipelined", "asynchronous"]
+DATAFLOWS: tuple[Dataflow, ...] = get_args(Dataflow)
 TOKENS = (1, 2, 4, 8)  # of a launch
 _HOPPER = 227 * 1024  # bytes of shared memory of a thread block, or of all on a multiprocessor less 1 KB for each more
 _SHARED_WORK = 0.45  # instructions of a unit that all tiles share, over those of a tile
@@ -55,6 +60,25 @@ def choose(
 ) -> MixedTileConfig:
     """Return a tile config: tiles shared out evenly among the processors, units among warps, all loads in flight."""
     return _choose(_form(w), tokens, processors or multiprocessors(), room or room_of_device(), asynchronous)
+
+
+def dataflow_configs(w: MixedWeight, tokens: int, dataflow: Dataflow, room: int | None = None) -> list[MixedTileConfig]:
+    """Return the tile configs to choose from for a way of decoding scales.
+
+    synchronous     a warp loads a unit, waits for it, decodes its scales, multiplies, and only then loads the next
+    pipelined       the next units are being loaded meanwhile; scales are decoded where they are used
+    asynchronous    the next units are being loaded, and the next one's scales decoded beside the multiplication
+    """
+    form, room, asynchronous = _form(w), room or room_of_device(), dataflow == "asynchronous"
+    found = []
+    for tiles in (1, 2) if tokens <= 2 else (1,):
+        for warps, occupancy in ((8, 2), (10, 2), (16, 1)):
+            for stages in (1,) if dataflow == "synchronous" else (2, 4):
+                c = MixedTileConfig(tiles, warps, stages, occupancy, asynchronous)
+                fits = occupancy * (_shared_bytes(form, tokens, c) + 1024) <= room + 1024
+                if fits and warps * occupancy <= _most_warps(form.subs, tokens, tiles, asynchronous):
+                    found.append(c)
+    return found
 
 
 def _shared_bytes(form: _Form, tokens: int, c: MixedTileConfig) -> int:

@@ -101,11 +101,14 @@ __device__ __forceinline__ float4 dsmem_load(uint32 address, int rank) {
 }
 
 // Zero, but not before `loaded` is there in all lanes: the copy engine does not wait for reads that are under way, so
-// whoever lets it write over them has to. lane >= 0, which the compiler must not know.
+// whoever lets it write over them has to. lane >= 0, which the compiler must not know. A vote alone orders no memory:
+// by PTX's model the other lanes' reads come before what this lane does next only because of the barrier.
 __device__ __forceinline__ uint32 nothing_until_loaded(uint32 loaded, int lane) {
   uint32 zero;
   asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(loaded), "r"(lane < 0 ? 31 : 32));
-  return __ballot_sync(~0u, zero);
+  zero = __ballot_sync(~0u, zero);
+  __syncwarp();
+  return zero;
 }
 // A flag in global memory that a thread block of the same grid waits for.
 __device__ __forceinline__ void raise_flag(int *flag) {

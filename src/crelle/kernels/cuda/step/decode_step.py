@@ -36,6 +36,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
         return f"the step has tables of the angles of up to {MAX_POSITIONS} positions, not {spec.context}"
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
+        if not a.causal:
+            return "the step decodes, and an encoder's attention looks in both directions"
         if layer.residual_scale != 1 or a.sinks or (a.qk_norm is not None and a.whole_qk_norm):
             return "the step has no factor of the residual stream, no attention sinks, no norm of all heads together"
         if layer.placement in ("post", "reordered") or layer.parallel:

@@ -81,13 +81,16 @@ CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, 
       for (int h = 0; h < H; ++h) sums[h][e][j] += values * weight[h * ldw + i];
     }
   };
-  int i = 0;
-  for (; i + 2 <= count; i += 2) {
-    const T *two = v(i);
-    add(two, 0, i);
-    add(two + D, 1, i + 1);
+  for (int from = 0; from < count; from += 16) {
+    const T *at = v(from);
+    const int to = count - from < 16 ? count : from + 16;
+    int i = from;
+    for (; i + 2 <= to; i += 2, at += 2 * D) {
+      add(at, 0, i);
+      add(at + D, 1, i + 1);
+    }
+    if (i < to) add(at, 0, i);
   }
-  if (i < count) add(v(i), 0, i);
   if (own) add(own, 1, count);
 #pragma GCC unroll 3
   for (int h = 0; h < H; ++h)
@@ -124,10 +127,10 @@ __attribute__((noinline)) inline AttentionPartial weigh(float *scores, int count
   return {top, wrong ? __builtin_nanf("") : sum_of(total)};
 }
 
-template <class T, bool Apart, int H>
+template <class T, int H>
 void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
   const auto row = [&](const uint8_t *in_a_row, const uint8_t *const *apart, int i) __attribute__((always_inline)) {
-    if constexpr (Apart) return reinterpret_cast<const T *>(apart[i / 16]) + size_t(i % 16) * a.D;
+    if (a.k16) return reinterpret_cast<const T *>(apart[i / 16]) + size_t(i % 16) * a.D;
     return reinterpret_cast<const T *>(in_a_row) + size_t(i) * a.D;
   };
   const auto k = [&](int i) __attribute__((always_inline)) { return row(a.k, a.k16, i); };
@@ -155,22 +158,19 @@ void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, 
   if (j * kLanes < a.D) add.template operator()<1, false>(j);
 }
 
-template <class T, bool Apart>
+template <class T>
 void attend_heads(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
-  if (kRegisters >= 32 && a.heads == 3) return attend_typed<T, Apart, 3>(a, parts, parts_apart, out, out_apart);
-  if (kRegisters >= 32 && a.heads == 2) return attend_typed<T, Apart, 2>(a, parts, parts_apart, out, out_apart);
+  if (kRegisters >= 32 && a.heads == 3) return attend_typed<T, 3>(a, parts, parts_apart, out, out_apart);
+  if (kRegisters >= 32 && a.heads == 2) return attend_typed<T, 2>(a, parts, parts_apart, out, out_apart);
   Attend one = a;
   for (int h = 0; h < a.heads; ++h, one.q += (a.D + kLanes - 1) / kLanes * kLanes)
-    attend_typed<T, Apart, 1>(one, parts + h * parts_apart, parts_apart, out + h * out_apart, out_apart);
+    attend_typed<T, 1>(one, parts + h * parts_apart, parts_apart, out + h * out_apart, out_apart);
 }
 
 inline void attend(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
-  const auto run = [&]<class T>(T) {
-    (a.k16 ? attend_heads<T, true> : attend_heads<T, false>)(a, parts, parts_apart, out, out_apart);
-  };
-  if (a.type == DType::F32) return run(float{});
-  if (a.type == DType::F16) return run(Half{});
-  run(Bfloat{});
+  (a.type == DType::F32   ? attend_heads<float>
+   : a.type == DType::F16 ? attend_heads<Half>
+                          : attend_heads<Bfloat>)(a, parts, parts_apart, out, out_apart);
 }
 
 inline void combine(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D, float *out) {

@@ -168,9 +168,10 @@ void py_dequantize(const Weight &w, Out<float, 2> out) {
 
 const char *py_tiles(const Weight &w, const std::string &precision) {
   const Precision p = precision_of(precision);
-  const Gemm *gemm = gemm_of(w);
+  const Gemm *gemm = gemm_of(w, p);
   if (!gemm) return "none";
-  return gemm->tiles(w, p) == Tiles::Int8 ? "int8" : "bf16";
+  const Tiles tiles = gemm->tiles(w, p);
+  return tiles == Tiles::Int8 ? "int8" : tiles == Tiles::F32 ? "f32" : "bf16";
 }
 
 uint64_t py_read(const Weight &w) {
@@ -207,7 +208,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
       .def_prop_ro("nbytes", [](const Weight &w) { return w.bytes(); })
       .def("tiles", &py_tiles, "precision"_a,
-           "What many rows of x are multiplied as: 'int8' or 'bf16' tiles, or 'none'.")
+           "What many rows of x are multiplied as: 'int8', 'bf16' or 'f32' tiles, or 'none'.")
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
       .def("dequantize", &py_dequantize, "out"_a.noconvert());
 

@@ -1,6 +1,7 @@
 // The small ops for AVX2 + FMA + F16C.
 #include <immintrin.h>
 
+#include <iterator>
 #include <type_traits>
 
 #include "base/half.h"

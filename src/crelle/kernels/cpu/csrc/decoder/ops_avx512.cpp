@@ -1,6 +1,7 @@
 // The small ops for AVX-512 F/BW/VL/DQ.
 #include <immintrin.h>
 
+#include <iterator>
 #include <type_traits>
 
 #include "base/half.h"

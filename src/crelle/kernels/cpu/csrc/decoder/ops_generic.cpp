@@ -3,6 +3,7 @@
 #include <arm_neon.h>  // conversion of f16: part of the base instruction set
 #endif
 
+#include <iterator>
 #include <type_traits>
 
 #include "base/half.h"

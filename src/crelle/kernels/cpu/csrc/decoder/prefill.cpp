@@ -34,8 +34,6 @@ int blocks_of_item(int blocks) {
   return std::max(1, (each + items - 1) / items);
 }
 
-bool by_tiles(const Matrix &m) { return m.coded && gemm_of(*m.coded); }
-
 const Isa &isa_of(const Model &model) {
   for (const LayerWeights &l : model.layers)
     for (const Matrix *m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
@@ -338,8 +336,12 @@ void Prefill::finish(bool all, float *logits) {
   done(Head);
 }
 
+bool Prefill::by_tiles(const Matrix &m) const { return m.coded && gemm_of(*m.coded, model_.precision); }
+
 bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
   const Gemm &gemm = *a.isa->gemm;
+  const bool mixed = a.stream == Stream::Mixed;
+  if (mixed != (b.stream == Stream::Mixed) || (mixed && !a.mixed->same_inputs(*b.mixed))) return false;
   return a.isa == b.isa && a.partition == b.partition &&
          gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
 }

@@ -4,7 +4,7 @@
 // The same weights, the same cache and the same numerics as the decode step (decoder.h), another balance: products
 // have hundreds of rows, so that they are computed as tiles (gemm.h), and attention is as much work as a product. All
 // activations lie in tiles of 16 tokens of one sequence side by side, [feature][16] (transposed_ops.h): what products
-// of tiles take and give. Products by other kernels (no AMX, plain matrices) see rows, transposed before and after;
+// of tiles take and give. Products by other kernels (grids without AMX, plain matrices) see rows, transposed before and after;
 // there the last tile of a sequence has no padding.
 //
 // Each phase is spread over the pool in small independent items that threads take as they come: a thread that wakes
@@ -137,6 +137,7 @@ private:
   void encode_operand(std::initializer_list<Product> products);
   void add_row_items(const Product &p, float *y);
   void multiply_rows(const Matrix &m, int M, bool by_tiles, float *y);
+  bool by_tiles(const Matrix &m) const;
   bool packs_alike(const Weight &a, const Weight &b) const;
   Tiles grow(Buffer &b, int features);
   void done(Phase phase);

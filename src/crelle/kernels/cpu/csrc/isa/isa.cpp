@@ -96,12 +96,30 @@ namespace {
 
 std::atomic<const Isa *> chosen{nullptr};
 
+// A set whose f32 tiles multiply all that they can, also where that is slower: for tests.
+struct F32Only {
+  Gemm gemm;
+  Isa isa;
+
+  F32Only(const char *name, const Isa &of, const Gemm &tiles) : gemm(tiles), isa(of) {
+    gemm.takes = [](const Weight &w, Precision) { return w.stream == Stream::Mixed || takes_tables(w.stream); };
+    isa.name = name;
+    isa.gemm = &gemm;
+  }
+};
+
 // Those that are only had by name: the same instruction set with another choice of tiles.
 std::vector<const Isa *> variants() {
-  std::vector<const Isa *> v;
+  static const F32Only generic("generic-tiles", kGeneric, kF32Generic);
+  std::vector<const Isa *> v{&generic.isa};
 #if defined(__x86_64__)
   static const Isa by_int8 = with_tiles("amx-int8", kAmxInt8Gemm), by_bf16 = with_tiles("amx-bf16", kAmxBf16Gemm);
-  if (isas().front()->gemm) v = {&by_int8, &by_bf16};
+  static const F32Only avx2("avx2-tiles", kAvx2, kF32Avx2), avx512("avx512-tiles", kAvx512, kF32Avx512),
+      vbmi("vbmi-tiles", kVbmi, kF32Avx512);
+  for (const F32Only *set : {&avx2, &avx512, &vbmi})
+    for (const Isa *p : isas())
+      if (std::string(set->isa.name) == std::string(p->name) + "-tiles") v.push_back(&set->isa);
+  if (isas().front()->gemm == &kAmxGemm) v.insert(v.end(), {&by_int8, &by_bf16});
 #endif
   return v;
 }

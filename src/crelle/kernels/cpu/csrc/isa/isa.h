@@ -42,20 +42,24 @@ struct Isa {
 };
 
 // How many rows of x are multiplied by w as tiles; null: they are not.
-inline const Gemm *gemm_of(const Weight &w) {
-  return w.stream == Stream::Mixed || w.stream == Stream::Integer ? nullptr : w.isa->gemm;
+inline const Gemm *gemm_of(const Weight &w, Precision p) {
+  return w.isa->gemm && w.isa->gemm->takes(w, p) ? w.isa->gemm : nullptr;
 }
 
 extern const Isa kGeneric;
 #if defined(__x86_64__)
 extern const Isa kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kVbmi;
-extern const IntegerKernel kIntegerAmx;
+// Of several sets: these are compiled once.
+extern const MixedKernel kMixedAvx2, kMixedVnni;
+extern const IntegerKernel kIntegerAvx2, kIntegerVnni, kIntegerAmx;
 #elif defined(__aarch64__)
 extern const Isa kNeon, kDotprod;
 #endif
 
 const std::vector<const Isa *> &isas();  // those this machine can run, the best first
 const Isa &isa();                        // the one in use for weights prepared from now on
-bool set_isa(const std::string &name);   // one of them, amx-int8 or amx-bf16 (gemm.h); false when it is not to be had
+// One of them, or a variant for tests: "-tiles" of some (f32_tiles.h), amx-int8, amx-bf16 (gemm.h). False when it is
+// not to be had.
+bool set_isa(const std::string &name);
 
 }  // namespace crelle::cpu

@@ -90,6 +90,8 @@ CRELLE_INLINE auto choose(const Weight &w, Precision p, F &&use) {
   return w.P == 8 && w.bias ? use(Int8Tiles<true>{}) : use(Int8Tiles<false>{});
 }
 
+bool takes(const Weight &w, Precision) { return w.stream != Stream::Mixed && w.stream != Stream::Integer; }
+
 size_t pack_bytes(const Weight &w, int M, Precision p) {
   return choose(w, p, [&](auto way) { return tiles_of(M) * way.bytes(w); });
 }
@@ -190,7 +192,7 @@ bool request_amx() {
 
 namespace {
 constexpr Gemm amx_gemm(int int8_group) {
-  return {24, int8_group, amx::tiles, amx::pack_bytes, amx::pack, amx::run, amx::pack_tile, amx::run_tiles};
+  return {24, int8_group, amx::takes, amx::tiles, amx::pack_bytes, amx::pack, amx::run, amx::pack_tile, amx::run_tiles};
 }
 }  // namespace
 

@@ -69,18 +69,17 @@ struct V {
 };
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V>)(w, a, y, ldy, b0, b1);
+  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V, FieldV::kMostBits>)(w, a, y, ldy, b0, b1);
 }
 
 static_assert(kFieldRows == V::kRows);
 
-constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
-constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
-
 }  // namespace avx2
 }  // namespace
 
-const Isa kAvx2{"avx2",       avx2::V::kRows, avx2::field_stream, avx2::field_encode,
-                avx2::matmul, avx2::read_all, &avx2::kMixed,      &avx2::kInteger};
+const MixedKernel kMixedAvx2{avx2::encode_mixed, avx2::mixed_matmul<avx2::MixedV>};
+const IntegerKernel kIntegerAvx2{avx2::encode_integer, avx2::integer_matmul<avx2::IntegerV>, 64};
+const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::field_stream, avx2::field_encode, avx2::matmul,
+                avx2::read_all, &kMixedAvx2,    &kIntegerAvx2,      &kF32Avx2};
 
 }  // namespace crelle::cpu

@@ -69,7 +69,7 @@ struct V {
 };
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V>)(w, a, y, ldy, b0, b1);
+  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V, FieldV::kMostBits>)(w, a, y, ldy, b0, b1);
 }
 
 static_assert(kFieldRows == V::kRows);
@@ -80,7 +80,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace avx512
 }  // namespace
 
-const Isa kAvx512{"avx512",       avx512::V::kRows, avx512::field_stream, avx512::field_encode,
-                  avx512::matmul, avx512::read_all, &avx512::kMixed,      &avx512::kInteger};
+const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::field_stream, avx512::field_encode, avx512::matmul,
+                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger,    &kF32Avx512};
 
 }  // namespace crelle::cpu

@@ -23,19 +23,21 @@ namespace avx512vnni {
 #include "integer/integer_avx512.h"
 #include "planes/field_codes_avx512.h"
 #include "planes/field_codes.h"
-#include "base/read_bandwidth.h"
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   (w.stream == Stream::Fields ? field_matmul : kAvx512.matmul)(w, a, y, ldy, b0, b1);
 }
 
-constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
-constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) { kAvx512.encode(a, x, ldx, m0, m1); }
+uint64_t read(const uint8_t *data, size_t bytes) { return kAvx512.read(data, bytes); }
 
 }  // namespace avx512vnni
 }  // namespace
 
-const Isa kAvx512Vnni{"avx512-vnni",      avx512vnni::kFieldRows, avx512vnni::field_stream, avx512vnni::field_encode,
-                      avx512vnni::matmul, avx512vnni::read_all,   &avx512vnni::kMixed,      &avx512vnni::kInteger};
+const MixedKernel kMixedVnni{avx512vnni::encode_mixed, avx512vnni::mixed_matmul<avx512vnni::MixedV>};
+const IntegerKernel kIntegerVnni{avx512vnni::encode_integer, avx512vnni::integer_matmul<avx512vnni::IntegerV>, 64};
+const Isa kAvx512Vnni{"avx512-vnni",      avx512vnni::kFieldRows, avx512vnni::field_stream,
+                      avx512vnni::encode, avx512vnni::matmul,     avx512vnni::read,
+                      &kMixedVnni,        &kIntegerVnni,          &kF32Avx512};
 
 }  // namespace crelle::cpu

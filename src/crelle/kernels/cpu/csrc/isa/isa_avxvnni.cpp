@@ -1,4 +1,4 @@
-// AVX2 with AVX-VNNI (Alder Lake and newer, Zen 5): uniform and affine grids by vpdpbusd, planes (bcq) as on AVX2.
+// AVX2 with AVX-VNNI (Alder Lake and newer, Zen 5): uniform and affine grids by vpdpbusd, all else as on AVX2.
 #include <immintrin.h>
 
 #include <array>
@@ -14,27 +14,20 @@ namespace {
 namespace avxvnni {
 
 #include "planes/encode.h"
-#include "mixed/mixed_encode.h"
-#include "mixed/mixed_kernel.h"
-#include "mixed/mixed_avx2.h"
-#include "integer/integer_encode.h"
-#include "integer/integer_kernel.h"
-#include "integer/integer_avx2.h"
 #include "planes/field_codes_avx2.h"
 #include "planes/field_codes.h"
-#include "base/read_bandwidth.h"
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   (w.stream == Stream::Fields ? field_matmul : kAvx2.matmul)(w, a, y, ldy, b0, b1);
 }
 
-constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
-constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) { kAvx2.encode(a, x, ldx, m0, m1); }
+uint64_t read(const uint8_t *data, size_t bytes) { return kAvx2.read(data, bytes); }
 
 }  // namespace avxvnni
 }  // namespace
 
-const Isa kAvxVnni{"avx-vnni",      avxvnni::kFieldRows, avxvnni::field_stream, avxvnni::field_encode,
-                   avxvnni::matmul, avxvnni::read_all,   &avxvnni::kMixed,      &avxvnni::kInteger};
+const Isa kAvxVnni{"avx-vnni",    avxvnni::kFieldRows, avxvnni::field_stream, avxvnni::encode, avxvnni::matmul,
+                   avxvnni::read, &kMixedAvx2,         &kIntegerAvx2,         &kF32Avx2};
 
 }  // namespace crelle::cpu

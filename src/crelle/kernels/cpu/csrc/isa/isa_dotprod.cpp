@@ -36,6 +36,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace
 
 const Isa kDotprod{"dotprod",       dotprod::kFieldRows, dotprod::field_stream, dotprod::field_encode,
-                   dotprod::matmul, dotprod::read_all,   &dotprod::kMixed,      &dotprod::kInteger};
+                   dotprod::matmul, dotprod::read_all,   &dotprod::kMixed,      &dotprod::kInteger,
+                   &kF32Generic};
 
 }  // namespace crelle::cpu

@@ -80,7 +80,7 @@ constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
 }  // namespace neon
 }  // namespace
 
-const Isa kNeon{"neon",         neon::V::kRows, neon::stream,   neon::encode, neon::byte_matmul<neon::V>,
-                neon::read_all, &neon::kMixed,  &neon::kInteger};
+const Isa kNeon{"neon",         neon::V::kRows, neon::stream,    neon::encode, neon::byte_matmul<neon::V, 0>,
+                neon::read_all, &neon::kMixed,  &neon::kInteger, &kF32Generic};
 
 }  // namespace crelle::cpu

@@ -1,4 +1,5 @@
-// AVX-512 with VBMI and VNNI (Ice Lake, Zen 4 and newer): quad planes, and fields for 4 and 8 bits.
+// AVX-512 with VBMI and VNNI (Ice Lake, Zen 4 and newer): quad planes, and fields for 4 and 8 bits; mixed and integer
+// matrices as without VBMI.
 #include <immintrin.h>
 #include <utility>
 
@@ -15,12 +16,6 @@ namespace vbmi {
 #include "base/read_bandwidth.h"
 #include "planes/lut_vpermb.h"
 #include "planes/vnni_codes.h"
-#include "mixed/mixed_encode.h"
-#include "mixed/mixed_kernel.h"
-#include "mixed/mixed_avx512.h"
-#include "integer/integer_encode.h"
-#include "integer/integer_kernel.h"
-#include "integer/integer_avx512.h"
 
 Stream stream(Kind kind, int P) {
   if (kind == Kind::Uniform && P == 4) return Stream::Nibbles;
@@ -46,13 +41,10 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
   (w.kind == Kind::Bcq ? kBcq : kUniform)[w.P - 1](w, a, y, ldy, b0, b1);
 }
 
-constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
-constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
-
 }  // namespace vbmi
 }  // namespace
 
-const Isa kVbmi{"vbmi",       vbmi::kRows,    vbmi::stream,  vbmi::encode,
-                vbmi::matmul, vbmi::read_all, &vbmi::kMixed, &vbmi::kInteger};
+const Isa kVbmi{"vbmi",         vbmi::kRows, vbmi::stream,  vbmi::encode, vbmi::matmul,
+                vbmi::read_all, &kMixedVnni, &kIntegerVnni, &kF32Avx512};
 
 }  // namespace crelle::cpu

@@ -69,10 +69,10 @@ CRELLE_INLINE void load_digits(const uint8_t *const (&row)[M], int at, typename 
     for (int d = 0; d < D; ++d) x[m][d] = V::digits(row[m] + (at * D + d) * kWord);
 }
 
-// The 4-bit part: f = row scale (sum of codes times x - zero sum of x).
+// The 4-bit part: f = row scale (sum of codes times x - zero sum of x). One function for all groups.
 template <class V, int D, int M>
-CRELLE_INLINE void mixed_four(const MixedLayout &l, const MixedInputs &in, const uint8_t *head,
-                              const uint8_t *const (&row)[M], typename V::Floats (&f)[16 / V::kLanes][M]) {
+__attribute__((noinline)) void mixed_four(const MixedLayout &l, const MixedInputs &in, const uint8_t *head,
+                                          const uint8_t *const (&row)[M], typename V::Floats (&f)[16 / V::kLanes][M]) {
   constexpr int kVectors = 16 / V::kLanes, kBytes = 4 * V::kLanes, kMost = V::kRegisters / 2 / (M * D);
   constexpr int kAtOnce = kMost >= kVectors ? kVectors : kMost >= 2 ? 2 : 1;
   constexpr int kWords = V::kNarrow ? 2 : 8;  // that an Acc holds
@@ -127,10 +127,11 @@ CRELLE_INLINE void mixed_four(const MixedLayout &l, const MixedInputs &in, const
   }
 }
 
-// Group j of a unit, whose codes begin with word `first` of x: added to f.
+// Group j of a unit, whose codes begin with word `first` of x: added to f. G: inputs of a group, or 0, which stands for
+// any number of whole words: loops are compiled once for all of them.
 template <class V, int G, int D, int M, bool Decoded, int j>
-CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, const MixedInputs &in, int unit, int first,
-                               const uint8_t *const (&row)[M], const typename V::Seconds (&seconds)[M],
+CRELLE_INLINE void mixed_group(int words, const uint8_t *header, const uint8_t *codes, const MixedInputs &in, int unit,
+                               int first, const uint8_t *const (&row)[M], const typename V::Seconds (&seconds)[M],
                                typename V::Floats (&f)[16 / V::kLanes][M]) {
   constexpr int kVectors = 16 / V::kLanes, kBytes = 4 * V::kLanes;
   const auto zeros = [&](int m) __attribute__((always_inline)) {
@@ -138,7 +139,7 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
     return MixedZeros{reinterpret_cast<const int32_t *>(row[m] + in.zeros) + group * 4,
                       reinterpret_cast<const int16_t *>(row[m] + in.halves) + group * 2};
   };
-  constexpr bool kRolled = V::kRolled && G >= kWord;  // in small groups the loop would take a tenth of the time
+  constexpr bool kRolled = V::kRolled && G != 8;  // in small groups the loop would take a tenth of the time
   mixed_loop<kRolled, kVectors>([&](int i) __attribute__((always_inline)) {
     MixedSums<V, D, M> sums;
     if constexpr (V::kNarrow)
@@ -152,14 +153,20 @@ CRELLE_INLINE void mixed_group(const uint8_t *header, const uint8_t *codes, cons
       sums.template dot<j % 2 * 2>(V::template field<j % 2 * 2>(bits), x);
       sums.template dot<j % 2 * 2 + 1>(V::template field<j % 2 * 2 + 1>(bits), x);
     } else {
-      mixed_loop<V::kRolled, G / kWord>([&](int k) __attribute__((always_inline)) {
-        load_digits<V, D, M>(row, first + j * (G / kWord) + k, x);
-        const auto bits = V::load(codes + (j * (G / kWord) + k) * kWord2Bytes + i * kBytes);
+      const auto word = [&](int k) __attribute__((always_inline)) {
+        load_digits<V, D, M>(row, first + k, x);
+        const auto bits = V::load(codes + k * kWord2Bytes + i * kBytes);
         sums.template dot<0>(V::template field<0>(bits), x);
         sums.template dot<1>(V::template field<1>(bits), x);
         sums.template dot<2>(V::template field<2>(bits), x);
         sums.template dot<3>(V::template field<3>(bits), x);
-      });
+      };
+      if constexpr (G == kWord) {
+        word(j);
+      } else {
+#pragma GCC unroll 1
+        for (int k = 0; k < words; ++k) word(j * words + k);
+      }
     }
     for (int m = 0; m < M; ++m) {
       auto t = sums.total(m);
@@ -179,25 +186,26 @@ template <class V, int G, int D, int M, bool Decoded>
 void mixed_block(const Weight &w, const Activations &a, int m0, int b, float *y, size_t ldy) {
   constexpr int kVectors = 16 / V::kLanes;
   const MixedLayout &l = *w.mixed;
-  const MixedInputs in(w.K, G, D);
+  const MixedInputs in(w.K, l.G, D);
   const uint8_t *const head = w.block(b), *at = head + l.head_bytes() + l.words4 * kWord4Bytes, *row[M];
   for (int m = 0; m < M; ++m) row[m] = a.row(m0 + m);
   typename V::Floats f[kVectors][M];
   mixed_four<V, D, M>(l, in, head, row, f);
-  constexpr size_t kHeader = kUnitHeader + (Decoded ? kDecodedScales : 0),
-                   kCodes = kWord2Bytes * kUnitGroups * G / kWord;
-  for (int u = 0; u < l.units; ++u, at += kHeader + kCodes) {
+  constexpr size_t kHeader = kUnitHeader + (Decoded ? kDecodedScales : 0);
+  const int group = G ? G : l.G, words = group / kWord, unit_words = kUnitGroups * group / kWord;
+  const size_t unit_bytes = kHeader + size_t(unit_words) * kWord2Bytes;
+  for (int u = 0; u < l.units; ++u, at += unit_bytes) {
     const uint8_t *codes = at + kHeader;
-    for (size_t line = 0; line < kHeader + kCodes; line += 64) prefetch_stream(at + line);
+    for (size_t line = 0; line < unit_bytes; line += 64) prefetch_stream(at + line);
     typename V::Seconds seconds[M];
     if constexpr (!Decoded)
       for (int m = 0; m < M; ++m)
         seconds[m] = V::seconds(at, reinterpret_cast<const float *>(row[m] + in.scales2) + u * kUnitGroups);
-    const int first = u * kUnitGroups * G / kWord;
-    mixed_group<V, G, D, M, Decoded, 0>(at, codes, in, u, first, row, seconds, f);
-    mixed_group<V, G, D, M, Decoded, 1>(at, codes, in, u, first, row, seconds, f);
-    mixed_group<V, G, D, M, Decoded, 2>(at, codes, in, u, first, row, seconds, f);
-    mixed_group<V, G, D, M, Decoded, 3>(at, codes, in, u, first, row, seconds, f);
+    const int first = u * unit_words;
+    mixed_group<V, G, D, M, Decoded, 0>(words, at, codes, in, u, first, row, seconds, f);
+    mixed_group<V, G, D, M, Decoded, 1>(words, at, codes, in, u, first, row, seconds, f);
+    mixed_group<V, G, D, M, Decoded, 2>(words, at, codes, in, u, first, row, seconds, f);
+    mixed_group<V, G, D, M, Decoded, 3>(words, at, codes, in, u, first, row, seconds, f);
   }
   uint32_t slots;
   __builtin_memcpy(&slots, head + l.slots_at(), 4);
@@ -233,8 +241,9 @@ void mixed_blocks(const Weight &w, const Activations &a, float *y, size_t ldy, i
 template <class V, int G>
 void mixed_of_group(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   using Run = void (*)(const Weight &, const Activations &, float *, size_t, int, int);
-  static constexpr Run kRun[2][2] = {{mixed_blocks<V, G, 1, false>, mixed_blocks<V, G, 1, true>},
-                                     {mixed_blocks<V, G, 2, false>, mixed_blocks<V, G, 2, true>}};
+  constexpr int kOfDecoded = G == 8 ? 8 : 0;  // they are rare
+  static constexpr Run kRun[2][2] = {{mixed_blocks<V, G, 1, false>, mixed_blocks<V, kOfDecoded, 1, true>},
+                                     {mixed_blocks<V, G, 2, false>, mixed_blocks<V, kOfDecoded, 2, true>}};
   kRun[a.digits() - 1][w.mixed->decoded](w, a, y, ldy, b0, b1);
 }
 
@@ -243,7 +252,6 @@ void mixed_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, i
   switch (w.mixed->G) {
     case 8: return mixed_of_group<V, 8>(w, a, y, ldy, b0, b1);
     case 16: return mixed_of_group<V, 16>(w, a, y, ldy, b0, b1);
-    case 32: return mixed_of_group<V, 32>(w, a, y, ldy, b0, b1);
-    default: return mixed_of_group<V, 64>(w, a, y, ldy, b0, b1);
+    default: return mixed_of_group<V, 0>(w, a, y, ldy, b0, b1);
   }
 }

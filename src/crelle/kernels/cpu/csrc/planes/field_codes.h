@@ -265,8 +265,9 @@ void field_blocks(const Weight &w, const FieldInputs &in, float *y, size_t ldy, 
   for (int b = b0; b < b1; ++b) run(w, in, b, y, ldy);
 }
 
-template <int P>
-void field_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+using FieldBlocks = void (*)(const Weight &, const FieldInputs &, float *, size_t, int, int);
+
+inline void field_rows(FieldBlocks run, const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   static thread_local Buffer scratch;
   const int segments = w.partition.segments, groups = w.partition.groups;
   scratch.grow(sizeof(float) * (segments + groups) * kFieldTokens);
@@ -278,20 +279,19 @@ void field_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int
       for (int g = 0; g < groups; ++g) sums[g * kFieldTokens + m] = a.sums(m0 + m)[g];
     }
     const FieldInputs in{a.row(m0), a.row_bytes, scales, sums, rows};
-    (a.precision == Precision::Int8 ? field_blocks<P, 1> : field_blocks<P, 2>)(w, in, y + m0 * ldy, ldy, b0, b1);
+    run(w, in, y + m0 * ldy, ldy, b0, b1);
   }
 }
 
 template <int... P>
-void field_matmul_to(std::integer_sequence<int, P...>, const Weight &w, const Activations &a, float *y, size_t ldy,
-                     int b0, int b1) {
-  using Run = void (*)(const Weight &, const Activations &, float *, size_t, int, int);
-  static constexpr Run kRun[] = {field_rows<P + 1>...};
-  kRun[w.P - 1](w, a, y, ldy, b0, b1);
+FieldBlocks field_blocks_of(std::integer_sequence<int, P...>, int bits, Precision precision) {
+  static constexpr FieldBlocks kInt8[] = {field_blocks<P + 1, 1>...}, kExact[] = {field_blocks<P + 1, 2>...};
+  return (precision == Precision::Int8 ? kInt8 : kExact)[bits - 1];
 }
 
 inline void field_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  field_matmul_to(std::make_integer_sequence<int, FieldV::kMostBits>{}, w, a, y, ldy, b0, b1);
+  field_rows(field_blocks_of(std::make_integer_sequence<int, FieldV::kMostBits>{}, w.P, a.precision), w, a, y, ldy, b0,
+             b1);
 }
 
 // The instruction sets that include this take grids by fields, as far as FieldV reaches, and planes by look-ups.

@@ -12,14 +12,15 @@
 
 namespace crelle::cpu {
 
-// What is multiplied: x and W as bf16, or x rounded to int8 and W's codes. Int8 takes uniform grids whose groups are
-// whole rows or multiples of 64, and only where the precision is Int8.
-enum class Tiles : uint8_t { Bf16, Int8 };
+// What is multiplied: x and W as bf16 or f32, or x rounded to int8 and W's codes. Int8 takes uniform grids whose groups
+// are whole rows or multiples of 64, and only where the precision is Int8.
+enum class Tiles : uint8_t { Bf16, Int8, F32 };
 
 struct Gemm {
   int rows;  // of x from which on this is the faster way
   // Groups of at least this many inputs are multiplied as int8 where that can be done; 0: none are.
   int int8_group;
+  bool (*takes)(const Weight &w, Precision p);  // whether products of w may come here
   Tiles (*tiles)(const Weight &w,
                  Precision p);  // weights of one partition and one kind of tiles share what is packed of x
   size_t (*pack_bytes)(const Weight &w, int M, Precision p);
@@ -32,10 +33,13 @@ struct Gemm {
                     int b0, int b1);
 };
 
+extern const Gemm kF32Generic;
+
 constexpr int kTileRows = 16;
 inline int tiles_of(int M) { return (M + kTileRows - 1) / kTileRows; }
 
 #if defined(__x86_64__)
+extern const Gemm kF32Avx2, kF32Avx512;                  // f32_tiles.h
 extern const Gemm kAmxGemm, kAmxInt8Gemm, kAmxBf16Gemm;  // the faster; int8 wherever it can be done; nowhere
 // Rows of few: as Isa::matmul of VBMI, and the same bits, by tiles where that is faster.
 void matmul_digits(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);

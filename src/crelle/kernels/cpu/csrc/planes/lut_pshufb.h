@@ -134,14 +134,18 @@ void byte_blocks(const Weight &w, const Activations &a, float *y, size_t ldy, in
         byte_block<V, P, Fused, 2>(w, a, m, b, y + m * ldy + size_t(b) * V::kRows);
 }
 
-template <class V>
-void byte_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+template <class V, bool Fused, int First>
+void byte_matmul_of(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   using Run = void (*)(const Weight &, const Activations &, float *, size_t, int, int);
-  static constexpr Run kBcq[8] = {byte_blocks<V, 1, false>, byte_blocks<V, 2, false>, byte_blocks<V, 3, false>,
-                                  byte_blocks<V, 4, false>, byte_blocks<V, 5, false>, byte_blocks<V, 6, false>,
-                                  byte_blocks<V, 7, false>, byte_blocks<V, 8, false>};
-  static constexpr Run kUniform[8] = {byte_blocks<V, 1, true>, byte_blocks<V, 2, true>, byte_blocks<V, 3, true>,
-                                      byte_blocks<V, 4, true>, byte_blocks<V, 5, true>, byte_blocks<V, 6, true>,
-                                      byte_blocks<V, 7, true>, byte_blocks<V, 8, true>};
-  (w.kind == Kind::Bcq ? kBcq : kUniform)[w.P - 1](w, a, y, ldy, b0, b1);
+  const auto run = [&]<int... P>(std::integer_sequence<int, P...>) {
+    static constexpr Run kRun[] = {byte_blocks<V, First + P, Fused>...};
+    kRun[w.P - First](w, a, y, ldy, b0, b1);
+  };
+  run(std::make_integer_sequence<int, 9 - First>{});
+}
+
+// Grids of up to kFields bits have another stream.
+template <class V, int kFields>
+void byte_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
+  (w.kind == Kind::Bcq ? byte_matmul_of<V, false, 1> : byte_matmul_of<V, true, kFields + 1>)(w, a, y, ldy, b0, b1);
 }

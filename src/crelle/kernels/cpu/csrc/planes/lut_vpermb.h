@@ -28,8 +28,10 @@ template <int P, bool Fused, int D>
 struct Registers {
   static constexpr int kBudget = 16;
   static constexpr int kSums = Fused || P == 1 ? 2 : P;
-  static constexpr int kMany = kSums * D * 4 <= kBudget ? 4 : kSums * D * 2 <= kBudget ? 2 : 1;  // rows of x at once
-  static constexpr int kBlocks = kSums * D * 2 <= kBudget ? 2 : 1;  // blocks at once, for one row of x
+  static constexpr bool kRare = P > 4;  // one row and one block at a time: less to compile
+  static constexpr int kPairs = kRare ? 1 : kBudget / kSums / D;
+  static constexpr int kMany = kPairs >= 4 ? 4 : kPairs >= 2 ? 2 : 1;  // rows of x at once
+  static constexpr int kBlocks = kPairs >= 2 ? 2 : 1;                  // blocks at once, for one row of x
   // Vectors of each of B blocks at once.
   static constexpr int vectors(int M, int B) { return kSums * D * M * B * kVectors <= kBudget ? kVectors : 1; }
   static constexpr int sum_of(int p, int half) { return Fused || P == 1 ? half : p; }
@@ -105,7 +107,7 @@ void quad_block(const Weight &w, const Activations &a, int m0, int b, int apart,
 #pragma GCC unroll 2
       for (int r0 = 0; r0 < kVectors; r0 += V) {
         __m512i acc[B * V][M][S][D];
-        if (n == kSegmentChunks)
+        if (M == 1 && !Use::kRare && n == kSegmentChunks)
           quad_segment<P, Fused, D, M, B, V, S>(at, tables, kSegmentChunks, r0, acc);
         else
           quad_segment<P, Fused, D, M, B, V, S>(at, tables, n, r0, acc);

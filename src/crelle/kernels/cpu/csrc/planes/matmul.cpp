@@ -140,7 +140,7 @@ void matmul_tiles(const float *x, int M, const Weight &w, float *y, Precision pr
 }  // namespace
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision) {
-  const Gemm *gemm = gemm_of(w);
+  const Gemm *gemm = gemm_of(w, precision);
   matmul(x, M, w, y, precision, gemm && M >= gemm->rows);
 }
 

@@ -372,15 +372,20 @@ void affine_grid(const SortedGroup &g, const GridCandidates &c, int rounds, floa
   *scale = best.found.alpha[0], *low = best.found.z;
 }
 
+// Codes in the order of their values; of equals the lower one comes first.
+inline void sort_codes(const float *values, int *order, int count) {
+  std::iota(order, order + count, 0);
+  std::stable_sort(order, order + count, [values](int a, int b) { return values[a] < values[b]; });
+}
+
 // The code of the level nearest to each weight of one group; ties go to the lower level. rank: scratch [G].
 template <int P>
 void nearest_codes(const float *w, int G, const Scales &s, int *rank, uint8_t *codes) {
   constexpr int L = 1 << P;
   float values[L];
   int order[L];
-  std::iota(order, order + L, 0);
   SignBook<P>::values(s, values);
-  std::stable_sort(order, order + L, [&](int a, int b) { return values[a] < values[b]; });
+  sort_codes(values, order, L);
   std::fill(rank, rank + G, 0);
   for (int i = 1; i < L; ++i) {
     const float border = (values[order[i - 1]] + values[order[i]]) / 2;

@@ -6,6 +6,7 @@
 // Included inside a namespace of the including file, after sweep.h.
 
 // The best of the codes that begin with `prefix` at precision p; cost: of the precisions before. Of equals the lower.
+// Beyond four precisions the first ones are loops: written out, eight of them would be 255 terms.
 template <int P, int p = 0>
 CRELLE_INLINE void best_below(const Part (&step)[P], const Part (&want)[P], int prefix, Part cost, Part &best,
                               PartInt &code) {
@@ -15,6 +16,9 @@ CRELLE_INLINE void best_below(const Part (&step)[P], const Part (&want)[P], int 
     const PartInt won = cost < best;
     best = won ? cost : best;
     code = won ? PartInt{} + prefix : code;
+  } else if constexpr (P - p > 4) {
+#pragma GCC unroll 1
+    for (int bit = 0; bit < 2; ++bit) best_below<P, p + 1>(step, want, 2 * prefix + bit, cost, best, code);
   } else {
     best_below<P, p + 1>(step, want, 2 * prefix, cost, best, code);
     best_below<P, p + 1>(step, want, 2 * prefix + 1, cost, best, code);
@@ -23,7 +27,7 @@ CRELLE_INLINE void best_below(const Part (&step)[P], const Part (&want)[P], int 
 
 // The common codes of 16 rows; scale, low, want: at each precision.
 template <int P>
-inline Int best_codes(const Vec *scale, const Vec *low, const Vec *want, const float *roots, int coarse) {
+Int best_codes(const Vec *scale, const Vec *low, const Vec *want, const float *roots, int coarse) {
   Int found;
   for (int i = 0; i < kParts; ++i) {
     const auto part = [i](const Vec &v) __attribute__((always_inline)) {
@@ -41,21 +45,25 @@ inline Int best_codes(const Vec *scale, const Vec *low, const Vec *want, const f
   return found;
 }
 
+using BestCodes = Int (*)(const Vec *scale, const Vec *low, const Vec *want, const float *roots, int coarse);
+
 // error: scratch of 16 K P floats, a plane for each precision.
-template <int P>
-inline void nested_sweep_rows(const NestedSweep &s, int tile, float *error) {
-  const int N = s.N, K = s.K, row0 = tile * kLanes, rows = rows_of(row0, N);
+inline void nested_sweep_tile(const NestedSweep &s, int tile, float *error) {
+  static constexpr BestCodes kBest[] = {best_codes<1>, best_codes<2>, best_codes<3>, best_codes<4>,
+                                        best_codes<5>, best_codes<6>, best_codes<7>, best_codes<8>};
+  constexpr int kMost = std::size(kBest);
+  const int N = s.N, K = s.K, P = s.P, row0 = tile * kLanes, rows = rows_of(row0, N);
   const size_t plane = size_t(K) * kLanes;
   for (int k = 0; s.error && k < K; ++k)
     for (int p = 0; p < P; ++p)
       store(error + p * plane + size_t(k) * kLanes, lanes_of(s.error + (size_t(k) * P + p) * N, row0, N));
-  Vec outside[P][kColumns] = {}, behind[1][kColumns] = {};  // what reaches the columns of a block from outside it
+  Vec scale[kMost] = {}, low[kMost] = {}, want[kMost] = {};
+  Vec outside[kMost][kColumns] = {}, behind[1][kColumns] = {};  // what reaches the columns of a block from outside it
   for (int i = 0; i < K; ++i) {
     const int column = i % kColumns, begin = i - column, end = begin + kColumns;
     const bool blocked = end <= K;
     const float *const mix = s.mix ? s.mix + size_t(i) * K : nullptr;
     const Vec target = lanes_of(s.target + size_t(i) * N, row0, N);
-    Vec scale[P], low[P], want[P];
     for (int p = 0; p < P; ++p) {
       const float *const e = error + p * plane, *const grid = s.grids + (size_t(s.group[i]) * P + p) * 2 * N;
       scale[p] = lanes_of(grid, row0, N), low[p] = lanes_of(grid + N, row0, N);
@@ -75,7 +83,7 @@ inline void nested_sweep_rows(const NestedSweep &s, int tile, float *error) {
         want[p] += weighted_sum(mix, e, s.triangular ? i : K);
       }
     }
-    const Int code = best_codes<P>(scale, low, want, s.roots, s.coarse);
+    const Int code = kBest[P - 1](scale, low, want, s.roots, s.coarse);
     using Bytes = uint8_t __attribute__((vector_size(kLanes)));
     const Bytes bytes = __builtin_convertvector(code, Bytes);
     __builtin_memcpy(s.codes + size_t(i) * N + row0, &bytes, rows);
@@ -83,18 +91,5 @@ inline void nested_sweep_rows(const NestedSweep &s, int tile, float *error) {
       const Vec level = __builtin_convertvector(code >> (P - 1 - p), Vec);
       store(error + p * plane + size_t(i) * kLanes, target - (low[p] + scale[p] * level));
     }
-  }
-}
-
-inline void nested_sweep_tile(const NestedSweep &s, int tile, float *scratch) {
-  switch (s.P) {
-    case 1: return nested_sweep_rows<1>(s, tile, scratch);
-    case 2: return nested_sweep_rows<2>(s, tile, scratch);
-    case 3: return nested_sweep_rows<3>(s, tile, scratch);
-    case 4: return nested_sweep_rows<4>(s, tile, scratch);
-    case 5: return nested_sweep_rows<5>(s, tile, scratch);
-    case 6: return nested_sweep_rows<6>(s, tile, scratch);
-    case 7: return nested_sweep_rows<7>(s, tile, scratch);
-    case 8: return nested_sweep_rows<8>(s, tile, scratch);
   }
 }

@@ -1,0 +1,206 @@
+"""Answers that must match a JSON schema, a regular expression or a grammar, by llguidance.
+
+    spec      what was asked for: a kind and a text
+    compiled  once for all sequences that ask for the same: GrammarCompiler.compile, in any thread
+    state     of one sequence: accept(token) goes on, mask() has a bit for each token that may come next
+
+A mask is computed when the token before it is known, in a thread of its own and without the interpreter lock, while the
+model runs the next step (`compute_masks`). What a grammar may cost is limited: its size, the time to build it and the
+work for each token; beyond that the request is refused, or ends with an error.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from json import dumps
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from crelle.engine.tokenization.tokenizer import Tokenizer
+from crelle.errors import CapacityError, SchemeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_TEXT = 64 << 10  # characters of a schema, expression or grammar
+_KEPT = 64  # compiled grammars
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # some 20 ms
+    "step_lexer_fuel": 200_000,  # for one token, some 15 ms
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_grammar_size": 100_000,
+}
+SPACE = r"(\n[ \t]{0,24}| )?"  # between JSON tokens: without a bound, a small model may write nothing else
+_SAYS = 300  # characters of the library's messages
+Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer must match. json_schema, choice: JSON; grammar: GBNF or Lark; lark: as llguidance extends it."""
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_TEXT:
+            raise SchemeError(f"the {self.name} has {len(self.text)} characters; at most {MAX_TEXT} are allowed")
+
+    @property
+    def name(self) -> str:
+        return {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}.get(
+            self.kind, "grammar"
+        )
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokens of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: frozenset[int]) -> None:
+        self._of = tokenizer, vocabulary, end_ids
+        self._tokens: LLTokenizer | None = None
+        self._known: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        self._lock = Lock()
+
+    def compile(self, spec: GrammarSpec) -> "CompiledGrammar":
+        """Return a grammar, or say what is wrong with it."""
+        with self._lock:
+            if (found := self._known.get(spec)) is not None:
+                self._known.move_to_end(spec)
+                return found
+            if self._tokens is None:
+                self._tokens = _tokens(*self._of)
+        made = CompiledGrammar(spec, self._tokens)
+        with self._lock:
+            self._known[spec] = made
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return made
+
+
+def _tokens(tokenizer: Tokenizer, vocabulary: int, end_ids: frozenset[int]) -> "LLTokenizer":
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as e:
+        raise UnsupportedError(
+            f"structured answers need the package llguidance ({e}); pip install 'crelle[server]'"
+        ) from e
+    ends = sorted(end_ids) or [i for i in (tokenizer.special_id("eos_token"),) if i is not None] or [0]
+    try:
+        return LLTokenizer(tokenizer.backend, n_vocab=vocabulary, eos_token=ends)
+    except ValueError as e:
+        raise UnsupportedError(f"structured answers cannot use this model's tokenizer: {str(e)[:_SAYS]}") from e
+
+
+class CompiledGrammar:
+    """A grammar at its beginning."""
+
+    def __init__(self, spec: GrammarSpec, tokens: "LLTokenizer") -> None:
+        from llguidance import LLMatcher, LLParserLimits
+
+        self.spec = spec
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        try:
+            self._matcher = LLMatcher(tokens, _source(spec), limits=limits, log_level=0)
+        except (ValueError, RecursionError) as e:
+            raise SchemeError(f"the {spec.name} is invalid: {str(e)[:_SAYS]}") from e
+        if self._matcher.is_error():
+            raise SchemeError(f"the {spec.name} is invalid: {_first_line(self._matcher.get_error())}")
+        self._mask = _compute(self._matcher, tokens.vocab_size, spec)
+        if not self._mask.any():
+            raise SchemeError(f"the {spec.name} allows no answer at all")
+
+    def start(self) -> "GrammarState":
+        """Return the state of a new sequence."""
+        return GrammarState(self.spec, self._matcher.deep_copy(), self._mask)
+
+
+class GrammarState:
+    """Where an answer stands in its grammar."""
+
+    def __init__(self, spec: GrammarSpec, matcher: "LLMatcher", mask: np.ndarray) -> None:
+        self._spec, self._matcher = spec, matcher
+        self._bits = mask.size * 32
+        self._next: np.ndarray | Future[np.ndarray] = mask
+        self.finished = False  # nothing can follow but the end
+        self.waited = 0  # masks that were not there when they were needed
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token that was sampled."""
+        if self.finished or not self._matcher.consume_token(token):
+            _require(self._matcher, self._spec)
+            raise AssertionError(f"token {token} was not allowed")
+        self.finished = self._matcher.is_stopped()
+
+    def mask(self) -> np.ndarray:
+        """Return a bit for each token that may come next, int32 [V / 32]."""
+        if isinstance(self._next, Future):
+            self.waited += not self._next.done()
+            self._next = self._next.result()
+        return self._next
+
+    def begin(self, found: "Future[np.ndarray]") -> None:
+        """Take what computes the next mask."""
+        self._next = found
+
+    def compute(self) -> np.ndarray:
+        return _compute(self._matcher, self._bits, self._spec)
+
+
+_pool = ThreadPoolExecutor(1, "crelle-masks")
+
+
+def compute_masks(states: Sequence[GrammarState]) -> None:
+    """Start to compute the next mask of each, in a thread beside the model's step; one job for all."""
+    if not states:
+        return
+    futures: list[Future[np.ndarray]] = [Future() for _ in states]
+    for state, future in zip(states, futures, strict=True):
+        state.begin(future)
+
+    def run() -> None:
+        for state, future in zip(states, futures, strict=True):
+            try:
+                future.set_result(state.compute())
+            except BaseException as e:
+                future.set_exception(e)
+
+    _pool.submit(run)
+
+
+def _compute(matcher: "LLMatcher", vocabulary: int, spec: GrammarSpec) -> np.ndarray:
+    mask = np.zeros(-(-vocabulary // 32), dtype=np.int32)
+    if not matcher.is_stopped():
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    _require(matcher, spec)
+    return mask
+
+
+def _require(matcher: "LLMatcher", spec: GrammarSpec) -> None:
+    if matcher.is_error():
+        raise CapacityError(f"the {spec.name} takes too much work: {_first_line(matcher.get_error())}; simplify it")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:_SAYS]
+
+
+def _source(spec: GrammarSpec) -> Any:
+    from llguidance import LLMatcher, grammar_from
+
+    if spec.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(spec.text, overrides={"whitespace_pattern": SPACE})
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "lark":
+        return LLMatcher.grammar_from_lark(spec.text)
+    return grammar_from("choice" if spec.kind == "choice" else "grammar", spec.text)
+
+
+def one_of(choices: Sequence[str]) -> GrammarSpec:
+    """Return a grammar of some answers."""
+    return GrammarSpec("choice", dumps(list(choices)))

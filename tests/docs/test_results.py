@@ -1,0 +1,82 @@
+"""Figures of docs/results.md, docs/notes/zero-shot.md and README.md are those of the result files beside them."""
+
+import json
+import re
+from typing import Any
+
+from conftest import ROOT
+
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+TASKS = (ROOT / "docs" / "notes" / "zero-shot.md").read_text(encoding="utf-8")
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    found = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return list(found["rows"])
+
+
+def line(page: str, name: str) -> str:
+    """Return the line that links a result file."""
+    (found,) = (text for text in page.split("\n") if f"{name}.json" in text)
+    return found
+
+
+def test_first_tokens() -> None:
+    table = RESULTS.split("## GPU: first token")[1]
+    found = rows("h200-engine-first-token")
+    file = json.loads((ROOT / "bench" / "results" / "h200-engine-first-token.json").read_text(encoding="utf-8"))
+    assert [r["scheme"] for r in found] == ["fp16", "rtn:bits=4,group=128", "atom:w=4,a=8,levels=2"]
+    for tokens, shown in (("128", "128"), ("1024", "1,024"), ("4000", "4,000")):
+        each = [*(r["first_token_milliseconds"][tokens] for r in found), file["cublas_linears_milliseconds"][tokens]]
+        assert f"| {shown} tokens | {' | '.join(f'{ms:.1f}' for ms in each)} |" in table
+    _, four, integer = (f"{r['milliseconds_per_token']:.2f}" for r in found)
+    assert f"one stream at {integer} ms per token, 4 bits at {four}" in table
+
+
+def test_small_model() -> None:
+    fp16, *quantized = (f"{r['milliseconds_per_token']:.3f}" for r in rows("h200-engine-smollm2"))
+    shown = line(RESULTS, "h200-engine-smollm2")
+    assert f"| {' / '.join(quantized)} ms per token" in shown
+    assert f"| fp16: {fp16} |" in shown
+
+
+def test_clients() -> None:
+    found = {r["scheme"]: r for r in rows("h200-serve-64-clients")}
+    fp16, four, integer = (found[s] for s in ("fp16", "rtn:bits=4,group=128", "atom:w=4,a=8,levels=2"))
+    rate, share = ({id(r): r[key] for r in found.values()} for key in ("tokens_per_second", "prefill_share"))
+    shown = line(RESULTS, "h200-serve-64-clients")
+    assert f"| {rate[id(integer)]:,.0f} / {rate[id(four)]:,.0f} tokens/s" in shown
+    assert f"{100 * share[id(integer)]:.0f} / {share[id(four)]:.0%} of the time in prompts" in shown
+    assert f"| fp16: {rate[id(fp16)]:,.0f}; {share[id(fp16)]:.0%} |" in shown
+    readme = line((ROOT / "README.md").read_text(encoding="utf-8"), "h200-serve-64-clients")
+    assert f"`atom:w=4,a=8,levels=2` | – | {rate[id(integer)]:,.0f} | fp16: {rate[id(fp16)]:,.0f} |" in readme
+
+
+def test_row_wise_opt_and_efforts() -> None:
+    (row,) = (r for r in rows("h200-papers-opt") if (r["model"], r["scheme"]) == ("opt-175b", "bcq:bits=3,group=row"))
+    bytes_, joules = (row["weight_bytes"] / 1e9, row["peak_memory_bytes"] / 1e9), row["joules_per_token"]
+    shown = line(RESULTS, "h200-papers-opt")
+    assert (
+        "{:.1f} ms; {:.1f} GB, {:.1f} GB peak; {:.1f} J".format(row["milliseconds_per_token"], *bytes_, joules) in shown
+    )
+    three, four = sorted(rows("h200-effort-smollm2"), key=lambda r: float(r["bits"]))
+    shown = line(RESULTS, "h200-effort-smollm2")
+    assert f"{four['bits']} / {three['bits']} bits ({four['test_ratio']:.3f} / {three['test_ratio']:.3f} times" in shown
+    seconds = [r[key] for key in ("seconds", "estimated_seconds") for r in (four, three)]
+    assert "{:.0f} / {:.0f} s; estimates {:.0f} / {:.0f}".format(*seconds) in shown
+
+
+def test_language_tasks() -> None:
+    names = {"fp16": "fp16 | 16.00", "rtn4": "rtn | 4.32", "rtn3": "rtn | 3.30", "gptq4": "gptq | 4.32"}
+    names |= {"gptq3": "gptq | 3.30", "gptq2": "gptq | 2.29", "mixed-four25": "mixed | 2.97"}
+    found = {r["name"]: r for r in rows("h200-zero-shot-language-smollm2")}
+    assert found.keys() == names.keys()
+    for name, start in names.items():
+        (shown,) = (text for text in TASKS.split("\n") if text.startswith(f"| {start} |"))
+        scores = (100 * found[name]["tasks"][task]["accuracy"] for task in ("lambada_openai", "arc_challenge"))
+        assert shown.endswith("| {:.2f} | {:.1f} | {:.1f} |".format(found[name]["perplexity"], *scores))
+    for name in ("gptq4", "gptq3"):
+        pair = found[name]["tasks"]["lambada_openai"]["against"]["paired"]
+        assert f"−{-100 * pair['difference']:.1f} ± {100 * pair['stderr']:.1f}" in TASKS
+    assert re.search(r"below chance \(22\.2\)", TASKS)
+    assert 100 * found["fp16"]["tasks"]["arc_challenge"]["accuracy"] == 22.2
