@@ -146,7 +146,7 @@ def test_shapes_and_scales_without_a_place_are_refused() -> None:
     exact = UniformTensor.from_codes(torch.zeros(8, 32, dtype=torch.uint8), 4, torch.full((8, 1), 0.25), None, 32)
     packed, grid = pack(PermutedTensor(exact, torch.arange(31, -1, -1, dtype=torch.int32)))
     assert packed["scales"].dtype == torch.float16
-    assert grid == (4, -1, True, True)
+    assert grid == Grid(4, -1, True, True)
 
 
 def test_versions_that_do_not_exist_are_refused(source: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ SCHEMES = (
     "awq:bits=4,group=16",
     "bcq-nested:bits=4,group=16",
     "auto:bits=4.4",
+    "mxfp4",
 )
 
 

@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CrelleError], str]] = {
     "other family": (
         {"model_type": "bloom"},
         UnsupportedError,
-        r"'bloom' is not one that Crelle runs \(.*llama, .*, opt\)",
+        r"'bloom' is not one that Crelle runs \(.*llama, .*, opt, .*\)",
     ),
     "model type of no kind": ({"model_type": ["opt"]}, UnsupportedError, "model type .* is not one"),
     "activation": ({"activation_function": "silu"}, UnsupportedError, r"'silu' is not one of OPT's \(relu, gelu\)"),

@@ -30,8 +30,9 @@ def run(
     """Convert a quantized model to a format that vLLM, transformers or llama.cpp can load.
 
     The matrices of the layers keep their exact values. This works for uniform grids: gptq and compressed-tensors with
-    2, 3, 4 and 8 bits, awq with 4 bits, gguf with groups that are multiples of 32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). The
-    export fails if the format cannot represent a matrix exactly, for example a binary-coded one.
+    2, 3, 4 and 8 bits (compressed-tensors also mxfp4 and nvfp4), awq with 4 bits, gguf with groups that are multiples
+    of 32 (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0). The export fails if the format cannot represent a matrix exactly, for example
+    a binary-coded one.
 
     There is one exception: if the format has no 8-bit embedding or head, these are written as fp16, which rounds some
     values. A warning prints how many, and by how much. `crelle quantize --head none` avoids this.

@@ -10,6 +10,7 @@
     bcq-nested:bits=4,group=128          2, 3 and 4 bits in one checkpoint             [settings: see its module]
     mixed:group=16,four=0.25             2 and 4 bits in one matrix, 16-bit outliers   [outliers=0.002; see its module]
     atom:w=4,a=4,kv=4,group=128,outliers=128   integer weights and activations, outlier channels in 8 bits
+    mxfp4, nvfp4                         four-bit floats in groups of 32 and 16, rounded to nearest
 
 `group=row` shares the scales over a whole row. A config is a frozen dataclass: `parse` builds it from the string,
 `str` writes it back, with settings at their defaults left out except bits and group.
@@ -23,13 +24,16 @@ from crelle.quantizers.schemes.atom import Atom
 from crelle.quantizers.schemes.auto import Auto
 from crelle.quantizers.schemes.awq import AWQ
 from crelle.quantizers.schemes.bcq import BCQ
+from crelle.quantizers.schemes.fp4 import MXFP4, NVFP4
 from crelle.quantizers.schemes.gptq import GPTQ
 from crelle.quantizers.schemes.hbcq import HBCQ
 from crelle.quantizers.schemes.mixed import Mixed
 from crelle.quantizers.schemes.nested import Nested
 from crelle.quantizers.schemes.rtn import RTN
 
-CONFIGS: dict[str, type[GroupedConfig]] = {c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Atom, Auto)}
+CONFIGS: dict[str, type[GroupedConfig]] = {
+    c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Atom, Auto, MXFP4, NVFP4)
+}
 
 
 def parse(scheme: str) -> Quantizer:

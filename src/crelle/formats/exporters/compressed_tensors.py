@@ -20,6 +20,7 @@ from crelle.formats.exporters.directory import (
     require_whole_groups,
     uniform_of,
 )
+from crelle.formats.fp4 import E4M3, Fp4Tensor, Nvfp4Tensor
 from crelle.formats.importers.compressed_tensors import unpacked
 from crelle.formats.importers.gptq import BITS
 from crelle.formats.packing import pack_words
@@ -32,6 +33,8 @@ class CompressedTensorsLayout:
 
     def pack(self, w: QuantTensor, module: str) -> tuple[dict[str, Tensor], Grid]:
         N, K = w.shape
+        if isinstance(w, Fp4Tensor):
+            return self._four_bit_floats(w), Grid(4, w.size, True, False, w.format)
         inner, codes, g_idx = uniform_of(w, self.title, BITS)
         require_whole_groups(K, inner.group, self.title)
         packed = {
@@ -45,8 +48,24 @@ class CompressedTensorsLayout:
             packed["weight_g_idx"] = g_idx
         return packed, Grid(inner.bits, inner.group if inner.group < K else -1, inner.zero is None, inner is not w)
 
+    def _four_bit_floats(self, w: Fp4Tensor) -> dict[str, Tensor]:
+        require_whole_groups(w.K, w.size, self.title)
+        packed = {"weight_packed": w.packed, "weight_scale": w.scale}
+        if isinstance(w, Nvfp4Tensor):
+            if not w.divides:
+                raise UnsupportedError(
+                    f"its global scale is a multiplier (ModelOpt), and {self.title} stores a divisor"
+                )
+            packed |= {"weight_scale": w.scale.view(E4M3), "weight_global_scale": w.global_scale}
+        return packed
+
     def declare(self, grids: Mapping[str, Grid], plain: list[str]) -> dict[str, Any]:
         kinds = [kind for kind, _ in Counter(grids.values()).most_common()]
+        layouts = sorted({f"{k.kind}-pack-quantized".removeprefix("uniform-") for k in kinds})
+        if len(layouts) > 1:
+            raise UnsupportedError(
+                f"{self.title} has one format for a model, but this would be {' and '.join(layouts)}"
+            )
         groups = {
             f"group_{i}": {
                 "targets": ["Linear"] if i == 0 else [m for m, g in grids.items() if g == kind],
@@ -61,7 +80,7 @@ class CompressedTensorsLayout:
             ignored.append("lm_head")  # tied to the embedding, and still a Linear
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": layouts[0],
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": ignored,
@@ -72,9 +91,9 @@ class CompressedTensorsLayout:
 def _weights(kind: Grid) -> dict[str, Any]:
     return {
         "num_bits": kind.bits,
-        "type": "int",
+        "type": "int" if kind.kind == "uniform" else "float",
         "symmetric": kind.symmetric,
-        "strategy": "channel" if kind.group == -1 else "group",
+        "strategy": "channel" if kind.group == -1 else "tensor_group" if kind.kind == "nvfp4" else "group",
         "group_size": None if kind.group == -1 else kind.group,
         "actorder": "group" if kind.permuted else None,
         "dynamic": False,

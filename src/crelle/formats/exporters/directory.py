@@ -41,6 +41,7 @@ class Grid(NamedTuple):
     group: int  # -1: a whole row
     symmetric: bool
     permuted: bool
+    kind: str = "uniform"  # or four-bit floats: mxfp4, nvfp4
 
 
 class Layout(Protocol):

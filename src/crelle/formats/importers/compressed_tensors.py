@@ -1,4 +1,7 @@
-"""Checkpoints of compressed-tensors (llm-compressor, vLLM) in the format `pack-quantized`: w = scale (q - zero).
+"""Checkpoints of compressed-tensors (llm-compressor, vLLM).
+
+`nvfp4-pack-quantized` and `mxfp4-pack-quantized` have weight_packed uint8 [N, K/2] and weight_scale as they are in
+crelle.formats.fp4, the former weight_global_scale f32 [1], a divisor. `pack-quantized`: w = scale (q - zero).
 
     weight_packed      int32 [N, words]     q + 2^(b-1) for signed q, packed along K, low bits first
     weight_scale       float [N, G]         one column where the strategy is `channel`
@@ -19,12 +22,14 @@ from torch import Tensor
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import SCALE_DTYPES, groups_in
+from crelle.formats.fp4 import E4M3, Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.importers.base import EncodedDirectory, in_group_order, sorted_grid, whole_number
 from crelle.formats.importers.name_patterns import MAX_WORK, NamePattern
 from crelle.formats.packing import unpack_words
 from crelle.formats.storage.io import shown
 
 _INTEGERS = (torch.int32, torch.int64)
+_FP4: dict[str, type[Fp4Tensor]] = {"nvfp4-pack-quantized": Nvfp4Tensor, "mxfp4-pack-quantized": Mxfp4Tensor}
 _MAX_TARGETS = 1000  # names and patterns; real files have a few, or one for each matrix of some layers
 
 
@@ -38,13 +43,16 @@ class CompressedTensorsDirectory(EncodedDirectory):
         "weight_zero_point",
         "weight_shape",
         "weight_g_idx",
+        "weight_global_scale",
+        "input_global_scale",
     )
 
     def __init__(self, path: Path, config: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
-        if (layout := declared.get("format")) != "pack-quantized":
+        if (layout := declared.get("format")) not in ("pack-quantized", *_FP4):
             raise UnsupportedError(
-                f"{path} is compressed-tensors in the format '{layout}'; Crelle reads pack-quantized"
+                f"{path} is compressed-tensors in the format '{layout}'; Crelle reads pack-quantized, {', '.join(_FP4)}"
             )
+        self.fp4: type[Fp4Tensor] | None = _FP4.get(str(layout))
         for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
             if declared.get(key):
                 raise UnsupportedError(
@@ -57,13 +65,18 @@ class CompressedTensorsDirectory(EncodedDirectory):
         self.schemes: list[tuple[list[str | NamePattern], dict[str, Any]]] = []
         work = [MAX_WORK]
         for name, scheme in groups.items():
-            if scheme.get("input_activations") or scheme.get("output_activations"):
+            if self.fp4 is not None and scheme.get("input_activations"):
+                self.notes.append(f"'{name}' also quantizes activations to 4 bits; here they stay floats")
+            elif scheme.get("input_activations") or scheme.get("output_activations"):
                 raise UnsupportedError(f"{path}: '{name}' also quantizes activations, which Crelle does not support")
             weights, targets = scheme.get("weights"), scheme.get("targets")
             if not isinstance(weights, dict) or not isinstance(targets, list):
                 raise FormatError(f"{path}: '{name}' in config_groups should have 'weights' and 'targets'")
-            if weights.get("type", "int") != "int":
-                raise UnsupportedError(f"{path}: '{name}' has weights of type '{weights['type']}'; Crelle reads int")
+            if weights.get("type", "int") != (kind := "int" if self.fp4 is None else "float"):
+                found = weights.get("type", "int")
+                raise UnsupportedError(
+                    f"{path}: '{name}' has weights of type '{found}'; Crelle reads {kind} in {layout}"
+                )
             if sum(len(t) for t, _ in self.schemes) + len(targets) > _MAX_TARGETS:
                 raise UnsupportedError(f"{path}: config_groups has more than {_MAX_TARGETS} targets")
             self.schemes.append(([_pattern(t, path, work) for t in targets], weights))
@@ -80,6 +93,9 @@ class CompressedTensorsDirectory(EncodedDirectory):
         raise FormatError("no target in config_groups matches it")
 
     def _matrix_shape(self, module: str) -> tuple[int, int]:
+        if self.fp4 is not None:
+            N, half = self._part_shape(module, "weight_packed")
+            return N, 2 * half
         if module not in self._shapes:
             shape = self.part(module, "weight_shape", (2,), _INTEGERS).tolist()
             if min(shape) < 1:
@@ -90,6 +106,8 @@ class CompressedTensorsDirectory(EncodedDirectory):
     def _decode(self, module: str) -> QuantTensor:
         N, K = self._matrix_shape(module)
         scheme = self._scheme(module)
+        if self.fp4 is not None:
+            return self._four_bit_floats(self.fp4, module, N, K)
         bits = whole_number(scheme.get("num_bits"), "its number of bits")
         strategy, size = scheme.get("strategy"), scheme.get("group_size")
         if strategy not in ("group", "channel"):
@@ -106,6 +124,18 @@ class CompressedTensorsDirectory(EncodedDirectory):
         codes = unpacked(self.part(module, "weight_packed", (N, None), (torch.int32,)), bits, K, "weight_packed")
         zero = None if scheme.get("symmetric", True) else self._zero_points(module, bits, N, G)
         return sorted_grid(codes, bits, scale, zero, group, order)
+
+    def _four_bit_floats(self, kind: type[Fp4Tensor], module: str, N: int, K: int) -> Mxfp4Tensor | Nvfp4Tensor:
+        sizes = (N, -(-K // kind.size))
+        spec: dict[str, Any] = {"format": kind.format, "shape": [N, K], "bits": 4, "group": kind.size}
+        stored = {"codes": self.part(module, "weight_packed", (N, K // 2), (torch.uint8,))}
+        if kind is Mxfp4Tensor:
+            return Mxfp4Tensor.from_parts(
+                spec, stored | {"scale": self.part(module, "weight_scale", sizes, (torch.uint8,))}
+            )
+        stored["scale"] = self.part(module, "weight_scale", sizes, (E4M3,)).view(torch.uint8)
+        stored["global_scale"] = self.part(module, "weight_global_scale", (1,), (torch.float32,))
+        return Nvfp4Tensor.from_parts({**spec, "divides": True}, stored)
 
     def _zero_points(self, module: str, bits: int, N: int, G: int) -> Tensor:
         stored = self.part(module, "weight_zero_point", (None, G), (torch.int32, torch.int8))

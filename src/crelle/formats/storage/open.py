@@ -17,6 +17,8 @@ from crelle.formats.storage.io import looks_pickled, read_json, refuse_pickle
 from crelle.formats.storage.nearby import meant_instead, models_in
 from crelle.formats.storage.ownership import CONFIG, is_checkpoint
 
+_MODELOPT = "hf_quant_config.json"
+
 
 class Weights(Protocol):
     """A model's config, tokenizer and tensors; a tensor is read from the disk when it is asked for.
@@ -84,10 +86,10 @@ def open_weights(path: str | Path, verify: bool = True, encoded: bool = False) -
 
 
 def _declared(path: Path, config: dict[str, Any]) -> Any:
-    """Return what a directory says about its quantization; older GPTQ and AWQ say it in a file of its own."""
+    """Return what a directory says about its quantization; older GPTQ, AWQ and ModelOpt say it in a file of its own."""
     if found := config.get("quantization_config") or config.get("compression_config"):
         return found
-    for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+    for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), (_MODELOPT, "modelopt")):
         if (path / file).is_file():
             return {"quant_method": method, **read_json(path / file)}
     return None
@@ -98,13 +100,17 @@ def open_quantized(path: Path, config: dict[str, Any], declared: Any) -> Weights
     from crelle.formats.importers.awq import AWQDirectory
     from crelle.formats.importers.compressed_tensors import CompressedTensorsDirectory
     from crelle.formats.importers.gptq import GPTQDirectory
+    from crelle.formats.importers.modelopt import ModelOptDirectory
+    from crelle.formats.importers.mxfp4 import Mxfp4Directory
 
-    readers = {r.method: r for r in (GPTQDirectory, AWQDirectory, CompressedTensorsDirectory)}
+    every = (GPTQDirectory, AWQDirectory, CompressedTensorsDirectory, ModelOptDirectory, Mxfp4Directory)
+    readers: dict[str, Any] = {r.method: r for r in every}
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
     if not isinstance(declared, dict) or not isinstance(method, str) or method not in readers:
         known = ", ".join(readers)
         raise FormatError(f"{path} is quantized by '{method}', which Crelle cannot read (it reads {known} and GGUF)")
-    return readers[method](path, config, declared)
+    found: Weights = readers[method](path, config, declared)
+    return found
 
 
 def matrices_of(weights: Weights) -> list[str]:

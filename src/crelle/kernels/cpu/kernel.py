@@ -1,5 +1,7 @@
 """The C++ kernels as two Kernels, `cpu` and `cpu-int8`: bit-plane and mixed tensors, laid out anew for this machine.
 
+Four-bit floats are multiplied as integers of 5 bits, which hold twice their values.
+
 precision  what x is rounded to, per 128 inputs   error against f64 (Gaussian x, 4096 inputs)
 exact      16 bits                                about 3e-5; the default
 int8       8 bits                                 about 7e-3; up to twice as fast where the weights are in cache
@@ -15,12 +17,13 @@ from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.fp4 import Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.mixed import MixedTensor
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 
 Precision = Literal["exact", "int8"]
-_FORMATS = tuple(t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor))
+_FORMATS = tuple(t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor, Mxfp4Tensor, Nvfp4Tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +54,8 @@ class Cpu(FloatInput):
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CpuWeight:
         if isinstance(w, MixedTensor):
             return CpuWeight(_mixed(w), self.precision)
+        if isinstance(w, Fp4Tensor):
+            w = w.as_uniform()
         planes = numpy_of(getattr(w, "planes", torch.empty(0)))
         if isinstance(w, BCQTensor):
             z = None if w.z is None else numpy_of(w.z.float())
