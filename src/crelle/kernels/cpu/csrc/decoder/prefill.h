@@ -4,8 +4,8 @@
 // The same weights, the same cache and the same numerics as the decode step (decoder.h), another balance: products
 // have hundreds of rows, so that they are computed as tiles (gemm.h), and attention is as much work as a product. All
 // activations lie in tiles of 16 tokens of one sequence side by side, [feature][16] (transposed_ops.h): what products
-// of tiles take and give. Products by other kernels (grids without AMX, plain matrices) see rows, transposed before and after;
-// there the last tile of a sequence has no padding.
+// of tiles take and give. Products by other kernels (grids without AMX, plain matrices) see rows, transposed before and
+// after; there the last tile of a sequence has no padding.
 //
 // Each phase is spread over the pool in small independent items that threads take as they come: a thread that wakes
 // late or has to share its core takes fewer. Nothing depends on who computed an item.
