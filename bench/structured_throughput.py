@@ -20,7 +20,7 @@ import jsonschema_rs
 from crelle import LLM, Sampling
 from crelle.bench.environment import write_result
 from crelle.engine.engine import Engine
-from crelle.engine.grammar import GrammarSpec
+from crelle.engine.sampling.grammar import GrammarSpec
 
 PERSON: dict[str, Any] = {
     "type": "object",

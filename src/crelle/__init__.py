@@ -18,7 +18,7 @@ _HOME = {
     "LLM": "crelle.engine.llm",
     "Completion": "crelle.engine.llm",
     "CrelleConfig": "crelle.integrations.transformers.config",
-    "Sampling": "crelle.engine.sampler",
+    "Sampling": "crelle.engine.sampling.sampler",
     "CrelleError": "crelle.errors",
     "Embedder": "crelle.engine.embedder",
     "perplexity": "crelle.eval.perplexity",
@@ -42,7 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
     from crelle.engine.embedder import Embedder
     from crelle.engine.llm import LLM, Completion
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
     from crelle.errors import CrelleError
     from crelle.eval.perplexity import perplexity
     from crelle.integrations.transformers.config import CrelleConfig

@@ -6,7 +6,7 @@ import pytest
 from in_process import run, succeed
 
 from crelle import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import SchemeError
 from crelle.eval.kv_divergence import kv_divergence
 from crelle.eval.perplexity import Windows, perplexity

@@ -5,7 +5,7 @@ from typing import Any
 from zlib import crc32
 
 from crelle.engine.block_manager import BlockManager
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.scheduler import Scheduler, Step
 from crelle.engine.sequence import Request, Sequence, State
 

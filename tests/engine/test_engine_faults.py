@@ -223,7 +223,7 @@ def test_a_detokenizer_that_panics_at_the_end_still_gives_a_last_event(
 
     engine = played_engine(llm)
     handle = engine.add(**REQUESTS["greedy"])
-    monkeypatch.setattr("crelle.engine.stop_filter.StopFilter.finish", broken)
+    monkeypatch.setattr("crelle.engine.sampling.stop_filter.StopFilter.finish", broken)
     *events, last = list(handle)
     assert last.output is not None
     assert (last.output.completion.finish_reason, last.text) == ("error", "")

@@ -12,7 +12,7 @@ from conftest import write_tiny_model
 
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
-from crelle.engine.grammar import GrammarSpec, one_of
+from crelle.engine.sampling.grammar import GrammarSpec, one_of
 from crelle.errors import CapacityError, CrelleError, SchemeError
 from crelle.kernels.threads import set_threads
 

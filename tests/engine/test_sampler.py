@@ -15,8 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from crelle.engine.logits_processors import LogitsProcessor, apply_updates
-from crelle.engine.sampler import Sampler, Sampling, _truncate
+from crelle.engine.sampling.logits_processors import LogitsProcessor, apply_updates
+from crelle.engine.sampling.sampler import Sampler, Sampling, _truncate
 from crelle.errors import SchemeError
 
 END = frozenset({7, 60})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crelle.engine.block_manager import BlockManager
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.sequence import Request, Sequence, State
 from crelle.errors import SchemeError
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampler, Sampling
-from crelle.engine.stop_filter import StopFilter
+from crelle.engine.sampling.sampler import Sampler, Sampling
+from crelle.engine.sampling.stop_filter import StopFilter
 from crelle.engine.tokenization.tokenizer import Detokenizer, Tokenizer
 from crelle.models.loader import load
 

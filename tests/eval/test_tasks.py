@@ -18,7 +18,7 @@ from conftest import quantized_copy
 from transformers import AutoModelForCausalLM
 
 from crelle import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError, CrelleError, FormatError, NumericsError, SchemeError
 from crelle.eval.tasks import loglikelihood, scoring
 from crelle.eval.tasks.items import read_items

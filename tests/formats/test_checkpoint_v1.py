@@ -8,7 +8,7 @@ import torch
 from write_checkpoint_v1 import HASHES, hashes, write
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.formats.affine import NestedTensor
 from crelle.formats.storage.checkpoint import FORMATS, Checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.storage.checkpoint import Checkpoint

@@ -32,7 +32,7 @@ import transformers.models.auto.tokenization_auto  # noqa: F401
 from in_process import run
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CrelleError
 
 GIGABYTE = 1 << 30

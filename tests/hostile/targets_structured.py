@@ -13,7 +13,7 @@ from conftest import write_tiny_model
 from target_base import Target, read_all
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.importers.gguf_header import Header
 from crelle.formats.storage.open import open_weights

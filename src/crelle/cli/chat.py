@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from crelle.cli.views.conversation import Conversation
     from crelle.engine.llm import LLM
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
 
 NAME = "chat"
 _PROMPT = 128  # tokens of a message up to which kernels are compiled ahead

@@ -10,7 +10,7 @@ from crelle.cli.common.option_groups import ModelOptions, model_options
 from crelle.cli.common.sampling import sampling_options
 
 if TYPE_CHECKING:
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
 
 NAME = "generate"
 

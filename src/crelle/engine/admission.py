@@ -1,7 +1,7 @@
 """What a request may ask for."""
 
 from crelle.engine.loaded_model import LoadedModel
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import SchemeError
 
 MAX_LOGPROBS = 20  # most likely tokens that can be asked for with each token

@@ -9,7 +9,7 @@ from typing import Any, Self
 from crelle.engine.engine import Engine
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import Prompt
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError
 
 

@@ -38,9 +38,7 @@ from time import perf_counter
 from torch import Tensor
 
 from crelle.engine.admission import MAX_LOGPROBS, require_possible
-from crelle.engine.batch_sampler import sample_batch
 from crelle.engine.block_manager import BlockManager
-from crelle.engine.grammar import GrammarSpec
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.machine_memory import out_of_memory
@@ -48,11 +46,13 @@ from crelle.engine.memory import show_bytes
 from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.output import OnEvent, OutputState, PromptLogprobs, QueueFullError
-from crelle.engine.sampler import Sampler, Sampling, not_finite
+from crelle.engine.sampling.batch_sampler import sample_batch
+from crelle.engine.sampling.grammar import GrammarSpec
+from crelle.engine.sampling.sampler import Sampler, Sampling, not_finite
+from crelle.engine.sampling.stop_filter import StopFilter
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
 from crelle.engine.stats import Stats, StepClock
-from crelle.engine.stop_filter import StopFilter
 from crelle.engine.tokenization.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat

@@ -4,7 +4,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import FormatError, SchemeError
 from crelle.formats.storage.io import read_json, shown
 from crelle.formats.storage.open import Weights

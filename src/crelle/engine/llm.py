@@ -21,7 +21,7 @@ from crelle.engine.memory import page_bytes
 from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, StreamChunk
-from crelle.engine.sampler import Sampling, sampling_of
+from crelle.engine.sampling.sampler import Sampling, sampling_of
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.kv.format import kv_of_checkpoint

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from threading import RLock
 
-from crelle.engine.grammar import GrammarCompiler
+from crelle.engine.sampling.grammar import GrammarCompiler
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes

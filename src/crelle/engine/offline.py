@@ -6,7 +6,7 @@ from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.output import Completion
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import SchemeError
 from crelle.formats.kv.pages import KVFormat
 

@@ -21,7 +21,7 @@ from crelle.engine.block_manager import BlockTable
 from crelle.errors import SchemeError
 
 if TYPE_CHECKING:
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 _numbers = count(1)

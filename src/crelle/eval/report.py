@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.plots import pyplot
 
 _FAR = 8  # times the least perplexity: what lies above is drawn at the edge

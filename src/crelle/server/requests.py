@@ -6,8 +6,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from crelle.engine.embedding import Pooling
-from crelle.engine.grammar import GrammarSpec
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.grammar import GrammarSpec
+from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.server.answers.chat_answer import thinks
 from crelle.server.answers.structured import Form, form_of

@@ -20,7 +20,7 @@ from crelle.bench.load.trace import Prompts
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.memory import plan
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.kv.pages import KVFormat, KVPages, quantize
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS

@@ -25,7 +25,7 @@ from crelle.bench.load.trace import Prompts, TraceRequest
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.output import Event
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.stats import Stats
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, bucket_of

@@ -9,7 +9,7 @@ import typer
 from crelle.cli.common.option_groups import Command, option_group
 
 if TYPE_CHECKING:
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
     from crelle.formats.storage.open import Weights
 
 _OPTIONS: dict[str, tuple[str, Any, Any, str]] = {  # field of Sampling: option, type, default, help
@@ -77,6 +77,6 @@ class ChatSampling:
 
 
 def _sampling(stop: list[str] | None, **given: Any) -> "Sampling":
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
 
     return Sampling(**given, stop=tuple(stop or ()))

@@ -8,7 +8,7 @@ from crelle.errors import CapacityError, CrelleError
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
     from crelle.engine.output import Completion
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
     from crelle.engine.tokenization.tokenizer import Message
 
 _ROOM = 4  # an answer has at least this fraction (1/4) of the context, or max_tokens

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError, SchemeError
 from crelle.eval.tasks.loglikelihood import Ending, encode_pair
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampler import Sampling
+from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError, SchemeError
 from crelle.eval.perplexity import not_finite
 from crelle.eval.tasks.items import Item, read_items

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from crelle.engine.grammar import GrammarSpec, one_of
+from crelle.engine.sampling.grammar import GrammarSpec, one_of
 from crelle.errors import CrelleError
 from crelle.server.answers.tool_formats import json_grammar
 from crelle.server.errors import ApiError

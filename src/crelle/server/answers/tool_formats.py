@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from crelle.engine.grammar import SPACE, GrammarSpec
+from crelle.engine.sampling.grammar import SPACE, GrammarSpec
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.server.schema.strict_json import dumps, encode
 

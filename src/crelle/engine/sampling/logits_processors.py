@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from crelle.engine.sampler import Sampling
+    from crelle.engine.sampling.sampler import Sampling
 
 _FIRST = 64  # tokens that an update has room for before it grows
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.engine.logits_processors import LogitsProcessor, apply_updates
+from crelle.engine.sampling.logits_processors import LogitsProcessor, apply_updates
 from crelle.errors import NumericsError, SchemeError
 from crelle.formats.storage.io import shown
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.engine.grammar import compute_masks
-from crelle.engine.logits_processors import apply_updates
 from crelle.engine.output import OutputState
-from crelle.engine.sampler import likeliest
+from crelle.engine.sampling.grammar import compute_masks
+from crelle.engine.sampling.logits_processors import apply_updates
+from crelle.engine.sampling.sampler import likeliest
 
 Row = tuple[OutputState, list[int]]  # a sequence, and all of its tokens so far
 
