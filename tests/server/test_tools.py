@@ -311,9 +311,7 @@ def test_responses_call_functions_and_take_results(client: OpenAI) -> None:
     history: Any = [{"role": "user", "content": "What is 2 + 2?"}, call, result]
     again = client.responses.create(input=history, tool_choice="none", **{**options, "max_output_tokens": 5})
     assert again.output_text
-    with client.responses.stream(
-        input="What is 2 + 2?", tool_choice="required", model="tiny", tools=[FLAT], max_output_tokens=300
-    ) as stream:
+    with client.responses.stream(input="What is 2 + 2?", tool_choice="required", **options) as stream:
         for _ in stream:
             pass
         assert stream.get_final_response().output[0].type == "function_call"
