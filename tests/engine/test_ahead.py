@@ -89,7 +89,7 @@ def heard(handle: Handle, events: list[Any]) -> list[list[int]]:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: st.DataObject) -> None:
-    """Few pages, arrivals at any step, cancellations, faults, stop strings, end tokens, drafts, some who need logits."""
+    """Few pages, arrivals at any step, cancellations, faults, stop strings, end tokens, drafts, some need logits."""
     kv = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv")
     pages, max_batch = data.draw(st.integers(14, 30), label="pages"), data.draw(st.integers(3, 6), label="batch")
     budget, spare = data.draw(st.integers(max_batch, 24), label="budget"), data.draw(st.integers(0, 1))

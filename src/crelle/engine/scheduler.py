@@ -274,7 +274,8 @@ class Scheduler:
         room = self.budget - len(decoding)
         more = dict[Sequence, int]()
         for s, wanted in self.lookahead(decoding).items():
-            if (n := min(wanted, room, s.limit - 1 - len(s.ids))) > 0:  # the last token is sampled behind them
+            most = s.limit - 1 - len(s.ids) if s.answering else 0  # the last token is sampled behind them
+            if (n := min(wanted, room, most)) > 0:
                 more[s], room = n, room - n
         while more and self.blocks.need((s.table, len(s.ids) + more.get(s, 0)) for s in decoding) > (
             self.blocks.available

@@ -126,6 +126,11 @@ class Sequence:
         return len(self.ids) - self.table.length
 
     @property
+    def answering(self) -> bool:
+        """Whether all of its prompt is computed."""
+        return self.table.length >= len(self.request.prompt)
+
+    @property
     def slots(self) -> int:
         """Places it takes, or will take, in a batch."""
         return 1 + len(self.forks)

@@ -6,8 +6,8 @@ A chunk of which all are wanted has the logits of all of its tokens there instea
 tokens that were guessed and are verified, which are computed as if each had been sampled and run by itself.
 
 An executor is made for one model and the pages of all its layers. Before that, its module's `supports(spec, kv, ...)`
-says what it cannot run. A chunk is one token of a sequence (decode), several of its prompt (chunked prefill), or of those
-behind it (verification, or a preempted sequence's tokens once more).
+says what it cannot run. A chunk is one token of a sequence (decode), several of its prompt (chunked prefill), or some
+behind the prompt (verification, or a preempted sequence's tokens once more).
 """
 
 from collections.abc import Iterable, Sequence

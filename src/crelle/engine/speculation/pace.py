@@ -58,7 +58,10 @@ class StepTimes:
         """
         times = self._of.get(kind, {})
         first = times[base][1] if base in times else 1.0
-        known = {r: (len(times[r][0]), times[r][1] / first - 1) for r in times if r > base and self.known(kind, r)}
+        known, bound = dict[int, tuple[int, float]](), inf
+        for r in sorted((r for r in times if r > base and self.known(kind, r)), reverse=True):
+            bound = min(bound, times[r][1] / first - 1)
+            known[r] = len(times[r][0]), bound
         weight = _ASSUMED + sum(n for n, _ in known.values())
         slope = (_ASSUMED * _SLOPE + sum(n * more / (r - base) for r, (n, more) in known.items())) / weight
         found = list[float]()
@@ -104,9 +107,9 @@ class Pauses:
         """A step had no draft, though there were proposals, or nobody looked for them."""
         self._left -= 1
 
-    def tried(self, drafted: int, accepted: int) -> None:
-        """A step had drafts, of which so many tokens were right."""
-        self._pause = _FIRST_PAUSE if 2 * accepted >= drafted else min(2 * self._pause, _LONGEST_PAUSE)
+    def tried(self, *, paid: bool) -> None:
+        """A step had drafts: as they paid, or as a trial."""
+        self._pause = _FIRST_PAUSE if paid else min(2 * self._pause, _LONGEST_PAUSE)
         self._left = self._pause
 
 

@@ -11,6 +11,7 @@ may be anything: answers do not depend on it, where a row has the same bits in a
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence
@@ -46,6 +47,10 @@ class Speculator:
         self._times, self._pauses = StepTimes(), Pauses()
         self._odds = [Odds(*odds) for odds in _FIRST_ODDS]
         self._paid = True  # the last proposals did
+        self._drafting = 0.0  # seconds of the step under way that the draft model took
+
+    def __str__(self) -> str:
+        return str(self.settings) if self.draft is None else f"{self.settings} ({self.draft.draft.name})"
 
     def looks(self, sequences: int) -> bool:
         """Whether the next step may have drafts: its last tokens must be known then, which a GPU has to wait for."""
@@ -61,7 +66,8 @@ class Speculator:
         room = ROWS - len(decoding)
         if self.settings.method == "off" or room < 1:
             return {}
-        able = [s for s in decoding if s.request.speculate and s.ids[-1] != UNKNOWN and s.limit - len(s.ids) > 1]
+        able = [s for s in decoding if s.request.speculate and s.answering and s.ids[-1] != UNKNOWN]
+        able = [s for s in able if s.limit - len(s.ids) > 1]
         if self.draft is not None:
             able = [s for s in able if self.draft.serves(s)]
         able = [s for s in able if self._propose(s, min(room, self.settings.tokens))]
@@ -102,10 +108,13 @@ class Speculator:
     def fill(self, step: Step) -> Mapping[Sequence, list[int]]:
         """Return the tokens guessed for a step's sequences."""
         wanted = {chunk.sequence: chunk.lookahead for chunk in step.chunks if chunk.lookahead}
-        if self.draft is not None:
-            self.draft.copy(step.copies)
-            return self.draft.propose(wanted) if wanted else {}
-        return {s: self._tracks[s].proposal[:n] for s, n in wanted.items()}
+        if self.draft is None:
+            return {s: self._tracks[s].proposal[:n] for s, n in wanted.items()}
+        begun = perf_counter()
+        self.draft.copy(step.copies)
+        found = self.draft.propose(wanted) if wanted else {}
+        self._drafting = perf_counter() - begun
+        return found
 
     def note(self, step: Step, accepted: Mapping[Sequence, int], seconds: float) -> None:
         """Take note of a step that ended; seconds: of the model and the samplers."""
@@ -118,9 +127,11 @@ class Speculator:
                 self._odds[track.kind].add(right, wrong)
                 drafted += len(chunk.draft)
         if drafted:
-            self._pauses.tried(drafted, sum(accepted.values()))
+            self._pauses.tried(paid=self._paid)
         if not step.prefills:
-            self._times.add((step.precision, len(step.chunks)), len(step.chunks) + drafted, seconds)
+            rows = len(step.chunks)
+            self._times.add((step.precision, rows), rows + drafted, seconds - self._drafting)
+        self._drafting = 0.0
 
     def forget(self, s: Sequence) -> None:
         """A sequence has ended."""
