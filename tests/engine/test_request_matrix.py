@@ -66,7 +66,8 @@ def test_a_batch_on_a_cpu_gets_what_single_requests_get(
             whole = [[*one.prompt, *t] for one, found in zip(asked, each, strict=True) for _, t in found]
             draft_known(monkeypatch, whole, WORDS)
         engine, runs = batch(llm, case, asked, ends, speculate=ALWAYS if guesses else "off")
-        assert (engine.stats.tokens_accepted > 0) == guesses
+        assert guesses or engine.stats.tokens_drafted == 0
+        assert engine.stats.tokens_accepted > 0 or not guesses or case.budget < 512  # prompts in nearly every step
         assert isinstance(engine.runner.executor(None), CudaExecutor) == emulated
         for found in runs:
             assert found == each

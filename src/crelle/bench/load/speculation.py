@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
@@ -65,13 +65,12 @@ def measure(
     """Decode with drafts and without, in turns."""
     if prompt + tokens > llm.model.spec.context or prompt <= _AGAIN:
         raise CapacityError(
-            f"prompts must have more than {_AGAIN} tokens and fit the context of {llm.model.spec.context} with {tokens} "
-            f"more, got {prompt}"
+            f"prompts must have more than {_AGAIN} tokens and fit the context of {llm.model.spec.context} with "
+            f"{tokens} more; got {prompt}"
         )
     pages = clients * (-(-(prompt + tokens) // llm.kv.page) + 1)
-    engines = {
-        how: Engine(llm, pages=pages, max_batch=clients, speculate=how, sharing=False) for how in (speculate, "off")
-    }
+    limits: dict[str, Any] = {"pages": pages, "max_batch": clients, "sharing": False}
+    engines = {how: Engine(llm, speculate=how, **limits) for how in (speculate, "off")}
     given = prompts(llm, kind, clients * rounds, prompt)
     for engine in engines.values():  # so that what comes first costs no more than the rest
         _run(engine, given[:1], 8)

@@ -1,4 +1,4 @@
-"""Guesses tokens for the sequences of a step. docs/notes/speculation.md follows a step.
+"""Guesses tokens for the sequences of a step. docs/notes/engine.md says what stays equal.
 
     lookahead(decoding)   before a step is chosen: how many tokens each sequence may get
     fill(step)            after: the tokens themselves
