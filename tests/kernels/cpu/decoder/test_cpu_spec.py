@@ -97,6 +97,6 @@ def test_positions_beyond_the_table_are_refused() -> None:
 def test_what_the_fused_step_lacks_is_a_sentence() -> None:
     experts = decoder(layer(experts=ExpertsSpec(count=4, top=2)))
     assert "has no experts, layer 0 does" in str(supports(experts, KVFormat()))
-    assert "does not cap logits" in str(supports(decoder(layer(), softcap=30.0), KVFormat()))
+    assert "does not scale or cap logits" in str(supports(decoder(layer(), softcap=30.0), KVFormat()))
     wide = decoder(layer(head_size=640, rope=None))
     assert "at most 512 channels" in str(supports(wide, KVFormat.parse("kv4")))

@@ -11,7 +11,7 @@ from crelle.bench.report.contents import headlines, sections
 from crelle.bench.report.page import page
 from crelle.bench.report.readers import find, read
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
 # Marks, labels and cells whose right edge lies outside of the window, those of tables that scroll excepted.
 CUT_OFF = """() => [...document.querySelectorAll("svg text, svg path, h3, li, p, td")]
   .filter(e => !e.closest("figure .wide") && e.getBoundingClientRect().right > innerWidth + 1)

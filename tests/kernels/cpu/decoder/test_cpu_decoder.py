@@ -288,7 +288,7 @@ def test_refusals_are_sentences(quantized: Path) -> None:
         "`width` columns": {"embedding": torch.zeros(259, 71)},
         "at most the 12 channels": {"spec": changed(spec, rope=RopeSpec(torch.ones(7)))},
         "does not cap the scores": {"spec": changed(spec, softcap=30.0)},
-        "does not cap logits": {"spec": replace(spec, softcap=30.0)},
+        "does not scale or cap logits": {"spec": replace(spec, softcap=30.0)},
         "side by side": {"spec": replace(spec, layers=tuple(replace(x, parallel=True) for x in spec.layers))},
         "what comes out of it": {
             "spec": replace(spec, layers=tuple(replace(x, placement="post") for x in spec.layers))

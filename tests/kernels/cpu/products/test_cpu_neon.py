@@ -14,7 +14,7 @@ import pytest
 from crelle.cache import cache_directory
 
 COMPILER = "aarch64-linux-gnu-g++"
-CSRC = Path(__file__).parents[2] / "src" / "crelle" / "kernels" / "cpu" / "csrc"
+CSRC = Path(__file__).parents[4] / "src" / "crelle" / "kernels" / "cpu" / "csrc"
 FLAGS = {"isa_dotprod": ["-march=armv8.2-a+dotprod"]}  # as in CMakeLists.txt
 PORTABLE = (
     *FLAGS,

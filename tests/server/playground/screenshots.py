@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/guide/playground.md from a server that runs: python tests/server/screenshots.py URL
+"""Takes the pictures of docs/guide/playground.md from a server that runs: python tests/server/playground/screenshots.py URL
 
 The model should be a nested checkpoint. Pictures are reduced to 128 colours, which keeps them small.
 """
@@ -11,7 +11,7 @@ from browsing import ask, launched, over
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
 
 
 def take(page: Page, name: str) -> None:

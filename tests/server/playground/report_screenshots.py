@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/guide/report.md: python tests/server/report_screenshots.py REPORT.html"""
+"""Takes the pictures of docs/guide/report.md: python tests/server/playground/report_screenshots.py REPORT.html"""
 
 import sys
 from io import BytesIO
@@ -8,7 +8,7 @@ from typing import Any
 from browsing import launched
 from PIL import Image
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
 PHONE, DESKTOP = (390, 844), (1280, 900)
 PICTURES = (  # name, window, colours, where the picture begins
     ("desktop-light", DESKTOP, "light", "h1"),

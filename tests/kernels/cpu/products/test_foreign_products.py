@@ -15,7 +15,7 @@ from crelle.kernels import cpu
 
 pytestmark = pytest.mark.slow
 
-CSRC = Path(__file__).parents[2] / "src" / "crelle" / "kernels" / "cpu" / "csrc"
+CSRC = Path(__file__).parents[4] / "src" / "crelle" / "kernels" / "cpu" / "csrc"
 SHARED = (
     "planes/matmul",
     "planes/weight",

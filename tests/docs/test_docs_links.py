@@ -10,7 +10,7 @@ import typer
 
 from crelle.cli.main import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w./-])(?:src|tests|bench|docs|examples|release)/[\w/.{},*-]*\w[\w}*]*")
