@@ -101,12 +101,12 @@ sanitize: setup
 	$(ASAN) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
 	$(ASAN) $(BIN)/pytest tests/engine/test_llm_threads.py
 
-# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tests/kernels/cpu/threads/tsan.supp
-# names the libraries whose own synchronization the sanitizer therefore cannot see.
+# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tsan.supp names the
+# libraries whose own synchronization the sanitizer therefore cannot see.
 tsan: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/tsan $(CORE_BUILD) -DCRELLE_SANITIZE=thread
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/tsan
-	$(TSAN) $(BIN)/python -m pytest -s tests/kernels/cpu/threads/test_cpu_threads.py tests/kernels/cpu/threads/test_cpu_pool.py -k "not forked"
+	$(TSAN) $(BIN)/python -m pytest -s tests/kernels/cpu/threads/test_cpu_*.py -k "not forked"
 	$(TSAN) $(BIN)/python -m pytest -s tests/engine/test_llm_threads.py
 
 valgrind: setup

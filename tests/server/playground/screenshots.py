@@ -1,4 +1,6 @@
-"""Takes the pictures of docs/guide/playground.md from a server that runs: python tests/server/playground/screenshots.py URL
+"""Takes the pictures of docs/guide/playground.md from a server that runs.
+
+    python tests/server/playground/screenshots.py URL
 
 The model should be a nested checkpoint. Pictures are reduced to 128 colours, which keeps them small.
 """

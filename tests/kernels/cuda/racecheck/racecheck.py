@@ -1,6 +1,6 @@
 """Run every CUDA kernel on small shapes under compute-sanitizer, and write what it reports as JSON.
 
-    PYTHONPATH=src python3 tests/kernels/cuda/racecheck/racecheck.py OUT.json [--families integer-clusters,gemv] [--limit 150]
+    PYTHONPATH=src python3 tests/kernels/cuda/racecheck/racecheck.py OUT.json [--families integer-clusters,gemv]
     PYTHONPATH=src python3 tests/kernels/cuda/racecheck/racecheck.py OUT.json --stress 120 [--loads 2] [--mps]
 
 Each family of kernels (racecheck_cases.py) has a process: first without the tool, which compiles the kernels and checks
