@@ -115,7 +115,7 @@ valgrind: setup
 # Half an hour of mixed traffic through the server, with faults in the runner; 20 s of it are part of `make test`.
 SOAK_MODEL ?= ../shared/data/stories15M
 soak: setup
-	$(BIN)/python bench/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \
+	$(BIN)/python bench/serving/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \
 	  --scheme bcq-nested:bits=4,group=32,data=false --kv 16,8,4 --clients 32 --faults
 
 # Measurements that end with one page, out/bench/report.html: on two cores within 20 minutes, on an H200 within 10.
