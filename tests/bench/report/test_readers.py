@@ -41,6 +41,8 @@ LEFT_OUT = {
     "cpu-logits-x86.json",
     "cpu-neon-before-after.json",
     "cpu-rows-f32-tiles.json",
+    "cpu-speculation-16-clients.json",
+    "cpu-speculation-ngram.json",
     "cpu-rows-neoverse-n1-more.json",
     "cpu-rows-neoverse-n1.json",
     "cpu-rows-xeon-vnni.json",

@@ -53,7 +53,7 @@ def run(
         for kind in kinds:
             how = partial(measure, llm, scheme_of(llm.weights), speculate, kind, n, rounds, prompt, tokens)
             rows.add(f"{n} clients, {kind}", how)
-    if rows.finish(json):
+    if rows.finish(json, drawn=False):
         table = Table("clients", "prompts", "tokens/s", "without", "speedup", "accepted", "guessed", "steps", "without")
         for r in rows.rows:
             speeds = f"{r.tokens_per_second:.1f}", f"{r.plain_tokens_per_second:.1f}", f"{r.speedup:.2f}"
