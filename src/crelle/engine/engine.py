@@ -157,6 +157,8 @@ class Engine:
         wanted = Speculation.parse(given)
         if wanted.method == "draft" and self.llm.draft is None:
             raise SchemeError("speculation by a draft model needs one: --draft DIR, or LLM.load(draft=...)")
+        if wanted.method != "off" and not invariant:
+            return wanted, "as requested; without --exact, tokens may differ as they do from batch to batch"
         return wanted, "as requested"
 
     def add(

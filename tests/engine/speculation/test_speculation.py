@@ -270,5 +270,6 @@ def test_defaults_speculate_only_where_tokens_stay_the_same(nested: LLM) -> None
     off = Engine(llm, pages=8, batch_invariant=False)
     assert off.speculator.settings.method == "off"
     assert "--exact" in off.speculation_reason
+    assert "may differ" in Engine(llm, pages=8, batch_invariant=False, speculate="ngram").speculation_reason
     assert Engine(nested, pages=8).speculator.settings.method == "draft"
     assert Engine(nested, pages=8, speculate="off").plan.page_bytes < Engine(nested, pages=8).plan.page_bytes

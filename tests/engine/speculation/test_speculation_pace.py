@@ -48,6 +48,7 @@ def test_ngram_lookup_grows() -> None:
     lookup = NgramLookup()
     assert lookup.propose(ids[:100], 4) == ([], 0)
     assert lookup.propose(ids, 4) == ([1002, 1003, 1004, 1005], LONGEST)
+    assert NgramLookup().propose([7] * 100_000, 3) == ([7] * 3, LONGEST)
 
 
 def flat(drafted: int, longest: int) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 LEAST = 2  # tokens that must match
 LONGEST = 16  # beyond which places are alike
+_PLACES = 1024  # of the last token, the latest ones: what is looked at in a prompt that repeats one token
 _FIRST = 1024  # tokens of a sequence that there is room for before the buffer grows
 
 
@@ -24,7 +25,7 @@ class NgramLookup:
         """Return up to `most` tokens that may follow `ids`, and how many tokens matched; ids only ever grow."""
         self._take(ids)
         known, n = self._ids[: self._length], self._length
-        found, matched = np.flatnonzero(known[: n - 1] == known[n - 1]), 1
+        found, matched = np.flatnonzero(known[: n - 1] == known[n - 1])[-_PLACES:], 1
         while len(found) and matched < LONGEST:
             longer = found[found >= matched]
             longer = longer[known[longer - matched] == known[n - 1 - matched]]
