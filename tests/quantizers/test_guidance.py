@@ -1,12 +1,17 @@
 """End-loss guidance: the tokens' weights are what autograd says, however the work is split, and runs can be resumed."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import write_tokenizer
+from conftest import write_tiny_model, write_tokenizer
 from mixtral import MIXTRAL, write_mixtral
 from random_models import write_random
 from torch import Tensor
@@ -165,6 +170,54 @@ def test_a_resumed_run_takes_the_weights_that_were_kept(
     assert not (tmp_path / "again" / kept.name).exists()
 
 
+STARTER = """
+import os, sys
+import crelle.quantize_job.run
+from crelle.cli.main import main
+for line in sys.stdin:
+    if (pid := os.fork()) == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        try:
+            main()
+        finally:
+            os._exit(0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""  # starts the command line once for every line that it reads, in a process that need not load torch again
+
+
+def test_a_guided_run_that_is_killed_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 48, "intermediate_size": 64, "head_dim": 8}
+    source, out, text = write_tiny_model(tmp_path / "m", **sizes), tmp_path / "out", tmp_path / "text"
+    text.write_text(TEXT.text)
+    options = ("--scheme", SCHEME, "--calib", text, "--rows", "4", "--length", "32", "--threads", "1", "--resume")
+    command = [sys.executable, "-c", STARTER, "quantize", source, out, "--head", "none", *map(str, options)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+
+        def start() -> int:
+            starter.stdin.write("\n")  # type: ignore[union-attr]
+            starter.stdin.flush()  # type: ignore[union-attr]
+            return int(starter.stdout.readline())  # type: ignore[union-attr]
+
+        for pattern, count in (("guidance.state", 1), ("*.safetensors", 5)):
+            run = start()
+            while len(list(tmp_path.glob(f"out.partial/{pattern}"))) < count:
+                os.kill(run, 0)  # raises if the run ended before it could be killed
+                time.sleep(0.002)
+            os.kill(run, signal.SIGKILL)
+            assert starter.stdout.readline() == f"{-signal.SIGKILL}\n"
+            assert not out.exists()
+        for name in ("resumed", "undisturbed"):
+            start()
+            assert starter.stdout.readline() == "0\n"
+            out.rename(tmp_path / name)
+        starter.stdin.close()
+    assert files(tmp_path / "resumed") == files(tmp_path / "undisturbed")
+
+
 def test_what_is_kept_of_another_run_is_refused(small_model: Path, tmp_path: Path) -> None:
     def dying(done: int, total: int, note: str) -> None:
         if note == "model.layers.0":
@@ -196,7 +249,7 @@ def test_the_plan_stays_within_its_budget(gigabytes: int) -> None:
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(CapacityError, match=r"guidance needs about .* GB, but the limit is 2 GB"):
+    with pytest.raises(CapacityError, match=r"guidance needs about .* GB, but calibration leaves 2 GB"):
         plan_guidance(LLAMA3_8B, 128, 2048, 4096, 32, budget=2 * 10**9, half=True)
 
 

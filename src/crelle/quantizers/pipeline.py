@@ -357,7 +357,10 @@ def _guide(
         calibrator.guidance = Guidance.load(kept, len(calibration.tokens))
         return
     model, device, tokens = calibrator.model, calibration.device, world().part(calibration.tokens)
-    memory = guidance_memory(model, tokens, device, half=calibrator.half, budget=_own_budget(calibration))
+    states = (calibrator.hidden.full, calibrator.hidden.quantized)
+    held = sum(t.nbytes for t in states if t.device.type == device.type)
+    budget = _own_budget(calibration)
+    memory = guidance_memory(model, tokens, device, half=calibrator.half, budget=budget, held=held)
     tell = None if progress is None else lambda done, total: progress(done, total, "guidance")
     calibrator.guidance = guide(model, tokens, memory, half=calibrator.half, device=device, progress=tell)
     calibrator.guidance.save(kept)

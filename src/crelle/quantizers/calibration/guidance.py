@@ -59,15 +59,24 @@ class GuidanceMemory:
 
 
 def guidance_memory(
-    model: CalibrationModel, tokens: Tensor, device: torch.device, *, half: bool = True, budget: int | None = None
+    model: CalibrationModel,
+    tokens: Tensor,
+    device: torch.device,
+    *,
+    half: bool = True,
+    budget: int | None = None,
+    held: int = 0,
 ) -> GuidanceMemory:
-    """Plan the memory of one pass over sequences [S, T]; `budget`: bytes, default: all of a GPU."""
+    """Plan the memory of one pass over sequences [S, T].
+
+    `budget`: bytes, default: all of a GPU; `held`: of them, bytes that calibration has taken already.
+    """
     shapes, width = model.shapes()
     S, T = tokens.shape
     if device.type != "cuda":
-        return plan_guidance(shapes, S, T, width, model.layers, budget=budget)
+        return plan_guidance(shapes, S, T, width, model.layers, budget=None if budget is None else budget - held)
     total = torch.cuda.mem_get_info(device)[1]
-    room = int(_SPARE * min(budget or total, total))
+    room = int(_SPARE * min(budget or total, total)) - held
     return plan_guidance(shapes, S, T, width, model.layers, budget=room, half=half)
 
 
@@ -93,8 +102,8 @@ def plan_guidance(
     least = weights + batch * sequence + states
     if budget is not None and least > budget:
         raise CapacityError(
-            f"end-loss guidance needs about {least / 1e9:.3g} GB, but the limit is {budget / 1e9:.3g} GB; allow more "
-            "with `memory`, use shorter sequences (`length`), or `guidance=0` in the scheme"
+            f"end-loss guidance needs about {least / 1e9:.3g} GB, but calibration leaves {max(0, budget) / 1e9:.3g} GB "
+            "of the limit; allow more with `memory`, use shorter or fewer sequences (`length`, `rows`), or guidance=0"
         )
     part = max(1, min(S, (limit - weights - batch * sequence) // states))
     return GuidanceMemory(
@@ -171,8 +180,9 @@ def guide(
 ) -> Guidance:
     """Return the weights of the tokens of sequences [S, T] in every linear; of several ranks, each of its own."""
     device = torch.device(device)
-    rng = torch.Generator(device).manual_seed(seed + world().rank)
-    parts = torch.split(tokens, memory.part)
+    # One number for each token of all ranks, on any device: what is sampled does not depend on how the work is split.
+    every = torch.rand(sum(world().counts(len(tokens))), tokens.shape[1], generator=torch.Generator().manual_seed(seed))
+    parts = list(zip(*(torch.split(t, memory.part) for t in (tokens, world().part(every))), strict=True))
     total, done = len(parts) * model.layers * 4, 0
     found: dict[str, list[Tensor]] = {}
 
@@ -183,8 +193,8 @@ def guide(
             progress(done, total)
 
     with timed(GUIDANCE):
-        for part in parts:
-            for stage, squares in _of_part(model, part, memory, rng, half, device, tell):
+        for part, chances in parts:
+            for stage, squares in _of_part(model, part, chances, memory, half, device, tell):
                 found.setdefault(stage, []).append(squares.cpu())
         return Guidance({stage: _mean(torch.cat(s, 1)).reshape(tokens.shape) for stage, s in found.items()})
 
@@ -192,8 +202,8 @@ def guide(
 def _of_part(
     model: CalibrationModel,
     tokens: Tensor,
+    chances: Tensor,
     memory: GuidanceMemory,
-    rng: torch.Generator,
     half: bool,
     device: torch.device,
     tell: Callable[[int], None],
@@ -204,7 +214,7 @@ def _of_part(
         x = run.forward(lambda _: tell(1))
     wake_backward(device)
     with timed(GUIDANCE_HEAD):
-        pull = run.loss_gradient(x, rng)
+        pull = run.loss_gradient(x, chances.reshape(-1, 1).to(device))
     after = x
     for i in reversed(range(model.layers)):
         x = run.before(i)

@@ -114,10 +114,12 @@ class LossPasses:
                 self._kept[j + 1] = self._layer(j, self._kept[j], ahead=j + 1)
         return self._kept.pop(i)
 
-    def loss_gradient(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """Return the gradient of the summed loss at the last hidden states, next tokens sampled from the model."""
+    def loss_gradient(self, x: Tensor, chances: Tensor) -> Tensor:
+        """Return the gradient of the summed loss at the last hidden states.
+
+        Next tokens are sampled from the model, by one random number [tokens, 1] for each.
+        """
         pull = self._room()
-        chances = torch.rand(self._tokens.numel(), 1, generator=rng, device=self.device)
         begin = 0
         with Store(pull, self.device) as store:
             for part in self._batches(x):

@@ -98,7 +98,9 @@ def backward_stats(
         x = run.forward(told)
     wake_backward(run.device)
     with timed(SEARCH_HEAD):
-        pull = run.loss_gradient(x, rng) if measure == "fisher" else None
+        pull = None
+        if measure == "fisher":
+            pull = run.loss_gradient(x, torch.rand(tokens.numel(), 1, generator=rng, device=run.device))
     told("output head")
     after = x
     for i in reversed(range(model.layers)):
