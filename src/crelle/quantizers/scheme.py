@@ -13,8 +13,9 @@
     mxfp4, nvfp4                         four-bit floats in groups of 32 and 16, rounded to nearest
 
 `group=row` shares the scales over a whole row. Schemes that look at data take `guidance`, 0 to 1: how much the loss of
-the model, and not the error of a layer, says what a token counts (crelle.quantizers.calibration.guidance). A config is a frozen dataclass: `parse` builds it from the string,
-`str` writes it back, with settings at their defaults left out except bits and group.
+the model, and not the error of a layer, says what a token counts (crelle.quantizers.calibration.guidance). A config is
+a frozen dataclass: `parse` builds it from the string, `str` writes it back, with settings at their defaults left out
+except bits and group.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,11 @@
 """What end-loss guidance brings: perplexity of each quantizer with and without it, on the test text and an unseen one.
 
-    python bench/guidance_quality.py OUT.json DATA [--model smollm2] [--guidance 0,0.5] [--only 'gptq.*']
+    python bench/quality/guidance.py OUT.json DATA [--model smollm2] [--guidance 0,0.5] [--only 'gptq.*']
                                      [--tokens 8192] [--rows 32] [--length 512] [--device cuda]
 
-DATA: a folder with text/ (and stories15M/). Texts, windows and their default lengths are those of bench/quality.py. All
-cases calibrate on the same rows, and the pass over them that gives the tokens' weights is shared by the cases, which
-changes no result. Rows are added to OUT.json as they are done.
+DATA: a folder with text/ (and stories15M/). Texts, windows and their default lengths are those of
+bench/quality/quality.py. All cases calibrate on the same rows, and the pass over them that gives the tokens' weights is
+shared by the cases, which changes no result. Rows are added to OUT.json as they are done.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main() -> None:
     source = smollm2() if args.model == "smollm2" else args.data / args.model
     given = [f"--model {args.model} --guidance {args.guidance} --rows {args.rows}"]
     given += [f"--{name} {value}" for name in ("tokens", "length") if (value := getattr(args, name))]
-    results = Results(args.out, f"python bench/guidance_quality.py OUT.json DATA {' '.join(given)}")
+    results = Results(args.out, f"python bench/quality/guidance.py OUT.json DATA {' '.join(given)}")
     results.result["model"] = args.model
     if "fp32" not in results.result:
         results.result["fp32"] = perplexities(source, args.model, args.data, args.tokens, args.device)
