@@ -95,10 +95,11 @@ def main() -> None:
     share_guidance()
     for scheme in schemes(args.model):
         for strength in args.guidance.split(","):
-            case = {"scheme": scheme, "guidance": float(strength)}
+            named = f"{scheme},guidance={strength}" if float(strength) else scheme
+            case = {"scheme": named, "guidance": float(strength)}
             if results.has(**case) or not re.search(args.only, f"{scheme} guidance {strength}"):
                 continue
-            row = case | one(f"{scheme},guidance={strength}", args.model, source, args.data, args)
+            row = case | one(named, args.model, source, args.data, args)
             row |= {f"{k}_ratio": row[k] / value for k, value in results.result["fp32"].items()}
             results.add(row, "scheme", "guidance", "bits_per_weight", "test_ratio", "unseen_ratio", "seconds")
 
