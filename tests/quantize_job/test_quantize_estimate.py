@@ -34,6 +34,7 @@ def parts(model: Path, scheme: str, rows: int = 8, own: int = 0) -> dict[str, fl
 
 def test_an_estimate_has_the_parts_that_a_run_has(small_model: Path) -> None:
     assert set(parts(small_model, "gptq:bits=3,group=24")) == {"writing", "layers"}
+    assert set(parts(small_model, "gptq:bits=3,group=24,guidance=0.5")) == {"writing", "guidance", "layers"}
     assert set(parts(small_model, "rtn:bits=3,group=24")) == {"writing", "layers"}
     assert set(parts(small_model, "auto:bits=3.35,steps=2", own=4)) == {
         "writing",

@@ -15,6 +15,7 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.quantize_job.data import CalibrationData
 from crelle.quantize_job.run import dry_run_on, quantize_on, tune_on
 from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.guidance import Guidance, GuidanceMemory, guide
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.ranks import SpreadRows, World, world
 from crelle.quantizers.schemes.auto import Auto
@@ -146,14 +147,23 @@ def resumed_training(device: str, progress: Any, source: Path, checkpoint: Path,
     return [resumed.losses == whole.losses, len(whole.losses) == 20, all(torch.equal(a(), b()) for a, b in pairs)]
 
 
-def layer_stats(device: str, progress: Any, source: Path) -> dict[str, Tensor]:
-    """Return the stats of a layer's first and third input, and the losses of training it from codes by rounding."""
+def layer_stats(device: str, progress: Any, source: Path, kept: Path) -> dict[str, Tensor]:
+    """Return the stats of a layer's first and third input, and the losses of training it from codes by rounding.
+
+    With guidance, too: the tokens' weights are those that a run which goes on finds in a file.
+    """
     on = torch.device(device)
     tokens = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
     calibrator = Calibrator(CalibrationModel(open_weights(source), on), world().part(tokens), device=on, half=False)
     layer = calibrator.begin()
     found = {}
+    guide(calibrator.model, world().part(tokens), GuidanceMemory(6, 2), half=False, device=on).save(kept)
+    world().wait_for_first()
+    calibrator.guidance = Guidance.load(kept, len(tokens))
     for stage in (0, 2):
+        calibrator.strength = lambda name: 0.5
+        found[f"guided {stage}"] = layer.stats(layer.block.stages()[stage][0]).hessian.cpu()
+        calibrator.strength = lambda name: 0.0
         stats = layer.stats(layer.block.stages()[stage][0])
         kinds = {"hessian": stats.hessian, "cross": stats.cross, "absmean": stats.absmean, "sample": stats.sample}
         found |= {f"{kind} {stage}": t.cpu() for kind, t in kinds.items() if t is not None}
@@ -193,6 +203,6 @@ def everything(device: str, progress: Any, source: Path, folder: Path, schemes: 
         "resumed": resumed_training(device, progress, source, folder / "auto", folder / "state"),
         "tuned": tuned(device, progress, source, folder / "auto", folder),
         "dry": dry(device, progress, source, schemes["gptq"]),
-        "layer": layer_stats(device, progress, source),
+        "layer": layer_stats(device, progress, source, folder / "guidance.state"),
         "primitives": primitives(device, progress),
     }

@@ -37,7 +37,7 @@ from crelle.quantizers.training.end_to_end import Network
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
 SCHEMES = {
-    "gptq": "gptq:bits=3,group=24",
+    "gptq": "gptq:bits=3,group=24,guidance=0.5",
     "atom": "atom:w=4,a=4,kv=4,group=24,outliers=8,refine=0",
     "auto": "auto:bits=4.5,steps=4",
     "full": "mixed:four=0.25,tune=full,steps=4,end=20,own=4",
@@ -116,7 +116,8 @@ def test_steps_are_those_of_one_rank(one: dict[str, Any], two: dict[str, Any]) -
 def test_stats_and_block_losses_are_those_of_one_rank(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert two["layer"].keys() == one["layer"].keys()
     for name, found in two["layer"].items():
-        assert close(found, one["layer"][name], 1e-3 if name == "losses" else 1e-5), name
+        rtol = 1e-3 if name == "losses" else 0.01 if name.startswith("guided") else 1e-5  # guidance: bf16 weights
+        assert close(found, one["layer"][name], rtol), name
 
 
 def test_end_to_end_losses_are_those_of_one_rank(

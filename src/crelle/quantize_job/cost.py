@@ -32,7 +32,7 @@ from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.schemes.auto import Auto
 from crelle.quantizers.schemes.trained import TrainedConfig
-from crelle.quantizers.stage_times import SEARCH, SEARCH_FITS, StageTimes, recording
+from crelle.quantizers.stage_times import GUIDANCE, SEARCH, SEARCH_FITS, StageTimes, recording
 from crelle.quantizers.unquantized import is_layer
 
 
@@ -142,13 +142,14 @@ def measure(
                     "with one layer"
                 )
     once = dict(seen.once)
-    if SEARCH in once:  # its cost is of each layer; the output head is a stage of its own
-        for stage in (SEARCH, SEARCH_FITS):
+    # The cost of these is of each layer; their output heads are stages of their own.
+    for what, stages in (("the search for bits", (SEARCH, SEARCH_FITS)), ("end-loss guidance", (GUIDANCE,))):
+        if stages[0] not in once:
+            continue
+        for stage in stages:
             once[stage] = once.get(stage, 0.0) * layers / measured
         if measured < layers:
-            left_out.append(
-                f"the time of the search for bits is scaled by {layers / measured:g} from {measured} layers"
-            )
+            left_out.append(f"the time of {what} is scaled by {layers / measured:g} from {measured} layers")
     return QuantizeCost(
         model=weights.path.name,
         scheme=str(recipe),

@@ -25,8 +25,9 @@ from crelle.quantize_job.data import CalibrationData, next_tokens, rows_of
 from crelle.quantize_job.effort import weights_in_layers
 from crelle.quantize_job.first_layers import FirstLayers, in_layer, layer_count
 from crelle.quantize_job.own_sequences import pieces_of, sampling_batch, sampling_dtype, sampling_room
-from crelle.quantizers.base import Passthrough, Quantizer
+from crelle.quantizers.base import GuidedConfig, Passthrough, Quantizer
 from crelle.quantizers.calibration.calibrate import Calibrator, LayerCalibration
+from crelle.quantizers.calibration.guidance import guidance_memory, guide
 from crelle.quantizers.calibration.layer_api import CalibrationModel
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.scheme import parse
@@ -36,6 +37,7 @@ from crelle.quantizers.search.gradient_stats import backward_stats
 from crelle.quantizers.search.sensitivity import planning_rows, sensitivities
 from crelle.quantizers.stage_times import (
     FULL,
+    GUIDANCE_HEAD,
     HESSIAN,
     QUANTIZED,
     SEARCH,
@@ -104,12 +106,17 @@ def estimate(
         search = None
         if isinstance(config, Auto) and config.search:
             search = _search(config, open_model(FirstLayers(weights, 1), device), tokens, device, times)
+        passes = None
+        if isinstance(config, GuidedConfig) and config.guidance:
+            passes = _guidance(open_model(FirstLayers(weights, 1), device), tokens, device, times)
     rows, own = text.rows or 0, text.own or 0
     if own:
         found.parts["sampling"] = _sampling(weights, own, length, device, memory)(own, length)
     if search is not None:
         planned = planning_rows(model, torch.empty(rows + own, length, dtype=torch.long)).numel()
         found.parts["search"] = planned * (layers * search.token + search.head) + layers * search.layer
+    if passes is not None:
+        found.parts["guidance"] = (rows + own) * length * (layers * passes.token + passes.head) + layers * passes.layer
     found.parts["layers"] = layers * (layer.fixed + (rows + own) * length * layer.token)
     if isinstance(config, TrainedConfig) and config.tune != "none" and config.steps:
         t = config.block_training()
@@ -143,7 +150,7 @@ def _layer(
     length: int,
 ) -> _Layer:
     """Calibrate and train the last layer of a model of few, and measure it."""
-    calibrator = Calibrator(model, tokens, device=device)
+    calibrator = Calibrator(model, tokens, device=device)  # without guidance, which takes what other weights take
     for _ in range(model.layers - 1):
         calibrator.skip({})
     times.take()
@@ -209,15 +216,15 @@ def _training(
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    """Seconds of the search for bits."""
+class _Passes:
+    """Seconds of the search for bits, or of guidance."""
 
     token: float  # a token through a layer, forward and backward
     layer: float  # of each layer besides: fits, reading
     head: float  # a token through the output head, forward and backward
 
 
-def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes) -> _Search:
+def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes) -> _Passes:
     """Measure the search on one layer: passes with few tokens and with all, of which the difference is the tokens'."""
     few = tokens[:, : max(8, tokens.shape[1] // 8)]
 
@@ -243,7 +250,27 @@ def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch
     long, long_head, fits = measured(search, tokens)
     more = max(1, tokens.numel() - few.numel())
     token = max(0.0, long - short) / more
-    return _Search(token, max(0.0, short - few.numel() * token) + fits, max(0.0, long_head - short_head) / more)
+    return _Passes(token, max(0.0, short - few.numel() * token) + fits, max(0.0, long_head - short_head) / more)
+
+
+def _guidance(model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes) -> _Passes:
+    """Measure guidance on one layer, with few tokens and with all."""
+
+    def measured(rows: Tensor) -> tuple[float, float]:
+        """Return the seconds of the passes and of the output head."""
+        times.take()
+        guide(model, rows, guidance_memory(model, rows, device), device=device)
+        taken = times.take()
+        head = taken.pop(GUIDANCE_HEAD, 0.0)
+        return sum(taken.values()), head
+
+    few = tokens[:, : max(8, tokens.shape[1] // 8)]
+    measured(tokens if device.type == "cuda" else few)  # what is compiled or loaded when it is first needed
+    short, short_head = measured(few)
+    long, long_head = measured(tokens)
+    more = max(1, tokens.numel() - few.numel())
+    token = max(0.0, long - short) / more
+    return _Passes(token, max(0.0, short - few.numel() * token), max(0.0, long_head - short_head) / more)
 
 
 @torch.inference_mode()

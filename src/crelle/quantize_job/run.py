@@ -32,7 +32,7 @@ from crelle.quantize_job.plan import SUFFIX, forget_plan, planned, refuse_other_
 from crelle.quantize_job.rank_devices import devices_of
 from crelle.quantize_job.rank_processes import on_devices
 from crelle.quantizers import pipeline
-from crelle.quantizers.base import Quantizer
+from crelle.quantizers.base import GuidedConfig, Quantizer
 from crelle.quantizers.calibration.layer_api import Progress
 from crelle.quantizers.device_limit import device_limit
 from crelle.quantizers.pipeline import Calibration, Report
@@ -318,10 +318,11 @@ def _require_family(source: str | Path, scheme: str, out: Path) -> None:
         lines = _BY_TRANSFORMERS.format(reason=reason, source=str(source), scheme=scheme, out=str(out))
         raise UnsupportedError(lines) from e
     config = parse(scheme)
-    if (isinstance(config, Auto) or trains_fully(config)) and read_spec(weights).encoder:
+    guided = isinstance(config, GuidedConfig) and config.guidance > 0
+    if (isinstance(config, Auto) or trains_fully(config) or guided) and read_spec(weights).encoder:
         raise UnsupportedError(
             f"{weights.path}: '{scheme}' needs the predictions of a decoder, and this is an encoder; use rtn, bcq, "
-            "gptq or mixed"
+            "gptq or mixed, with guidance=0"
         )
 
 

@@ -82,6 +82,22 @@ class CacheConfig(Protocol):
     def kv(self) -> str: ...
 
 
+@runtime_checkable
+class GuidedConfig(Protocol):
+    """A config that can weight the calibration's tokens by the loss (crelle.quantizers.calibration.guidance)."""
+
+    @property
+    def guidance(self) -> float:
+        """Return the exponent of those weights, 0 to 1; 0: tokens count by the layer's relative error alone."""
+        ...
+
+
+def check_guidance(guidance: float) -> None:
+    """Refuse an exponent outside 0 to 1."""
+    if not 0 <= guidance <= 1:
+        raise SchemeError(f"guidance must be 0 to 1, got {guidance}")
+
+
 @dataclass(frozen=True, slots=True)
 class Cast:
     """Store a matrix unquantized, in f16, bf16 or f32."""

@@ -35,11 +35,20 @@ from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_nam
 from crelle.formats.storage.destination import destination, refuse_overlap
 from crelle.formats.storage.io import read_json, to_json, write_whole
 from crelle.formats.storage.open import Weights, is_matrix, matrices_of, open_weights
-from crelle.formats.storage.ownership import STAGE, TRAINING
+from crelle.formats.storage.ownership import GUIDANCE, STAGE, TRAINING
 from crelle.formats.storage.tokenizer_files import check_copied_files
-from crelle.quantizers.base import ActivationQuantizer, CacheConfig, Cast, LayerQuantizer, Passthrough, Quantizer
+from crelle.quantizers.base import (
+    ActivationQuantizer,
+    CacheConfig,
+    Cast,
+    GuidedConfig,
+    LayerQuantizer,
+    Passthrough,
+    Quantizer,
+)
 from crelle.quantizers.calibration.calibrate import Calibrator, memory_for
 from crelle.quantizers.calibration.experts_without_tokens import together, warnings_about
+from crelle.quantizers.calibration.guidance import Guidance, guidance_memory, guide
 from crelle.quantizers.calibration.layer_api import CalibrationModel, Progress
 from crelle.quantizers.calibration.memory_plan import CalibrationMemory
 from crelle.quantizers.calibration.stats import InputRounding, Stats
@@ -157,6 +166,8 @@ def quantize(
     files = [shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
     with FirstWriter(out, recipe, files, resume=resume, overwrite=overwrite) as writer:
         blocks = _block_losses(writer.partial)
+        if calibration is not None and calibrator is not None:
+            _guide(calibrator, calibration, writer.partial / GUIDANCE, default, special, progress)
         for file, shard in zip(files, shards, strict=True):
             calibrated = calibrator is not None and calibrator.at(shard.name)
             if writer.has(file):
@@ -315,11 +326,44 @@ def own_part(calibration: Calibration, model: CalibrationModel) -> tuple[Tensor,
     rows, ranks = len(calibration.tokens), world().size
     if rows < ranks:
         raise SchemeError(f"{rows} calibration sequences are too few for {ranks} devices; use more (`rows`)")
-    budget = calibration.memory
-    if budget is not None and calibration.device.type == "cpu":
-        budget //= ranks
     tokens = world().part(calibration.tokens)
-    return tokens, memory_for(model, tokens, calibration.device, budget=budget)
+    return tokens, memory_for(model, tokens, calibration.device, budget=_own_budget(calibration))
+
+
+def _own_budget(calibration: Calibration) -> int | None:
+    """Return the bytes that this rank may use."""
+    shared = calibration.memory is not None and calibration.device.type == "cpu"
+    return calibration.memory // world().size if shared and calibration.memory is not None else calibration.memory
+
+
+def _guide(
+    calibrator: Calibrator,
+    calibration: Calibration,
+    kept: Path,
+    default: Quantizer,
+    special: Mapping[str, Quantizer],
+    progress: Progress | None,
+) -> None:
+    """Weight the tokens by the loss of the whole model where schemes ask for it; a resumed run takes what is kept."""
+
+    def strength(module: str) -> float:
+        config = next((q for p, q in special.items() if fnmatchcase(module, p)), default)
+        return config.guidance if isinstance(config, GuidedConfig) else 0.0
+
+    if not any(isinstance(q, GuidedConfig) and q.guidance for q in (default, *special.values())):
+        return
+    calibrator.strength = strength
+    if world().once(kept.is_file):
+        calibrator.guidance = Guidance.load(kept, len(calibration.tokens))
+        return
+    model, device, tokens = calibrator.model, calibration.device, world().part(calibration.tokens)
+    states = (calibrator.hidden.full, calibrator.hidden.quantized)
+    held = sum(t.nbytes for t in states if t.device.type == device.type)
+    budget = _own_budget(calibration)
+    memory = guidance_memory(model, tokens, device, half=calibrator.half, budget=budget, held=held)
+    tell = None if progress is None else lambda done, total: progress(done, total, "guidance")
+    calibrator.guidance = guide(model, tokens, memory, half=calibrator.half, device=device, progress=tell)
+    calibrator.guidance.save(kept)
 
 
 def _quantize_layer(

@@ -12,8 +12,10 @@
     atom:w=4,a=4,kv=4,group=128,outliers=128   integer weights and activations, outlier channels in 8 bits
     mxfp4, nvfp4                         four-bit floats in groups of 32 and 16, rounded to nearest
 
-`group=row` shares the scales over a whole row. A config is a frozen dataclass: `parse` builds it from the string,
-`str` writes it back, with settings at their defaults left out except bits and group.
+`group=row` shares the scales over a whole row. Schemes that look at data take `guidance`, 0 to 1: how much the loss of
+the model, and not the error of a layer, says what a token counts (crelle.quantizers.calibration.guidance). A config is
+a frozen dataclass: `parse` builds it from the string, `str` writes it back, with settings at their defaults left out
+except bits and group.
 """
 
 from collections.abc import Mapping

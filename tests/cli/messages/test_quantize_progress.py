@@ -21,6 +21,7 @@ def test_every_stage_has_a_name_from_its_start() -> None:
     for done, total, note in (
         (1, 100, "sampling calibration text"),
         (1, 13, "search, forward"),
+        (2, 120, "guidance"),
         (10, 40, "model.embed_tokens"),
         (20, 40, "model.layers.0"),
         (30, 40, "model.layers.1"),
@@ -35,6 +36,7 @@ def test_every_stage_has_a_name_from_its_start() -> None:
     assert seen == [
         (True, "sampling", "sampling calibration text"),
         (True, "search", "search, forward"),
+        (True, "guidance", "guidance"),
         (True, "layers", "layer 1 of 3"),
         (False, "layers", "layer 2 of 3"),
         (False, "layers", "layer 3 of 3"),

@@ -19,6 +19,7 @@ from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.calibration.layer_api import TrainableLinear
+from crelle.quantizers.calibration.loss_passes import sample_tokens
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.schemes.bcq import BCQ
 from crelle.quantizers.schemes.gptq import GPTQ
@@ -33,7 +34,7 @@ from crelle.quantizers.search.bit_allocation import (
     stored_bits,
     uniform,
 )
-from crelle.quantizers.search.gradient_stats import backward_stats, sample_tokens
+from crelle.quantizers.search.gradient_stats import backward_stats
 from crelle.quantizers.search.plan_file import read_plan, write_plan
 from crelle.quantizers.search.search_memory import SearchMemory
 from crelle.quantizers.search.sensitivity import Sensitivity, candidates, sensitivities

@@ -13,11 +13,12 @@ from crelle.cli.common.console import Track, err
 from crelle.cli.views.quantize_plan import duration
 
 _LAYER = re.compile(r"\.(\d+)$")
-_ORDER = ("sampling", "search", "layers", "sampling for training", "teacher", "end to end", "writing")
+_ORDER = ("sampling", "search", "guidance", "layers", "sampling for training", "teacher", "end to end", "writing")
 _NOTES = {  # how the notes of a stage begin
     "sampling calibration": "sampling",
     "sampling training": "sampling for training",
     "search": "search",
+    "guidance": "guidance",
     "full-precision": "teacher",
     "training": "end to end",
 }

@@ -41,6 +41,7 @@ from crelle.formats.storage.io import (
 )
 from crelle.formats.storage.ownership import (
     CONFIG,
+    GUIDANCE,
     INDEX,
     JOURNAL,
     JOURNAL_VERSION,
@@ -242,7 +243,7 @@ class CheckpointWriter:
         write_whole(self.partial / CONFIG, to_json(kept | (transformers_notice() if is_checkpoint(config) else {})))
         with writing(self.out):
             for name in os.listdir(self._lock):
-                if name == STATE or TEMPORARY.fullmatch(name):
+                if name in (STATE, GUIDANCE) or TEMPORARY.fullmatch(name):
                     os.unlink(name, dir_fd=self._lock)
             sync_directory(self.partial)
             self._rename()

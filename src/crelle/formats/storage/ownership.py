@@ -29,8 +29,9 @@ EXPORTER = "exporter"  # in the metadata of an export's index: some projects tak
 STAGE = "stage.json"  # in a checkpoint that is the first stage of a longer run, with that run's recipe
 STATE = "training.state"  # of an unfinished training
 TRAINING = "training.json"  # its losses
+GUIDANCE = "guidance.state"  # of an unfinished calibration: the tokens' weights
 JOURNAL_VERSION = 2
-_FIXED = {CONFIG, JOURNAL, INDEX, HF_INDEX, STAGE, STATE, TRAINING, "training.png", "training.tmp"}
+_FIXED = {CONFIG, JOURNAL, INDEX, HF_INDEX, STAGE, STATE, TRAINING, GUIDANCE, "training.png", "training.tmp"}
 _FIXED |= set(TOKENIZER_FILES)
 
 

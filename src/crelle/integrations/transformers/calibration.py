@@ -29,7 +29,7 @@ from crelle.integrations.transformers.quantizer import CrelleQuantizer, require_
 from crelle.integrations.transformers.stand_in import StandIn, all_or_nothing
 from crelle.integrations.transformers.swap import matrices_of, swap
 from crelle.integrations.transformers.targets import Targets
-from crelle.quantizers.base import ActivationQuantizer, Quantizer
+from crelle.quantizers.base import ActivationQuantizer, GuidedConfig, Quantizer
 from crelle.quantizers.calibration.layer_api import Progress
 from crelle.quantizers.calibration.stats import InputRounding, Stats, StatsCollector
 from crelle.quantizers.schemes.atom import Atom
@@ -193,6 +193,10 @@ def _for_any_family(q: Quantizer) -> Quantizer:
         raise SchemeError(
             f"scheme '{q}' works on whole decoder layers, whose parts it must know: use `crelle quantize` for families "
             "that Crelle runs, and gptq, hbcq, mixed or atom (without tune) here"
+        )
+    if isinstance(q, GuidedConfig) and q.guidance:
+        raise SchemeError(
+            f"scheme '{q}' weights tokens by the loss, which this calibration does not see: use guidance=0"
         )
     return replace(q, folds=False) if isinstance(q, Atom) else q  # folds need to know the norms before a linear
 

@@ -4,7 +4,8 @@ A layer is quantized in stages (q k v, then o, then gate and up, then down). The
 inputs that reach it from everything quantized before, so later matrices compensate the error of earlier ones.
 
 A token's weight in the sums is 1/|y_t|², y the residual stream after the layer: the next norm divides by it, and
-without it a handful of tokens with huge activations would dominate. In memory: one layer (twice), both hidden states
+without it a handful of tokens with huge activations would dominate. With end-loss guidance it is what the loss says of
+the token (crelle.quantizers.calibration.guidance), for each stage. In memory: one layer (twice), both hidden states
 [S, T, width], one K² Hessian; and where there is room, what each stage reads in the full-precision layer [S, T, K] and
 what each linear of the quantized layer returns [S, T, N], which otherwise are computed again. On a GPU hidden states
 are bf16, in host memory where they do not fit (crelle.quantizers.calibration.memory_plan), and Hessians are sums of
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv.pages import KVFormat
+from crelle.quantizers.calibration.guidance import Guidance
 from crelle.quantizers.calibration.half_stats import HalfStatsCollector
 from crelle.quantizers.calibration.hidden_states import Store, allocate, load
 from crelle.quantizers.calibration.layer_api import Block, CalibrationModel, Tape, TrainableLinear, half_products
@@ -92,6 +94,8 @@ class Calibrator:
         self.memory = memory or memory_for(model, tokens, self.device, half=half)
         self.batch = batch or self.memory.batch
         self.next = 0
+        self.guidance: Guidance | None = None  # of these sequences
+        self.strength: Callable[[str], float] = lambda name: 0.0  # with which a linear's scheme asks for guidance
         parts = torch.split(tokens, self.batch)
         with torch.no_grad(), timed(READ):
             self._shape = len(tokens), tokens.shape[1], model.shapes()[1]
@@ -242,7 +246,7 @@ class LayerCalibration:
         read = self._read.get(name)
         full_inputs = self._inputs(FULL, self.full, name, hidden.full) if read is None else iter(read)
         inputs = self._inputs(QUANTIZED, self.block, name, hidden.quantized, self._tapes)
-        for weight, here, full in zip(self._weights(), inputs, full_inputs, strict=True):
+        for weight, here, full in zip(self._weights(name), inputs, full_inputs, strict=True):
             x = here.x if rounding is None else rounding(here.x)
             x, x_full = x.flatten(0, -2), _of_same_tokens(full, here)
             weight = weight.flatten() if here.rows is None else weight.flatten()[here.rows]
@@ -266,9 +270,14 @@ class LayerCalibration:
         self._read.clear()
         self.changed = True
 
-    def _weights(self) -> Sequence[Tensor]:
-        """Return the roots of the tokens' weights, by batch."""
-        return torch.split(self._token_weight, self._calibrator.batch)
+    def _weights(self, name: str | None = None) -> Sequence[Tensor]:
+        """Return the roots of the tokens' weights, by batch; `name`: of the linear whose stage has its own."""
+        root, guidance = self._token_weight, self._calibrator.guidance
+        if name is not None and guidance is not None:
+            readers = next((stage for stage in self.block.stages() if name in stage), (name,))
+            if (strength := max(map(self._calibrator.strength, readers))) > 0:
+                root = guidance.weights(readers[0], strength).to(root.device).sqrt()
+        return torch.split(root, self._calibrator.batch)
 
     @torch.no_grad()
     def put(self, fitted: Mapping[str, QuantTensor], vectors: Mapping[str, Tensor] | None = None) -> None:

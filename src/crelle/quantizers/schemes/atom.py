@@ -86,6 +86,7 @@ class Atom(TrainedConfig, HessianConfig):
     damp: float = 0.2
     refine: int = 1
     target: bool = True
+    guidance: float = 0.0
     tune: Tune = "none"
     steps: int = 64
     rate: float = 0.0

@@ -11,7 +11,7 @@
 Which of these steps are taken, and how many, is the effort's to say (crelle.quantize_job.effort).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
-from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.base import GroupedConfig, check_guidance
 from crelle.quantizers.calibration.layer_api import CalibrationModel, Progress
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.schemes.gptq import GPTQ
@@ -50,12 +50,14 @@ class Auto(TrainedConfig, GroupedConfig):
     own: int = -1
     train: Train = "all"
     seed: int = 0
+    guidance: float = 0.0
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
 
     def __post_init__(self) -> None:
         if not 1.1 <= self.bits <= 8.5:
             raise SchemeError(f"in auto, bits must be 1.1 to 8.5, got {self.bits}")
         self.check_training()
+        check_guidance(self.guidance)
 
     @property
     def bits_for_rate(self) -> float:
@@ -66,7 +68,7 @@ class Auto(TrainedConfig, GroupedConfig):
         for bits in range(min(8, int(self.bits)), 0, -1):
             for group in (*(g for g in _GROUPS if g <= K), K):
                 if bits + 32 * -(-K // group) / K <= self.bits:
-                    return GPTQ(bits=bits, group=group, free=True)
+                    return GPTQ(bits=bits, group=group, free=True, guidance=self.guidance)
         raise SchemeError(f"{self.bits} bits per weight are too few for a row of {K} inputs")
 
     def plan(
@@ -87,12 +89,13 @@ class Auto(TrainedConfig, GroupedConfig):
         measured = sensitivities(
             model, rows, self.settings(), device=device, seed=self.seed, memory=memory, progress=progress
         )
-        front = ParetoFront(measured)
+        front = ParetoFront(measured, recipe=GPTQ(free=True, guidance=self.guidance))
         return front.at(self.bits).overrides if front.least_bits <= self.bits else {}
 
     def settings(self) -> tuple[Setting, ...]:
         """Return what the search chooses from."""
-        return (*candidates(self.bits), *(MIXED if 2 <= self.bits <= 4 else ()))
+        mixed = tuple(replace(one, guidance=self.guidance) for one in MIXED)
+        return (*candidates(self.bits), *(mixed if 2 <= self.bits <= 4 else ()))
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
         return self.grid_for(weight.shape[1]).fit(weight, stats)

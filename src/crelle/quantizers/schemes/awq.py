@@ -20,7 +20,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.bcq import UniformTensor
-from crelle.quantizers.base import Group, GroupedConfig
+from crelle.quantizers.base import Group, GroupedConfig, check_guidance
 from crelle.quantizers.calibration.calibrate import LayerCalibration
 from crelle.quantizers.calibration.scale_folds import fold_scales
 from crelle.quantizers.calibration.stats import Stats, require_stats
@@ -42,10 +42,12 @@ class AWQ(GroupedConfig):
     symmetric: bool = False
     clip: bool = True
     steps: int = 20  # of the exponent; 0: no scaling
+    guidance: float = 0.0
 
     def __post_init__(self) -> None:
         GroupedConfig.__post_init__(self)
         self._rounding()
+        check_guidance(self.guidance)
         if not 0 <= self.steps <= 1000:
             raise SchemeError(f"steps must be 0 to 1000, got {self.steps}")
 

@@ -56,6 +56,7 @@ class GPTQ(HessianConfig):
     damp: float = DAMP
     refine: int = 1
     target: bool = True
+    guidance: float = 0.0
 
     def __post_init__(self) -> None:
         HessianConfig.__post_init__(self)

@@ -41,6 +41,7 @@ class HBCQ(HessianConfig):
     solve: bool = True  # whether the scales of a row are solved at once
     refine: int = 1
     target: bool = True
+    guidance: float = 0.0
 
     def __post_init__(self) -> None:
         HessianConfig.__post_init__(self)

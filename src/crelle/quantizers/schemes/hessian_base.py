@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.quantizers.base import GroupedConfig
+from crelle.quantizers.base import GroupedConfig, check_guidance
 from crelle.quantizers.calibration.stats import Stats, require_stats
 from crelle.quantizers.solvers.gptq_solver import Fit, LDLFactor, Levels, factor, solve_damped
 from crelle.quantizers.solvers.grouping import require_finite, row_slabs
@@ -23,11 +23,13 @@ class HessianConfig(GroupedConfig):
     damp: float  # of the Hessian's mean diagonal, added to its diagonal
     refine: int  # rounds of coordinate descent and solving after the feedback
     target: bool  # compensate the error of the layers before too, where that is known
+    guidance: float  # exponent of the tokens' weights by the loss; 0: none (crelle.quantizers.calibration.guidance)
 
     def __post_init__(self) -> None:
         GroupedConfig.__post_init__(self)
         if not 0 <= self.damp <= 1:
             raise SchemeError(f"damp must be 0 to 1, got {self.damp}")
+        check_guidance(self.guidance)
         if self.refine < 0:
             raise SchemeError(f"refine must be at least 0, got {self.refine}")
 

@@ -57,6 +57,7 @@ class Mixed(TrainedConfig, HessianConfig):
     damp: float = 0.2  # less fits the calibration text, not others: worse on a test text even with 128k tokens of it
     refine: int = 2
     target: bool = True
+    guidance: float = 0.0
     tune: Tune = "none"
     steps: int = 64
     rate: float = 0.0

@@ -46,6 +46,7 @@ class Nested(HessianConfig):
     damp: float = DAMP
     refine: int = 2
     target: bool = True
+    guidance: float = 0.0
 
     def __post_init__(self) -> None:
         HessianConfig.__post_init__(self)
