@@ -1,5 +1,7 @@
 """What decoders differ by, each in C++ against f64: step and prefill, every instruction set."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cpu_models import error
@@ -11,12 +13,12 @@ from crelle.kernels.cpu import available
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
-from spec_models import SPECS, VOCABULARY, decoder, forward, layer, random_parts
+from spec_models import SPECS, VOCABULARY, decoder, forward, layer, random_parts, rope
 
 from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.executor import supports
 from crelle.kernels.cpu.fused_decoder import FusedDecoder, ModelParts, Paged
-from crelle.kernels.spec import DecoderSpec, ExpertsSpec
+from crelle.kernels.spec import DecoderSpec
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 TOLERANCE = 1e-5  # relative, of the norm of logits
@@ -49,7 +51,9 @@ def test_prompt_and_steps_against_f64(name: str, isa: str) -> None:
     assert error(found[110:], wanted[110:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3", "sandwich"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "opt", "gemma3", "sandwich", "experts", "gpt-oss", "parallel", "norms of the stream"]
+)
 def test_a_batch_has_the_bits_of_each_alone(name: str, isa: str) -> None:
     parts = random_parts(SPECS[name])
     fused, texts = FusedDecoder(parts), [some_tokens(n, n) for n in (40, 90, 61)]
@@ -65,7 +69,7 @@ def test_a_batch_has_the_bits_of_each_alone(name: str, isa: str) -> None:
             assert torch.equal(fused.step(text[-1:], torch.tensor([len(text) - 1]), one)[0], y)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3", "sinks", "soft caps"])
 @pytest.mark.parametrize(("text", "tolerance"), [("kv16", 1e-5), ("kv8:center=false", 2e-2), ("kv4:center=false", 0.3)])
 def test_pages(name: str, text: str, tolerance: float) -> None:
     parts, tokens, fmt = random_parts(SPECS[name]), some_tokens(100), KVFormat.parse(text)
@@ -95,8 +99,7 @@ def test_positions_beyond_the_table_are_refused() -> None:
 
 
 def test_what_the_fused_step_lacks_is_a_sentence() -> None:
-    experts = decoder(layer(experts=ExpertsSpec(count=4, top=2)))
-    assert "has no experts, layer 0 does" in str(supports(experts, KVFormat()))
-    assert "does not cap logits" in str(supports(decoder(layer(), softcap=30.0), KVFormat()))
+    scaled = replace(rope(channels=8), attention_factor=1.2)
+    assert "not the 8 rotated channels of layer 0" in str(supports(decoder(layer(rope=scaled)), KVFormat()))
     wide = decoder(layer(head_size=640, rope=None))
     assert "at most 512 channels" in str(supports(wide, KVFormat.parse("kv4")))

@@ -53,14 +53,13 @@ class Case:
 
 
 CASES = {
-    "gpt-neox": Case(name="GPTNeoX", options={"num_key_value_heads": 4}, fused=False),
+    "gpt-neox": Case(name="GPTNeoX", options={"num_key_value_heads": 4}),
     "gpt-neox, one after the other": Case(
         name="GPTNeoX", options={"use_parallel_residual": False, "hidden_act": "gelu_new"}, quantized=False
     ),
     "gpt-j": Case(
         name="GPTJ",
         sizes=IDS | {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
-        fused=False,
     ),
     "gpt-neo": Case(
         name="GPTNeo",
@@ -92,9 +91,8 @@ CASES = {
         name="Granite",
         options={"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
         | {"residual_multiplier": 0.7, "logits_scaling": 0.5},
-        fused=False,
     ),
-    "olmo-2": Case(name="Olmo2", fused=False),
+    "olmo-2": Case(name="Olmo2"),
     "smollm3": Case(name="SmolLM3", options={"num_hidden_layers": 4, "no_rope_layer_interval": 2}, cuda=True),
     "glm": Case(name="Glm", options={"head_dim": 16}),
     "glm-4": Case(name="Glm4", options={"head_dim": 16}),
@@ -129,18 +127,16 @@ CASES = {
         cuda=True,
         quantized=False,
     ),
-    "mixtral": Case(name="Mixtral", options={"num_local_experts": 4, "num_experts_per_tok": 2}, fused=False),
+    "mixtral": Case(name="Mixtral", options={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": Case(
         name="Qwen2Moe",
         options=EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
-        fused=False,
     ),
-    "qwen3-moe": Case(name="Qwen3Moe", options=EXPERTS | {"num_experts": 4, "norm_topk_prob": True}, fused=False),
+    "qwen3-moe": Case(name="Qwen3Moe", options=EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
     "gpt-oss": Case(
         name="GptOss",
         options={"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 32}
         | {"rope_parameters": YARN | {"truncate": False}},
-        fused=False,
     ),
 }
 
@@ -315,6 +311,6 @@ def test_a_hostile_config_is_one_sentence(what: str, paths: dict[str, Path], tmp
 
 def test_every_family_has_a_case() -> None:
     """Or a test of its own."""
-    elsewhere = {"opt", "gpt2", "gemma2", "gemma3_text", "mistral", "chatglm"}
+    elsewhere = {"opt", "gpt2", "gemma2", "gemma3_text", "mistral", "chatglm", "bert"}
     types = {getattr(transformers, f"{case.name}Config").model_type for case in CASES.values()}
     assert families().keys() == types | elsewhere
