@@ -88,6 +88,9 @@ SPECS: dict[str, DecoderSpec] = {
     "whole qk norm": decoder(*[layer(qk_norm=_QK_NORM, whole_qk_norm=True, placement="reordered")] * 2),
     "factors": decoder(layer(residual_scale=0.3), layer(residual_scale=2.0, bias=True), logit_scale=0.7),
     "soft caps": decoder(layer(softcap=0.6), layer(softcap=2.0, window=70), softcap=1.5),
+    "narrow embeddings": decoder(layer(), layer(), words=40, learned_positions=2, embedding_scale=3.0),
+    "350M": decoder(*[layer(**_BIASED, activation="relu", placement="post")] * 2, words=72, norm=None, tied=True),
+    "factor of partial rope": decoder(layer(rope=replace(rope(channels=8), attention_factor=1.3)), layer()),
     "sinks": decoder(layer(sinks=True), layer(sinks=True, window=40)),
     "gpt2": decoder(*[layer(**_BIASED, activation="gelu_tanh", kv_heads=HEADS)] * 3, learned_positions=0, tied=True),
     "opt": decoder(*[layer(**_BIASED, activation="relu", kv_heads=HEADS)] * 3, learned_positions=2, tied=True),
@@ -150,7 +153,8 @@ def random_parts(spec: DecoderSpec, scheme: str | None = None, seed: int = 5) ->
             **{slot: norm(size, a.qk_norm) for slot, size in a.normed.items() if a.qk_norm is not None},
         )
 
-    embedding = torch.randn(spec.vocabulary, spec.width, generator=rng)
+    words = spec.embedding_width
+    embedding = torch.randn(spec.vocabulary, words, generator=rng)
     first = spec.learned_positions
     return ModelParts(
         spec=spec,
@@ -158,7 +162,9 @@ def random_parts(spec: DecoderSpec, scheme: str | None = None, seed: int = 5) ->
         positions=None if first is None else torch.randn(first + spec.context, spec.width, generator=rng),
         layers=[one(layer) for layer in spec.layers],
         norm=None if spec.norm is None else norm(spec.width, spec.norm),
-        head=LinearParts(weight=embedding if spec.tied else linear(spec.vocabulary, spec.width, False).weight),
+        head=LinearParts(weight=embedding if spec.tied else linear(spec.vocabulary, words, False).weight),
+        project_in=linear(spec.width, words, False) if words != spec.width else None,
+        project_out=linear(words, spec.width, False) if words != spec.width else None,
     )
 
 
@@ -167,12 +173,14 @@ def forward(parts: ModelParts, ids: Tensor) -> Tensor:
     spec, T = parts.spec, len(ids)
     at = torch.arange(T)
     x = parts.embedding[ids].double() * spec.embedding_scale
+    x = x if parts.project_in is None else _linear(x, parts.project_in)
     if parts.positions is not None and spec.learned_positions is not None:
         x = x + parts.positions[at + spec.learned_positions].double()
     for part, of in zip(parts.layers, spec.layers, strict=True):
         x = _layer(part, of, x, at)
     if parts.norm is not None and spec.norm is not None:
         x = _norm(x, parts.norm, spec.norm)
+    x = x if parts.project_out is None else _linear(x, parts.project_out)
     y = spec.logit_scale * _linear(x, parts.head)
     return y if spec.softcap is None else spec.softcap * torch.tanh(y / spec.softcap)
 
@@ -262,4 +270,5 @@ def _attention(part: LayerParts, a: AttentionSpec, x: Tensor, at: Tensor) -> Ten
 def _rotate(x: Tensor, rope: RopeSpec, at: Tensor) -> Tensor:
     angle = at[:, None].double() * rope.frequency.double()
     a, b, rest = x.split([rope.channels // 2, rope.channels // 2, x.shape[-1] - rope.channels], dim=-1)
+    a, b = rope.attention_factor * a, rope.attention_factor * b
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)

@@ -1,7 +1,5 @@
 """What decoders differ by, each in C++ against f64: step and prefill, every instruction set."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cpu_models import error
@@ -13,7 +11,7 @@ from crelle.kernels.cpu import available
 if (reason := available()) is not None:
     pytest.skip(f"crelle.kernels.cpu._core {reason}", allow_module_level=True)
 
-from spec_models import SPECS, VOCABULARY, decoder, forward, layer, random_parts, rope
+from spec_models import SPECS, VOCABULARY, decoder, forward, layer, random_parts
 
 from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.executor import supports
@@ -52,7 +50,7 @@ def test_prompt_and_steps_against_f64(name: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "opt", "gemma3", "sandwich", "experts", "gpt-oss", "parallel", "norms of the stream"]
+    "name", ["gpt2", "opt", "gemma3", "sandwich", "experts", "gpt-oss", "parallel", "norms of the stream", "350M"]
 )
 def test_a_batch_has_the_bits_of_each_alone(name: str, isa: str) -> None:
     parts = random_parts(SPECS[name])
@@ -99,7 +97,7 @@ def test_positions_beyond_the_table_are_refused() -> None:
 
 
 def test_what_the_fused_step_lacks_is_a_sentence() -> None:
-    scaled = replace(rope(channels=8), attention_factor=1.2)
-    assert "not the 8 rotated channels of layer 0" in str(supports(decoder(layer(rope=scaled)), KVFormat()))
+    placed = decoder(layer(parallel=True, placement="reordered"))
+    assert "side by side where norms stand before them, not as in layer 0" in str(supports(placed, KVFormat()))
     wide = decoder(layer(head_size=640, rope=None))
     assert "at most 512 channels" in str(supports(wide, KVFormat.parse("kv4")))

@@ -65,6 +65,8 @@ def fuse(model: "DecoderModel") -> FusedDecoder | str:
         norm=_norm(model.output.norm, model.spec.width),
         head=_linear(model.head),
         positions=_positions(model.input.positions),
+        project_in=_optional(model.input.project_in),
+        project_out=_optional(model.output.project_out),
     )
     return supports_model(parts) or FusedDecoder(parts)
 
@@ -91,6 +93,10 @@ def _matrix(linear: QuantLinear) -> Matrix:
 
 def _linear(linear: QuantLinear) -> LinearParts:
     return LinearParts(weight=_matrix(linear), bias=linear.bias)
+
+
+def _optional(linear: QuantLinear | None) -> LinearParts | None:
+    return None if linear is None else _linear(linear)
 
 
 def _norm(norm: Any, size: int) -> NormParts | None:

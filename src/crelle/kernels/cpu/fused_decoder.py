@@ -106,6 +106,8 @@ class ModelParts:
     norm: NormParts | None  # [width]
     head: LinearParts  # [V, width]; may share the embedding's memory
     positions: Tensor | None = None  # [rows, width]; learned positions
+    project_in: LinearParts | None = None  # [width, words] behind an embedding of `words` columns, and a head's
+    project_out: LinearParts | None = None  # [words, width]
 
 
 def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
@@ -120,8 +122,6 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
 def supports(spec: DecoderSpec) -> str | None:
     """Return what of a spec the fused decoder does not have, or None when it has all of it."""
     first = spec.layers[0].attention
-    if spec.embedding_width != spec.width:
-        return f"has no projections between embeddings of {spec.embedding_width} and layers of {spec.width}"
     if first.head_size % 2:
         return f"needs an even head size, got {first.head_size}"
     for i, layer in enumerate(spec.layers):
@@ -130,8 +130,6 @@ def supports(spec: DecoderSpec) -> str | None:
             return "decodes token by token, and an encoder's attention looks in both directions"
         if layer.mlp.activation not in _ACTIVATIONS:
             return f"has the activations {', '.join(_ACTIVATIONS)}, not {layer.mlp.activation} of layer {i}"
-        if a.rope is not None and a.rope.attention_factor != 1 and a.rope.channels != a.head_size:
-            return f"scales whole heads after rope, not the {a.rope.channels} rotated channels of layer {i}"
         if layer.parallel and layer.placement != "pre":
             return f"runs attention and feed-forward side by side where norms stand before them, not as in layer {i}"
         if (a.heads, a.kv_heads, a.head_size) != (first.heads, first.kv_heads, first.head_size):
@@ -308,6 +306,9 @@ def _matrices(parts: ModelParts) -> Iterator[tuple[str, Matrix]]:
         for name, linear in layer.linears().items():
             yield f"{name} of layer {i}", linear.weight
     yield "the head", parts.head.weight
+    for name, projection in {"project_in": parts.project_in, "project_out": parts.project_out}.items():
+        if projection is not None:
+            yield name, projection.weight
     if parts.positions is not None:
         yield "the table of positions", parts.positions
 
@@ -339,6 +340,8 @@ def _for_core(parts: ModelParts) -> SimpleNamespace:
         logit_scale=spec.logit_scale,
         softcap=spec.softcap or 0.0,
         head=_linear(parts.head),
+        project_in=_linear(parts.project_in),
+        project_out=_linear(parts.project_out),
         layers=[
             _layer(part, layer, -1 if (rope := layer.attention.rope) is None else ropes.index(rope))
             for part, layer in zip(parts.layers, spec.layers, strict=True)
@@ -356,6 +359,8 @@ def _layer(part: LayerParts, spec: LayerSpec, rope: int) -> SimpleNamespace:
         norms[f"norm_{name}" if place == "norm" else f"{place}_{name}_norm"] = norm
     if spec.placement == "sandwich":
         norms |= {"post_attention_norm": part.post_attention_norm, "post_mlp_norm": part.post_mlp_norm}
+    factor = 1.0 if a.rope is None else a.rope.attention_factor**2  # of queries
+    whole = a.rope is None or a.rope.channels == a.head_size
     return SimpleNamespace(
         **{n: _linear(getattr(part, n)) for n in ("q", "k", "v", "o", "gate", "up", "down")},
         **{n: _norm(norm, spec.norm) for n, norm in norms.items()},
@@ -365,7 +370,8 @@ def _layer(part: LayerParts, spec: LayerSpec, rope: int) -> SimpleNamespace:
         activation=spec.mlp.activation,
         window=a.window,
         rope=rope,
-        scale=a.scale * (1 if a.rope is None else a.rope.attention_factor**2),
+        scale=a.scale * (factor if whole else 1.0),
+        rotated_scale=1.0 if whole else factor,
         whole_qk_norm=a.qk_norm is not None and a.whole_qk_norm,
         sinks=_vector(part.sinks),
         softcap=a.softcap or 0.0,

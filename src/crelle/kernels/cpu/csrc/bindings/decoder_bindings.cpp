@@ -124,7 +124,7 @@ struct Owned {
     l.window = window.is_none() ? 0 : nb::cast<int>(window);
     require(window.is_none() || l.window > 0, "a window must be positive");
     l.rope = nb::cast<int>(h.attr("rope"));
-    l.scale = nb::cast<float>(h.attr("scale"));
+    l.scale = nb::cast<float>(h.attr("scale")), l.rotated_scale = nb::cast<float>(h.attr("rotated_scale"));
     // The usual scale has the bits of this division; what Python makes of D ** -0.5 may be a neighbour of it.
     const float usual = 1.0f / std::sqrt(static_cast<float>(model.head_size));
     if (std::abs(l.scale - usual) < 4e-7f * usual) l.scale = usual;
@@ -151,6 +151,8 @@ void build(Owned *self, nb::object parts, const std::string &precision) {
   m.norm = made.norm(parts.attr("norm"), m.width, "norm");
   m.logit_scale = nb::cast<float>(parts.attr("logit_scale")), m.softcap = nb::cast<float>(parts.attr("softcap"));
   m.head = made.linear(parts.attr("head"));
+  if (const nb::object in = parts.attr("project_in"); !in.is_none()) m.project_in = made.linear(in);
+  if (const nb::object out = parts.attr("project_out"); !out.is_none()) m.project_out = made.linear(out);
   for (nb::handle h : parts.attr("layers")) m.layers.push_back(made.layer(h, m));
   const std::string problem = m.problem();
   require(problem.empty(), problem);

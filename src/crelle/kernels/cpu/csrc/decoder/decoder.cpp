@@ -86,7 +86,9 @@ std::string Model::problem() const {
   }
   if (positions.N && (positions.K != width || position_offset < 0 || position_offset >= positions.N))
     return "learned positions must have `width` columns, and rows from the offset on";
-  if (embedding.K != width || head.K != width || head.N < 1) return "embedding and head must have `width` columns";
+  if (embedding.K < 1 || head.K != embedding.K || head.N < 1) return "embedding and head must have the same columns";
+  if (embedding.K != width && !(is(project_in, width, embedding.K) && is(project_out, embedding.K, width)))
+    return "projections must stand between embeddings, and a head, of another width than the layers";
   return "";
 }
 
@@ -102,7 +104,7 @@ Decoder::Decoder(Model model) : model_(std::move(model)) {
       find_kinds({&f.down});
     }
   }
-  find_kinds({&model_.head});
+  for (Matrix *m : {&model_.head, &model_.project_in, &model_.project_out}) find_kinds({m});
   ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front().first->isa);
 }
 
@@ -150,7 +152,7 @@ Decoder::Times Decoder::times() {
 
 void Decoder::arrange_shares(int threads) {
   const int layers = int(model_.layers.size());
-  shares_.assign(layers * kMatrices + 1, {});
+  shares_.assign(layers * kMatrices + 3, {});
   for (int i = 0; i < layers; ++i) {
     const LayerWeights &l = model_.layers[i];
     auto *s = &shares_[i * kMatrices];
@@ -166,7 +168,11 @@ void Decoder::arrange_shares(int threads) {
       partition({&l.mlp.down}, false, threads, s + 6);
     }
   }
-  partition({&model_.head}, false, threads, &shares_.back());
+  auto *s = &shares_[layers * kMatrices];
+  for (const Matrix *m : {&model_.head, &model_.project_in, &model_.project_out}) {
+    if (m->N) partition({m}, false, threads, s);
+    ++s;
+  }
 }
 
 // Everything that allocates; does nothing from the second step on, until a sequence is twice as long. Buffers never
@@ -179,7 +185,7 @@ void Decoder::arrange(int threads, int count, int runs) {
   const int B = std::max(count, B_);
   runs_ = std::max(runs_, static_cast<int>(std::bit_ceil(static_cast<unsigned>(runs))));
   const int H = model_.heads, D = model_.head_size;
-  size_t widest = padded(std::max(model_.width, H * D));
+  size_t widest = padded(std::max({model_.width, H * D, model_.words()}));
   if (threads != threads_) arrange_shares(threads);
   encoded_.resize(kinds_.size());
   for (size_t i = 0; i < kinds_.size(); ++i) {
@@ -205,7 +211,7 @@ void Decoder::arrange(int threads, int count, int runs) {
   stream_.grow(B * padded(model_.width) * 4);
   qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
   hidden_.grow(B * inner * 2 * 4);
-  branch_.grow(B * padded(model_.width) * 4);
+  branch_.grow(B * widest * 4);
   parts_.grow(size_t(B) * H * runs_ * sizeof(AttentionPartial));
   sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
   angles_.grow(size_t(B) * padded(model_.angles()) * 4);

@@ -83,9 +83,10 @@ struct LayerWeights {
   bool parallel = false;                        // attention and feed-forward read the same stream
   Activation activation = Activation::Silu;
   bool gated = true;
-  int window = 0;   // how far back attention sees; 0: all the way
-  int rope = -1;    // of the model's; -1: none
-  float scale = 0;  // of the scores
+  int window = 0;           // how far back attention sees; 0: all the way
+  int rope = -1;            // of the model's; -1: none
+  float scale = 0;          // of the scores
+  float rotated_scale = 1;  // besides, of the rotated channels of queries
 };
 
 // Rotates pairs (i, i + R/2) of the first R channels of a head.
@@ -100,6 +101,7 @@ struct Model {
   int width = 0, heads = 0, kv_heads = 0, head_size = 0;
   std::vector<Rope> ropes;
   Matrix embedding, head;
+  Matrix project_in, project_out;  // between embedding, or head, and layers where those have another width; or none
   float embedding_scale = 1;
   Dense positions;                     // learned, [any, width]; no rows: none
   int position_offset = 0;             // its row for position 0
@@ -109,6 +111,7 @@ struct Model {
   Precision precision = Precision::Exact;
 
   std::string problem() const;  // what does not fit together, or empty
+  int words() const { return embedding.K; }
   int angles() const { return ropes.empty() ? 0 : ropes.back().at + ropes.back().channels(); }   // of a token
   int positions_end() const { return positions.N ? positions.N - position_offset : INT32_MAX; }  // the first too many
 };
@@ -182,7 +185,7 @@ private:
   // One weight for every way in which activations are encoded, and which of those that read one input it is.
   std::vector<std::pair<const Weight *, int>> kinds_;
   std::vector<std::vector<Activations>> encoded_;   // [kind][thread]
-  std::vector<std::vector<Share>> shares_;          // [layer * 7 + matrix, head at the end][thread]
+  std::vector<std::vector<Share>> shares_;          // [layer * 7 + matrix, then head, project_in, project_out][thread]
   std::vector<std::array<Activations, 2>> routed_;  // inputs of the groups' matrices
   std::vector<Routing> routing_;                    // [thread]; each finds the same
   Buffer stream_, qkv_, hidden_, branch_, sums_, parts_, angles_, scratch_, scores_, gathered_;

@@ -90,16 +90,14 @@ void Decoder::Work::sync(Phase phase) {
 }
 
 void Decoder::Work::embed() {
+  const bool narrow = model.project_in.N > 0;
+  for (int b = narrow ? in0 : part(B, t, n); b < (narrow ? in1 : part(B, t + 1, n)); ++b)
+    embed_row(b, narrow ? input + b * ld_in : stream + b * ld);
+  if (narrow) project_in();
   for (int b = part(B, t, n); b < part(B, t + 1, n); ++b) {
-    float *x = stream + b * ld;
-    if (model.embedding.coded)
-      dequantize_row(*model.embedding.coded, int(token[b]), x);
-    else
-      ops.load(model.embedding.dense.type, model.embedding.dense.row(int(token[b])), x, width);
-    if (model.embedding_scale != 1.0f) ops.scale(x, model.embedding_scale, width);
-    if (model.positions.N) {
+    if (model.positions.N && !narrow) {
       ops.load(model.positions.type, model.positions.row(int(position[b]) + model.position_offset), output, width);
-      ops.add(x, output, width);
+      ops.add(stream + b * ld, output, width);
     }
     for (const Rope &rope : model.ropes) {
       const int half = rope.channels() / 2;
@@ -109,6 +107,25 @@ void Decoder::Work::embed() {
         cos[i] = std::cos(angle), sin[i] = std::sin(angle);
       }
     }
+  }
+}
+
+void Decoder::Work::embed_row(int b, float *x) const {
+  if (model.embedding.coded)
+    dequantize_row(*model.embedding.coded, int(token[b]), x);
+  else
+    ops.load(model.embedding.dense.type, model.embedding.dense.row(int(token[b])), x, model.words());
+  if (model.embedding_scale != 1.0f) ops.scale(x, model.embedding_scale, model.words());
+}
+
+// The thread's rows of the stream, of embeddings of another width, with learned positions.
+void Decoder::Work::project_in() {
+  const Share &s = share_outside(1);
+  encode({&model.project_in}, input, ld_in, in0, in1);
+  multiply(model.project_in, s, input, ld_in, B, stream, ld);
+  for (int b = 0; b < B && model.positions.N; ++b) {
+    ops.load(model.positions.type, model.positions.row(int(position[b]) + model.position_offset), output, width);
+    ops.add(stream + b * ld + s.row0, output + s.row0, s.row1 - s.row0);
   }
 }
 
@@ -186,7 +203,7 @@ void Decoder::Work::add_rows(const float *y, size_t pitch, float factor, const S
 // Logits of the tokens that are wanted, side by side from the first row of the input on.
 void Decoder::Work::finish() {
   const int V = model.head.N, W = in.wanted, first = alone ? 0 : part(W, t, n), last = alone ? 1 : part(W, t + 1, n);
-  const Share s = d.shares_.back()[t];
+  const Share &s = share_outside(0);
   prefetch_rows(model.head, s);
   for (int i = first; i < last; ++i) {
     const float *x = stream + in.want[i] * ld;
@@ -195,12 +212,21 @@ void Decoder::Work::finish() {
     else
       std::copy_n(x, width, input + i * ld_in);
   }
-  if (!alone && t == 0 && model.head.kind >= 0)
-    d.encoded_[model.head.kind][0].M = W;  // no thread reads it at this point
+  for (const Matrix *m : {&model.head, &model.project_out})
+    if (!alone && t == 0 && m->kind >= 0) d.encoded_[m->kind][0].M = W;  // no thread reads it at this point
+  if (model.project_out.N) project_out(W, first, last);
   encode({&model.head}, input, ld_in, first, last);
   multiply(model.head, s, input, ld_in, W, logits, V);
   for (int i = 0; i < W; ++i) finish_logits(ops, model, logits + size_t(i) * V + s.row0, s.row1 - s.row0);
   sync(Head);
+}
+
+// What the head reads in place of what is normed in `input`.
+void Decoder::Work::project_out(int rows, int first, int last) {
+  encode({&model.project_out}, input, ld_in, first, last);
+  multiply(model.project_out, share_outside(2), input, ld_in, rows, branch, ld_in);
+  wait();
+  for (int i = first; i < last; ++i) std::copy_n(branch + i * ld_in, model.words(), input + i * ld_in);
 }
 
 void Decoder::Tokens::prepare() {

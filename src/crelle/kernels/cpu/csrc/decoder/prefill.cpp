@@ -76,12 +76,14 @@ Prefill::Tiles Prefill::grow(Buffer &b, int features) {
 void Prefill::pass(bool all, float *logits) {
   const int q = model_.heads * model_.head_size, kv = model_.kv_heads * model_.head_size;
   Buffer *b = buffers_;
-  stream_ = grow(*b++, model_.width), normed_ = grow(*b++, model_.width);
+  const int widest = std::max(model_.width, model_.words());
+  stream_ = grow(*b++, model_.width), normed_ = grow(*b++, widest);
   q_ = grow(*b++, q), attended_ = grow(*b++, q), k_ = grow(*b++, kv), v_ = grow(*b++, kv);
   gate_ = grow(*b++, inner_), up_ = grow(*b++, inner_), angles_ = grow(*b++, model_.angles());
-  branch_ = grow(*b++, model_.width);
+  branch_ = grow(*b++, widest);
 
   for_each(tiles(), [&](int t) { embed(t); });
+  if (model_.project_in.N) project_in();
   done(Embed);
   const int layers = int(model_.layers.size());
   for (int i = 0; i < layers; ++i) layer(i, i + 1 == layers && !all);
@@ -89,24 +91,22 @@ void Prefill::pass(bool all, float *logits) {
 }
 
 void Prefill::embed(int tile) {
-  const int width = model_.width;
+  const int width = model_.width, words = model_.words();
   const Tile &at = tiles_[tile];
   static thread_local Buffer scratch;
-  scratch.grow(size_t{kTileRows + 1} * width * sizeof(float));
-  float *const rows = floats_of(scratch), *const learned = rows + size_t{kTileRows} * width;
+  scratch.grow(size_t{kTileRows} * words * sizeof(float));
+  float *const rows = floats_of(scratch);
   for (int i = 0; i < at.count; ++i) {
     const int n = int(at.sequence->token[at.first + i]);
-    float *const x = rows + size_t(i) * width;
+    float *const x = rows + size_t(i) * words;
     if (model_.embedding.coded)
       dequantize_row(*model_.embedding.coded, n, x);
     else
-      ops_.load(model_.embedding.dense.type, model_.embedding.dense.row(n), x, width);
-    if (model_.embedding_scale != 1.0f) ops_.scale(x, model_.embedding_scale, width);
-    if (!model_.positions.N) continue;
-    ops_.load(model_.positions.type, model_.positions.row(at.position() + i + model_.position_offset), learned, width);
-    ops_.add(x, learned, width);
+      ops_.load(model_.embedding.dense.type, model_.embedding.dense.row(n), x, words);
+    if (model_.embedding_scale != 1.0f) ops_.scale(x, model_.embedding_scale, words);
   }
-  ops_.tile_of_rows(rows, width, at.count, width, false, stream_.tile(tile));
+  ops_.tile_of_rows(rows, words, at.count, words, false, words == width ? stream_.tile(tile) : normed_.tile(tile));
+  if (words == width) add_positions(tile);
   for (const Rope &rope : model_.ropes) {
     const int half = rope.channels() / 2;
     float *const cos = angles_.tile(tile) + rope.at * kTileRows, *const sin = cos + half * kTileRows;
@@ -116,6 +116,42 @@ void Prefill::embed(int tile) {
         cos[d * kTileRows + i] = std::cos(angle), sin[d * kTileRows + i] = std::sin(angle);
       }
   }
+}
+
+void Prefill::add_positions(int tile) {
+  if (!model_.positions.N) return;
+  const int width = model_.width;
+  const Tile &at = tiles_[tile];
+  static thread_local Buffer scratch;
+  scratch.grow(size_t{kTileRows} * width * sizeof(float));
+  float *const rows = floats_of(scratch);
+  for (int i = 0; i < at.count; ++i)
+    ops_.load(model_.positions.type, model_.positions.row(at.position() + i + model_.position_offset),
+              rows + size_t(i) * width, width);
+  ops_.tile_of_rows(rows, width, at.count, width, true, stream_.tile(tile));
+}
+
+// Embeddings of another width, which wait in `normed_`, as the stream.
+void Prefill::project_in() {
+  expect(model_.words(), {&model_.project_in});
+  for_each(tiles(), [&](int t) { pack(t, normed_.tile(t)); });
+  multiply({{&model_.project_in, stream_}});
+  for_each(tiles(), [&](int t) {
+    if (model_.project_in.bias) ops_.add_to_tile(stream_.tile(t), model_.project_in.bias, model_.width);
+    add_positions(t);
+  });
+}
+
+// What a head of another width reads, in `branch_`.
+void Prefill::project_out() {
+  expect(model_.width, {&model_.project_out});
+  for_each(tiles(), [&](int t) {
+    if (model_.norm) norm_tile(ops_, model_.norm, stream_.tile(t), model_.width, normed_.tile(t));
+    pack(t, model_.norm ? normed_.tile(t) : stream_.tile(t));
+  });
+  multiply({{&model_.project_out, branch_}});
+  if (model_.project_out.bias)
+    for_each(tiles(), [&](int t) { ops_.add_to_tile(branch_.tile(t), model_.project_out.bias, model_.words()); });
 }
 
 // Layer i. In the last one only the tiles whose logits are wanted go on behind its keys and values.
@@ -258,9 +294,9 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
   if (l.v.bias) ops_.add_to_tile(v, l.v.bias, Hkv * D);
   const int rotated = l.rope < 0 ? 0 : model_.ropes[l.rope].channels();
   const float *cos = l.rope < 0 ? nullptr : angles_.tile(tile) + model_.ropes[l.rope].at * kTileRows;
-  const auto norm_rope = [&](float *x, const Norm &norm, float factor) {
+  const auto norm_rope = [&](float *x, const Norm &norm, float factor, float more) {  // more: of rotated channels
     if (norm && !l.whole_qk_norm) norm_tile(ops_, norm, x, D, x);
-    if (rotated) ops_.rope_tile(x, cos, cos + rotated / 2 * kTileRows, factor, rotated);
+    if (rotated) ops_.rope_tile(x, cos, cos + rotated / 2 * kTileRows, factor * more, rotated);
     if (rotated < D && factor != 1.0f) ops_.scale(x + rotated * kTileRows, factor, (D - rotated) * kTileRows);
   };
   static thread_local Buffer scratch;
@@ -279,10 +315,10 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
     norm_tile(ops_, l.q_norm, q, H * D, q);
     norm_tile(ops_, l.k_norm, k, Hkv * D, k);
   }
-  for (int h = 0; h < H; ++h) norm_rope(q + h * head, l.q_norm, l.scale);
+  for (int h = 0; h < H; ++h) norm_rope(q + h * head, l.q_norm, l.scale, l.rotated_scale);
   if (cache_->rotates(layer, 0)) hadamard_tile(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
-    norm_rope(k + h * head, l.k_norm, 1.0f);
+    norm_rope(k + h * head, l.k_norm, 1.0f, 1.0f);
     if (cache_->paged()) {
       into_pages(h, 0, k + h * head), into_pages(h, 1, v + h * head);
       continue;
@@ -339,14 +375,18 @@ void Prefill::attend(const LayerWeights &l, int layer, int tile, int tiles, int 
 
 // The head of all tokens of the pass, or of the last token of each tile, as rows.
 void Prefill::finish(bool all, float *logits) {
-  const int width = model_.width, M = all ? rows() : tiles();
+  const int width = model_.words(), M = all ? rows() : tiles();
   const Matrix &head = model_.head;
+  if (model_.project_out.N) project_out();
   logits += size_t(tiles_.front().logits) * head.N;
   operand_.rows.grow(size_t(M) * width * sizeof(float));
   for_each(tiles(), [&](int t) {
     const Tile &tile = tiles_[t];
     const float *x = stream_.tile(t);
-    if (model_.norm) norm_tile(ops_, model_.norm, x, width, normed_.tile(t)), x = normed_.tile(t);
+    if (model_.project_out.N)
+      x = branch_.tile(t);
+    else if (model_.norm)
+      norm_tile(ops_, model_.norm, x, width, normed_.tile(t)), x = normed_.tile(t);
     if (all) return ops_.rows_of_tile(x, tile.count, width, floats_of(operand_.rows) + size_t(tile.row) * width, width);
     float *const row = floats_of(operand_.rows) + size_t(t) * width;
     for (int i = 0; i < width; ++i) row[i] = x[i * kTileRows + tile.count - 1];

@@ -135,6 +135,9 @@ private:
 
   void pass(bool all, float *logits);
   void embed(int tile);
+  void add_positions(int tile);
+  void project_in();
+  void project_out();
   void layer(int i, bool last);
   void keep_wanted();
   void finish(bool all, float *logits);

@@ -108,6 +108,7 @@ void Decoder::Work::query(const LayerWeights &l, int layer, int b, const float *
   place(l, b, from, l.q_norm, out);
   if (cache.rotates(layer, 0)) hadamard(out, D, cache.hadamard_block);
   ops.scale(out, l.scale, D);
+  if (l.rotated_scale != 1) ops.scale(out, l.rotated_scale, model.ropes[l.rope].channels());
 }
 
 // Heads [head, head + heads) over the keys [from, to].

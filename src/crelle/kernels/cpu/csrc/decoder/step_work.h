@@ -24,7 +24,8 @@ struct Decoder::Work {
   const Model &model = d.model_;
   const Ops &ops = *d.ops_;
   const int width = model.width, H = model.heads, Hkv = model.kv_heads, D = model.head_size;
-  const size_t ld = padded(width), ld_qkv = padded(size_t(H + 2 * Hkv) * D), ld_in = padded(std::max(width, H *D));
+  const size_t ld = padded(width), ld_qkv = padded(size_t(H + 2 * Hkv) * D);
+  const size_t ld_in = padded(std::max({width, H * D, model.words()}));
   const size_t ld_angles = padded(model.angles());
   float *const stream = floats_of(d.stream_), *const qkv = floats_of(d.qkv_), *const branch = floats_of(d.branch_);
   // With one row every thread has an input of its own; more rows are shared and lie in the first thread's.
@@ -46,9 +47,13 @@ struct Decoder::Work {
 
   // decoder_step.cpp
   void embed();
+  void embed_row(int b, float *x) const;
+  void project_in();
   void attention_layer(const LayerWeights &l, int layer, const std::vector<Share> *share);
   void mlp_layer(const LayerWeights &l, const std::vector<Share> *share);
   void finish();
+  void project_out(int rows, int first, int last);
+  const Share &share_outside(int i) const { return d.shares_[model.layers.size() * kMatrices + i][t]; }
   void sync(Phase phase);
   void wait() { d.barrier_.arrive_and_wait(t, n); }
   static double seconds_since(Clock::time_point then) {
