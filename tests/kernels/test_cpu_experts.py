@@ -96,23 +96,18 @@ def prompt_and_steps(parts: ModelParts, tokens: Tensor, prompt: int) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized_experts_against_f64(scheme: str, isa: str) -> None:
-    parts, tokens = random_parts(SPEC, scheme), some_tokens(70)
-    assert error(prompt_and_steps(parts, tokens, 50), forward(dequantized(parts), tokens)) < 3e-3  # bf16 tiles
-
-
-def test_experts_of_different_formats_against_f64(isa: str) -> None:
-    parts, tokens = in_several_formats(), some_tokens(70)
+def test_experts_of_different_formats_against_f64(parts: ModelParts) -> None:
+    tokens = some_tokens(70)
     assert error(prompt_and_steps(parts, tokens, 50), forward(dequantized(parts), tokens)) < 3e-3
 
 
-@pytest.fixture(params=["rtn:bits=4,group=32", "several", None])
-def parts(request: pytest.FixtureRequest) -> ModelParts:
-    return in_several_formats() if request.param == "several" else random_parts(SPEC, request.param)
+@pytest.fixture
+def parts(isa: str) -> ModelParts:
+    """Laid out for an instruction set."""
+    return in_several_formats()
 
 
-def test_a_step_has_the_bits_of_each_token_alone(parts: ModelParts, isa: str) -> None:
+def test_a_step_has_the_bits_of_each_token_alone(parts: ModelParts) -> None:
     """Tokens of several sequences, and several of one."""
     fused, tokens = FusedDecoder(parts), some_tokens(16)
     rows = torch.tensor([0, 1, 2, 2, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 12])
@@ -128,7 +123,7 @@ def test_a_step_has_the_bits_of_each_token_alone(parts: ModelParts, isa: str) ->
             assert torch.equal(found, torch.cat(alone[:count]))
 
 
-def test_a_prompt_has_the_bits_of_its_chunks_and_of_each_alone(parts: ModelParts, isa: str) -> None:
+def test_a_prompt_has_the_bits_of_its_chunks_and_of_each_alone(parts: ModelParts) -> None:
     texts, fused = [some_tokens(n, n) for n in (40, 5, 90)], FusedDecoder(parts)
 
     def prefill(of: list[int], chunks: Iterator[tuple[int, int]]) -> Tensor:
