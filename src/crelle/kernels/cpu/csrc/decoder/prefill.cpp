@@ -11,7 +11,8 @@
 namespace crelle::cpu {
 namespace {
 
-constexpr int kPadding = 64;  // features: a multiple of every block
+constexpr int kPadding = 64;     // features: a multiple of every block
+constexpr int kSlots = 1 << 13;  // of tokens at experts in a pass: what they need of memory
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -25,7 +26,10 @@ const Isa &isa_of(const Model &model) {
 }  // namespace
 
 Prefill::Prefill(const Model &model) : model_(model), ops_(ops_of(isa_of(model))) {
-  for (const LayerWeights &l : model_.layers) inner_ = std::max(inner_, l.mlp.gate.N);
+  for (const LayerWeights &l : model_.layers) {
+    inner_ = std::max(inner_, l.mlp.gate.N);
+    if (l.experts) tiles_of_pass_ = std::min(tiles_of_pass_, std::max(1, kSlots / kTileRows / l.experts.of_token()));
+  }
 }
 
 void Prefill::done(Phase phase) {
@@ -53,7 +57,7 @@ void Prefill::run(const Cache &cache, const std::vector<Sequence> &sequences, bo
       tiles.push_back({&s, first, count, 0, wanted ? made : -1});
       if (wanted) made += all ? count : 1;
     }
-  const int passes = (int(tiles.size()) + kTiles - 1) / kTiles;
+  const int passes = (int(tiles.size()) + tiles_of_pass_ - 1) / tiles_of_pass_;
   for (int i = 0; i < passes; ++i) {  // about equal
     tiles_.assign(tiles.begin() + part(int(tiles.size()), i, passes),
                   tiles.begin() + part(int(tiles.size()), i + 1, passes));

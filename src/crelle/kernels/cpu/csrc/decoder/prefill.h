@@ -186,7 +186,7 @@ private:
 
   const Model &model_;
   const Ops &ops_;
-  int inner_ = 0;
+  int inner_ = 0, tiles_of_pass_ = kTiles;
   std::mutex mutex_;  // guards everything below
   const Cache *cache_ = nullptr;
   std::vector<Tile> tiles_;  // of the pass
