@@ -91,7 +91,7 @@ format: setup
 ASAN = LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0 CRELLE_CORE=$$(echo $(CURDIR)/build/sanitize/_core*.so)
 TSAN = LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
-	TSAN_OPTIONS="suppressions=$(CURDIR)/tests/kernels/tsan.supp halt_on_error=0 exitcode=66" \
+	TSAN_OPTIONS="suppressions=$(CURDIR)/tests/kernels/cpu/threads/tsan.supp halt_on_error=0 exitcode=66" \
 	CRELLE_CORE=$$(echo $(CURDIR)/build/tsan/_core*.so)
 CORE_BUILD ?= -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 
@@ -101,21 +101,21 @@ sanitize: setup
 	$(ASAN) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
 	$(ASAN) $(BIN)/pytest tests/engine/test_llm_threads.py
 
-# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tests/kernels/tsan.supp
-# names the libraries whose own synchronization the sanitizer therefore cannot see.
+# Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tsan.supp names the
+# libraries whose own synchronization the sanitizer therefore cannot see.
 tsan: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/tsan $(CORE_BUILD) -DCRELLE_SANITIZE=thread
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/tsan
-	$(TSAN) $(BIN)/python -m pytest -s tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_pool.py -k "not forked"
+	$(TSAN) $(BIN)/python -m pytest -s tests/kernels/cpu/threads/test_cpu_*.py -k "not forked"
 	$(TSAN) $(BIN)/python -m pytest -s tests/engine/test_llm_threads.py
 
 valgrind: setup
-	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/valgrind.supp $(BIN)/python tests/kernels/small_case.py build/cp*/_core*.so
+	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/cpu/threads/valgrind.supp $(BIN)/python tests/kernels/cpu/threads/small_case.py build/cp*/_core*.so
 
 # Half an hour of mixed traffic through the server, with faults in the runner; 20 s of it are part of `make test`.
 SOAK_MODEL ?= ../shared/data/stories15M
 soak: setup
-	$(BIN)/python bench/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \
+	$(BIN)/python bench/serving/serve_soak.py bench/results/cpu-soak.json --minutes 30 --model $(SOAK_MODEL) \
 	  --scheme bcq-nested:bits=4,group=32,data=false --kv 16,8,4 --clients 32 --faults
 
 # Measurements that end with one page, out/bench/report.html: on two cores within 20 minutes, on an H200 within 10.

@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import in_process
 import pytest
 import safetensors.torch
@@ -31,6 +32,9 @@ import torch
 from alarm import at_most
 
 from crelle.kernels import cpu
+
+hypothesis.settings.register_profile("crelle", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("crelle")
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))

@@ -1,4 +1,7 @@
-"""CPU quotas of control groups as the files of both versions have them. Memory: tests/engine/test_machine_memory.py."""
+"""CPU quotas of control groups as the files of both versions have them.
+
+Memory: tests/engine/memory/test_machine_memory.py.
+"""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Broken and senseless input through the real command line: one sentence, exit code 2, and nothing is lost.
 
 Only what must be shown end to end; the tests of each layer have many more ways to be wrong, and
-tests/cli/test_cli_process.py shows the same sentence and exit code of a true process.
+tests/cli/messages/test_cli_process.py shows the same sentence and exit code of a true process.
 """
 
 import errno

@@ -16,7 +16,7 @@ from crelle import quantize
 
 @pytest.fixture(scope="module")
 def soak() -> Any:
-    spec = importlib.util.spec_from_file_location("serve_soak", ROOT / "bench" / "serve_soak.py")
+    spec = importlib.util.spec_from_file_location("serve_soak", ROOT / "bench" / "serving" / "serve_soak.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

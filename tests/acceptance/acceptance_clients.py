@@ -226,7 +226,7 @@ class Crowd:
         wrong: list[tuple[int, dict[str, Any]]] = [
             (400, {"n": 0}),
             (400, {"temperature": -1}),
-            (400, {"max_tokens": 0}),
+            (400, {"max_tokens": -1}),
             (400, {"prompt": "a" * (self.context + 10)}),
             (400, {"stop": [1, 2]}),
             (404, {"model": "no-such-model"}),

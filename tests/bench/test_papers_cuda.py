@@ -1,9 +1,7 @@
-"""bench/papers_cuda.py and bench/bcq_quality.py: which rows they measure, and with which kernels."""
+"""bench/gpu/papers_cuda.py and bench/quality/bcq_quality.py: which rows they measure, and with which kernels."""
 
 import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +17,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
-    sys.path.insert(0, str(ROOT / "bench"))
-    yield importlib.import_module("papers_cuda"), importlib.import_module("bcq_quality")
-    sys.path.remove(str(ROOT / "bench"))
+def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    for room in ("gpu", "quality"):
+        monkeypatch.syspath_prepend(str(ROOT / "bench" / room))
+    return importlib.import_module("papers_cuda"), importlib.import_module("bcq_quality")
 
 
 @pytest.fixture

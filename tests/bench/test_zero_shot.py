@@ -1,4 +1,4 @@
-"""bench/zero_shot.py: rows are kept as they are done and not run again, and become tables and a plot."""
+"""bench/quality/zero_shot.py: rows are kept as they are done and not run again, and become tables and a plot."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ class Commands:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench" / "quality"))
     return import_module("zero_shot")
 
 

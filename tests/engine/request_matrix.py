@@ -32,6 +32,7 @@ EAGER_LENGTHS = (1, 15, 16, 17, 40)  # where torch runs layer by layer, token by
 ANSWERS = (12, 0, 1)  # tokens; 0: its first one is an end token
 NESTED = "bcq-nested:bits=4,group=64,data=false"
 PERMUTED = "permuted"  # of no scheme: what importers make of act-order checkpoints
+FP4 = ("mxfp4", "nvfp4")
 SCHEMES = (
     "fp16",
     "rtn:bits=4,group=64",
@@ -45,6 +46,7 @@ SCHEMES = (
     "atom:w=4,a=4,group=64,outliers=64",
     "atom:w=4,a=8,levels=2,group=64,outliers=64",
     PERMUTED,
+    *FP4,
 )
 KVS = (
     *("16", "8", "4", "3", "2", "k4v2", "k8v4", "k8v3", "k16v8"),

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import corpus

@@ -147,7 +147,7 @@ def _auto(word: Word, bits: float, machine: Machine, weights: int) -> tuple[dict
         return {"steps": "16"}, 32, 0
     if word == "balanced":
         return {"steps": "256"}, 192, 192
-    # What bench/auto_quality.py found best with end-to-end training, at 2.35, 3.35 and 4.35 bits.
+    # What bench/quality/auto_quality.py found best with end-to-end training, at 2.35, 3.35 and 4.35 bits.
     rows, sampled, end, own = (
         (128, 384, 3000, 4096) if bits < 2.85 else (384, 192, 5000, 4096) if bits < 3.85 else (192, 192, 1500, 2048)
     )

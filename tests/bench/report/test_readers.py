@@ -54,6 +54,7 @@ LEFT_OUT = {
     "cpu-stsb.json",
     "cpu-x86-16-clients.json",
     "cpu-x86-before-after.json",
+    "cpu-x86-structured.json",
     "cpu-x86-interleaved-bcq.json",
     "cpu-x86-interleaved-rtn-1.json",
     "cpu-x86-interleaved-rtn-2.json",

@@ -36,7 +36,7 @@ KNOTS: Mapping[tuple[Kind, str], tuple[int, ...]] = {
 _ORIGIN = "coded gemv 1"
 _MEASURED_AS = {3: 2}  # bits of a cache that no step was timed with: as slow as the next that was
 
-# Fitted, as `python bench/fit_planner.py` prints them: milliseconds per layer (attention that is not split: and 1000
+# Fitted, as bench/tuning/fit_planner.py prints them: milliseconds per layer (attention that is not split: and 1000
 # tokens), per GB, per 10^9 weights.
 CONSTANTS: Mapping[str, float] = {
     "attention": 0.0071255,

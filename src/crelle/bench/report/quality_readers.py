@@ -1,4 +1,4 @@
-"""Result files about quality: bench/quality.py, zero-shot tasks, ablations, caches, the demo, peers."""
+"""Result files about quality: bench/quality/quality.py, zero-shot tasks, ablations, caches, the demo, peers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from crelle.bench.report.fields import Fields
 from crelle.bench.report.rows import Ablation, Accuracy, CacheQuality, LeftOut, Quality, Quantizing, Row, Source, Step
 from crelle.bench.report.sources import cpu_device, gpu_name, model_name, text_name
 
-# Which texts bench/quality.py calls test and unseen; newer files say so themselves.
+# Which texts bench/quality/quality.py calls test and unseen; newer files say so themselves.
 _QUALITY_TEXTS = {
     "SmolLM2-135M": {"test": "WikiText-2", "unseen": "TinyStories"},
     "stories15M": {"test": "TinyStories", "unseen": "WikiText-2"},
@@ -15,7 +15,7 @@ _QUALITY_TEXTS = {
 
 
 def read_quality(file: Fields, source: Source) -> Iterator[Row | LeftOut]:
-    """Read bench/quality.py's and its like: perplexity of each text that full precision was evaluated on."""
+    """Read bench/quality/quality.py's and its like: perplexity of each text that full precision was evaluated on."""
     model = model_name(file.text("model", source.command), source.file)
     texts = file.inner_or_empty("texts")
     for row in file.rows("rows"):
@@ -30,7 +30,7 @@ def read_quality(file: Fields, source: Source) -> Iterator[Row | LeftOut]:
 
 
 def read_zero_shot(file: Fields, source: Source) -> Iterator[Row]:
-    """Read bench/zero_shot.py's: accuracy on tasks, and perplexity, each relative to the row of fp16."""
+    """Read bench/quality/zero_shot.py's: accuracy on tasks, and perplexity, each relative to the row of fp16."""
     model = model_name(file.text("model", source.file))
     plain = next((row for row in file.rows("rows") if row.text("scheme") == "fp16"), None)
     for row in file.rows("rows"):
@@ -48,7 +48,7 @@ def read_zero_shot(file: Fields, source: Source) -> Iterator[Row]:
 
 
 def read_texts(file: Fields, source: Source) -> Iterator[Row]:
-    """Read bench/atom_quality.py's, a row for each scheme, cache and text: those with a 16-bit cache."""
+    """Read bench/quality/atom_quality.py's, a row for each scheme, cache and text: those with a 16-bit cache."""
     model = model_name(file.text("model", source.file))
     for row in file.rows("rows"):
         if row.text("kv") not in ("16", "kv16") or "bits_per_weight" not in row:
@@ -65,7 +65,7 @@ def read_ablation(file: Fields, source: Source) -> Iterator[Row]:
 
 
 def read_cache(file: Fields, source: Source) -> Iterator[Row]:
-    """Read bench/kv_quality.py's."""
+    """Read bench/quality/kv_quality.py's."""
     model = model_name(file.text("model"))
     for row in file.rows("rows"):
         bits, perplexity = row.number("bits_per_value"), row.number("perplexity")

@@ -77,7 +77,7 @@ def _cost(row: Fields) -> tuple[float | None, str]:
 
 
 def read_serve(file: Fields, source: Source) -> Iterator[Row]:
-    """Read crelle bench serve's, bench/serve_cuda.py's and bench/trace_cuda.py's: batches, clients, traces."""
+    """Read crelle bench serve's, bench/gpu/serve_cuda.py's and bench/gpu/trace_cuda.py's: batches, clients, traces."""
     asked = re.search(r"--threads (\d+)", source.command)
     threads = f", --threads {asked[1]}" if asked else ""  # rows do not say how many they ran on
     several = any("server" in row for row in file.rows("rows"))  # each server has its own name for the model
@@ -107,7 +107,7 @@ def read_serve(file: Fields, source: Source) -> Iterator[Row]:
 
 
 def read_vllm(file: Fields, source: Source) -> Iterator[Row]:
-    """Read bench/vllm_cpu.py's: decode steps in vLLM, its own kernels and Crelle's taking turns."""
+    """Read bench/serving/vllm_cpu.py's: decode steps in vLLM, its own kernels and Crelle's taking turns."""
     speeds = file.inner(_SPEED)
     model = f"{file.count('layers')} layers in vLLM {file.text('vllm')}"
     for engine in speeds.values:

@@ -33,7 +33,7 @@ def save_scales(tuned: Checkpoint, base: Checkpoint, path: Path) -> int:
         ):
             raise FormatError(
                 f"'{module}' has other codes in {tuned.path} than in {base.path}: only the scales of a checkpoint "
-                "tuned with --train scales can be exchanged"
+                "whose scales alone were tuned can be exchanged"
             )
         changed = {name: t for name, t in new.tensors().items() if name in names}
         scales |= {f"{module}.{name}": t for name, t in changed.items() if not torch.equal(t, old.tensors()[name])}

@@ -1,4 +1,4 @@
-"""Tile configs of mixed_gemv.cu: by the instructions of its loop, and for few tiles as bench/tune_mixed.py found.
+"""Tile configs of mixed_gemv.cu: by the instructions of its loop, few tiles as bench/tuning/tune_mixed.py finds.
 
 `dataflow_configs` has those of the paper's comparison, from loading, waiting, decoding, multiplying on.
 """
