@@ -37,6 +37,7 @@ LEFT_OUT = {
     "calibration-precision-smollm2.json",
     "cpu-accuracy.json",
     "cpu-alpha-tuning.json",
+    "cpu-experts-decode.json",
     "cpu-logits-neon.json",
     "cpu-logits-x86.json",
     "cpu-neon-before-after.json",

@@ -69,6 +69,7 @@ inline Activation activation_of(const std::string &name) {
   if (name == "gelu") return Activation::Gelu;
   if (name == "gelu_tanh") return Activation::GeluTanh;
   if (name == "relu") return Activation::Relu;
+  if (name == "swigluoai") return Activation::SwigluOai;
   throw std::invalid_argument("there is no activation '" + name + "'");
 }
 
