@@ -17,9 +17,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from crelle.kernels.cpu import i16_gemm
 from crelle.quantizers.calibration.half_stats import add_upper_half
 from crelle.quantizers.calibration.hidden_states import Store, allocate, load
-from crelle.quantizers.calibration.layer_api import Block, CalibrationModel, TrainableLinear, bf16_sums, half_products
+from crelle.quantizers.calibration.layer_api import (
+    Block,
+    CalibrationModel,
+    TrainableLinear,
+    bf16_sums,
+    half_products,
+    has_half_products,
+)
 from crelle.quantizers.calibration.stats import add_upper, mirror_
 from crelle.quantizers.search.search_memory import SearchMemory
 from crelle.quantizers.stage_times import SEARCH_HEAD, timed
@@ -56,6 +64,9 @@ class GradientStats:
     def _add(self, sums: Tensor, x: Tensor) -> None:
         if self._half and x.device.type == "cuda":
             add_upper_half(sums, x.bfloat16())
+            return
+        if self._half and not has_half_products(x.device) and i16_gemm.usable(x.device):
+            i16_gemm.StatsI16().add(x, None, None, sums, None, x.new_zeros(x.shape[1]))
             return
         with bf16_sums(x.device, self._half):
             add_upper(sums, x)
