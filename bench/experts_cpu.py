@@ -71,7 +71,7 @@ def check(model: DecoderModel, ids: Tensor) -> float:
 
 
 class Steps:
-    """Steps of a model over random tokens, behind a short prompt."""
+    """Steps of a model over random tokens, after a short prompt."""
 
     def __init__(self, model: DecoderModel, batch: int, clock: Callable[[], float]) -> None:
         self.model, self.batch, self.clock, self.chance = model, batch, clock, torch.Generator().manual_seed(1)

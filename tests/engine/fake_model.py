@@ -52,7 +52,7 @@ class Runner:
         self.memory = [[GARBAGE] * self.blocks.page for _ in range(self.blocks.pages)]
 
     def run(self, step: Step, *, fail: bool = False) -> list[int]:
-        """Return a token for each that samples, and one behind each token of its draft."""
+        """Return a token for each that samples, and one after each token of its draft."""
         self.check(step)
         before = [list(page) for page in self.memory]
         for source, target in step.copies:

@@ -189,7 +189,7 @@ class BlockManager:
         table.length = length
 
     def trim(self, table: BlockTable) -> None:
-        """Give back the pages behind `table.length`, which held tokens that were drafted and not accepted."""
+        """Give back the pages after `table.length`, which held tokens that were drafted and not accepted."""
         while len(table.pages) > self.pages_for(table.length):
             self._drop(table.pages.pop())
 

@@ -182,7 +182,7 @@ class Engine:
         n: sequences to sample.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens come with
         each one sampled (0: only its own).  prompt_logprobs: with each one of the prompt, which is then computed anew.
         priority: smaller goes first.  cache_salt: prefixes are shared only among requests with the same one.
-        ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.  grammar: what each answer
+        ignore_end: continue past the model's end tokens, up to max_tokens; for measurements.  grammar: what each answer
         must match.  speculate: False: guess no tokens for this request.
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
@@ -425,7 +425,7 @@ class Engine:
         self._reap()
 
     def _sample(self, step: Step, logits: Tensor) -> list[list[SampledToken]]:
-        """Return the tokens of each that samples: one, or a draft as far as it is right and the one behind it.
+        """Return the tokens of each that samples: one, or a draft as far as it is right and the token after it.
 
         One that cannot sample gets any token, and is doomed.
         """

@@ -75,7 +75,7 @@ class ScheduledChunk(NamedTuple):
     start: int
     end: int
     samples: tuple[Sequence, ...]  # sample a token from the last logits: none within a prompt, n after it
-    lookahead: int = 0  # tokens behind `end` that there is room for
+    lookahead: int = 0  # tokens after `end` that there is room for
     draft: tuple[int, ...] = ()  # the tokens guessed for them; logits are wanted of each
 
     @property
@@ -274,7 +274,7 @@ class Scheduler:
         room = self.budget - len(decoding)
         more = dict[Sequence, int]()
         for s, wanted in self.lookahead(decoding).items():
-            most = s.limit - 1 - len(s.ids) if s.answering else 0  # the last token is sampled behind them
+            most = s.limit - 1 - len(s.ids) if s.answering else 0  # the last token is sampled after them
             if (n := min(wanted, room, most)) > 0:
                 more[s], room = n, room - n
         while more and self.blocks.need((s.table, len(s.ids) + more.get(s, 0)) for s in decoding) > (

@@ -7,7 +7,7 @@ tokens that were guessed and are verified, which are computed as if each had bee
 
 An executor is made for one model and the pages of all its layers. Before that, its module's `supports(spec, kv, ...)`
 says what it cannot run. A chunk is one token of a sequence (decode), several of its prompt (chunked prefill), or some
-behind the prompt (verification, or a preempted sequence's tokens once more).
+after the prompt (verification, or a preempted sequence's tokens once more).
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class Chunk:
 
     @property
     def verified(self) -> bool:
-        """Whether its tokens are verified: all behind the prompt, and logits wanted of each."""
+        """Whether its tokens are verified: all after the prompt, and logits wanted of each."""
         return self.scored and self.prompt is not None and self.start >= self.prompt
 
     @property

@@ -38,7 +38,7 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_distribution_is_that_of_sampling_token_by_token() -> None:
     """Chi-square of two tokens, with every first token drafted, at the 0.999 quantile."""
     first = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 1.5
-    behind = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5  # logits behind each first token
+    behind = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5  # logits after each first token
     counts = torch.zeros(V, V)
     for seed in range(TRIALS):
         draft = seed % V
@@ -48,7 +48,7 @@ def test_the_distribution_is_that_of_sampling_token_by_token() -> None:
         t0 = found[0].token
         if t0 == draft:
             t1 = found[1].token
-        else:  # rejected: the next step computes the logits behind the token sampled
+        else:  # rejected: the next step computes the logits after the token sampled
             assert len(found) == 1
             (more,) = sample_drafts(behind[t0][None], [r._replace(draft=())])
             assert isinstance(more, list)

@@ -206,7 +206,7 @@ def test_right_guesses_save_steps_and_wrong_ones_cost_none(nested: LLM, monkeypa
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right(nested: LLM) -> None:
-    """Which shows that its cache follows: acceptance, catching up, pages that grow and prompts behind one another."""
+    """Which shows that its cache follows: acceptance, catching up, pages that grow and consecutive prompts."""
     llm = LLM.load(nested.weights.path, device="cpu", draft=nested.weights.path, speculate="draft:adaptive=false")
     for prompt in (REPEATS, "Hello", REPEATS + " four"):
         done = llm.generate(prompt, replace(GREEDY, max_tokens=40))

@@ -7,5 +7,5 @@ if TYPE_CHECKING:
 
 
 def drafts(done: "Completion") -> str:
-    """Return how many of a completion's guessed tokens were right, with a comma behind it; nothing without any."""
+    """Return how many of a completion's guessed tokens were right, followed by a comma; nothing without any."""
     return f"{done.accepted} of {done.drafted} guessed tokens accepted, " if done.drafted else ""

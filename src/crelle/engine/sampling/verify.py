@@ -55,7 +55,7 @@ def sample_drafts(logits: Tensor, rows: List[Verified]) -> list[list[SampledToke
             if isinstance(token, int):
                 tokens.append(SampledToken(token, rows[i].state.pending))
             elif not tokens:
-                found[i] = token  # behind others it is left to the next step, which begins there
+                found[i] = token  # after others it is left to the next step, which begins there
         going = [i for i in going if _goes_on(rows[i], found[i], depth)]
         depth += 1
     return found
@@ -67,7 +67,7 @@ def _so_far(row: Verified, tokens: list[SampledToken] | BaseException) -> list[i
 
 
 def _goes_on(row: Verified, tokens: list[SampledToken] | BaseException, depth: int) -> bool:
-    """Whether the logits behind the token just sampled are there, and the sequence does not end with it."""
+    """Whether the logits after the token just sampled are there, and the sequence does not end with it."""
     if isinstance(tokens, BaseException) or len(tokens) <= depth or depth >= len(row.draft):
         return False
     s, token = row.sequence, tokens[depth].token

@@ -115,7 +115,7 @@ class DraftModel:
         return Chunk(ids, start, s.table.pages, wanted, prompt=len(s.request.prompt))
 
     def _run(self, chunks: list[Chunk]) -> list[int]:
-        """Return the likeliest token behind each chunk of which it is wanted."""
+        """Return the likeliest token after each chunk of which it is wanted."""
         if not chunks:
             return []
         if self._executor is None:

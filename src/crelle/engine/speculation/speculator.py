@@ -122,7 +122,7 @@ class Speculator:
         for chunk in step.chunks:
             if chunk.draft and (track := self._tracks.get(chunk.sequence)) is not None:
                 right = accepted.get(chunk.sequence, 0)
-                wrong = int(right < len(chunk.draft))  # of those behind it nothing is known
+                wrong = int(right < len(chunk.draft))  # of those after it nothing is known
                 track.odds[track.kind].add(right, wrong)
                 self._odds[track.kind].add(right, wrong)
                 drafted += len(chunk.draft)

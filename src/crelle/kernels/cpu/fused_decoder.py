@@ -106,7 +106,7 @@ class ModelParts:
     norm: NormParts | None  # [width]
     head: LinearParts  # [V, width]; may share the embedding's memory
     positions: Tensor | None = None  # [rows, width]; learned positions
-    project_in: LinearParts | None = None  # [width, words] behind an embedding of `words` columns, and a head's
+    project_in: LinearParts | None = None  # [width, words] after an embedding of `words` columns, and a head's
     project_out: LinearParts | None = None  # [words, width]
 
 
@@ -351,7 +351,7 @@ def _for_core(parts: ModelParts) -> SimpleNamespace:
 
 def _layer(part: LayerParts, spec: LayerSpec, rope: int) -> SimpleNamespace:
     a, norm_mlp = spec.attention, part.norm_attention if spec.shared_norm else part.norm_mlp
-    # C++ norms what attention and feed-forward read, what they return, or the stream behind them.
+    # C++ norms what attention and feed-forward read, what they return, or the stream after them.
     place = {"post": "stream", "reordered": "post"}.get(spec.placement, "norm")
     slots = ("norm_{}", "post_{}_norm", "stream_{}_norm")
     norms: dict[str, NormParts | None] = {slot.format(of): None for slot in slots for of in ("attention", "mlp")}

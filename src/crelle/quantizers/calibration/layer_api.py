@@ -246,7 +246,7 @@ class CalibrationModel(Protocol):
         ...
 
     def attend_within(self, lengths: Tensor) -> None:
-        """Let no token of an encoder's batch see what is behind its text's `lengths` [B], from now on."""
+        """Let no token of an encoder's batch see what is past its text's `lengths` [B], from now on."""
         ...
 
     def finish(self, x: Tensor) -> Tensor:

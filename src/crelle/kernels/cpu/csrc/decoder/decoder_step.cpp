@@ -130,7 +130,7 @@ void Decoder::Work::project_in() {
 }
 
 // Prefetch the first lines of the matrix: they arrive while its input is prepared. No more than a core keeps in
-// flight, or the preparation would wait behind them.
+// flight, or the preparation would wait for them.
 void Decoder::Work::prefetch_rows(const Matrix &m, const Share &s) {
   auto [at, end] = m.bytes(s.row0, s.row1);
   end = std::min(end, at + 32 * 64);

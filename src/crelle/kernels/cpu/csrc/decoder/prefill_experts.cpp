@@ -65,7 +65,7 @@ void Prefill::multiply_experts(const LayerWeights &l) {
   const int width = model_.width;
   int inner = 0;
   for (const FeedForward &f : l.experts.each) inner = std::max(inner, f.gate.N);
-  const auto each_group = [&](auto &&fn) {  // fn(the group's expert, its first tile, the one behind its last)
+  const auto each_group = [&](auto &&fn) {  // fn(the group's expert, its first tile, one past its last)
     int begin = 0;
     for (const Group &g : routing_.groups) {
       const int end = begin + tiles_of(g.count);

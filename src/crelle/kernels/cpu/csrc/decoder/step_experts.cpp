@@ -85,7 +85,7 @@ void Decoder::Work::encode_groups(const LayerWeights &l, const float *x, size_t 
 void Decoder::Work::gate_and_up(const LayerWeights &l, size_t inner) {
   const Routing &routing = d.routing_[t];
   float *const gate = floats_of(d.hidden_), *const up = gate + routing.slots.size() * inner;
-  // Rows of all groups, one behind the other, cost what their bytes do, and a little for each of their tokens.
+  // Rows of all groups, one after the other, cost what their bytes do, and a little for each of their tokens.
   const auto row_cost = [&](const Group &g) {
     const FeedForward &f = l.experts.each[g.expert];
     return (f.gate.bytes_per_row() + (l.gated ? f.up.bytes_per_row() : 0)) * (7 + g.count);

@@ -50,7 +50,7 @@ CRELLE_INLINE PartInt to_int(Part v, Part inverse) {
   return (PartInt)(v * inverse + kRound) & 0xffff;
 }
 
-// Values [from, from + count) of a row as integers, zeros behind them up to whole pairs of `pairs`; returns the scale.
+// Values [from, from + count) of a row as integers, then zeros up to whole pairs of `pairs`; returns the scale.
 inline float pack_chunk(const float *from, int count, int pairs, int32_t *to) {
   PartInt most{};
   int k = 0;
